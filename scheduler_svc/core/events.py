@@ -1,0 +1,195 @@
+"""Everything the core can hear. Frozen facts; token ids travel through untouched."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from laps_sd.choose import Residency
+
+
+class End(enum.Enum):
+    """How a request ended; exactly one per request."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    STOP_SEQUENCE = "stop_sequence"
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What the core knows of a request from its submission. Never changes."""
+
+    request_id: str
+    sequence: int
+    """Arrival order within the shard; breaks ties."""
+    arrival_s: float
+    """On the clock that `step` is given."""
+    tenant: str
+    priority: int
+    """Higher runs first."""
+    workload_class: str
+    """Key of the learnt priors (the client's hint, bounded by the shell; may be empty)."""
+    prompt_tokens: int
+    max_tokens: int
+    expected_output_tokens: int | None
+    """The client's own guess; never trusted blindly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request is on the record and waits."""
+
+    facts: RequestFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A request found on the record by a new leader, with what it had reached."""
+
+    facts: RequestFacts
+    emitted: int
+    """Committed output tokens."""
+    rounds: int
+    drafted: int
+    accepted: int
+    attained_s: float
+    preemptions: int
+    worker_id: str | None
+    lease_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    worker_id: str
+    """One process: a worker that starts again has another id."""
+    slots: int
+    target_blocks: int
+    draft_blocks: int
+    block_size: int
+    max_length: int
+    max_draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A request that a worker says it holds, in its hello."""
+
+    request_id: str
+    lease_epoch: int
+    residency: Residency
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    """A worker said hello (first contact, or again after a broken stream or a change of leader)."""
+
+    facts: WorkerFacts
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Its grace is over: its requests must go on elsewhere."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDraining:
+    """No new work; its requests move at a round boundary, or finish if that is sooner."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one request did in one round."""
+
+    request_id: str
+    lease_epoch: int
+    position: int
+    """Output tokens before the round."""
+    tokens: tuple[int, ...]
+    """New output token ids; the core counts them and hands them on."""
+    drafted: int
+    accepted: int
+    prefilled: int
+    """Context tokens computed for it in this round (prompt, or recompute)."""
+    end: End | None
+    cut_characters: int
+    error: str
+    tested_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    predicted_remaining_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyChange:
+    request_id: str
+    lease_epoch: int
+    residency: Residency
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReported:
+    """One round of one worker: who took part, what came out, what it cost."""
+
+    worker_id: str
+    progress: tuple[Progress, ...]
+    residency: tuple[ResidencyChange, ...]
+    draft_s: float
+    verify_s: float
+    prefill_s: float
+    swap_s: float
+    idle_s: float
+    """Between the end of the round before and the start of this one."""
+    total_s: float
+    free_target_blocks: int
+    free_draft_blocks: int
+    resident_context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpecificationMissing:
+    """The worker was listed a request whose specification it does not have; the shell sends it again."""
+
+    worker_id: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequested:
+    """Something outside the worker ends it: a cancel, a deadline, a soft time limit, an error."""
+
+    request_id: str
+    end: End
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The record refused a transition of this request.
+
+    `gone`: no such unfinished request on the record. `stale`: another lease epoch or position than the
+    core's. In both cases the core's picture is wrong: it forgets the request and the shell reads the record again.
+    """
+
+    request_id: str
+    gone: bool
+
+
+Event = (
+    Arrived
+    | Recovered
+    | WorkerUp
+    | WorkerLost
+    | WorkerDraining
+    | RoundReported
+    | EndRequested
+    | Refused
+)

@@ -1,0 +1,270 @@
+"""What an engine is to the rest of the worker. Standard library only: no torch, no network.
+
+Words (see ARCHITECTURE.md):
+
+* *context*   the tokens of a request that exist: prompt, then output. Its length is the request's `tokens`.
+* *position*  of an output token: 0 is the first token after the prompt. Noise is a function of (seed, position).
+* *round*     one draft and verify step over the requests that are asked to run.
+* *KV*        the attention keys and values of the context, kept in blocks of `block_size` tokens, one pool for the
+              target and one for the draft. Between rounds a request's KV covers all its tokens but the last.
+
+Contract with the caller, in order:
+
+1. `add` before `round` names the request. `add` allocates nothing on the device.
+2. `round(run)` runs exactly the requests in `run`; a known request that is not in `run` is paused and keeps its KV.
+3. Before a round the caller makes sure that blocks suffice: `blocks_needed(tokens, growth, block_size)` in both pools
+   for each request in `run`, growth being the longest draft + 1. If they do not, `round` raises `OutOfBlocks` and nothing has changed.
+4. A request that finished stays known (its KV is freed at once) until `drop`.
+5. One thread calls an engine. No method blocks on anything but arithmetic.
+
+The text of a request never depends on which rounds it took part in, with whom, how it was preempted, or what the draft
+proposed: the same specification gives the same tokens (exactly in deterministic mode, up to arithmetic otherwise).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from laps_sd.choose import Residency
+
+__all__ = [
+    "Capacity",
+    "Engine",
+    "FinishReason",
+    "ModelError",
+    "OutOfBlocks",
+    "RequestRound",
+    "Residency",
+    "RoundResult",
+    "Sampling",
+    "SequenceStatus",
+    "Specification",
+    "UnknownRequest",
+    "blocks_needed",
+    "check_run",
+    "check_specification",
+]
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_SEED = 2**64 - 1
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended inside the engine (time limits and cancellation are the caller's)."""
+
+    STOP = "stop"  # an end-of-sequence token; it is the last token reported
+    LENGTH = "length"  # max_tokens reached
+    STOP_SEQUENCE = "stop_sequence"  # a stop string appeared in the text
+    ERROR = "error"  # this request cannot go on; RequestRound.error says why. Other requests are not touched
+
+
+class OutOfBlocks(RuntimeError):
+    """The KV pool cannot hold this round. Raised before any state changes: run fewer requests, swap out or evict, and try again."""
+
+
+class ModelError(RuntimeError):
+    """A model pair cannot be served. The message is one sentence that a person can act on."""
+
+
+class UnknownRequest(KeyError):
+    """A request id that `add` never saw, or that was dropped."""
+
+    def __str__(self) -> str:
+        return f"unknown request {self.args[0]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target chooses. Applied in this order: temperature, top_k, top_p, then argmax(log p + noise)."""
+
+    temperature: float = 0.0  # 0 = greedy: the largest logit, lowest id on a tie; top_k, top_p and seed are then without effect
+    top_p: float = 1.0  # keep the smallest set of most probable tokens that reaches this probability; 1.0 = off
+    top_k: int = 0  # keep the k most probable tokens; 0 = off
+    seed: int = 0  # unsigned, 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """One request, as the engine needs it. Token ids are those of the target's tokenizer."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]  # at least one
+    committed_ids: tuple[int, ...]  # output tokens that exist already (migration, restart); not reported again
+    sampling: Sampling
+    max_tokens: int  # output tokens in all, committed ones included
+    stop: tuple[str, ...] = ()  # stop strings; the text ends before the first that appears
+    ignore_eos: bool = False
+    max_draft_len: int | None = None  # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine can hold. Fixed for its life."""
+
+    slots: int  # requests in one round, at most
+    target_blocks: int  # KV blocks of the target's pool
+    draft_blocks: int  # KV blocks of the draft's pool; 0 = there is no draft model
+    block_size: int  # tokens in a block
+    max_length: int  # longest context, prompt and output, tokens
+    max_draft_len: int  # tokens drafted per request and round, at most; a round grows KV by at most this + 1
+    vocab_size: int  # token ids are 0 .. vocab_size - 1
+    device: str  # "cpu", "cuda:0", "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRound:
+    """What one round did for one request."""
+
+    request_id: str
+    position: int  # output tokens before this round, committed ones included
+    tokens: tuple[int, ...]  # new output tokens; empty while its context is still being prefilled
+    drafted: int  # tokens proposed
+    accepted: int  # of these, the prefix that equals the target's choice, before cutting at an end
+    tested_by_position: tuple[int, ...] = ()  # [i] = 1 if the i-th proposal was compared (all before it were accepted)
+    accepted_by_position: tuple[int, ...] = ()  # [i] = 1 if it was accepted; same length as tested_by_position
+    prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
+    cached: int = 0  # context tokens that needed no computing because another request's KV was reused
+    finish: FinishReason | None = None
+    cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
+    error: str | None = None  # with finish = ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """One round: its requests in the order of `run`, and where the time went (seconds of wall clock inside the engine)."""
+
+    requests: tuple[RequestRound, ...]
+    draft_s: float = 0.0  # proposing, the draft's own prefill included
+    verify_s: float = 0.0  # the target's forward, choosing and accepting; the decode rows' share when chunks ride along
+    prefill_s: float = 0.0  # the prefill chunks' share of that forward, by tokens
+    swap_s: float = 0.0  # bringing KV back from host memory
+    total_s: float = 0.0  # all of it, bookkeeping included
+    free_target_blocks: int = 0  # after the round
+    free_draft_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStatus:
+    """Where a known request stands between rounds."""
+
+    residency: Residency
+    tokens: int  # context length: prompt and output
+    target_blocks: int  # held on the device
+    draft_blocks: int
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """See the module's docstring for the contract."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Names weights, configuration, tokenizer and arithmetic: engines with equal fingerprints produce equal tokens."""
+        ...
+
+    def add(self, spec: Specification) -> None:
+        """Make a request known. Raises ValueError that names the field and its limit; a known id raises ValueError too."""
+        ...
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request and free everything it holds. An unknown id is fine."""
+        ...
+
+    def swap_out(self, request_id: str) -> bool:
+        """Move its KV to host memory. False (and nothing changed) if the host budget is full; True when nothing was on the device."""
+        ...
+
+    def evict(self, request_id: str) -> None:
+        """Throw its KV away, on device and host. Its tokens stay known; it is prefilled again when it runs next."""
+        ...
+
+    def status(self, request_id: str) -> SequenceStatus:
+        """Raises UnknownRequest."""
+        ...
+
+    def known(self) -> frozenset[str]:
+        """Ids of all requests added and not dropped, finished ones included."""
+        ...
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        """One draft and verify step over exactly these requests, best rank first.
+
+        Requests without KV get a prefill chunk in the same forward (the first of `run` are served first from the round's
+        chunk budget); requests in host memory are brought back first. Raises OutOfBlocks, UnknownRequest, or ValueError (one
+        id twice, a finished request, more than `capacity.slots`), in each case before any state changes.
+        """
+        ...
+
+
+def blocks_needed(tokens: int, growth: int, block_size: int) -> int:
+    """Blocks that a request with a context of `tokens` holds during a round that may add `growth` tokens to it.
+
+    KV covers all tokens but the last, and a round with a draft of g tokens writes g + 1 = `growth` entries.
+    """
+    return -(-(tokens - 1 + growth) // block_size)
+
+
+def check_specification(spec: Specification, capacity: Capacity) -> None:
+    """Raise ValueError naming the field and the limit unless `spec` can be served by an engine of this capacity."""
+    if not spec.request_id:
+        raise ValueError("request_id must not be empty")
+    if not spec.prompt_ids:
+        raise ValueError("prompt_ids must hold at least one token")
+    for name, ids in (("prompt_ids", spec.prompt_ids), ("committed_ids", spec.committed_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < capacity.vocab_size:
+            raise ValueError(f"{name} must be token ids from 0 to {capacity.vocab_size - 1}")
+    if spec.max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {spec.max_tokens}")
+    if len(spec.committed_ids) >= spec.max_tokens:
+        raise ValueError(f"committed_ids holds {len(spec.committed_ids)} tokens, max_tokens allows {spec.max_tokens}: nothing is left to do")
+    if len(spec.prompt_ids) + spec.max_tokens > capacity.max_length:
+        raise ValueError(
+            f"max_tokens: {len(spec.prompt_ids)} prompt tokens and {spec.max_tokens} output tokens exceed the longest context of "
+            f"{capacity.max_length}"
+        )
+    # One more than the context: a draft never goes beyond max_tokens, so the last round needs no room for a whole draft.
+    for pool, blocks in (("target", capacity.target_blocks), ("draft", capacity.draft_blocks)):
+        if blocks and blocks_needed(len(spec.prompt_ids) + spec.max_tokens, 1, capacity.block_size) > blocks:
+            raise ValueError(
+                f"max_tokens: {len(spec.prompt_ids) + spec.max_tokens} tokens do not fit the {pool} KV pool of {blocks} blocks of "
+                f"{capacity.block_size}"
+            )
+    _check_sampling(spec.sampling)
+    if len(spec.stop) > MAX_STOP_STRINGS:
+        raise ValueError(f"stop holds {len(spec.stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
+    if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS for text in spec.stop):
+        raise ValueError(f"stop strings must have 1 to {MAX_STOP_CHARACTERS} characters")
+    if spec.max_draft_len is not None and spec.max_draft_len < 0:
+        raise ValueError(f"max_draft_len must be 0 or more, not {spec.max_draft_len}")
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise ValueError(f"sampling.temperature must be finite and at least 0, not {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"sampling.top_p must be above 0 and at most 1, not {sampling.top_p}")
+    if sampling.top_k < 0:
+        raise ValueError(f"sampling.top_k must be 0 or more, not {sampling.top_k}")
+    if not 0 <= sampling.seed <= MAX_SEED:
+        raise ValueError(f"sampling.seed must be from 0 to {MAX_SEED}, not {sampling.seed}")
+
+
+def check_run(run: Sequence[str], known: frozenset[str] | set[str], finished: frozenset[str] | set[str], slots: int) -> None:
+    """Raise UnknownRequest or ValueError unless `run` is a list of distinct, known, unfinished requests that fit the slots."""
+    if len(run) > slots:
+        raise ValueError(f"run holds {len(run)} requests, the engine has {slots} slots")
+    if len(set(run)) != len(run):
+        raise ValueError("run names a request twice")
+    for request_id in run:
+        if request_id not in known:
+            raise UnknownRequest(request_id)
+        if request_id in finished:
+            raise ValueError(f"request {request_id!r} has finished; drop it")
