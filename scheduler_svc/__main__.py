@@ -1,0 +1,60 @@
+"""Runs one scheduler process: `python -m scheduler_svc`, settings from LAPS_SD_*."""
+
+from __future__ import annotations
+
+import time
+
+from laps_sd.serving import ServiceApp, main
+from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
+from scheduler_svc.leadership import Leadership
+from scheduler_svc.service import Admin, GatewayLink, WorkerLink
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.records import Limits
+from scheduler_svc.store.store import Store
+
+
+def steady_unix_clock() -> float:
+    """Unix seconds that never step: the record keeps Unix times, and the core must not see a clock go back."""
+    return _STARTED_UNIX_S + time.monotonic()
+
+
+_STARTED_UNIX_S = time.time() - time.monotonic()
+
+
+async def serve(settings: SchedulerSettings) -> None:
+    """Wire store, leadership and servicers; serve until a signal."""
+    app = ServiceApp("scheduler", settings)
+    store = Store.open(
+        settings.redis_url,
+        settings.shard,
+        limits=Limits(
+            max_requests=settings.max_requests,
+            max_tokens=settings.max_queued_tokens,
+            max_requests_per_tenant=settings.max_requests_per_tenant,
+        ),
+        finished_ttl_s=settings.finished_ttl_s,
+        clock=steady_unix_clock,
+    )
+    leadership = Leadership(settings, store, steady_unix_clock, on_lead=app.set_ready)
+    gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), app.server)
+    worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), app.server)
+    admin_pb2_grpc.add_AdminServicer_to_server(Admin(leadership), app.server)
+    app.names += ["laps_sd.v1.GatewayLink", "laps_sd.v1.WorkerLink", "laps_sd.v1.Admin"]
+    await app.start()
+    if not leadership.address:
+        host = "127.0.0.1" if settings.grpc_host in ("0.0.0.0", "::") else settings.grpc_host  # noqa: S104
+        leadership.address = f"{host}:{app.port}"
+    leading = app.spawn(leadership.run(), name="leadership")
+
+    async def drain() -> None:
+        leading.cancel()
+        await leadership.resign()
+
+    try:
+        await app.run(drain=drain)
+    finally:
+        await store.close()
+
+
+if __name__ == "__main__":
+    main("scheduler", SchedulerSettings, serve)

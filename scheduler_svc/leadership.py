@@ -1,0 +1,139 @@
+"""Leads the shard while the record says so; stands by otherwise.
+
+Exactly one `Loop` exists while this process leads, none otherwise. A leader that cannot renew in time stops
+acting at once: its scripts would be fenced anyway, and its streams end with NOT_LEADER.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+from laps_sd.log import get_logger
+from scheduler_svc import metrics
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.links import GatewaySession, WorkerSession
+from scheduler_svc.loop import Loop
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.errors import Fenced, StoreUnavailable
+from scheduler_svc.store.store import Store
+
+log = get_logger(__name__)
+
+
+class Leadership:
+    """This process's part in leading one shard."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        store: Store,
+        clock: Callable[[], float],
+        *,
+        on_lead: Callable[[bool], None],
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.clock = clock
+        self.address = settings.advertise_address
+        self.loop: Loop | None = None
+        """The leader's loop, once it has recovered; None on a standby."""
+        self.epoch = ""
+        self.leader_address = ""
+        """Where the leader listens, as last read."""
+        self.sessions: set[WorkerSession | GatewaySession] = set()
+        self._on_lead = on_lead
+
+    async def run(self) -> None:
+        """Stand by, lead, stand by … until cancelled."""
+        while True:
+            epoch = await self._acquire()
+            log.info("leading", shard=self.settings.shard, leader_epoch=str(epoch))
+            self.epoch = str(epoch)
+            try:
+                await self._lead()
+            except Fenced:
+                log.warning("fenced: another leader is in force", leader_epoch=self.epoch)
+            finally:
+                self._step_down("this scheduler no longer leads")
+
+    async def resign(self) -> None:
+        """Stop leading so that a standby takes over at once; part of a graceful stop."""
+        self._step_down("this scheduler is stopping")
+        try:
+            await self.store.resign()
+        except StoreUnavailable as error:
+            log.warning("could not resign; the lease runs out by itself", error=str(error))
+
+    async def _acquire(self) -> str:
+        while True:
+            try:
+                epoch = await self.store.acquire_leadership(owner=self.address, lease_s=self.settings.lease_s)
+                if epoch is not None:
+                    return epoch
+                leader = await self.store.leader()
+                self.leader_address = leader.owner if leader is not None else ""
+            except StoreUnavailable as error:
+                log.warning("the record is unavailable; cannot lead yet", error=str(error))
+            await asyncio.sleep(self.settings.lease_s / 8)
+
+    async def _lead(self) -> None:
+        blob = await self._load_priors()
+        core_settings = CoreSettings()
+        core = Scheduler(
+            policy_named(self.settings.policy, core_settings),
+            core_settings,
+            Priors.from_dict(json.loads(blob)) if blob else Priors(),
+        )
+        loop = Loop(settings=self.settings, core=core, store=self.store, clock=self.clock)
+        renewing = asyncio.create_task(self._renew(), name="leadership renewal")
+        leading = asyncio.create_task(self._recover_and_run(loop), name="scheduling loop")
+        try:
+            done, _ = await asyncio.wait({renewing, leading}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (renewing, leading):
+                task.cancel()
+            await asyncio.gather(renewing, leading, return_exceptions=True)
+
+    async def _load_priors(self) -> bytes | None:
+        while True:
+            try:
+                return await self.store.load_priors()
+            except StoreUnavailable:
+                await asyncio.sleep(self.settings.lease_s / 8)
+
+    async def _recover_and_run(self, loop: Loop) -> None:
+        while True:
+            try:
+                await loop.recover()
+                break
+            except StoreUnavailable as error:
+                log.warning("the record is unavailable; recovering later", error=str(error))
+                await asyncio.sleep(self.settings.lease_s / 8)
+        self.loop = loop
+        metrics.LEADING.set(1)
+        self._on_lead(True)
+        await loop.run()
+
+    async def _renew(self) -> None:
+        """Renews three times per lease. While Redis is away nobody else can lead either, so it keeps trying."""
+        while True:
+            await asyncio.sleep(self.settings.lease_s / 3)
+            try:
+                if not await self.store.renew_leadership():
+                    raise Fenced("the lease was not renewed in time")
+            except StoreUnavailable as error:
+                log.warning("the lease could not be renewed", error=str(error))
+
+    def _step_down(self, reason: str) -> None:
+        self.loop = None
+        metrics.LEADING.set(0)
+        self._on_lead(False)
+        for session in self.sessions:
+            session.close(reason)

@@ -1,0 +1,223 @@
+"""What waits to be sent on each stream, as state rather than as a queue.
+
+A session holds the *newest* picture of what its peer must hear, so a slow peer costs no memory: an
+assignment replaces the one before, an acknowledgement the smaller one, and an attachment is only a
+position in tokens that the working copy (or the record) holds anyway.
+
+The loop writes to a session, the stream's handler takes from it; both on one event loop, so no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.commands import Assign
+from scheduler_svc.working_copy import Attachment, Live
+
+MAX_TOKENS_PER_MESSAGE = 65_536
+"""Token ids in one message of specifications or deliveries; keeps a message well below gRPC's limits."""
+MAX_DELIVERIES_PER_MESSAGE = 512
+
+
+@dataclass(eq=False)
+class WorkerSession:
+    """One connected worker process."""
+
+    worker_id: str
+    worker_name: str
+    device: str
+    fingerprint: str
+    known: dict[str, int] = field(default_factory=dict)
+    """Specifications the worker has: request id → lease epoch it has it under."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
+    close_reason: str = ""
+    _specifications: dict[str, worker_pb.LeasedSpecification] = field(default_factory=dict)
+    _drops: dict[str, int] = field(default_factory=dict)
+    _assignment: worker_pb.Assignment | None = None
+    _assignments: int = 0
+    _acknowledged: int = 0
+    _acknowledged_sent: int = 0
+    _drain: bool = False
+    _drained: bool = False
+
+    def acknowledge(self, number: int) -> None:
+        """All reports up to `number` are dealt with for good."""
+        self._acknowledged = max(self._acknowledged, number)
+        self.wake.set()
+
+    def drop(self, requests: tuple[tuple[str, int], ...]) -> None:
+        """Tell the worker to forget these, at this lease epoch or an older one."""
+        for request_id, lease_epoch in requests:
+            self._drops[request_id] = max(lease_epoch, self._drops.get(request_id, 0))
+            pending = self._specifications.get(request_id)
+            if pending is not None and pending.lease_epoch <= lease_epoch:
+                del self._specifications[request_id]
+            if self.known.get(request_id, -1) <= lease_epoch:
+                self.known.pop(request_id, None)
+        self.wake.set()
+
+    def specify(self, live: Live, lease_epoch: int) -> None:
+        """Send the specification before the next assignment."""
+        self.known[live.request_id] = lease_epoch
+        self._specifications[live.request_id] = worker_pb.LeasedSpecification(
+            specification=live.specification_with_outputs(), lease_epoch=lease_epoch
+        )
+        self.wake.set()
+
+    def assign(self, command: Assign) -> None:
+        """Replace the worker's list."""
+        self._assignments += 1
+        self._assignment = worker_pb.Assignment(
+            number=self._assignments,
+            entries=[
+                worker_pb.AssignmentEntry(
+                    request_id=entry.request_id,
+                    lease_epoch=entry.lease_epoch,
+                    rank_class=entry.rank_class,
+                    index_s=entry.index_s,
+                    resume_cost_s=entry.resume_cost_s,
+                    reserved=entry.reserved,
+                    pinned=entry.pinned,
+                )
+                for entry in command.entries
+            ],
+        )
+        self.wake.set()
+
+    def drain(self) -> None:
+        """An operator wants this worker to leave."""
+        self._drain = True
+        self.wake.set()
+
+    def drained(self) -> None:
+        """The worker holds nothing any more."""
+        self._drained = True
+        self.wake.set()
+
+    def close(self, reason: str) -> None:
+        """End the stream: another leader, another connection of the same worker, or silence."""
+        self.closed = True
+        self.close_reason = reason
+        self.wake.set()
+
+    def take(self) -> list[worker_pb.WorkerLinkReply]:
+        """What to send now, in the order a worker must hear it: drops, specifications, assignment, the rest."""
+        self.wake.clear()
+        replies: list[worker_pb.WorkerLinkReply] = []
+        if self._drops:
+            drops = [
+                worker_pb.DropRequest(request_id=request_id, lease_epoch=epoch)
+                for request_id, epoch in self._drops.items()
+            ]
+            replies.append(worker_pb.WorkerLinkReply(drop=worker_pb.DropRequests(requests=drops)))
+            self._drops = {}
+        replies.extend(
+            worker_pb.WorkerLinkReply(specifications=chunk)
+            for chunk in _chunks(list(self._specifications.values()))
+        )
+        self._specifications = {}
+        if self._assignment is not None:
+            replies.append(worker_pb.WorkerLinkReply(assignment=self._assignment))
+            self._assignment = None
+        if self._acknowledged > self._acknowledged_sent:
+            self._acknowledged_sent = self._acknowledged
+            replies.append(
+                worker_pb.WorkerLinkReply(
+                    acknowledged=worker_pb.ReportsAcknowledged(number=self._acknowledged)
+                )
+            )
+        if self._drain:
+            self._drain = False
+            replies.append(worker_pb.WorkerLinkReply(drain=worker_pb.Drain()))
+        if self._drained:
+            self._drained = False
+            replies.append(worker_pb.WorkerLinkReply(drained=worker_pb.Drained()))
+        return replies
+
+
+def _chunks(specifications: list[worker_pb.LeasedSpecification]) -> Iterator[worker_pb.Specifications]:
+    chunk = worker_pb.Specifications()
+    tokens = 0
+    for leased in specifications:
+        specification = leased.specification
+        size = len(specification.prompt_ids) + len(specification.committed_ids)
+        if chunk.specifications and tokens + size > MAX_TOKENS_PER_MESSAGE:
+            yield chunk
+            chunk, tokens = worker_pb.Specifications(), 0
+        chunk.specifications.append(leased)
+        tokens += size
+    if chunk.specifications:
+        yield chunk
+
+
+@dataclass(eq=False)
+class GatewaySession:
+    """One connected gateway process."""
+
+    gateway_id: str
+    attachments: dict[str, Attachment] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
+    close_reason: str = ""
+    _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
+    _dirty: dict[str, Attachment] = field(default_factory=dict)
+
+    def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
+        """Answer one of its questions. As many answers as questions, so no bound of its own."""
+        self._replies.append(reply)
+        self.wake.set()
+
+    def owe(self, attachment: Attachment) -> None:
+        """Its request has tokens or an end that this attachment has not been sent."""
+        self._dirty[attachment.attachment_id] = attachment
+        self.wake.set()
+
+    def forget(self, attachment_id: str) -> None:
+        """The attachment is gone; nothing more is sent to it."""
+        self.attachments.pop(attachment_id, None)
+        self._dirty.pop(attachment_id, None)
+
+    def close(self, reason: str) -> None:
+        """End the stream."""
+        self.closed = True
+        self.close_reason = reason
+        self.wake.set()
+
+    def take(self) -> list[gateway_pb.GatewayLinkReply]:
+        """What to send now: answers first, then one message of deliveries; call again until it is empty."""
+        self.wake.clear()
+        replies, self._replies = self._replies, []
+        deliveries = gateway_pb.Deliveries()
+        tokens = 0
+        for attachment_id, attachment in list(self._dirty.items()):
+            if len(deliveries.deliveries) >= MAX_DELIVERIES_PER_MESSAGE or tokens >= MAX_TOKENS_PER_MESSAGE:
+                self.wake.set()
+                break
+            live = attachment.live
+            fresh = live.committed[attachment.next_token : attachment.next_token + MAX_TOKENS_PER_MESSAGE]
+            last = attachment.next_token + len(fresh) >= len(live.committed)
+            ended = live.end if last else None
+            if fresh or ended is not None:
+                deliveries.deliveries.append(
+                    gateway_pb.Delivery(
+                        request_id=live.request_id,
+                        first_token=attachment.next_token,
+                        token_ids=fresh,
+                        end=ended,
+                        attachment_id=attachment_id,
+                    )
+                )
+            attachment.next_token += len(fresh)
+            tokens += len(fresh)
+            if last:
+                del self._dirty[attachment_id]
+            if ended is not None:
+                self.forget(attachment_id)
+        if deliveries.deliveries:
+            replies.append(gateway_pb.GatewayLinkReply(deliveries=deliveries))
+        return replies

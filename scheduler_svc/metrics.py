@@ -1,0 +1,80 @@
+"""What a scheduler counts. Observed by the shell; the core counts nothing for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from laps_sd.metrics import SECONDS, counter, gauge, histogram
+from scheduler_svc.core.events import End, Event, RequestFacts, RoundReported
+from scheduler_svc.core.scheduler import Scheduler
+
+SUBMISSIONS = counter(
+    "laps_sd_scheduler_submissions_total", "Submissions by outcome: accepted, attached, refused.", ["outcome"]
+)
+ENDS = counter("laps_sd_scheduler_requests_ended_total", "Requests by how they ended.", ["end"])
+REFUSED = counter(
+    "laps_sd_scheduler_refused_transitions_total",
+    "Transitions that the record refused, by kind and reason.",
+    ["transition", "reason"],
+)
+STORE_DOWN = gauge("laps_sd_scheduler_record_unavailable", "1 while Redis cannot be reached or written.")
+LEADING = gauge("laps_sd_scheduler_leading", "1 while this process leads its shard.")
+QUEUE_DEPTH = gauge("laps_sd_scheduler_queue_depth", "Unfinished requests by level.", ["level"])
+WORKERS = gauge("laps_sd_scheduler_workers", "Workers that are up.")
+ROUNDS = counter("laps_sd_scheduler_rounds_total", "Verification rounds reported by workers.")
+DRAFTED = counter("laps_sd_scheduler_drafted_tokens_total", "Tokens proposed by the draft.")
+ACCEPTED = counter("laps_sd_scheduler_accepted_tokens_total", "Proposed tokens that the target kept.")
+TOKENS = counter("laps_sd_scheduler_output_tokens_total", "Output tokens reported by workers.")
+ROUND_SECONDS = counter(
+    "laps_sd_scheduler_round_seconds_total",
+    "Device time by part of a round: draft, verify, prefill, swap, idle.",
+    ["part"],
+)
+WAIT = histogram("laps_sd_scheduler_queue_wait_seconds", "Acceptance until the first round.", buckets=SECONDS)
+FIRST_TOKEN = histogram(
+    "laps_sd_scheduler_first_token_seconds", "Acceptance until the first committed token.", buckets=SECONDS
+)
+TOTAL = histogram("laps_sd_scheduler_request_seconds", "Acceptance until the end.", buckets=SECONDS)
+TOKEN_TIME = histogram(
+    "laps_sd_scheduler_output_token_seconds", "Time per output token after the first.", buckets=SECONDS
+)
+
+
+def observe_turn(core: Scheduler, events: Iterable[Event]) -> None:
+    """Count what the workers reported, and read the queue's depth."""
+    for event in events:
+        if not isinstance(event, RoundReported):
+            continue
+        ROUNDS.inc()
+        for progress in event.progress:
+            DRAFTED.inc(progress.drafted)
+            ACCEPTED.inc(progress.accepted)
+            TOKENS.inc(len(progress.tokens))
+        for part in ("draft", "verify", "prefill", "swap", "idle"):
+            ROUND_SECONDS.labels(part).inc(getattr(event, f"{part}_s"))
+
+
+def observe_queue(core: Scheduler) -> None:
+    """Read the gauges off the core."""
+    for level, depth in enumerate(core.depth_by_level()):
+        QUEUE_DEPTH.labels(str(level)).set(depth)
+    WORKERS.set(len(core.workers()))
+
+
+def observe_end(
+    end: End,
+    facts: RequestFacts,
+    started_s: float | None,
+    first_token_s: float | None,
+    tokens: int,
+    now_s: float,
+) -> None:
+    """Count an end and how long its parts took."""
+    ENDS.labels(end.value).inc()
+    TOTAL.observe(max(0.0, now_s - facts.arrival_s))
+    if started_s is not None:
+        WAIT.observe(max(0.0, started_s - facts.arrival_s))
+    if first_token_s is not None:
+        FIRST_TOKEN.observe(max(0.0, first_token_s - facts.arrival_s))
+        if tokens > 1:
+            TOKEN_TIME.observe(max(0.0, now_s - first_token_s) / (tokens - 1))

@@ -1,0 +1,87 @@
+"""Settings of a scheduler process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from laps_sd.config import field
+from laps_sd.serving import ServingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(ServingSettings):
+    """One scheduler: one shard of one pool."""
+
+    redis_url: str = field(
+        "redis://127.0.0.1:6379/0", help="Where the record lies (Redis 7.0 or newer, or Valkey)."
+    )
+    shard: str = field(
+        "s0", help="The shard this process leads or stands by for; part of every key and request id."
+    )
+    pool: str = field("demo", help="The pool of workers (one model pair) that the shard serves.")
+    policy: Literal["laps-sd", "srpt-length", "fcfs"] = field("laps-sd", help="How requests are ordered")
+    grpc_port: int = field(
+        50052, help="Port for gateways, workers and operators; 0 takes a free one", minimum=0, maximum=65535
+    )
+    metrics_port: int | None = field(
+        9091,
+        help="Port of the Prometheus endpoint; 0 takes a free one, empty serves none",
+        minimum=0,
+        maximum=65535,
+    )
+    advertise_address: str = field(
+        "", help="host:port at which peers reach this process; empty: the address it listens on."
+    )
+    lease_s: float = field(
+        3.0,
+        help="How long leadership lasts without a renewal. Shorter: faster takeover; longer: calmer when Redis is slow.",
+        minimum=0.5,
+        maximum=60.0,
+    )
+    worker_grace_s: float = field(
+        2.0,
+        help="How long the requests of a worker wait for it after its stream broke.",
+        minimum=0.0,
+        maximum=600.0,
+    )
+    silence_s: float = field(
+        5.0, help="A peer that has not been heard for this long is given up.", minimum=1.5, maximum=600.0
+    )
+    watchdog_s: float = field(
+        60.0,
+        help="A connected worker with listed work and no report for this long is given up.",
+        minimum=1.0,
+        maximum=3600.0,
+    )
+    reattach_grace_s: float = field(
+        5.0,
+        help="How long requests wait for their gateway after its stream broke, or after a change of leader.",
+        minimum=0.0,
+        maximum=600.0,
+    )
+    max_requests: int = field(100_000, help="Unfinished requests in the shard at most.", minimum=1)
+    max_queued_tokens: int = field(
+        200_000_000, help="Prompt and output tokens that unfinished requests may need in all.", minimum=1
+    )
+    max_requests_per_tenant: int = field(
+        100_000, help="Unfinished requests of one tenant at most.", minimum=1
+    )
+    max_context_tokens: int = field(
+        1_048_576, help="Prompt and output tokens of one request at most.", minimum=2, maximum=16_777_216
+    )
+    finished_ttl_s: float = field(
+        900.0, help="How long an ended request can be read back (Resume, Explain).", minimum=1.0
+    )
+    priors_save_s: float = field(
+        10.0, help="How often what was learnt is written to the record.", minimum=0.1
+    )
+
+    def problems(self) -> Iterator[str]:
+        """What no single field can check."""
+        yield from super().problems()
+        for name in ("shard", "pool"):
+            value = getattr(self, name)
+            if not value or not value.replace("-", "").replace("_", "").isalnum() or len(value) > 64:
+                yield f"LAPS_SD_{name.upper()} must be 1 to 64 letters, digits, '-' or '_', got {value!r}."

@@ -1,0 +1,260 @@
+"""Wire ↔ core: what a peer sends becomes core types here, or is refused by name. Nothing else knows both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from laps_sd.choose import Residency
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import admin_pb2 as admin_pb
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.commands import StoryLine
+from scheduler_svc.core.events import End, Held, Progress, ResidencyChange, RoundReported, WorkerFacts
+from scheduler_svc.core.views import Explanation, Place, QueueEntry, WorkerView
+from scheduler_svc.links import WorkerSession
+from scheduler_svc.store.records import StoredRequest
+from scheduler_svc.working_copy import END_KINDS
+
+ENDS = {kind: end for end, kind in END_KINDS.items()}
+FINISH_REASONS = {
+    End.STOP: pb.FINISH_REASON_STOP,
+    End.LENGTH: pb.FINISH_REASON_LENGTH,
+    End.STOP_SEQUENCE: pb.FINISH_REASON_STOP_SEQUENCE,
+    End.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+    End.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    End.DEADLINE: pb.FINISH_REASON_ERROR,
+    End.ERROR: pb.FINISH_REASON_ERROR,
+}
+RESIDENCIES = {
+    worker_pb.HeldRequest.RESIDENCY_UNSPECIFIED: Residency.NONE,
+    worker_pb.HeldRequest.RESIDENCY_NONE: Residency.NONE,
+    worker_pb.HeldRequest.RESIDENCY_HOST: Residency.HOST,
+    worker_pb.HeldRequest.RESIDENCY_DEVICE: Residency.DEVICE,
+}
+MAX_NAME_LENGTH = 256
+MAX_STOP_STRINGS = 64
+MAX_HELD = 100_000
+MAX_SLOTS = 65_536
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None:
+    """Refuse what no gateway of ours sends; a gateway is trusted less than it is meant to be.
+
+    Raises InvalidArgument naming the field and the limit.
+    """
+    specification = submit.specification
+    prompt_tokens = len(specification.prompt_ids)
+    _bounded("request_id", submit.request_id, minimum=1)
+    _bounded("attachment_id", submit.attachment_id, minimum=1)
+    _bounded("tenant", submit.tenant, minimum=1)
+    _bounded("idempotency_key", submit.idempotency_key)
+    _bounded("workload_class", submit.workload_class)
+    _bounded("model", submit.model)
+    if prompt_tokens == 0:
+        raise InvalidArgument("specification.prompt_ids", "must not be empty")
+    if specification.max_tokens == 0:
+        raise InvalidArgument("specification.max_tokens", "must be at least 1")
+    if prompt_tokens + specification.max_tokens > max_context_tokens:
+        raise InvalidArgument(
+            "specification.max_tokens",
+            f"with {prompt_tokens} prompt tokens must be at most {max_context_tokens - prompt_tokens}, "
+            f"got {specification.max_tokens}",
+        )
+    if max(specification.prompt_ids) > MAX_TOKEN_ID:
+        raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
+    if not (math.isfinite(specification.temperature) and specification.temperature >= 0):
+        raise InvalidArgument("specification.temperature", "must be finite and not negative")
+    if not 0 < specification.top_p <= 1:
+        raise InvalidArgument("specification.top_p", "must lie in (0, 1]")
+    if len(specification.stop) > MAX_STOP_STRINGS:
+        raise InvalidArgument("specification.stop", f"must have at most {MAX_STOP_STRINGS} entries")
+
+
+def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
+    if not minimum <= len(value) <= MAX_NAME_LENGTH:
+        raise InvalidArgument(field, f"must have {minimum} to {MAX_NAME_LENGTH} characters, got {len(value)}")
+
+
+def check_hello(hello: worker_pb.WorkerHello) -> None:
+    """Refuse a worker whose numbers make no sense. Raises InvalidArgument naming the field and the limit."""
+    _bounded("worker_id", hello.worker_id, minimum=1)
+    _bounded("worker_name", hello.worker_name, minimum=1)
+    for name in ("slots", "target_blocks", "block_size", "max_length"):
+        if getattr(hello, name) < 1:
+            raise InvalidArgument(name, "must be at least 1")
+    if hello.slots > MAX_SLOTS:
+        raise InvalidArgument("slots", f"must be at most {MAX_SLOTS}, got {hello.slots}")
+    if len(hello.held) > MAX_HELD:
+        raise InvalidArgument("held", f"must have at most {MAX_HELD} entries, got {len(hello.held)}")
+
+
+def worker_facts(hello: worker_pb.WorkerHello) -> WorkerFacts:
+    """What the core knows of a worker."""
+    return WorkerFacts(
+        worker_id=hello.worker_id,
+        slots=hello.slots,
+        target_blocks=hello.target_blocks,
+        draft_blocks=hello.draft_blocks,
+        block_size=hello.block_size,
+        max_length=hello.max_length,
+        max_draft_len=hello.max_draft_tokens,
+    )
+
+
+def held_requests(hello: worker_pb.WorkerHello) -> tuple[Held, ...]:
+    """What the worker says it holds."""
+    return tuple(
+        Held(held.request_id, held.lease_epoch, RESIDENCIES.get(held.residency, Residency.NONE))
+        for held in hello.held
+    )
+
+
+def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReported:
+    """One round as the core hears it. Times that are no times count as 0: a report is never refused for them."""
+    return RoundReported(
+        worker_id=worker_id,
+        progress=tuple(_progress(progress) for progress in report.progress),
+        residency=tuple(
+            ResidencyChange(
+                change.request_id, change.lease_epoch, RESIDENCIES.get(change.residency, Residency.NONE)
+            )
+            for change in report.residency
+        ),
+        draft_s=_duration(report.draft_s),
+        verify_s=_duration(report.verify_s),
+        prefill_s=_duration(report.prefill_s),
+        swap_s=_duration(report.swap_s),
+        idle_s=_duration(report.idle_s),
+        total_s=_duration(report.total_s),
+        free_target_blocks=report.free_target_blocks,
+        free_draft_blocks=report.free_draft_blocks,
+    )
+
+
+def _duration(value_s: float) -> float:
+    return value_s if math.isfinite(value_s) and value_s > 0 else 0.0
+
+
+def _progress(progress: worker_pb.RequestProgress) -> Progress:
+    predicted = (
+        progress.predicted_remaining_tokens if progress.HasField("predicted_remaining_tokens") else None
+    )
+    return Progress(
+        request_id=progress.request_id,
+        lease_epoch=progress.lease_epoch,
+        position=progress.position,
+        tokens=tuple(progress.token_ids),
+        drafted=progress.drafted,
+        accepted=min(progress.accepted, progress.drafted),
+        prefilled=progress.prefilled,
+        end=ENDS.get(progress.end),
+        cut_characters=progress.cut_characters,
+        error=progress.error[:1024],
+        tested_by_position=tuple(progress.tested_by_position),
+        accepted_by_position=tuple(progress.accepted_by_position),
+        predicted_remaining_tokens=predicted if predicted is not None and math.isfinite(predicted) else None,
+    )
+
+
+def story_lines(lines: Iterable[StoryLine], arrival_s: float) -> list[pb.StoryLine]:
+    """A story as a client reads it: seconds since acceptance."""
+    return [
+        pb.StoryLine(at_s=max(0.0, line.at_s - arrival_s), what=line.what, detail=line.detail)
+        for line in lines
+    ]
+
+
+STATES = {
+    Place.QUEUED: pb.Explanation.STATE_QUEUED,
+    Place.LISTED: pb.Explanation.STATE_LISTED,
+    Place.RUNNING: pb.Explanation.STATE_RUNNING,
+}
+
+
+def explanation(view: Explanation) -> pb.Explanation:
+    """An unfinished request, as the core explains it."""
+    return pb.Explanation(
+        request_id=view.request_id,
+        state=STATES[view.place],
+        policy=view.policy,
+        level=view.level,
+        ahead=view.ahead,
+        perceptible=view.perceptible,
+        remaining_s=view.remaining_s,
+        remaining_low_s=view.remaining_low_s,
+        remaining_high_s=view.remaining_high_s,
+        basis=view.basis,
+        attained_s=view.attained_s,
+        rounds=view.rounds,
+        drafted=view.drafted,
+        accepted=view.accepted,
+        emitted_tokens=view.emitted,
+        preemptions=view.preemptions,
+        story=story_lines(view.story, view.story[0].at_s if view.story else 0.0),
+        tenant=view.tenant,
+        priority=view.priority,
+        worker_id=view.worker_id or "",
+    )
+
+
+def stored_explanation(stored: StoredRequest, policy: str) -> pb.Explanation:
+    """A request that has ended: the whole story, from the record."""
+    standing = stored.standing
+    return pb.Explanation(
+        request_id=stored.request_id,
+        state=pb.Explanation.STATE_ENDED if stored.end is not None else pb.Explanation.STATE_QUEUED,
+        policy=policy,
+        level=standing.level,
+        basis=stored.detail,
+        attained_s=standing.attained_s,
+        rounds=standing.rounds,
+        drafted=standing.drafted,
+        accepted=standing.accepted,
+        emitted_tokens=len(stored.committed_ids),
+        preemptions=standing.preemptions,
+        story=story_lines(stored.story, stored.arrival_unix_ms / 1000.0),
+        finish_reason=FINISH_REASONS[stored.end] if stored.end is not None else pb.FINISH_REASON_UNSPECIFIED,
+        tenant=stored.tenant,
+        priority=stored.priority,
+    )
+
+
+def queue_entry(entry: QueueEntry) -> admin_pb.QueueEntry:
+    """One line of the queue."""
+    return admin_pb.QueueEntry(
+        request_id=entry.request_id,
+        tenant=entry.tenant,
+        priority=entry.priority,
+        state=STATES[entry.place],
+        level=entry.level,
+        index_s=entry.index_s,
+        perceptible=entry.perceptible,
+        waiting_s=entry.waiting_s,
+        attained_s=entry.attained_s,
+        emitted_tokens=entry.emitted,
+        worker_id=entry.worker_id or "",
+    )
+
+
+def worker_status(view: WorkerView, session: WorkerSession | None) -> admin_pb.WorkerStatus:
+    """One worker and what it carries; `session` is its stream, None while it is in its grace."""
+    return admin_pb.WorkerStatus(
+        worker_id=view.worker_id,
+        worker_name=session.worker_name if session is not None else "",
+        device=session.device if session is not None else "",
+        connected=session is not None,
+        draining=view.draining,
+        slots=view.slots,
+        running=view.running,
+        listed=view.listed,
+        target_blocks=view.target_blocks,
+        free_target_blocks=view.free_target_blocks,
+        rounds=view.rounds,
+        tokens=view.tokens,
+        acceptance=view.acceptance,
+        tokens_per_s=view.tokens_per_s,
+    )

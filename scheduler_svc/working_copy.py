@@ -1,0 +1,172 @@
+"""The scheduler's copy of the record: token ids, attachments and times of the requests it leads.
+
+The core knows numbers only; everything a worker or a client must be *sent* lies here. Tokens are appended
+after the record has them, so whatever stands in `Live.committed` may be shown.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as pb
+from scheduler_svc.core.commands import Standing, StoryLine
+from scheduler_svc.core.events import End, Recovered, RequestFacts
+
+if TYPE_CHECKING:
+    from scheduler_svc.links import GatewaySession
+    from scheduler_svc.store.records import StoredRequest
+
+END_KINDS: dict[End, gateway_pb.RequestEnd.Kind] = {
+    End.STOP: gateway_pb.RequestEnd.KIND_STOP,
+    End.LENGTH: gateway_pb.RequestEnd.KIND_LENGTH,
+    End.STOP_SEQUENCE: gateway_pb.RequestEnd.KIND_STOP_SEQUENCE,
+    End.TIME_LIMIT: gateway_pb.RequestEnd.KIND_TIME_LIMIT,
+    End.CANCELLED: gateway_pb.RequestEnd.KIND_CANCELLED,
+    End.DEADLINE: gateway_pb.RequestEnd.KIND_DEADLINE,
+    End.ERROR: gateway_pb.RequestEnd.KIND_ERROR,
+}
+
+
+@dataclass(eq=False, slots=True)
+class Attachment:
+    """One client stream, through one gateway: how far it has been sent."""
+
+    attachment_id: str
+    session: GatewaySession
+    live: Live
+    next_token: int
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """One request. Unfinished ones stand in the loop's table; an ended one lives on until it is delivered."""
+
+    facts: RequestFacts
+    model: str
+    specification: gateway_pb.Specification
+    """Without `committed_ids`; those are in `committed`."""
+    keep: bool
+    grace_s: float
+    """How long it lives with nobody attached."""
+    deadline_s: float | None
+    """Hard deadline and soft limit, on the loop's clock."""
+    time_limit_s: float | None
+    committed: array[int] = field(default_factory=lambda: array("i"))
+    attachments: dict[str, Attachment] = field(default_factory=dict)
+    detached: int = 0
+    """Counts detachments, so that an old grace timer does not end a request that was attached again."""
+    standing: Standing | None = None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    cached_prompt_tokens: int = 0
+    end: gateway_pb.RequestEnd | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Names the request everywhere."""
+        return self.facts.request_id
+
+    def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
+        """Take over what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""
+        fresh = tokens[len(self.committed) - position :]
+        if fresh and self.first_token_s is None:
+            self.first_token_s = now_s
+        self.committed.extend(fresh)
+
+    def finish(self, end: End, detail: str, cut_characters: int, now_s: float) -> None:
+        """Write down the one end; what attachments are still owed is delivered with it."""
+        standing = self.standing
+        rounds = standing.rounds if standing else 0
+        accepted_at_s = self.facts.arrival_s
+        self.end = gateway_pb.RequestEnd(
+            kind=END_KINDS[end],
+            detail=detail,
+            cut_characters=cut_characters,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            speculation=pb.SpeculationSummary(
+                rounds=rounds,
+                drafted=standing.drafted if standing else 0,
+                accepted=standing.accepted if standing else 0,
+                mean_acceptance_length=len(self.committed) / rounds if rounds else 0.0,
+            ),
+            timing=pb.Timing(
+                queued_s=_since(accepted_at_s, self.started_s, now_s),
+                first_token_s=_since(accepted_at_s, self.first_token_s, now_s),
+                total_s=max(0.0, now_s - accepted_at_s),
+                preemptions=standing.preemptions if standing else 0,
+            ),
+        )
+
+    def specification_with_outputs(self) -> gateway_pb.Specification:
+        """What a worker needs to go on from the committed tokens."""
+        specification = gateway_pb.Specification()
+        specification.CopyFrom(self.specification)
+        specification.committed_ids.extend(self.committed)
+        return specification
+
+
+def _since(accepted_at_s: float, moment_s: float | None, now_s: float) -> float:
+    return max(0.0, (now_s if moment_s is None else moment_s) - accepted_at_s)
+
+
+def from_record(stored: StoredRequest) -> Live:
+    """Rebuild the working copy of one request, unfinished or ended, from the record."""
+    specification = gateway_pb.Specification.FromString(stored.submission)
+    specification.request_id = stored.request_id
+    specification.prompt_ids.extend(stored.prompt_ids)
+    arrival_s = stored.arrival_unix_ms / 1000.0
+    live = Live(
+        facts=RequestFacts(
+            request_id=stored.request_id,
+            sequence=stored.sequence,
+            arrival_s=arrival_s,
+            tenant=stored.tenant,
+            priority=stored.priority,
+            workload_class=stored.workload_class,
+            prompt_tokens=len(stored.prompt_ids),
+            max_tokens=stored.max_tokens,
+            expected_output_tokens=stored.expected_output_tokens,
+        ),
+        model=stored.model,
+        specification=specification,
+        keep=stored.keep,
+        grace_s=stored.grace_ms / 1000.0,
+        deadline_s=None if stored.deadline_unix_ms is None else stored.deadline_unix_ms / 1000.0,
+        time_limit_s=None if stored.time_limit_ms is None else arrival_s + stored.time_limit_ms / 1000.0,
+        committed=array("i", stored.committed_ids),
+        standing=stored.standing,
+    )
+    if stored.first_token_unix_ms is not None:
+        live.first_token_s = stored.first_token_unix_ms / 1000.0
+        live.started_s = started_from_story(stored.story, arrival_s) or live.first_token_s
+    if stored.end is not None:
+        ended_s = (stored.ended_unix_ms or stored.arrival_unix_ms) / 1000.0
+        live.finish(stored.end, stored.detail, stored.cut_characters, ended_s)
+    return live
+
+
+def recovered(stored: StoredRequest, live: Live) -> Recovered:
+    """The event by which a new leader's core learns of a request it finds on the record."""
+    standing = stored.standing
+    return Recovered(
+        facts=live.facts,
+        emitted=len(live.committed),
+        rounds=standing.rounds,
+        drafted=standing.drafted,
+        accepted=standing.accepted,
+        attained_s=standing.attained_s,
+        preemptions=standing.preemptions,
+        worker_id=stored.worker_id,
+        lease_epoch=stored.lease_epoch,
+    )
+
+
+def started_from_story(story: tuple[StoryLine, ...], arrival_s: float) -> float | None:
+    """When its first round was, if the story tells."""
+    for line in story:
+        if line.what == "started":
+            return max(line.at_s, arrival_s)
+    return None

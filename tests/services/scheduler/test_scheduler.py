@@ -1,0 +1,446 @@
+"""What a scheduler promises its gateways and workers, over the real links and a real record."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import grpc.aio
+import pytest
+
+from laps_sd.v1 import admin_pb2 as admin_pb
+from laps_sd.v1 import admin_pb2_grpc
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.events import End
+from scheduler_svc.store.embedded import EmbeddedServer
+from tests.helpers import wait_until_async
+from tests.services.scheduler.conftest import StartScheduler
+from tests.services.scheduler.peers import SchedulerUnderTest, gateway, worker
+
+STOP = gateway_pb.RequestEnd.KIND_STOP
+Refused = gateway_pb.SubmitRefused
+
+
+async def test_a_request_is_accepted_only_once_it_is_on_the_record(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        reply = await client.submit("r1")
+
+        assert reply.accepted.request_id == "r1"
+        stored = await scheduler.store.read("r1")
+        assert stored is not None
+        assert stored.prompt_ids == (1, 2, 3)
+
+
+async def test_committed_tokens_reach_the_client_in_order_and_with_one_end(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        listed = await gpu.assigned("r1")
+        epoch = listed["r1"].lease_epoch
+        assert list(listed["r1"].specification.prompt_ids) == [1, 2, 3]
+
+        await gpu.run_round("r1", epoch, 0, [10, 11])
+        await gpu.run_round("r1", epoch, 2, [12], end=STOP)
+        tokens, end = await client.read("r1-client")
+
+        assert tokens == [10, 11, 12]
+        assert end.kind == STOP
+        assert end.speculation.rounds == 2
+        stored = await scheduler.store.read("r1")
+        assert stored is not None
+        assert (stored.end, stored.committed_ids) == (End.STOP, (10, 11, 12))
+
+
+async def test_an_acknowledged_report_is_on_the_record(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10, 11])
+
+        stored = await scheduler.store.read("r1")
+        assert stored is not None
+        assert stored.committed_ids == (10, 11)
+
+
+async def test_a_report_offered_twice_is_committed_once(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        report = gpu.report("r1", epoch, 0, [10, 11])
+        await gpu.send_reports(report, report)
+        await gpu.acknowledged(1)
+        await gpu.run_round("r1", epoch, 2, [12], end=STOP)
+
+        tokens, _ = await client.read("r1-client")
+        assert tokens == [10, 11, 12]
+
+
+async def test_a_stale_lease_epoch_changes_nothing_and_is_told_to_drop(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.send_reports(gpu.report("r1", epoch - 1, 0, [99]))
+
+        drop = await gpu.next("drop")
+        assert [entry.request_id for entry in drop.requests] == ["r1"]
+        stored = await scheduler.store.read("r1")
+        assert stored is not None
+        assert stored.committed_ids == ()
+
+
+async def test_the_list_is_longer_than_the_batch(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        for number in range(4):
+            await client.submit(f"r{number}", submission_id=number + 1)
+        async with worker(scheduler.address, slots=1) as gpu:
+            message = await gpu.next("assignment")
+
+            assert len(message.entries) >= 2
+
+
+async def test_the_requests_of_a_lost_worker_go_on_elsewhere_from_their_committed_tokens(
+    start: StartScheduler,
+) -> None:
+    scheduler = await start(worker_grace_s=0.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, "w2") as other:
+        async with worker(scheduler.address, "w1") as first:
+            await client.submit("r1")
+            chosen, rest = await _whoever_is_assigned("r1", first, other)
+            epoch = (await chosen.assigned("r1"))["r1"].lease_epoch
+            await chosen.run_round("r1", epoch, 0, [10, 11])
+            await chosen.close()
+            again = await rest.assigned("r1")
+
+            assert again["r1"].tokens == [10, 11]
+            assert again["r1"].lease_epoch == epoch + 1
+            await rest.run_round("r1", again["r1"].lease_epoch, 2, [12], end=STOP)
+            tokens, _ = await client.read("r1-client")
+            assert tokens == [10, 11, 12]
+
+
+async def _whoever_is_assigned(request_id: str, first, second):  # noqa: ANN001, ANN202
+    def listed(peer) -> bool:  # noqa: ANN001
+        return any(
+            m.WhichOneof("message") == "assignment" and any(e.request_id == request_id for e in m.assignment.entries)
+            for m in peer.heard
+        )
+
+    await wait_until_async(lambda: listed(first) or listed(second), description=f"{request_id} is listed")
+    return (first, second) if listed(first) else (second, first)
+
+
+async def test_a_worker_that_comes_back_in_time_keeps_its_requests(start: StartScheduler) -> None:
+    scheduler = await start(worker_grace_s=60.0)
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1")
+        async with worker(scheduler.address, "w1") as gpu:
+            epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+            await gpu.run_round("r1", epoch, 0, [10])
+        held = worker_pb.HeldRequest(
+            request_id="r1", lease_epoch=epoch, residency=worker_pb.HeldRequest.RESIDENCY_DEVICE, emitted=1
+        )
+        async with worker(scheduler.address, "w1", held=[held]) as gpu:
+            listed = await gpu.next("assignment")
+
+            assert [(e.request_id, e.lease_epoch) for e in listed.entries] == [("r1", epoch)]
+            gpu.number = 1
+            await gpu.run_round("r1", epoch, 1, [11], end=STOP)
+            assert (await client.read("r1-client"))[0] == [10, 11]
+
+
+async def test_a_new_leader_goes_on_from_the_record_and_takes_what_the_worker_offers_again(
+    start: StartScheduler,
+) -> None:
+    first = await start()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10, 11])
+        await first.crash()
+    second = await start()
+    held = worker_pb.HeldRequest(request_id="r1", lease_epoch=epoch, emitted=4, unacknowledged_ids=[12, 13])
+    async with gateway(second.address) as client, worker(second.address, held=[held]) as gpu:
+        # The first report was acknowledged by the dead leader, the second was not.
+        await gpu.send_reports(
+            gpu.report("r1", epoch, 0, [10, 11], number=1), gpu.report("r1", epoch, 2, [12, 13], number=2)
+        )
+        await gpu.acknowledged(2)
+        reply = await client.attach("r1", from_token=1, attachment_id="r1-client")
+
+        assert reply.result == gateway_pb.AttachReply.RESULT_ATTACHED
+        gpu.number = 2
+        await gpu.run_round("r1", epoch, 4, [14], end=STOP)
+        tokens, end = await client.read("r1-client")
+        assert tokens == [11, 12, 13, 14]
+        assert end.kind == STOP
+
+
+async def test_a_standby_names_the_leader_and_takes_over_when_it_is_gone(start: StartScheduler) -> None:
+    leader = await start()
+    standby = await start(lead=False)
+    await wait_until_async(lambda: standby.leadership.leader_address, description="the standby has read who leads")
+    async with gateway(standby.address) as client:
+        assert (await client.next("not_leader")).leader_address == leader.address
+
+    epoch = leader.leadership.epoch
+    await leader.crash()
+    await standby.wait_leading()
+
+    assert standby.leadership.epoch != epoch
+    async with gateway(standby.address) as client:
+        message = await client.wait_for(lambda m: m.WhichOneof("message") == "hello", "a hello")
+        assert message.leader_epoch == standby.leadership.epoch
+
+
+async def test_a_leader_that_was_replaced_ends_its_streams(start: StartScheduler) -> None:
+    leader = await start()
+    async with gateway(leader.address) as client:
+        await client.next("hello")
+        # As if it was paused, its lease ran out and somebody else took over.
+        await leader.store._client.set(leader.store.keys.leader(), "99:other 127.0.0.1:1", px=60_000)
+        await client.wait_ended()
+
+        assert leader.leadership.loop is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("pool", "other", worker_pb.WorkerRefused.REASON_POOL),
+        ("protocol_versions", [99], worker_pb.WorkerRefused.REASON_PROTOCOL),
+        ("slots", 0, worker_pb.WorkerRefused.REASON_CAPACITY),
+    ],
+)
+async def test_a_worker_that_does_not_fit_is_refused_with_a_reason(
+    scheduler: SchedulerUnderTest, field: str, value: object, reason: int
+) -> None:
+    async with worker(scheduler.address, **{field: value}) as gpu:
+        refused = await gpu.next("refused")
+
+        assert refused.reason == reason
+        assert refused.detail
+
+
+async def test_two_model_pairs_in_one_pool_are_refused(scheduler: SchedulerUnderTest) -> None:
+    async with worker(scheduler.address, "w1") as gpu:
+        await gpu.next("hello")
+        async with worker(scheduler.address, "w2", fingerprint="other pair") as intruder:
+            assert (await intruder.next("refused")).reason == worker_pb.WorkerRefused.REASON_FINGERPRINT
+
+
+async def test_cancel_ends_a_running_request_and_frees_its_worker(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        await gpu.assigned("r1")
+        cancel = gateway_pb.CancelRequested(cancel_id=5, request_id="r1", tenant="anonymous")
+        await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+
+        assert (await client.next("cancel_reply")).cancelled
+        _, end = await client.read("r1-client")
+        assert end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
+        assert [entry.request_id for entry in (await gpu.next("drop")).requests] == ["r1"]
+        await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+        assert not (await client.next("cancel_reply")).cancelled
+
+
+async def test_a_request_without_a_client_is_cancelled_after_its_grace(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1", grace_ms=0)
+        await client.detach("r1", "r1-client")
+
+        await wait_until_async(lambda: _ended(scheduler, "r1"), description="r1 has ended")
+        stored = await scheduler.store.read("r1")
+        assert stored is not None
+        assert stored.end is End.CANCELLED
+
+
+async def test_a_kept_request_lives_without_a_client(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1", keep=True)
+        await client.detach("r1", "r1-client")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10], end=STOP)
+
+        assert (await client.attach("r1")).result == gateway_pb.AttachReply.RESULT_ATTACHED
+        assert (await client.read("late"))[0] == [10]
+
+
+async def test_a_late_detach_does_not_cut_off_a_client_that_resumed_elsewhere(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address, "g1") as old, gateway(scheduler.address, "g2") as new:
+        await old.submit("r1", grace_ms=0)
+        await new.attach("r1", attachment_id="resumed")
+        await old.detach("r1", "r1-client")
+        async with worker(scheduler.address) as gpu:
+            epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+            await gpu.run_round("r1", epoch, 0, [10], end=STOP)
+
+        tokens, end = await new.read("resumed")
+        assert (tokens, end.kind) == ([10], STOP)
+
+
+async def test_the_hard_deadline_ends_a_waiting_request(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1", deadline_in_ms=1)
+
+        _, end = await client.read("r1-client")
+        assert end.kind == gateway_pb.RequestEnd.KIND_DEADLINE
+
+
+async def test_a_deadline_that_has_passed_is_refused(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        reply = await client.submit("r1", deadline_in_ms=0)
+
+        assert reply.refused.reason == Refused.REASON_EXPIRED
+
+
+async def test_the_soft_limit_ends_with_what_exists(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1", time_limit_ms=300)
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10, 11])
+
+        tokens, end = await client.read("r1-client")
+        assert (tokens, end.kind) == ([10, 11], gateway_pb.RequestEnd.KIND_TIME_LIMIT)
+
+
+async def test_the_same_idempotency_key_attaches_and_another_body_is_refused(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1", idempotency_key="k", body_hash=b"a")
+        same = await client.submit("r2", submission_id=2, idempotency_key="k", body_hash=b"a")
+        other = await client.submit("r3", submission_id=3, idempotency_key="k", body_hash=b"b")
+
+        assert (same.accepted.request_id, same.accepted.attached_to_existing) == ("r1", True)
+        assert other.refused.reason == Refused.REASON_KEY_CONFLICT
+
+
+async def test_a_submit_sent_twice_is_one_request(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        first = await client.submit("r1")
+        second = await client.submit("r1", submission_id=2)
+
+        assert first.accepted.request_id == second.accepted.request_id == "r1"
+        assert len(scheduler.leadership.loop.live) == 1  # type: ignore[union-attr]
+
+
+async def test_an_ended_request_is_replayed_and_another_tenant_does_not_find_it(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10, 11], end=STOP)
+        await client.read("r1-client")
+
+        await client.attach("r1", from_token=1, attachment_id="again")
+        tokens, end = await client.read("again")
+        assert (tokens, end.kind) == ([11], STOP)
+        other = await client.attach("r1", tenant="somebody else", attachment_id="thief")
+        assert other.result == gateway_pb.AttachReply.RESULT_NOT_FOUND
+
+
+async def test_an_invalid_submission_is_refused_by_name(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        reply = await client.submit("r1", max_tokens=0)
+
+        assert reply.refused.reason == Refused.REASON_INVALID
+        assert "max_tokens" in reply.refused.detail
+
+
+async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        await gpu.assigned("r1")
+        gpu.heard.clear()
+        missing = worker_pb.SpecificationsMissing(request_ids=["r1"])
+        await gpu.send(worker_pb.WorkerMessage(missing=missing))
+
+        again = await gpu.next("specifications")
+        assert again.specifications[0].specification.request_id == "r1"
+
+
+async def test_a_draining_worker_gets_no_new_work_and_is_told_when_it_may_leave(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await gpu.next("hello")
+        await gpu.send(worker_pb.WorkerMessage(drain=worker_pb.DrainRequested()))
+        await gpu.next("drained")
+        await client.submit("r1")
+
+        async with worker(scheduler.address, "w2") as other:
+            await other.assigned("r1")
+        assert not any(
+            m.WhichOneof("message") == "assignment" and m.assignment.entries for m in gpu.heard
+        )
+
+
+async def test_while_the_record_is_away_nothing_is_shown_and_afterwards_everything_goes_on(
+    start: StartScheduler, valkey: EmbeddedServer
+) -> None:
+    scheduler = await start(lease_s=30.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        assert valkey.pid is not None
+        os.kill(valkey.pid, signal.SIGSTOP)
+        try:
+            report = gpu.report("r1", epoch, 0, [10], end=STOP)
+            await gpu.send_reports(report)
+            loop = scheduler.leadership.loop
+            assert loop is not None
+            await wait_until_async(lambda: loop.store_down, description="the scheduler has noticed")
+            refused = await client.submit("r2", submission_id=2)
+
+            assert refused.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+            assert not any(m.WhichOneof("message") == "deliveries" for m in client.heard)
+        finally:
+            os.kill(valkey.pid, signal.SIGCONT)
+        tokens, _ = await client.read("r1-client")
+        assert tokens == [10]
+
+
+async def test_explain_tells_the_story_while_it_runs_and_after(scheduler: SchedulerUnderTest) -> None:
+    async with (
+        grpc.aio.insecure_channel(scheduler.address) as channel,
+        gateway(scheduler.address) as client,
+        worker(scheduler.address) as gpu,
+    ):
+        admin = admin_pb2_grpc.AdminStub(channel)
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10])
+        running = await admin.ExplainRequest(admin_pb.AdminExplainRequest(request_id="r1", tenant="anonymous"))
+        await gpu.run_round("r1", epoch, 1, [11], end=STOP)
+        ended = await admin.ExplainRequest(admin_pb.AdminExplainRequest(request_id="r1", tenant="anonymous"))
+
+        assert running.explanation.state == pb.Explanation.STATE_RUNNING
+        assert ended.explanation.state == pb.Explanation.STATE_ENDED
+        assert ended.explanation.finish_reason == pb.FINISH_REASON_STOP
+        assert [line.what for line in ended.explanation.story][0] == "arrived"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await admin.ExplainRequest(admin_pb.AdminExplainRequest(request_id="r1", tenant="other"))
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_nothing_is_left_when_all_is_done(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10], end=STOP)
+        await client.read("r1-client")
+        loop = scheduler.leadership.loop
+        assert loop is not None
+        assert not loop.live
+    await wait_until_async(
+        lambda: not scheduler.leadership.sessions, description="the streams have been taken off the books"
+    )
+    await asyncio.sleep(0)
+    keys = [key async for key in scheduler.store._client.scan_iter(match=f"laps-sd:{{{scheduler.settings.shard}}}:*")]
+    assert keys
+    for key in keys:
+        assert await scheduler.store._client.pttl(key) > 0, f"{key} has no expiry"
+
+
+async def _ended(scheduler: SchedulerUnderTest, request_id: str) -> bool:
+    stored = await scheduler.store.read(request_id)
+    return stored is not None and stored.end is not None
