@@ -82,16 +82,8 @@ class Leadership:
             await asyncio.sleep(self.settings.lease_s / 8)
 
     async def _lead(self) -> None:
-        blob = await self._load_priors()
-        core_settings = CoreSettings()
-        core = Scheduler(
-            policy_named(self.settings.policy, core_settings),
-            core_settings,
-            Priors.from_dict(json.loads(blob)) if blob else Priors(),
-        )
-        loop = Loop(settings=self.settings, core=core, store=self.store, clock=self.clock)
         renewing = asyncio.create_task(self._renew(), name="leadership renewal")
-        leading = asyncio.create_task(self._recover_and_run(loop), name="scheduling loop")
+        leading = asyncio.create_task(self._recover_and_run(), name="scheduling loop")
         try:
             done, _ = await asyncio.wait({renewing, leading}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -101,17 +93,10 @@ class Leadership:
                 task.cancel()
             await asyncio.gather(renewing, leading, return_exceptions=True)
 
-    async def _load_priors(self) -> bytes | None:
+    async def _recover_and_run(self) -> None:
         while True:
             try:
-                return await self.store.load_priors()
-            except StoreUnavailable:
-                await asyncio.sleep(self.settings.lease_s / 8)
-
-    async def _recover_and_run(self, loop: Loop) -> None:
-        while True:
-            try:
-                await loop.recover()
+                loop = await self._recovered_loop()
                 break
             except StoreUnavailable as error:
                 log.warning("the record is unavailable; recovering later", error=str(error))
@@ -120,6 +105,18 @@ class Leadership:
         metrics.LEADING.set(1)
         self._on_lead(True)
         await loop.run()
+
+    async def _recovered_loop(self) -> Loop:
+        blob = await self.store.load_priors()
+        core_settings = CoreSettings()
+        core = Scheduler(
+            policy_named(self.settings.policy, core_settings),
+            core_settings,
+            Priors.from_dict(json.loads(blob)) if blob else Priors(),
+        )
+        loop = Loop(settings=self.settings, core=core, store=self.store, clock=self.clock)
+        await loop.recover()
+        return loop
 
     async def _renew(self) -> None:
         """Renews three times per lease. While Redis is away nobody else can lead either, so it keeps trying."""

@@ -40,8 +40,8 @@ TOKEN_TIME = histogram(
 )
 
 
-def observe_turn(core: Scheduler, events: Iterable[Event]) -> None:
-    """Count what the workers reported, and read the queue's depth."""
+def observe_turn(events: Iterable[Event]) -> None:
+    """Count what the workers reported."""
     for event in events:
         if not isinstance(event, RoundReported):
             continue

@@ -26,16 +26,16 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import translate
 from scheduler_svc.leadership import Leadership
 from scheduler_svc.links import GatewaySession, WorkerSession
-from scheduler_svc.loop import (
+from scheduler_svc.loop import Loop
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.turn import (
     DrainOrdered,
     FromGateway,
     FromWorker,
     GatewayClosed,
-    Loop,
     WorkerClosed,
     WorkerOpened,
 )
-from scheduler_svc.store.errors import StoreUnavailable
 
 log = get_logger(__name__)
 
@@ -138,7 +138,9 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
 
-    async def Connect(self, request_iterator: Any, context: Any) -> None:
+    async def Connect(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
+        self, request_iterator: Any, context: Any
+    ) -> None:
         """See gateway_link.proto."""
         hello = await _hello(context, "gateway")
         leadership = self._leadership
@@ -200,7 +202,9 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
 
-    async def Connect(self, request_iterator: Any, context: Any) -> None:
+    async def Connect(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
+        self, request_iterator: Any, context: Any
+    ) -> None:
         """See worker_link.proto."""
         hello: worker_pb.WorkerHello = await _hello(context, "worker")
         leadership = self._leadership
@@ -260,7 +264,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         if not loop.agrees(hello.fingerprint):
             detail = (
                 f"its model pair has the fingerprint {hello.fingerprint[:16]}…, the pool's is "
-                f"{loop.fingerprint[:16]}…: all workers of a pool must load the same weights, tokenizer and dtype"
+                f"{loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, tokenizer and dtype"
             )
             return reasons(reason=reasons.REASON_FINGERPRINT, detail=detail)
         return None
@@ -307,7 +311,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             raise InvalidArgument("limit", f"must be at most {MAX_QUEUE_LIMIT}, got {limit}")
         entries = loop.core.queue(loop.clock(), limit)
         return admin_pb.ListQueueResponse(
-            entries=[translate.queue_entry(entry) for entry in entries], total=len(loop.live)
+            entries=[translate.queue_entry(entry) for entry in entries], total=len(loop.clients.live)
         )
 
     async def ListWorkers(
@@ -317,7 +321,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         loop = self._loop()
         return admin_pb.ListWorkersResponse(
             workers=[
-                translate.worker_status(view, loop.session(view.worker_id)) for view in loop.core.workers()
+                translate.worker_status(view, loop.roster.session(view.worker_id))
+                for view in loop.core.workers()
             ]
         )
 
@@ -326,10 +331,10 @@ class Admin(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb.DrainWorkerResponse:
         """See admin.proto."""
         loop = self._loop()
-        for entry in loop.workers.values():
-            if request.worker in (entry.worker_id, entry.name):
-                loop.put(DrainOrdered(entry.worker_id))
-                return admin_pb.DrainWorkerResponse(worker_id=entry.worker_id)
+        entry = loop.roster.named(request.worker)
+        if entry is not None:
+            loop.put(DrainOrdered(entry.worker_id))
+            return admin_pb.DrainWorkerResponse(worker_id=entry.worker_id)
         raise NotFound(f"no worker {request.worker}")
 
     async def NominateVictim(

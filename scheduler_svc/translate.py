@@ -15,7 +15,7 @@ from scheduler_svc.core.commands import StoryLine
 from scheduler_svc.core.events import End, Held, Progress, ResidencyChange, RoundReported, WorkerFacts
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, WorkerView
 from scheduler_svc.links import WorkerSession
-from scheduler_svc.store.records import StoredRequest
+from scheduler_svc.store.records import NewRequest, StoredRequest
 from scheduler_svc.working_copy import END_KINDS
 
 ENDS = {kind: end for end, kind in END_KINDS.items()}
@@ -77,6 +77,38 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
 def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
     if not minimum <= len(value) <= MAX_NAME_LENGTH:
         raise InvalidArgument(field, f"must have {minimum} to {MAX_NAME_LENGTH} characters, got {len(value)}")
+
+
+def new_request(submit: gateway_pb.Submit, arrival_unix_ms: int) -> NewRequest:
+    """A checked submission as the record takes it."""
+    specification = submit.specification
+    settings = gateway_pb.Specification()
+    settings.CopyFrom(specification)
+    settings.ClearField("prompt_ids")
+    settings.ClearField("committed_ids")
+    return NewRequest(
+        request_id=submit.request_id,
+        tenant=submit.tenant,
+        model=submit.model,
+        priority=submit.priority,
+        workload_class=submit.workload_class,
+        arrival_unix_ms=arrival_unix_ms,
+        prompt_ids=tuple(specification.prompt_ids),
+        max_tokens=specification.max_tokens,
+        expected_output_tokens=submit.expected_output_tokens
+        if submit.HasField("expected_output_tokens")
+        else None,
+        deadline_unix_ms=arrival_unix_ms + submit.deadline_in_ms
+        if submit.HasField("deadline_in_ms")
+        else None,
+        time_limit_ms=submit.time_limit_ms if submit.HasField("time_limit_ms") else None,
+        keep=submit.keep,
+        grace_ms=-1 if submit.keep else submit.grace_ms,
+        idempotency_key=submit.idempotency_key,
+        body_hash=submit.body_hash.hex(),
+        seed=specification.seed,
+        submission=settings.SerializeToString(deterministic=True),
+    )
 
 
 def check_hello(hello: worker_pb.WorkerHello) -> None:

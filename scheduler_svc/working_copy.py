@@ -17,9 +17,9 @@ from scheduler_svc.core.events import End, Recovered, RequestFacts
 
 if TYPE_CHECKING:
     from scheduler_svc.links import GatewaySession
-    from scheduler_svc.store.records import StoredRequest
+    from scheduler_svc.store.records import NewRequest, StoredRequest
 
-END_KINDS: dict[End, gateway_pb.RequestEnd.Kind] = {
+END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
     End.STOP: gateway_pb.RequestEnd.KIND_STOP,
     End.LENGTH: gateway_pb.RequestEnd.KIND_LENGTH,
     End.STOP_SEQUENCE: gateway_pb.RequestEnd.KIND_STOP_SEQUENCE,
@@ -56,8 +56,8 @@ class Live:
     time_limit_s: float | None
     committed: array[int] = field(default_factory=lambda: array("i"))
     attachments: dict[str, Attachment] = field(default_factory=dict)
-    detached: int = 0
-    """Counts detachments, so that an old grace timer does not end a request that was attached again."""
+    detachments: int = 0
+    """Counts them, so that an old grace timer does not end a request that was attached again."""
     standing: Standing | None = None
     started_s: float | None = None
     first_token_s: float | None = None
@@ -112,33 +112,46 @@ def _since(accepted_at_s: float, moment_s: float | None, now_s: float) -> float:
     return max(0.0, (now_s if moment_s is None else moment_s) - accepted_at_s)
 
 
+def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specification) -> Live:
+    """The working copy of a request that the record has just accepted."""
+    arrival_s = new.arrival_unix_ms / 1000.0
+    specification = gateway_pb.Specification()
+    specification.CopyFrom(submitted)
+    specification.ClearField("committed_ids")
+    specification.request_id = new.request_id
+    return Live(
+        facts=_facts(new, sequence),
+        model=new.model,
+        specification=specification,
+        keep=new.keep,
+        grace_s=max(0, new.grace_ms) / 1000.0,
+        deadline_s=None if new.deadline_unix_ms is None else new.deadline_unix_ms / 1000.0,
+        time_limit_s=None if new.time_limit_ms is None else arrival_s + new.time_limit_ms / 1000.0,
+    )
+
+
+def _facts(request: NewRequest, sequence: int) -> RequestFacts:
+    return RequestFacts(
+        request_id=request.request_id,
+        sequence=sequence,
+        arrival_s=request.arrival_unix_ms / 1000.0,
+        tenant=request.tenant,
+        priority=request.priority,
+        workload_class=request.workload_class,
+        prompt_tokens=len(request.prompt_ids),
+        max_tokens=request.max_tokens,
+        expected_output_tokens=request.expected_output_tokens,
+    )
+
+
 def from_record(stored: StoredRequest) -> Live:
     """Rebuild the working copy of one request, unfinished or ended, from the record."""
-    specification = gateway_pb.Specification.FromString(stored.submission)
-    specification.request_id = stored.request_id
-    specification.prompt_ids.extend(stored.prompt_ids)
-    arrival_s = stored.arrival_unix_ms / 1000.0
-    live = Live(
-        facts=RequestFacts(
-            request_id=stored.request_id,
-            sequence=stored.sequence,
-            arrival_s=arrival_s,
-            tenant=stored.tenant,
-            priority=stored.priority,
-            workload_class=stored.workload_class,
-            prompt_tokens=len(stored.prompt_ids),
-            max_tokens=stored.max_tokens,
-            expected_output_tokens=stored.expected_output_tokens,
-        ),
-        model=stored.model,
-        specification=specification,
-        keep=stored.keep,
-        grace_s=stored.grace_ms / 1000.0,
-        deadline_s=None if stored.deadline_unix_ms is None else stored.deadline_unix_ms / 1000.0,
-        time_limit_s=None if stored.time_limit_ms is None else arrival_s + stored.time_limit_ms / 1000.0,
-        committed=array("i", stored.committed_ids),
-        standing=stored.standing,
-    )
+    submitted = gateway_pb.Specification.FromString(stored.submission)
+    submitted.prompt_ids.extend(stored.prompt_ids)
+    live = from_submission(stored, stored.sequence, submitted)
+    live.committed.extend(stored.committed_ids)
+    live.standing = stored.standing
+    arrival_s = live.facts.arrival_s
     if stored.first_token_unix_ms is not None:
         live.first_token_s = stored.first_token_unix_ms / 1000.0
         live.started_s = started_from_story(stored.story, arrival_s) or live.first_token_s

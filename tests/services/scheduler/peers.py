@@ -12,8 +12,8 @@ from typing import Any
 import grpc.aio
 
 from laps_sd.config import load
-from laps_sd.serving import make_server
 from laps_sd.interceptor import CallGuard
+from laps_sd.serving import make_server
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -56,7 +56,7 @@ async def start_scheduler(redis_url: str, *, shard: str, **overrides: Any) -> Sc
         environ={},
     )
     store = Store.open(redis_url, shard, finished_ttl_s=settings.finished_ttl_s, clock=steady_unix_clock)
-    leadership = Leadership(settings, store, steady_unix_clock, on_lead=lambda leads: None)
+    leadership = Leadership(settings, store, steady_unix_clock, on_lead=lambda _: None)
     server = make_server(guard=CallGuard())
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), server)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), server)
@@ -129,7 +129,12 @@ class GatewayPeer(Peer):
         **fields: Any,
     ) -> gateway_pb.SubmitReply:
         specification = gateway_pb.Specification(
-            request_id=request_id, prompt_ids=prompt, max_tokens=max_tokens, temperature=0.0, top_p=1.0, seed=7
+            request_id=request_id,
+            prompt_ids=prompt,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            seed=7,
         )
         submit = gateway_pb.Submit(
             submission_id=submission_id,
@@ -142,7 +147,9 @@ class GatewayPeer(Peer):
         )
         await self.send(gateway_pb.GatewayMessage(submit=submit))
         reply = await self.wait_for(
-            lambda m: m.WhichOneof("message") == "submit_reply" and m.submit_reply.submission_id == submission_id,
+            lambda m: (
+                m.WhichOneof("message") == "submit_reply" and m.submit_reply.submission_id == submission_id
+            ),
             "the answer to a submit",
         )
         return reply.submit_reply
@@ -151,7 +158,11 @@ class GatewayPeer(Peer):
         self, request_id: str, *, from_token: int = 0, attachment_id: str = "late", tenant: str = "anonymous"
     ) -> gateway_pb.AttachReply:
         attach = gateway_pb.Attach(
-            attach_id=1, request_id=request_id, tenant=tenant, from_token=from_token, attachment_id=attachment_id
+            attach_id=1,
+            request_id=request_id,
+            tenant=tenant,
+            from_token=from_token,
+            attachment_id=attachment_id,
         )
         await self.send(gateway_pb.GatewayMessage(attach=attach))
         return await self.next("attach_reply")
@@ -247,7 +258,12 @@ class WorkerPeer(Peer):
             end=end or gateway_pb.RequestEnd.KIND_UNSPECIFIED,
         )
         return worker_pb.RoundReport(
-            number=number, progress=[progress], draft_s=0.001, verify_s=0.01, total_s=0.011, free_target_blocks=100
+            number=number,
+            progress=[progress],
+            draft_s=0.001,
+            verify_s=0.01,
+            total_s=0.011,
+            free_target_blocks=100,
         )
 
     async def send_reports(self, *reports: worker_pb.RoundReport) -> None:
@@ -275,21 +291,21 @@ class WorkerPeer(Peer):
 
 
 def worker_hello(worker_id: str, **fields: Any) -> worker_pb.WorkerHello:
-    defaults: dict[str, Any] = dict(
-        worker_id=worker_id,
-        worker_name=fields.pop("worker_name", worker_id),
-        pool="demo",
-        protocol_versions=[1],
-        fingerprint="pair",
-        device="none",
-        slots=1,
-        target_blocks=128,
-        draft_blocks=128,
-        block_size=16,
-        max_length=1024,
-        max_draft_tokens=4,
-        vocab_size=1024,
-    )
+    defaults: dict[str, Any] = {
+        "worker_id": worker_id,
+        "worker_name": fields.pop("worker_name", worker_id),
+        "pool": "demo",
+        "protocol_versions": [1],
+        "fingerprint": "pair",
+        "device": "none",
+        "slots": 1,
+        "target_blocks": 128,
+        "draft_blocks": 128,
+        "block_size": 16,
+        "max_length": 1024,
+        "max_draft_tokens": 4,
+        "vocab_size": 1024,
+    }
     return worker_pb.WorkerHello(**{**defaults, **fields})
 
 

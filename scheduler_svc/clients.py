@@ -1,0 +1,273 @@
+"""Requests and the clients on them: submissions, attachments, cancels, graces, deadlines, ends.
+
+Holds the table of the requests that this leader leads. A request enters it when the record has it, and leaves
+it with its one end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from scheduler_svc import metrics, translate
+from scheduler_svc.core.events import Arrived, End, EndRequested
+from scheduler_svc.links import GatewaySession
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.records import NewRequest, SubmitResult, SubmitStatus
+from scheduler_svc.store.store import Store
+from scheduler_svc.turn import FromGateway, Timers, Turn
+from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission
+
+RETRY_STORE_MS = 1000
+Refused = gateway_pb.SubmitRefused
+
+
+class Clients:
+    """See the top of the file. `retry_after_s` guesses when a full queue has room."""
+
+    def __init__(
+        self, settings: SchedulerSettings, store: Store, timers: Timers, retry_after_s: Callable[[], float]
+    ) -> None:
+        self.live: dict[str, Live] = {}
+        self.newest_sequence = 0
+        """Of all requests the record has ever accepted, as far as this leader knows."""
+        self.doubtful: set[str] = set()
+        """Submissions that were refused because the record did not answer, and that it may hold all the same."""
+        self._settings = settings
+        self._store = store
+        self._timers = timers
+        self._retry_after_s = retry_after_s
+
+    # Requests come and go.
+
+    def adopt(self, live: Live) -> None:
+        """Lead this request from now on."""
+        self.live[live.request_id] = live
+        self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
+        if live.deadline_s is not None:
+            self._end_at(live, live.deadline_s, End.DEADLINE, "the client's deadline passed")
+        if live.time_limit_s is not None:
+            self._end_at(live, live.time_limit_s, End.TIME_LIMIT, "the time limit passed")
+
+    def ended(self, live: Live, end: End, detail: str, cut_characters: int, now_s: float) -> None:
+        """The record has its end: tell whoever is attached, and let go of it."""
+        live.finish(end, detail, cut_characters, now_s)
+        del self.live[live.request_id]
+        self.owe(live)
+        metrics.observe_end(end, live.facts, live.started_s, live.first_token_s, len(live.committed), now_s)
+
+    def owe(self, live: Live) -> None:
+        """It has tokens or an end that its attachments have not been sent."""
+        for attachment in live.attachments.values():
+            attachment.session.owe(attachment)
+
+    def start_grace(self, live: Live, now_s: float, at_least_s: float) -> None:
+        """Nobody is attached: end the request unless somebody attaches in time."""
+        if live.keep or live.attachments:
+            return
+        live.detachments += 1
+        detachments = live.detachments
+
+        def over(turn: Turn) -> None:
+            if (
+                self.live.get(live.request_id) is live
+                and not live.attachments
+                and live.detachments == detachments
+            ):
+                turn.events.append(EndRequested(live.request_id, End.CANCELLED, "its client went away"))
+
+        self._timers.at(now_s + max(live.grace_s, at_least_s), over)
+
+    def _end_at(self, live: Live, when_s: float, end: End, detail: str) -> None:
+        def passed(turn: Turn) -> None:
+            if self.live.get(live.request_id) is live:
+                turn.events.append(EndRequested(live.request_id, end, detail))
+
+        self._timers.at(when_s, passed)
+
+    # What gateways say.
+
+    def heard(self, turn: Turn, session: GatewaySession, message: gateway_pb.GatewayMessage) -> None:
+        """One message of a gateway."""
+        match message.WhichOneof("message"):
+            case "submit":
+                turn.submits.append(FromGateway(session, message))
+            case "attach":
+                live = self.live.get(message.attach.request_id)
+                if live is None:
+                    turn.unknown_attaches.append((session, message.attach))
+                else:
+                    self._answer_attach(session, message.attach, live)
+            case "detach":
+                detach = message.detach
+                attachment = session.attachments.get(detach.attachment_id)
+                # Attached through another stream by now? Then this gateway's word on it is out of date.
+                if attachment is not None and attachment.live.request_id == detach.request_id:
+                    self._detach(attachment, turn.now_s, 0.0)
+            case "cancel":
+                cancel = message.cancel
+                live = self.live.get(cancel.request_id)
+                found = live is not None and live.facts.tenant == cancel.tenant
+                if found:
+                    turn.events.append(
+                        EndRequested(cancel.request_id, End.CANCELLED, "cancelled by the client")
+                    )
+                reply = gateway_pb.CancelReply(cancel_id=cancel.cancel_id, found=found, cancelled=found)
+                turn.cancelled.append((session, reply))
+
+    def gateway_closed(self, turn: Turn, session: GatewaySession) -> None:
+        """Its clients may come back, through it or through another gateway."""
+        for attachment in list(session.attachments.values()):
+            self._detach(attachment, turn.now_s, self._settings.reattach_grace_s)
+
+    async def admit(self, turn: Turn) -> None:
+        """Write this turn's submissions to the record; what it takes is accepted, and only that."""
+        unix_ms = round(turn.now_s * 1000)
+        admitted: list[tuple[FromGateway, NewRequest]] = []
+        for item in turn.submits:
+            submit = item.message.submit
+            try:
+                translate.check_submission(submit, self._settings.max_context_tokens)
+            except InvalidArgument as error:
+                _refuse(item, Refused.REASON_INVALID, error.message)
+                continue
+            if submit.HasField("deadline_in_ms") and submit.deadline_in_ms == 0:
+                _refuse(item, Refused.REASON_EXPIRED, "the deadline passed before acceptance")
+                continue
+            admitted.append((item, translate.new_request(submit, unix_ms)))
+        if not admitted:
+            return
+        try:
+            results = await self._store.submit([new for _, new in admitted])
+        except StoreUnavailable as error:
+            for item, new in admitted:
+                if new.request_id not in self.live:
+                    self.doubtful.add(new.request_id)
+                _refuse(item, Refused.REASON_STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
+            return
+        for (item, new), result in zip(admitted, results, strict=True):
+            self._admitted(turn, item, new, result)
+
+    def _admitted(self, turn: Turn, item: FromGateway, new: NewRequest, result: SubmitResult) -> None:
+        match result.status:
+            case SubmitStatus.ACCEPTED | SubmitStatus.ATTACHED:
+                live = self.live.get(result.request_id)
+                if live is None and result.sequence > self.newest_sequence:
+                    live = from_submission(new, result.sequence, item.message.submit.specification)
+                    self.adopt(live)
+                    turn.events.append(Arrived(live.facts))
+                if live is None:
+                    # A known idempotency key, or a repeated Submit whose answer got lost, and it has ended since.
+                    turn.unknown_submits.append((item, result.request_id))
+                else:
+                    self._accept(item, live)
+            case SubmitStatus.CONFLICT:
+                _refuse(item, Refused.REASON_KEY_CONFLICT, "the idempotency key was used with another body")
+            case SubmitStatus.QUEUE_FULL:
+                detail = f"the queue of shard {self._settings.shard} is full"
+                _refuse(item, Refused.REASON_QUEUE_FULL, detail, round(self._retry_after_s() * 1000))
+            case SubmitStatus.TENANT_FULL:
+                limit = self._settings.max_requests_per_tenant
+                detail = f"the tenant has {limit} unfinished requests, which is its limit"
+                _refuse(item, Refused.REASON_TENANT_FULL, detail, round(self._retry_after_s() * 1000))
+
+    def _accept(self, item: FromGateway, live: Live) -> None:
+        submit = item.message.submit
+        attached = live.request_id != submit.request_id
+        accepted = gateway_pb.SubmitAccepted(
+            request_id=live.request_id,
+            attached_to_existing=attached,
+            seed=live.specification.seed,
+            prompt_tokens=live.facts.prompt_tokens,
+        )
+        reply = gateway_pb.SubmitReply(submission_id=submit.submission_id, accepted=accepted)
+        item.session.reply(gateway_pb.GatewayLinkReply(submit_reply=reply))
+        _attach(item.session, live, submit.attachment_id, 0)
+        metrics.SUBMISSIONS.labels("attached" if attached else "accepted").inc()
+
+    def _answer_attach(self, session: GatewaySession, attach: gateway_pb.Attach, live: Live | None) -> None:
+        if live is None or live.facts.tenant != attach.tenant:
+            _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND)
+            return
+        reply = gateway_pb.AttachReply(
+            attach_id=attach.attach_id,
+            result=gateway_pb.AttachReply.RESULT_ATTACHED,
+            prompt_tokens=live.facts.prompt_tokens,
+            seed=live.specification.seed,
+            model=live.model,
+            stop=live.specification.stop,
+        )
+        session.reply(gateway_pb.GatewayLinkReply(attach_reply=reply))
+        _attach(session, live, attach.attachment_id, attach.from_token)
+
+    def _detach(self, attachment: Attachment, now_s: float, at_least_s: float) -> None:
+        live = attachment.live
+        attachment.session.forget(attachment.attachment_id)
+        del live.attachments[attachment.attachment_id]
+        if self.live.get(live.request_id) is live:
+            self.start_grace(live, now_s, at_least_s)
+
+    # What only the record knows.
+
+    async def ask_record(self, turn: Turn) -> None:
+        """Attach to requests that are not led here: they have ended."""
+        for session, attach in turn.unknown_attaches:
+            try:
+                self._answer_attach(session, attach, await self._find(attach.request_id))
+            except StoreUnavailable:
+                _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
+        for item, request_id in turn.unknown_submits:
+            detail = f"the request {request_id} of this key cannot be read now"
+            try:
+                live = await self._find(request_id)
+            except StoreUnavailable as error:
+                live, detail = None, str(error)
+            if live is not None:
+                self._accept(item, live)
+            else:
+                _refuse(item, Refused.REASON_STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
+
+    async def _find(self, request_id: str) -> Live | None:
+        live = self.live.get(request_id)
+        if live is None:
+            stored = await self._store.read(request_id)
+            live = from_record(stored) if stored is not None and stored.end is not None else None
+        return live
+
+    async def settle_doubtful(self) -> list[Live]:
+        """Requests that were refused and that the record holds all the same; the caller ends them. Raises StoreUnavailable."""
+        found: list[Live] = []
+        for request_id in list(self.doubtful):
+            stored = await self._store.read(request_id)
+            self.doubtful.discard(request_id)
+            if stored is not None and stored.end is None and request_id not in self.live:
+                found.append(from_record(stored))
+        return found
+
+
+def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token: int) -> None:
+    before = live.attachments.get(attachment_id)
+    if before is not None:  # the gateway dialled again: this is the newer stream of the same client
+        before.session.forget(attachment_id)
+    attachment = Attachment(attachment_id, session, live, from_token)
+    live.attachments[attachment_id] = attachment
+    session.attachments[attachment_id] = attachment
+    session.owe(attachment)
+
+
+def _refuse(
+    item: FromGateway, reason: Refused.Reason.ValueType, detail: str, retry_after_ms: int = 0
+) -> None:
+    refused = Refused(reason=reason, detail=detail, retry_after_ms=retry_after_ms)
+    reply = gateway_pb.SubmitReply(submission_id=item.message.submit.submission_id, refused=refused)
+    item.session.reply(gateway_pb.GatewayLinkReply(submit_reply=reply))
+    metrics.SUBMISSIONS.labels("refused").inc()
+
+
+def _reply_attach(
+    session: GatewaySession, attach: gateway_pb.Attach, result: gateway_pb.AttachReply.Result.ValueType
+) -> None:
+    reply = gateway_pb.AttachReply(attach_id=attach.attach_id, result=result)
+    session.reply(gateway_pb.GatewayLinkReply(attach_reply=reply))

@@ -1,0 +1,106 @@
+"""What reaches the loop, and what one turn of it collects."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.events import Event
+from scheduler_svc.links import GatewaySession, WorkerSession
+
+
+@dataclass(frozen=True, slots=True)
+class FromGateway:
+    """One message of a gateway after its hello."""
+
+    session: GatewaySession
+    message: gateway_pb.GatewayMessage
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayClosed:
+    """Its stream ended; its clients may come back through it or another gateway."""
+
+    session: GatewaySession
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOpened:
+    """A worker said hello and was found acceptable."""
+
+    session: WorkerSession
+    hello: worker_pb.WorkerHello
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """One message of a worker after its hello."""
+
+    session: WorkerSession
+    message: worker_pb.WorkerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerClosed:
+    """Its stream ended; `silent`: because nothing was heard from it for too long."""
+
+    session: WorkerSession
+    silent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrdered:
+    """An operator wants a worker to leave."""
+
+    worker_id: str
+
+
+Item = FromGateway | GatewayClosed | WorkerOpened | FromWorker | WorkerClosed | DrainOrdered
+
+
+@dataclass
+class Turn:
+    """One turn of the loop."""
+
+    now_s: float
+    events: list[Event] = field(default_factory=list)
+    """For the core."""
+    submits: list[FromGateway] = field(default_factory=list)
+    """New requests, to be written before the core hears of them."""
+    unknown_attaches: list[tuple[GatewaySession, gateway_pb.Attach]] = field(default_factory=list)
+    """Attaches to requests that are not led here: the record is asked."""
+    unknown_submits: list[tuple[FromGateway, str]] = field(default_factory=list)
+    """Submissions that the record answered with a request that is not led here, and its id."""
+    acknowledge: dict[WorkerSession, int] = field(default_factory=dict)
+    """Reports that are dealt with once this turn is on the record."""
+    cancelled: list[tuple[GatewaySession, gateway_pb.CancelReply]] = field(default_factory=list)
+    respecify: list[tuple[WorkerSession, str]] = field(default_factory=list)
+    """Specifications that a worker asked for again."""
+    chores: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """What is done at the end of the turn, when nobody waits for it any more."""
+
+
+class Timers:
+    """What happens at a time, unless it has become pointless by then: each action looks for itself."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[Turn], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, when_s: float, action: Callable[[Turn], None]) -> None:
+        """Run `action` in the first turn at or after `when_s`."""
+        heapq.heappush(self._heap, (when_s, next(self._numbers), action))
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next one is due."""
+        return self._heap[0][0] if self._heap else None
+
+    def run_due(self, turn: Turn) -> None:
+        """Run what is due; an action may set timers that are due at once."""
+        while self._heap and self._heap[0][0] <= turn.now_s:
+            heapq.heappop(self._heap)[2](turn)
