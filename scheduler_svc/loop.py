@@ -42,7 +42,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.links import WorkerSession
 from scheduler_svc.roster import Roster
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, TransitionStatus
 from scheduler_svc.store.store import Pending, Store
 from scheduler_svc.turn import (
@@ -277,6 +277,11 @@ class Loop:
         while True:
             try:
                 statuses = await self._write(commands)
+            except Fenced:
+                # Only run out, and nobody has led since? Then it is taken up again under the same epoch.
+                if not await self._still_leads():
+                    raise
+                continue
             except StoreUnavailable as error:
                 if not self.store_down:
                     log.error("the record is unavailable: nothing is admitted or shown", error=str(error))
@@ -290,6 +295,13 @@ class Loop:
                 self.store_down = False
                 metrics.STORE_DOWN.set(0)
             return statuses
+
+    async def _still_leads(self) -> bool:
+        while True:
+            try:
+                return await self.store.renew_leadership()
+            except StoreUnavailable:
+                await asyncio.sleep(FIRST_RETRY_S)
 
     async def _write(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
         """One pipeline; a run of one kind of command is one script call."""

@@ -1,0 +1,34 @@
+"""The record: every accepted request, its committed tokens, its lease and its place in the queue, in Redis or Valkey."""
+
+from scheduler_svc.store.errors import Fenced, SchemaMismatch, StoreError, StoreUnavailable
+from scheduler_svc.store.records import (
+    MAX_LEVELS,
+    Leader,
+    LeaderEpoch,
+    Limits,
+    NewRequest,
+    StoredRequest,
+    SubmitResult,
+    SubmitStatus,
+    TransitionStatus,
+)
+from scheduler_svc.store.store import Batch, Pending, Store
+
+__all__ = [
+    "MAX_LEVELS",
+    "Batch",
+    "Fenced",
+    "Leader",
+    "LeaderEpoch",
+    "Limits",
+    "NewRequest",
+    "Pending",
+    "SchemaMismatch",
+    "Store",
+    "StoreError",
+    "StoreUnavailable",
+    "StoredRequest",
+    "SubmitResult",
+    "SubmitStatus",
+    "TransitionStatus",
+]

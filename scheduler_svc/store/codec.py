@@ -1,0 +1,194 @@
+"""How requests look inside the record: fields of the request's hash, packed token ids, the story as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+
+from scheduler_svc.core.commands import Standing, StoryLine
+from scheduler_svc.core.events import End
+from scheduler_svc.store.records import MAX_LEVELS, NewRequest, StoredRequest
+
+Argument = str | bytes | int | float
+"""What the client library sends as it is."""
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Raises ValueError for what is no int32."""
+    try:
+        return struct.pack(f"<{len(ids)}i", *ids)
+    except struct.error as error:
+        raise ValueError(f"token ids must be integers from -2^31 to 2^31 - 1: {error}") from None
+
+
+def unpack_ids(packed: bytes | None) -> tuple[int, ...]:
+    """The inverse of `pack_ids`; a key that is not there holds none."""
+    return struct.unpack(f"<{len(packed) // 4}i", packed) if packed else ()
+
+
+def safe_seconds(value: float) -> float:
+    """The record adds and compares such numbers: infinities become the largest float, and what is no number 0."""
+    if math.isfinite(value):
+        return value
+    return 0.0 if math.isnan(value) else math.copysign(sys.float_info.max, value)
+
+
+def safe_score(value: float) -> float:
+    """A sorted set takes infinities, but refuses what is no number: that runs last."""
+    return math.inf if math.isnan(value) else value
+
+
+def check_level(request_id: str, level: int) -> int:
+    """Raises ValueError for a level that has no key."""
+    if not 0 <= level < MAX_LEVELS:
+        raise ValueError(f"request {request_id}: level {level} is not in 0 … {MAX_LEVELS - 1}")
+    return level
+
+
+def story_json(story: Sequence[StoryLine]) -> bytes:
+    """`[[at_s, what, detail], …]`; nothing for an empty story."""
+    return (
+        json.dumps([[safe_seconds(line.at_s), line.what, line.detail] for line in story]).encode()
+        if story
+        else b""
+    )
+
+
+def _story(encoded: bytes | None) -> tuple[StoryLine, ...]:
+    return (
+        tuple(StoryLine(at_s, what, detail) for at_s, what, detail in json.loads(encoded)) if encoded else ()
+    )
+
+
+def reserved_tokens(request: NewRequest) -> int:
+    """What the request counts for against `Limits.max_tokens`."""
+    return len(request.prompt_ids) + request.max_tokens
+
+
+def submission_fields(request: NewRequest) -> list[Argument]:
+    """field, value, … of everything that never changes; the payload and what the record issues apart."""
+    return [
+        *("tenant", request.tenant),
+        *("model", request.model),
+        *("priority", request.priority),
+        *("workload_class", request.workload_class),
+        *("arrival_unix_ms", request.arrival_unix_ms),
+        *("prompt_tokens", len(request.prompt_ids)),
+        *("max_tokens", request.max_tokens),
+        *("expected_output_tokens", _optional(request.expected_output_tokens)),
+        *("deadline_unix_ms", _optional(request.deadline_unix_ms)),
+        *("time_limit_ms", _optional(request.time_limit_ms)),
+        *("keep", int(request.keep)),
+        *("grace_ms", request.grace_ms),
+        *("idempotency_key", request.idempotency_key),
+        *("body_hash", request.body_hash),
+        *("seed", request.seed),
+    ]
+
+
+NEW_FIELDS: tuple[Argument, ...] = (
+    *("lease_epoch", 0),
+    *("committed", 0),
+    *("level", 0),
+    *("rounds", 0),
+    *("attained_s", "0.0"),
+    *("end", ""),
+    *("drafted", 0),
+    *("accepted", 0),
+    *("preemptions", 0),
+    *("worker", ""),
+    *("leased_to", ""),
+    *("released_epoch", 0),
+)
+"""What a request has reached when it arrives; its state, score and sequence come from the script.
+
+The first fields of the hash, the busiest first: a small hash is one packed list, read from its beginning.
+"""
+
+
+def progress_fields(request: StoredRequest) -> list[Argument]:
+    """field, value, … of everything that changes while the request is unfinished."""
+    standing = request.standing
+    leased = request.worker_id is not None
+    return [
+        *("state", "leased" if leased else "queued"),
+        *("score", safe_score(standing.score)),
+        *("sequence", request.sequence),
+        *("lease_epoch", request.lease_epoch),
+        *("committed", len(request.committed_ids)),
+        *("level", standing.level),
+        *("rounds", standing.rounds),
+        *("attained_s", safe_seconds(standing.attained_s)),
+        *("end", ""),
+        *("drafted", standing.drafted),
+        *("accepted", standing.accepted),
+        *("preemptions", standing.preemptions),
+        *("worker", request.worker_id or ""),
+        *("leased_to", request.worker_id or ""),
+        *("released_epoch", request.lease_epoch - 1 if leased else request.lease_epoch),
+        *("first_token_unix_ms", _optional(request.first_token_unix_ms)),
+    ]
+
+
+def stored_request(
+    request_id: str, fields: Mapping[bytes, bytes], tokens: bytes | None, payload: Mapping[bytes, bytes]
+) -> StoredRequest | None:
+    """The request as its hash says; None when it, or some of its tokens, are not there (they expire one by one).
+
+    Raises KeyError or ValueError for a hash that this code did not write.
+    """
+    if not fields:
+        return None
+    committed_ids = unpack_ids(tokens)[: int(fields[b"committed"])]
+    if len(committed_ids) < int(fields[b"committed"]):
+        return None
+    end = End(fields[b"end"].decode()) if fields[b"end"] else None
+    return StoredRequest(
+        request_id=request_id,
+        tenant=fields[b"tenant"].decode(),
+        model=fields[b"model"].decode(),
+        priority=int(fields[b"priority"]),
+        workload_class=fields[b"workload_class"].decode(),
+        arrival_unix_ms=int(fields[b"arrival_unix_ms"]),
+        prompt_ids=unpack_ids(payload.get(b"prompt")),
+        max_tokens=int(fields[b"max_tokens"]),
+        expected_output_tokens=_optional_int(fields[b"expected_output_tokens"]),
+        deadline_unix_ms=_optional_int(fields[b"deadline_unix_ms"]),
+        time_limit_ms=_optional_int(fields[b"time_limit_ms"]),
+        keep=fields[b"keep"] == b"1",
+        grace_ms=int(fields[b"grace_ms"]),
+        idempotency_key=fields[b"idempotency_key"].decode(),
+        body_hash=fields[b"body_hash"].decode(),
+        seed=int(fields[b"seed"]),
+        submission=payload.get(b"submission", b""),
+        sequence=int(fields[b"sequence"]),
+        committed_ids=committed_ids,
+        lease_epoch=int(fields[b"lease_epoch"]),
+        worker_id=fields[b"worker"].decode() or None,
+        standing=Standing(
+            rounds=int(fields[b"rounds"]),
+            drafted=int(fields[b"drafted"]),
+            accepted=int(fields[b"accepted"]),
+            attained_s=float(fields[b"attained_s"]),
+            preemptions=int(fields[b"preemptions"]),
+            level=int(fields[b"level"]),
+            score=float(fields[b"score"]),
+        ),
+        end=end,
+        cut_characters=int(fields.get(b"cut_characters", b"0")),
+        detail=fields.get(b"detail", b"").decode(),
+        story=_story(payload.get(b"story")) if end is not None else (),
+        ended_unix_ms=_optional_int(fields.get(b"ended_unix_ms", b"")),
+        first_token_unix_ms=_optional_int(fields.get(b"first_token_unix_ms", b"")),
+    )
+
+
+def _optional(value: int | None) -> Argument:
+    return "" if value is None else value
+
+
+def _optional_int(field: bytes) -> int | None:
+    return int(field) if field else None

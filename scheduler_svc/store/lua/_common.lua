@@ -1,0 +1,37 @@
+-- Stands in front of every script: the answers per entry, and the two moves that several transitions share.
+--
+-- Rules of all scripts
+--   * KEYS[1] is the leader key and ARGV[1] the caller's leadership; when they differ the answer is {'fenced'}
+--     and nothing has changed.
+--   * Time comes as an argument. Every key comes in KEYS.
+--   * Numbers are stored as the caller wrote them.
+local OK, ALREADY, STALE, GONE = 0, 1, 2, 3
+
+-- KEYS that every script about the queue begins with:
+--   [1] leader   [2] unfinished   [3] tenants   [4] reserved   [5..36] level 0..31
+local UNFINISHED, TENANTS, RESERVED, LEVEL_0, AFTER_QUEUE = 2, 3, 4, 5, 37
+
+-- Moves the request to its place in the queue.
+local function place(id, old_level, level, score)
+    if old_level ~= level then redis.call('ZREM', KEYS[LEVEL_0 + old_level], id) end
+    redis.call('ZADD', KEYS[LEVEL_0 + level], score, id)
+end
+
+-- Ends the request for good: out of the queue, its reservations given back, its keys expiring. The caller writes
+-- its standing. The first write frees memory: a server that refuses growth still lets a request end.
+local function end_request(id, request, tokens, payload, idempotency, ending, now_ms, ttl_ms)
+    local was = redis.call('HMGET', request, 'level', 'tenant', 'prompt_tokens', 'max_tokens')
+    local level, tenant = was[1], was[2]
+    redis.call('ZREM', KEYS[LEVEL_0 + level], id)
+    redis.call('ZREM', KEYS[UNFINISHED], id)
+    if redis.call('HINCRBY', KEYS[TENANTS], tenant, -1) <= 0 then redis.call('HDEL', KEYS[TENANTS], tenant) end
+    if redis.call('DECRBY', KEYS[RESERVED], was[3] + was[4]) <= 0 then redis.call('DEL', KEYS[RESERVED]) end
+    redis.call('HSET', request, 'state', 'ended', 'worker', '', 'end', ending.reason,
+        'cut_characters', ending.cut_characters, 'detail', ending.detail, 'ended_unix_ms', now_ms)
+    redis.call('HSET', payload, 'story', ending.story)
+    redis.call('PEXPIRE', request, ttl_ms)
+    redis.call('PEXPIRE', tokens, ttl_ms)
+    redis.call('PEXPIRE', payload, ttl_ms)
+    redis.call('PEXPIRE', idempotency, ttl_ms)
+end
+

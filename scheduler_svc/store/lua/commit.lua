@@ -1,0 +1,65 @@
+-- commit: append tokens to requests, and end those that say so, each only if the lease epoch and the position before
+-- are still the record's.
+--   KEYS[1..36] the queue (see _common), then per entry
+--     request      hash
+--     tokens       string  little-endian int32 per committed token
+--     and, when the entry has an end:
+--     payload      hash
+--     idempotency  string; the request's key again when there is none
+--   ARGV    leadership, now_ms, ttl_ms, then per entry
+--     id, lease_epoch, position, count, tokens, rounds, drafted, accepted, attained_s, preemptions, level, score, end
+--     and, when end is not empty: cut_characters, detail, story
+--   returns per entry OK, ALREADY, STALE or GONE; or {'fenced'}
+--     ALREADY: the very tokens stand at that position (with an end: and the request ended with it). That may have been
+--     under an older lease than the record's newest: a batch can commit and lease anew, and be sent twice.
+local leadership, now_ms, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
+if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
+
+local function commit(k, a)
+    local request, tokens_key = KEYS[k], KEYS[k + 1]
+    local id, lease_epoch, position, count, tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
+    local rounds, attained_s, level, score, reason = ARGV[a + 5], ARGV[a + 8], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12]
+    local was = redis.call('HMGET', request, 'state', 'lease_epoch', 'committed', 'level', 'rounds', 'attained_s', 'end')
+    local state, record_epoch, committed = was[1], was[2], was[3]
+    if not state then return GONE end
+
+    local reached = position + count
+    local function on_record()
+        if reached > tonumber(committed) or tonumber(lease_epoch) > tonumber(record_epoch) then return false end
+        if count == '0' then return tonumber(rounds) <= tonumber(was[5]) end
+        return redis.call('GETRANGE', tokens_key, position * 4, reached * 4 - 1) == tokens
+    end
+    if state == 'ended' then
+        return (reason == '' or reason == was[7]) and on_record() and ALREADY or GONE
+    end
+    local nothing_new = count == '0' and reason == '' and rounds == was[5] and attained_s == was[6]
+    if record_epoch ~= lease_epoch or committed ~= position or nothing_new then
+        if reason ~= '' or not on_record() then return STALE end
+        -- A retried batch must leave the place that it left the first time, whatever it ranked on the way.
+        if reached == tonumber(committed) and record_epoch == lease_epoch then
+            place(id, was[4], level, score)
+            redis.call('HSET', request, 'level', level, 'score', score)
+        end
+        return ALREADY
+    end
+
+    if count ~= '0' then redis.call('APPEND', tokens_key, tokens) end
+    if reason ~= '' then
+        end_request(id, request, tokens_key, KEYS[k + 2], KEYS[k + 3], {
+            reason = reason, cut_characters = ARGV[a + 13], detail = ARGV[a + 14], story = ARGV[a + 15],
+        }, now_ms, ttl_ms)
+    else
+        place(id, was[4], level, score)
+    end
+    redis.call('HSET', request, 'committed', string.format('%d', reached), 'rounds', rounds, 'drafted', ARGV[a + 6],
+        'accepted', ARGV[a + 7], 'attained_s', attained_s, 'preemptions', ARGV[a + 9], 'level', level, 'score', score)
+    if position == '0' and count ~= '0' then redis.call('HSET', request, 'first_token_unix_ms', now_ms) end
+    return OK
+end
+
+local answers, k, a = {}, AFTER_QUEUE, 4
+while a <= #ARGV do
+    answers[#answers + 1] = commit(k, a)
+    if ARGV[a + 12] == '' then k, a = k + 2, a + 13 else k, a = k + 4, a + 16 end
+end
+return answers

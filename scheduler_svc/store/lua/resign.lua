@@ -1,0 +1,9 @@
+-- resign: give leadership up, so that a standby need not wait for the lease to run out.
+--   KEYS[1] leader    string
+--   ARGV    leadership
+--   returns {1} | {0} when it was not the leader
+local leadership = ARGV[1]
+
+if redis.call('GET', KEYS[1]) ~= leadership then return {0} end
+redis.call('DEL', KEYS[1])
+return {1}

@@ -1,0 +1,41 @@
+"""Loads the transitions from `lua/`, one file each; `_common.lua` goes in front of every one of them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+
+MAX_ENTRIES = 256
+"""Entries that one call handles: more would keep the server from others for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One transition."""
+
+    name: str
+    source: str
+    sha: str
+    """What EVALSHA calls it by."""
+
+
+def _load(name: str) -> Script:
+    folder = resources.files("scheduler_svc.store").joinpath("lua")
+    source = "".join(folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in ("_common", name))
+    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+ACQUIRE = _load("acquire")
+RENEW = _load("renew")
+RESIGN = _load("resign")
+SUBMIT = _load("submit")
+COMMIT = _load("commit")
+FINISH = _load("finish")
+LEASE = _load("lease")
+RELEASE = _load("release")
+RANK = _load("rank")
+RESTORE = _load("restore")
+SAVE_PRIORS = _load("save_priors")
+
+ALL = (ACQUIRE, RENEW, RESIGN, SUBMIT, COMMIT, FINISH, LEASE, RELEASE, RANK, RESTORE, SAVE_PRIORS)

@@ -1,0 +1,687 @@
+"""The record of one shard: what the scheduler must not lose, in Redis or Valkey.
+
+The scheduler decides, the scripts in `lua/` move. Each transition compares what it was decided on with what is on
+the record, so a decision that is out of date changes nothing, and one that is sent twice changes nothing more.
+
+What an operator sees with redis-cli: `HGETALL laps-sd:{shard}:request:ID` (state queued, leased or ended, worker,
+lease_epoch, level, committed, rounds, drafted, accepted, attained_s …), `ZRANGE laps-sd:{shard}:level:0 0 -1 WITHSCORES`,
+`HGETALL laps-sd:{shard}:tenants`, `GET laps-sd:{shard}:leader`. `keys.py` has them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import redis.asyncio as redis_client
+from hiredis import pack_command
+from redis import exceptions as redis_errors
+from redis.asyncio.connection import BlockingConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release, Standing
+from scheduler_svc.store import scripts
+from scheduler_svc.store.codec import (
+    NEW_FIELDS,
+    Argument,
+    check_level,
+    pack_ids,
+    progress_fields,
+    reserved_tokens,
+    safe_score,
+    safe_seconds,
+    stored_request,
+    story_json,
+    submission_fields,
+)
+from scheduler_svc.store.errors import Fenced, SchemaMismatch, StoreError, StoreUnavailable
+from scheduler_svc.store.keys import SCHEMA_VERSION, SHARD_TTL_S, Keys
+from scheduler_svc.store.records import (
+    MAX_LEVELS,
+    Leader,
+    LeaderEpoch,
+    Limits,
+    NewRequest,
+    StoredRequest,
+    SubmitResult,
+    SubmitStatus,
+    TransitionStatus,
+)
+from scheduler_svc.store.scripts import MAX_ENTRIES, Script
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+FINISHED_TTL_S = 15 * 60.0
+"""How long a finished request can still be read, and its idempotency key attaches to it."""
+
+_READ_CHUNK = 128
+"""Requests read together: bounds the time that one reading keeps the server from others."""
+_RESTORE_CHUNK = 32
+"""Requests in one restore call; they carry their prompts."""
+_SHARD_TTL_MS = SHARD_TTL_S * 1000
+_STATUS = {status.value: status for status in TransitionStatus}
+_UNAVAILABLE = (
+    "OOM",
+    "READONLY",
+    "LOADING",
+    "MASTERDOWN",
+    "MISCONF",
+    "NOREPLICAS",
+    "BUSY",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+)
+"""Error codes of a server that cannot write now."""
+
+
+class Pending(Generic[T]):
+    """An answer that exists once the batch it belongs to has been executed."""
+
+    __slots__ = ("_value", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self._value: T | None = None
+
+    def set(self, value: T) -> None:
+        """The batch gives the answer."""
+        self._value, self.done = value, True
+
+    def result(self) -> T:
+        """The answer. Raises RuntimeError before the batch has been executed."""
+        if not self.done:
+            raise RuntimeError("the batch has not been executed")
+        return self._value  # type: ignore[return-value]  # done says that it is a T
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One EVALSHA."""
+
+    script: Script
+    keys: list[str]
+    arguments: list[Argument]
+
+
+@dataclass(slots=True)
+class _Work:
+    """One queueing call on a batch: what was asked, how to send it, where the answer goes."""
+
+    entries: Sequence[Any]
+    encode: Callable[[Sequence[Any], int], _Call]
+    chunk: int
+    pending: Pending[list[TransitionStatus]]
+
+
+class Store:
+    """The record of one shard, seen by one process. Methods raise StoreUnavailable when it cannot be reached."""
+
+    def __init__(
+        self,
+        client: redis_client.Redis,
+        shard: str,
+        *,
+        limits: Limits | None = None,
+        finished_ttl_s: float = FINISHED_TTL_S,
+        timeout_s: float = 2.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`client` must not decode responses; `open` makes the right one.
+
+        `timeout_s` bounds each exchange with the server, connecting included. `clock` gives Unix seconds: when tokens
+        came and requests ended.
+        """
+        self.keys = Keys(shard)
+        self._client = client
+        self._limits = limits or Limits()
+        self._finished_ttl_ms = max(1, math.ceil(finished_ttl_s * 1000))
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._queue_keys = [
+            self.keys.leader(),
+            self.keys.unfinished(),
+            self.keys.tenants(),
+            self.keys.reserved(),
+            *(self.keys.level(level) for level in range(MAX_LEVELS)),
+        ]
+        self._shard_keys = [
+            self.keys.leader(),
+            self.keys.leader_count(),
+            self.keys.schema_version(),
+            self.keys.incarnation(),
+            self.keys.sequence(),
+            self.keys.priors(),
+        ]
+        self._leadership = ""
+        self._lease_ms = 0
+        self._epoch: LeaderEpoch | None = None
+        self._highest_number = 0
+        self._incarnation: str | None = None
+        # Which idempotency key expires with which request. A leader has submitted or loaded whatever it ends, so this
+        # saves asking the record at the end; without an entry here it is asked.
+        self._expires_with: dict[str, str] = {}
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        shard: str,
+        *,
+        limits: Limits | None = None,
+        finished_ttl_s: float = FINISHED_TTL_S,
+        timeout_s: float = 2.0,
+        max_connections: int = 16,
+        clock: Callable[[], float] = time.time,
+    ) -> Store:
+        """Connects when first used. `url`: redis://, rediss:// or unix:// as redis-py reads them."""
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=timeout_s,
+            socket_timeout=None,
+            socket_connect_timeout=timeout_s,
+            # Callers retry: they know whether the answer still matters.
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        client = redis_client.Redis.from_pool(pool)
+        return cls(
+            client, shard, limits=limits, finished_ttl_s=finished_ttl_s, timeout_s=timeout_s, clock=clock
+        )
+
+    async def ping(self) -> None:
+        """Returns if the record can be reached."""
+        async with self._reached():
+            await self._client.ping()
+
+    async def close(self) -> None:
+        """Closes the connections. Leadership, if held, runs out by itself; `resign` first to hand it over at once."""
+        await self._client.aclose()
+
+    # leadership
+
+    @property
+    def epoch(self) -> LeaderEpoch | None:
+        """The leader epoch this process leads under, as far as it knows."""
+        return self._epoch
+
+    @property
+    def incarnation(self) -> str | None:
+        """Which life of the data this process last led in."""
+        return self._incarnation
+
+    async def read_incarnation(self) -> str | None:
+        """Which life the data is in now; None: nobody has led since it was created or emptied."""
+        async with self._reached():
+            found = await self._client.get(self.keys.incarnation())
+        return found.decode() if found is not None else None
+
+    async def check_schema(self) -> None:
+        """Raises SchemaMismatch when another release laid this shard's keys out differently."""
+        async with self._reached():
+            found = await self._client.get(self.keys.schema_version())
+        if found is not None:
+            self._require_schema(found)
+
+    async def acquire_leadership(self, *, owner: str, lease_s: float) -> LeaderEpoch | None:
+        """Become the leader, unless somebody is: then None. `owner` is the address where peers find this process.
+
+        Whoever leads already keeps its epoch. Raises SchemaMismatch.
+        """
+        if self._leadership and await self.renew_leadership():
+            return self._epoch
+        lease_ms = math.ceil(lease_s * 1000)
+        reply = await self._call(
+            scripts.ACQUIRE,
+            self._shard_keys,
+            [
+                secrets.token_hex(8),
+                owner,
+                lease_ms,
+                SCHEMA_VERSION,
+                secrets.token_hex(8),
+                self._highest_number,
+                _SHARD_TTL_MS,
+            ],
+        )
+        if reply[0] == b"schema":
+            self._require_schema(reply[1])
+        if reply[0] != b"ok":
+            return None
+        self._epoch = LeaderEpoch(reply[1].decode())
+        self._highest_number = self._epoch.number
+        self._incarnation = reply[2].decode()
+        self._leadership = f"{self._epoch} {owner}"
+        self._lease_ms = lease_ms
+        self._expires_with.clear()
+        return self._epoch
+
+    async def renew_leadership(self) -> bool:
+        """False: this process no longer leads, and the next batch would be fenced."""
+        if self._epoch is None:
+            return False
+        renewed = await self._call(
+            scripts.RENEW,
+            self._shard_keys,
+            [self._leadership, self._lease_ms, self._epoch.number, self._incarnation or "", _SHARD_TTL_MS],
+        )
+        if renewed[0] != 1:
+            self._forget_leadership()
+        return bool(renewed[0])
+
+    async def resign(self) -> None:
+        """Stop leading, so that a standby need not wait for the lease to run out. Nothing happens to another leader."""
+        leadership = self._leadership
+        self._forget_leadership()
+        if leadership:
+            await self._call(scripts.RESIGN, [self.keys.leader()], [leadership])
+
+    async def leader(self) -> Leader | None:
+        """Who leads the shard now, seen by anybody."""
+        async with self._reached():
+            found = await self._client.get(self.keys.leader())
+        if found is None:
+            return None
+        epoch, _, owner = found.decode().partition(" ")
+        leader = Leader(owner=owner, epoch=LeaderEpoch(epoch))
+        self._highest_number = max(self._highest_number, leader.epoch.number)
+        return leader
+
+    # transitions
+
+    async def submit(self, requests: Sequence[NewRequest]) -> list[SubmitResult]:
+        """Write new requests to the record; what is not ACCEPTED is not there.
+
+        Raises Fenced, StoreUnavailable (then the outcome is unknown: submit the very same requests again, which answers
+        ACCEPTED for those that are there), ValueError for token ids or request ids that cannot be stored.
+        """
+        calls = [self._submit_call(request) for request in requests]
+        results = []
+        for request, (status, request_id, sequence) in zip(requests, await self._run(calls), strict=True):
+            result = SubmitResult(SubmitStatus(status.decode()), request_id.decode(), sequence)
+            if result.status is SubmitStatus.ACCEPTED:
+                self._expires_with[request.request_id] = self._idempotency_key(request)
+            results.append(result)
+        return results
+
+    def batch(self) -> Batch:
+        """Transitions that travel together, under the leadership of now."""
+        return Batch(self, self._leadership)
+
+    async def save_priors(self, blob: bytes) -> None:
+        """Raises Fenced."""
+        keys = [self.keys.leader(), self.keys.priors()]
+        await self._call(scripts.SAVE_PRIORS, keys, [self._leadership, blob, _SHARD_TTL_MS])
+
+    # reading
+
+    async def load_unfinished(self) -> AsyncIterator[list[StoredRequest]]:
+        """All unfinished requests in the order of arrival, a chunk at a time: the working copy of a new leader."""
+        newest = 0
+        while True:
+            async with self._reached():
+                index = await self._client.zrangebyscore(
+                    self.keys.unfinished(), f"({newest}", "+inf", start=0, num=_READ_CHUNK, withscores=True
+                )
+            if not index:
+                return
+            newest = int(index[-1][1])
+            found = await self._read([request_id.decode() for request_id, _ in index])
+            unfinished = [request for request in found if request is not None and request.end is None]
+            for request in unfinished:
+                self._expires_with[request.request_id] = self._idempotency_key(request)
+            if unfinished:
+                yield unfinished
+
+    async def read(self, request_id: str) -> StoredRequest | None:
+        """One request, also a finished one until it expires."""
+        return (await self._read([request_id]))[0]
+
+    async def last_sequence(self) -> int:
+        """The sequence number of the newest request, ended or not; 0 when there was none."""
+        async with self._reached():
+            found = await self._client.get(self.keys.sequence())
+        return int(found or 0)
+
+    async def load_priors(self) -> bytes | None:
+        """What `save_priors` kept last, by any leader of this incarnation."""
+        async with self._reached():
+            blob: bytes | None = await self._client.get(self.keys.priors())
+        return blob
+
+    # inside
+
+    async def _read(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
+        # Not in a transaction, which a full server refuses. The hash first: tokens are only ever appended, so as
+        # many of them as the hash speaks of belong to its moment, whatever is committed in between.
+        async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
+            for request_id in request_ids:
+                pipeline.hgetall(self.keys.request(request_id))
+                pipeline.get(self.keys.tokens(request_id))
+                pipeline.hgetall(self.keys.payload(request_id))
+            replies = await pipeline.execute()
+        parts = zip(request_ids, replies[0::3], replies[1::3], replies[2::3], strict=True)
+        return [stored_request(*part) for part in parts]
+
+    def _submit_call(self, request: NewRequest) -> _Call:
+        if not request.request_id or request.request_id.split() != [request.request_id]:
+            raise ValueError(f"request id {request.request_id!r}: it must not be empty nor hold white space")
+        keys = [
+            *self._queue_keys[:5],
+            self.keys.sequence(),
+            self.keys.request(request.request_id),
+            self.keys.payload(request.request_id),
+            self._idempotency_key(request),
+        ]
+        arguments: list[Argument] = [
+            self._leadership,
+            request.request_id,
+            request.tenant,
+            request.body_hash,
+            reserved_tokens(request),
+            _limit(self._limits.max_requests),
+            _limit(self._limits.max_tokens),
+            _limit(self._limits.max_requests_per_tenant),
+            _SHARD_TTL_MS,
+            pack_ids(request.prompt_ids),
+            request.submission,
+            *NEW_FIELDS,
+            *submission_fields(request),
+        ]
+        return _Call(scripts.SUBMIT, keys, arguments)
+
+    def _idempotency_key(self, request: NewRequest) -> str:
+        """The key that expires with the request: where it has none, its own again, which changes nothing."""
+        if not request.idempotency_key:
+            return self.keys.request(request.request_id)
+        return self.keys.idempotency(request.tenant, request.idempotency_key)
+
+    async def _learn_idempotency_keys(self, request_ids: Iterable[str]) -> None:
+        """For requests that this process ends, but has neither submitted nor loaded."""
+        unknown = [request_id for request_id in request_ids if request_id not in self._expires_with]
+        if not unknown:
+            return
+        async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
+            for request_id in unknown:
+                pipeline.hmget(self.keys.request(request_id), "tenant", "idempotency_key")
+            replies = await pipeline.execute()
+        for request_id, (tenant, key) in zip(unknown, replies, strict=True):
+            self._expires_with[request_id] = (
+                self.keys.idempotency(tenant.decode(), key.decode()) if key else self.keys.request(request_id)
+            )
+
+    def _forget_leadership(self) -> None:
+        self._leadership, self._epoch = "", None
+
+    @staticmethod
+    def _require_schema(found: bytes) -> None:
+        if found != str(SCHEMA_VERSION).encode():
+            raise SchemaMismatch(
+                f"the record has schema version {found.decode(errors='replace')}, this release reads and writes "
+                f"{SCHEMA_VERSION}: let the release that wrote it finish its requests, or use another shard name"
+            )
+
+    @contextlib.asynccontextmanager
+    async def _reached(self) -> AsyncIterator[None]:
+        """Around everything that talks to the server: bounds the time and translates the errors.
+
+        The client's own timeouts are off. They can swallow the cancellation of the calling task (`asyncio.wait_for`
+        of Python 3.11 does, when its work is done in the same moment).
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError as error:
+            raise StoreUnavailable(f"the record did not answer within {self._timeout_s} s") from error
+        except (redis_errors.RedisError, OSError) as error:
+            raise _translated(error) from error
+
+    async def _call(self, script: Script, keys: list[str], arguments: list[Argument]) -> Any:
+        return (await self._run([_Call(script, keys, arguments)]))[0]
+
+    async def _run(self, calls: Sequence[_Call]) -> list[Any]:
+        """Everything in one pipeline, in order. Raises Fenced, StoreUnavailable, StoreError."""
+        replies = await self._send(calls)
+        if any(isinstance(reply, redis_errors.NoScriptError) for reply in replies):
+            # The server has started anew. What ran already answers that it did.
+            async with self._reached():
+                for script in scripts.ALL:
+                    await self._client.script_load(script.source)
+            replies = await self._send(calls)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise _translated(reply) from reply
+        for reply in replies:
+            if reply[0] == b"fenced":
+                raise Fenced(
+                    "another leader epoch is in force, or none: this process does not lead the shard"
+                )
+        return replies
+
+    async def _send(self, calls: Sequence[_Call]) -> list[Any]:
+        if not calls:
+            return []
+        # The client's own pipeline encodes each argument in Python, which costs more than all the rest of a commit.
+        packed = [
+            # Its type hint has a tuple of one argument where any number is meant.
+            pack_command(("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments))  # type: ignore[arg-type]
+            for call in calls
+        ]
+        pool = self._client.connection_pool
+        async with self._reached():
+            connection = await pool.get_connection()
+            try:
+                await connection.send_packed_command(packed)
+                return [await self._reply(connection) for _ in calls]
+            except BaseException:
+                # Answers may still be on their way: nobody else must read them.
+                await connection.disconnect(nowait=True)
+                raise
+            finally:
+                await asyncio.shield(pool.release(connection))
+
+    @staticmethod
+    async def _reply(connection: Any) -> Any:
+        try:
+            return await connection.read_response()
+        except redis_errors.ResponseError as error:
+            return error
+
+
+class Batch:
+    """Transitions in the order they were queued. Nothing is sent before `execute`.
+
+    A batch belongs to the leadership it was made under. After StoreUnavailable it is not known how much of it
+    happened: execute the same batch again, and what had happened answers ALREADY.
+    """
+
+    def __init__(self, store: Store, leadership: str) -> None:
+        self._store = store
+        self._leadership = leadership
+        self._work: list[_Work] = []
+        self._calls: list[tuple[_Call, _Work]] | None = None
+        self._ending: set[str] = set()
+
+    def commit(self, commits: Sequence[Commit]) -> Pending[list[TransitionStatus]]:
+        """Append tokens; with an end, finish in the same transition. STALE: other lease epoch or position."""
+        self._ending.update(commit.request_id for commit in commits if commit.end is not None)
+        return self._queue(commits, self._commit_call)
+
+    def finish(self, finishes: Sequence[Finish]) -> Pending[list[TransitionStatus]]:
+        """End requests whoever holds them. Never STALE. ALREADY: ended this way; GONE: ended otherwise."""
+        self._ending.update(finish.request_id for finish in finishes)
+        return self._queue(finishes, self._finish_call)
+
+    def lease(self, leases: Sequence[Lease]) -> Pending[list[TransitionStatus]]:
+        """Give requests to workers. STALE: the record's lease epoch is not the one before."""
+        return self._queue(leases, self._lease_call)
+
+    def release(self, releases: Sequence[Release]) -> Pending[list[TransitionStatus]]:
+        """Take requests back from their workers. STALE: they are leased under another epoch."""
+        return self._queue(releases, self._release_call)
+
+    def rank(self, ranks: Sequence[Rank]) -> Pending[list[TransitionStatus]]:
+        """Move requests in the queue. Never STALE."""
+        return self._queue(ranks, self._rank_call)
+
+    def restore(self, requests: Sequence[StoredRequest]) -> Pending[list[TransitionStatus]]:
+        """Write unfinished requests of the working copy back into a record that lost them or the last of them.
+
+        STALE: the record holds more, or other tokens. GONE: there the request has ended.
+        """
+        return self._queue(requests, self._restore_call, _RESTORE_CHUNK)
+
+    async def execute(self) -> None:
+        """Send everything as one pipeline and fill the pendings. Nothing queued: nothing sent.
+
+        Raises Fenced (another leader epoch is in force: nothing that came after it has happened), StoreUnavailable,
+        and ValueError for a level outside 0 … MAX_LEVELS − 1 or token ids that are no int32 (nothing was sent).
+        """
+        if self._calls is None:
+            # Once only: a batch that is executed again has to send the very same thing.
+            self._calls = await self._encode()
+        replies = await self._store._run([call for call, _ in self._calls])
+        answers: dict[int, list[TransitionStatus]] = {id(work): [] for work in self._work}
+        for (_, work), reply in zip(self._calls, replies, strict=True):
+            answers[id(work)] += [_STATUS[answer] for answer in reply]
+        for work in self._work:
+            work.pending.set(answers[id(work)])
+            for entry, answer in zip(work.entries, answers[id(work)], strict=True):
+                if entry.request_id in self._ending and answer is not TransitionStatus.STALE:
+                    self._store._expires_with.pop(entry.request_id, None)
+
+    def _queue(
+        self, entries: Sequence[C], encode: Callable[[Sequence[C], int], _Call], chunk: int = MAX_ENTRIES
+    ) -> Pending[list[TransitionStatus]]:
+        if self._calls is not None:
+            raise RuntimeError("the batch has been executed; make another one")
+        pending: Pending[list[TransitionStatus]] = Pending()
+        self._work.append(_Work(entries, encode, chunk, pending))
+        return pending
+
+    async def _encode(self) -> list[tuple[_Call, _Work]]:
+        await self._store._learn_idempotency_keys(self._ending)
+        now_ms = int(self._store._clock() * 1000)
+        return [
+            (work.encode(work.entries[start : start + work.chunk], now_ms), work)
+            for work in self._work
+            for start in range(0, len(work.entries), work.chunk)
+        ]
+
+    def _commit_call(self, commits: Sequence[Commit], now_ms: int) -> _Call:
+        names, expires_with = self._store.keys, self._store._expires_with
+        keys = self._store._queue_keys.copy()
+        arguments: list[Argument] = [self._leadership, now_ms, self._store._finished_ttl_ms]
+        for commit in commits:
+            request_id, tokens, standing = commit.request_id, commit.tokens, commit.standing
+            keys += (names.request(request_id), names.tokens(request_id))
+            arguments += (request_id, commit.lease_epoch, commit.position, len(tokens), pack_ids(tokens))
+            arguments += _standing(request_id, standing)
+            if commit.end is None:
+                arguments.append("")
+            else:
+                keys += (names.payload(request_id), expires_with[request_id])
+                arguments += (
+                    commit.end.value,
+                    commit.cut_characters,
+                    commit.detail,
+                    story_json(commit.story),
+                )
+        return _Call(scripts.COMMIT, keys, arguments)
+
+    def _finish_call(self, finishes: Sequence[Finish], now_ms: int) -> _Call:
+        names, expires_with = self._store.keys, self._store._expires_with
+        keys = self._store._queue_keys.copy()
+        arguments: list[Argument] = [self._leadership, now_ms, self._store._finished_ttl_ms]
+        for finish in finishes:
+            request_id = finish.request_id
+            keys += (names.request(request_id), names.tokens(request_id))
+            keys += (names.payload(request_id), expires_with[request_id])
+            arguments += (request_id, finish.end.value, finish.detail, story_json(finish.story))
+            arguments += _standing(request_id, finish.standing)
+        return _Call(scripts.FINISH, keys, arguments)
+
+    def _lease_call(self, leases: Sequence[Lease], now_ms: int) -> _Call:
+        keys = [self._store.keys.leader(), *(self._store.keys.request(lease.request_id) for lease in leases)]
+        arguments: list[Argument] = [self._leadership]
+        for lease in leases:
+            arguments += (lease.worker_id, lease.lease_epoch - 1, lease.lease_epoch)
+        return _Call(scripts.LEASE, keys, arguments)
+
+    def _release_call(self, releases: Sequence[Release], now_ms: int) -> _Call:
+        keys = [
+            self._store.keys.leader(),
+            *(self._store.keys.request(release.request_id) for release in releases),
+        ]
+        return _Call(
+            scripts.RELEASE, keys, [self._leadership, *(release.lease_epoch for release in releases)]
+        )
+
+    def _rank_call(self, ranks: Sequence[Rank], now_ms: int) -> _Call:
+        keys = [*self._store._queue_keys, *(self._store.keys.request(rank.request_id) for rank in ranks)]
+        arguments: list[Argument] = [self._leadership]
+        for rank in ranks:
+            arguments += (rank.request_id, check_level(rank.request_id, rank.level), safe_score(rank.score))
+        return _Call(scripts.RANK, keys, arguments)
+
+    def _restore_call(self, requests: Sequence[StoredRequest], now_ms: int) -> _Call:
+        names = self._store.keys
+        keys = [*self._store._queue_keys, names.sequence()]
+        arguments: list[Argument] = [self._leadership, _SHARD_TTL_MS]
+        for request in requests:
+            request_id, standing = request.request_id, request.standing
+            expires_with = self._store._expires_with[request_id] = self._store._idempotency_key(request)
+            keys += (
+                names.request(request_id),
+                names.tokens(request_id),
+                names.payload(request_id),
+                expires_with,
+            )
+            arguments += (
+                request_id,
+                request.tenant,
+                request.body_hash,
+                request.sequence,
+                reserved_tokens(request),
+            )
+            arguments += (request.lease_epoch, pack_ids(request.committed_ids))
+            arguments += (check_level(request_id, standing.level), safe_score(standing.score))
+            arguments += (pack_ids(request.prompt_ids), request.submission)
+            fields = progress_fields(request) + submission_fields(request)
+            arguments += (len(fields), *fields)
+        return _Call(scripts.RESTORE, keys, arguments)
+
+
+def _standing(request_id: str, standing: Standing) -> tuple[Argument, ...]:
+    return (
+        standing.rounds,
+        standing.drafted,
+        standing.accepted,
+        safe_seconds(standing.attained_s),
+        standing.preemptions,
+        check_level(request_id, standing.level),
+        safe_score(standing.score),
+    )
+
+
+def _limit(value: int | None) -> int:
+    return -1 if value is None else value
+
+
+def _translated(error: Exception) -> StoreError:
+    """Nothing of the client library leaves this module."""
+    unreachable = isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError | OSError)
+    if unreachable and not isinstance(error, redis_errors.BusyLoadingError):
+        return StoreUnavailable(f"the record cannot be reached: {error}")
+    unwritable = isinstance(error, redis_errors.OutOfMemoryError | redis_errors.ReadOnlyError)
+    if unreachable or unwritable or str(error).startswith(_UNAVAILABLE):
+        return StoreUnavailable(f"the record cannot be read or written now: {error}")
+    return StoreError(f"the record answered: {error}")

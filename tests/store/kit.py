@@ -1,0 +1,147 @@
+"""What the store's tests build their sentences from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import redis.asyncio as redis_client
+
+from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
+from scheduler_svc.core.events import End
+from scheduler_svc.store import Batch, Pending, Store, TransitionStatus
+from scheduler_svc.store.records import NewRequest, StoredRequest
+
+OK, ALREADY, STALE, GONE = TransitionStatus
+
+NOW_S = 1_700_000_000.5
+"""What the stores' clock says in tests."""
+
+STORY = (StoryLine(0.0, "arrived", ""), StoryLine(1.5, "ended", "stop"))
+
+_shards = itertools.count()
+
+
+def new_shard() -> str:
+    """No two tests share a key."""
+    return f"shard-{next(_shards)}"
+
+
+def a_request(request_id: str = "r1", **changes: Any) -> NewRequest:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "tenant": "acme",
+        "model": "demo",
+        "priority": 0,
+        "workload_class": "chat",
+        "arrival_unix_ms": 1_700_000_000_000,
+        "prompt_ids": (5, 6, 7),
+        "max_tokens": 10,
+        "expected_output_tokens": None,
+        "deadline_unix_ms": None,
+        "time_limit_ms": None,
+        "keep": False,
+        "grace_ms": 0,
+        "idempotency_key": "",
+        "body_hash": f"hash-of-{request_id}",
+        "seed": 7,
+        "submission": b"\x00\xffsettings",
+    }
+    return NewRequest(**(fields | changes))
+
+
+def a_standing(**changes: Any) -> Standing:
+    fields: dict[str, Any] = {
+        "rounds": 1,
+        "drafted": 5,
+        "accepted": 3,
+        "attained_s": 0.25,
+        "preemptions": 0,
+        "level": 0,
+        "score": 1.5,
+    }
+    return Standing(**(fields | changes))
+
+
+def a_commit(request_id: str = "r1", **changes: Any) -> Commit:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "lease_epoch": 1,
+        "position": 0,
+        "tokens": (11, 12, 13),
+        "standing": a_standing(),
+        "end": None,
+        "cut_characters": 0,
+        "detail": "",
+        "story": (),
+    }
+    return Commit(**(fields | changes))
+
+
+def a_finish(request_id: str = "r1", end: End = End.CANCELLED, **changes: Any) -> Finish:
+    fields: dict[str, Any] = {"detail": "the client left", "standing": a_standing(), "story": STORY}
+    return Finish(request_id, end, **(fields | changes))
+
+
+class One:
+    """Runs single transitions, each in a batch of its own, and gives the one status back."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, verb: str) -> Any:
+        async def run(command: Any) -> TransitionStatus:
+            return (await self.many(verb, [command]))[0]
+
+        return run
+
+    async def many(self, verb: str, commands: list[Any]) -> list[TransitionStatus]:
+        batch: Batch = self._store.batch()
+        pending: Pending[list[TransitionStatus]] = getattr(batch, verb)(commands)
+        await batch.execute()
+        return pending.result()
+
+
+async def accept(store: Store, *requests: NewRequest) -> None:
+    """Submits, and insists on it."""
+    results = await store.submit(requests)
+
+    assert {"accepted"} == {result.status.value for result in results}
+
+
+async def lease(store: Store, request_id: str = "r1", worker_id: str = "w1", lease_epoch: int = 1) -> None:
+    assert await One(store).lease(Lease(request_id, worker_id, lease_epoch)) is OK
+
+
+async def read(store: Store, request_id: str = "r1") -> StoredRequest:
+    found = await store.read(request_id)
+    assert found is not None
+    return found
+
+
+async def unfinished(store: Store) -> list[StoredRequest]:
+    return [request async for chunk in store.load_unfinished() for request in chunk]
+
+
+async def end_everything(store: Store) -> None:
+    finishes = [a_finish(request.request_id) for request in await unfinished(store)]
+    assert {OK}.issuperset(await One(store).many("finish", finishes))
+
+
+async def ttls_ms(client: redis_client.Redis, keys: Iterable[str]) -> list[int]:
+    """What each key has left to live; −1: for ever, −2: there is none."""
+    return [await client.pttl(key) for key in keys]
+
+
+async def keys_of(client: redis_client.Redis, prefix: str) -> list[str]:
+    """Every key of a shard."""
+    return sorted([key.decode() async for key in client.scan_iter(match=prefix + "*", count=1000)])
+
+
+async def assert_nothing_leaks(client: redis_client.Redis, prefix: str) -> None:
+    """Once all requests have ended, every key that is left expires."""
+    keys = await keys_of(client, prefix)
+    lasting = [key for key, ttl_ms in zip(keys, await ttls_ms(client, keys), strict=True) if ttl_ms == -1]
+
+    assert lasting == []

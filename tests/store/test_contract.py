@@ -1,0 +1,1020 @@
+"""What the store promises, over every server that it runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import redis.asyncio as redis_client
+
+from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
+from scheduler_svc.core.events import End
+from scheduler_svc.store import (
+    MAX_LEVELS,
+    Fenced,
+    Leader,
+    LeaderEpoch,
+    Limits,
+    SchemaMismatch,
+    Store,
+    StoredRequest,
+    StoreError,
+    SubmitResult,
+    SubmitStatus,
+)
+from tests.helpers import wait_until_async
+from tests.store.conftest import OpenStore
+from tests.store.kit import (
+    ALREADY,
+    GONE,
+    NOW_S,
+    OK,
+    STALE,
+    STORY,
+    One,
+    a_commit,
+    a_finish,
+    a_request,
+    a_standing,
+    accept,
+    end_everything,
+    keys_of,
+    lease,
+    read,
+    ttls_ms,
+    unfinished,
+)
+
+ENDS = list(End)
+
+
+async def take_over(open_store: OpenStore, old: Store) -> Store:
+    """Another process becomes the leader."""
+    await old.resign()
+    new = open_store()
+    assert await new.acquire_leadership(owner="other:1", lease_s=60) is not None
+    return new
+
+
+class TestSubmit:
+    async def test_what_was_submitted_is_what_is_read(self, store: Store) -> None:
+        request = a_request(
+            tenant="acme: {west}",
+            model="demo/ü",
+            priority=-3,
+            workload_class="code",
+            prompt_ids=(0, 1, 2**31 - 1),
+            expected_output_tokens=0,
+            deadline_unix_ms=1_700_000_060_000,
+            time_limit_ms=500,
+            keep=True,
+            grace_ms=-1,
+            idempotency_key="key with spaces",
+            seed=2**64 - 1,
+            submission=bytes(range(256)),
+        )
+        await accept(store, request)
+
+        stored = await read(store)
+        assert asdict(request).items() <= asdict(stored).items()
+        assert stored.sequence == 1
+        assert stored.committed_ids == ()
+        assert (stored.lease_epoch, stored.worker_id) == (0, None)
+        assert stored.standing == a_standing(
+            rounds=0, drafted=0, accepted=0, attained_s=0.0, level=0, score=1.0
+        )
+        assert (stored.end, stored.story, stored.ended_unix_ms, stored.first_token_unix_ms) == (
+            None,
+            (),
+            None,
+            None,
+        )
+
+    async def test_sequence_numbers_follow_the_order_of_submission(self, store: Store) -> None:
+        results = await store.submit([a_request(f"r{n}") for n in range(1, 4)])
+
+        assert [SubmitResult(SubmitStatus.ACCEPTED, f"r{n}", n) for n in range(1, 4)] == results
+
+    async def test_the_counter_expires_from_its_first_use(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+
+        assert await client.pttl(store.keys.sequence()) > 0
+
+    async def test_submitting_the_same_request_again_is_a_retry(self, store: Store) -> None:
+        first = await store.submit([a_request(idempotency_key="k")])
+        again = await store.submit([a_request(idempotency_key="k")])
+
+        assert first == again == [SubmitResult(SubmitStatus.ACCEPTED, "r1", 1)]
+        assert len(await unfinished(store)) == 1
+
+    async def test_another_body_under_the_same_request_id_is_refused(self, store: Store) -> None:
+        await accept(store, a_request())
+        results = await store.submit([a_request(body_hash="other")])
+
+        assert [result.status for result in results] == [SubmitStatus.CONFLICT]
+
+    async def test_the_same_key_and_body_attach_to_the_request_that_exists(self, store: Store) -> None:
+        await accept(store, a_request("r0"), a_request("r1", idempotency_key="k", body_hash="b"))
+        results = await store.submit([a_request("r2", idempotency_key="k", body_hash="b")])
+
+        assert [SubmitResult(SubmitStatus.ATTACHED, "r1", 2)] == results
+        assert await store.read("r2") is None
+
+    async def test_the_same_key_with_another_body_conflicts(self, store: Store) -> None:
+        await accept(store, a_request("r1", idempotency_key="k", body_hash="b"))
+        results = await store.submit([a_request("r2", idempotency_key="k", body_hash="c")])
+
+        assert [SubmitResult(SubmitStatus.CONFLICT, "r1", 1)] == results
+
+    async def test_keys_of_different_tenants_never_meet(self, store: Store) -> None:
+        """Neither when a tenant's name holds the separator."""
+        await accept(
+            store,
+            a_request("r1", tenant="a", idempotency_key="b:c"),
+            a_request("r2", tenant="a:b", idempotency_key="c"),
+            a_request("r3", tenant="a%3Ab", idempotency_key="c"),
+        )
+
+    async def test_a_key_attaches_to_a_finished_request_until_that_expires(self, store: Store) -> None:
+        await accept(store, a_request("r1", idempotency_key="k", body_hash="b"))
+        await One(store).finish(a_finish("r1"))
+        results = await store.submit([a_request("r2", idempotency_key="k", body_hash="b")])
+
+        assert [SubmitResult(SubmitStatus.ATTACHED, "r1", 1)] == results
+
+    async def test_the_queue_is_full_at_its_limit(self, open_store: OpenStore) -> None:
+        store = open_store(limits=Limits(max_requests=2))
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        results = await store.submit([a_request(f"r{n}") for n in range(3)])
+
+        assert [result.status.value for result in results] == ["accepted", "accepted", "queue_full"]
+        assert results[2] == SubmitResult(SubmitStatus.QUEUE_FULL, "r2", 0)
+        assert await store.read("r2") is None
+
+    async def test_an_end_makes_room(self, open_store: OpenStore) -> None:
+        store = open_store(limits=Limits(max_requests=1, max_tokens=13, max_requests_per_tenant=1))
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        await accept(store, a_request("r1"))
+        await One(store).finish(a_finish("r1"))
+
+        await accept(store, a_request("r2"))
+
+    async def test_tokens_are_reserved_for_prompt_and_output(self, open_store: OpenStore) -> None:
+        store = open_store(limits=Limits(max_tokens=25))
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        results = await store.submit(
+            [
+                a_request("r1", prompt_ids=(1, 2, 3), max_tokens=10),
+                a_request("r2", prompt_ids=(1, 2, 3), max_tokens=10),
+                a_request("r3", prompt_ids=(1, 2), max_tokens=10),
+            ]
+        )
+
+        assert [result.status.value for result in results] == ["accepted", "queue_full", "accepted"]
+
+    async def test_a_tenant_has_its_own_limit(self, open_store: OpenStore) -> None:
+        store = open_store(limits=Limits(max_requests_per_tenant=1))
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        results = await store.submit([a_request("r1"), a_request("r2"), a_request("r3", tenant="other")])
+
+        assert [result.status.value for result in results] == ["accepted", "tenant_full", "accepted"]
+
+    async def test_concurrent_submits_cannot_exceed_a_limit_together(self, open_store: OpenStore) -> None:
+        store = open_store(limits=Limits(max_requests=10))
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        results = await asyncio.gather(
+            *(store.submit([a_request(f"r{n}-{m}") for m in range(4)]) for n in range(12))
+        )
+
+        assert sum(result.status is SubmitStatus.ACCEPTED for some in results for result in some) == 10
+        assert len(await unfinished(store)) == 10
+
+    @pytest.mark.parametrize("request_id", ["", "two words", "line\nbreak"])
+    async def test_a_request_id_holds_no_white_space(self, store: Store, request_id: str) -> None:
+        with pytest.raises(ValueError, match="request id"):
+            await store.submit([a_request(request_id)])
+
+    async def test_token_ids_that_do_not_fit_are_refused_before_anything_is_sent(self, store: Store) -> None:
+        with pytest.raises(ValueError, match="token ids"):
+            await store.submit([a_request("r1"), a_request("r2", prompt_ids=(2**31,))])
+
+        assert await unfinished(store) == []
+
+
+class TestLease:
+    async def test_a_lease_names_the_worker_and_raises_the_epoch(self, store: Store) -> None:
+        await accept(store, a_request())
+
+        assert await One(store).lease(Lease("r1", "w1", 1)) is OK
+        assert ((await read(store)).worker_id, (await read(store)).lease_epoch) == ("w1", 1)
+
+    async def test_stealing_is_a_lease_at_the_next_epoch(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+
+        assert await One(store).lease(Lease("r1", "w2", 2)) is OK
+        assert ((await read(store)).worker_id, (await read(store)).lease_epoch) == ("w2", 2)
+
+    async def test_the_same_lease_again_is_already_there(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+
+        assert await One(store).lease(Lease("r1", "w1", 1)) is ALREADY
+
+    @pytest.mark.parametrize(("worker_id", "lease_epoch"), [("w2", 1), ("w1", 3), ("w1", 0)])
+    async def test_a_lease_from_another_epoch_is_stale(
+        self, store: Store, worker_id: str, lease_epoch: int
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+
+        assert await One(store).lease(Lease("r1", worker_id, lease_epoch)) is STALE
+        assert ((await read(store)).worker_id, (await read(store)).lease_epoch) == ("w1", 1)
+
+    async def test_what_is_missing_or_has_ended_is_gone(self, store: Store) -> None:
+        await accept(store, a_request())
+        await One(store).finish(a_finish())
+
+        assert await One(store).many("lease", [Lease("r1", "w1", 1), Lease("no such", "w1", 1)]) == [
+            GONE,
+            GONE,
+        ]
+        assert await store.read("no such") is None
+
+
+class TestRelease:
+    async def test_a_released_request_keeps_its_epoch(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+
+        assert await One(store).release(Release("r1", 1)) is OK
+        assert ((await read(store)).worker_id, (await read(store)).lease_epoch) == (None, 1)
+
+    async def test_a_worker_may_still_commit_until_the_next_lease(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).release(Release("r1", 1))
+
+        assert await One(store).commit(a_commit()) is OK
+
+    async def test_a_released_request_is_already_released(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).release(Release("r1", 1))
+
+        assert await One(store).release(Release("r1", 1)) is ALREADY
+        await lease(store, "r1", "w2", 2)
+        assert await One(store).release(Release("r1", 1)) is ALREADY
+        await One(store).finish(a_finish())
+        assert await One(store).release(Release("r1", 1)) is ALREADY
+
+    async def test_another_epoch_is_stale(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await lease(store, "r1", "w2", 2)
+
+        assert await One(store).many("release", [Release("r1", 1), Release("r1", 3)]) == [STALE, STALE]
+        assert (await read(store)).worker_id == "w2"
+
+    async def test_what_is_missing_or_has_ended_is_gone(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).finish(a_finish())
+
+        assert await One(store).many("release", [Release("r1", 1), Release("no such", 1)]) == [GONE, GONE]
+
+
+class TestCommit:
+    async def test_tokens_are_appended_and_the_standing_is_kept(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        later = a_standing(
+            rounds=2, drafted=10, accepted=4, attained_s=1e-7, preemptions=3, level=4, score=-2.5
+        )
+
+        assert await One(store).commit(a_commit()) is OK
+        assert await One(store).commit(a_commit(position=3, tokens=(14,), standing=later)) is OK
+        stored = await read(store)
+        assert stored.committed_ids == (11, 12, 13, 14)
+        assert later == stored.standing
+        assert stored.end is None
+
+    async def test_the_first_token_is_timed(self, open_store: OpenStore) -> None:
+        now_s = NOW_S
+        store = open_store(clock=lambda: now_s)
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit(tokens=()))
+        assert (await read(store)).first_token_unix_ms is None
+        await One(store).commit(a_commit(standing=a_standing(rounds=2)))
+        now_s += 9
+        await One(store).commit(a_commit(position=3))
+
+        assert int(NOW_S * 1000) == (await read(store)).first_token_unix_ms
+
+    async def test_the_same_commit_again_is_already_there(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await One(store).commit(a_commit(position=3, tokens=(14, 15)))
+
+        assert await One(store).commit(a_commit()) is ALREADY
+        assert await One(store).commit(a_commit(position=3, tokens=(14, 15))) is ALREADY
+        assert (await read(store)).committed_ids == (11, 12, 13, 14, 15)
+
+    async def test_a_round_without_tokens_moves_only_the_standing(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        prefill = a_commit(tokens=(), standing=a_standing(rounds=0, attained_s=0.125))
+
+        assert await One(store).commit(prefill) is OK
+        assert await One(store).commit(prefill) is ALREADY
+        assert (await read(store)).standing.attained_s == 0.125
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            pytest.param({"lease_epoch": 1, "position": 3}, id="older lease"),
+            pytest.param({"lease_epoch": 3, "position": 3}, id="newer lease"),
+            pytest.param({"lease_epoch": 2, "position": 4}, id="gap"),
+            pytest.param({"lease_epoch": 2, "position": 1}, id="overlap"),
+            pytest.param({"lease_epoch": 2, "position": 0, "tokens": (11, 12, 99)}, id="other tokens"),
+            pytest.param(
+                {"lease_epoch": 2, "position": 0, "tokens": (11, 12, 13), "end": End.STOP},
+                id="an end that is not there",
+            ),
+            pytest.param(
+                {"lease_epoch": 3, "position": 0, "tokens": (11, 12, 13)},
+                id="same tokens, lease that never was",
+            ),
+        ],
+    )
+    async def test_another_lease_or_position_is_stale(self, store: Store, changes: dict[str, Any]) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await lease(store, "r1", "w2", 2)
+        before = await read(store)
+
+        stale = a_commit(**({"tokens": (14, 15, 16), "standing": a_standing(level=9, rounds=9)} | changes))
+        assert await One(store).commit(stale) is STALE
+        assert before == await read(store)
+
+    async def test_what_is_missing_or_has_ended_is_gone(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).finish(a_finish())
+
+        assert await One(store).many("commit", [a_commit(), a_commit("no such")]) == [GONE, GONE]
+        assert await store.read("no such") is None
+
+    async def test_one_stale_entry_does_not_fail_its_batch(self, store: Store) -> None:
+        await accept(store, *(a_request(f"r{n}") for n in range(3)))
+        for n in range(3):
+            await lease(store, f"r{n}")
+        commits = [a_commit("r0"), a_commit("r1", lease_epoch=8), a_commit("r2"), a_commit("no such")]
+
+        assert await One(store).many("commit", commits) == [OK, STALE, OK, GONE]
+
+    @pytest.mark.parametrize("level", [-1, MAX_LEVELS])
+    async def test_a_level_without_a_key_is_refused_before_anything_is_sent(
+        self, store: Store, level: int
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        batch = store.batch()
+        batch.commit([a_commit(), a_commit(position=3, standing=a_standing(level=level))])
+
+        with pytest.raises(ValueError, match="level"):
+            await batch.execute()
+        assert (await read(store)).committed_ids == ()
+
+    async def test_numbers_that_are_none_do_no_harm(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+
+        assert (
+            await One(store).commit(a_commit(standing=a_standing(attained_s=math.nan, score=math.nan))) is OK
+        )
+        standing = (await read(store)).standing
+        assert (0.0, math.inf) == (standing.attained_s, standing.score)
+        assert await One(store).rank(Rank("r1", 1, -math.inf)) is OK
+        infinite = a_commit(position=3, standing=a_standing(attained_s=math.inf, score=math.inf))
+        assert await One(store).commit(infinite) is OK
+        assert math.isfinite((await read(store)).standing.attained_s)
+
+
+class TestEnd:
+    @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.value)
+    async def test_commit_and_finish_are_one_transition(self, store: Store, end: End) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        last = a_commit(end=end, cut_characters=4, detail="why", story=STORY, standing=a_standing(level=3))
+
+        assert await One(store).commit(last) is OK
+        stored = await read(store)
+        assert stored.committed_ids == (11, 12, 13)
+        assert (end, 4, "why", STORY) == (stored.end, stored.cut_characters, stored.detail, stored.story)
+        assert (None, 1, a_standing(level=3)) == (stored.worker_id, stored.lease_epoch, stored.standing)
+        assert int(NOW_S * 1000) == stored.ended_unix_ms == stored.first_token_unix_ms
+        assert await unfinished(store) == []
+
+    async def test_the_same_last_commit_again_is_already_there(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        last = a_commit(position=3, tokens=(14,), end=End.LENGTH)
+        await One(store).commit(last)
+
+        assert await One(store).many("commit", [a_commit(), last]) == [ALREADY, ALREADY]
+        assert await One(store).commit(replace(last, end=End.STOP)) is GONE
+        assert (await read(store)).committed_ids == (11, 12, 13, 14)
+
+    async def test_a_last_round_may_bring_no_token(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        last = a_commit(tokens=(), end=End.TIME_LIMIT)
+
+        assert await One(store).commit(last) is OK
+        assert await One(store).commit(last) is ALREADY
+        assert (await read(store)).committed_ids == ()
+
+    @pytest.mark.parametrize("leased", [False, True])
+    async def test_finish_ends_whoever_holds_it(self, store: Store, leased: bool) -> None:
+        await accept(store, a_request())
+        if leased:
+            await lease(store)
+            await One(store).commit(a_commit())
+
+        assert await One(store).finish(a_finish()) is OK
+        stored = await read(store)
+        assert (stored.end, stored.detail, stored.story) == (End.CANCELLED, "the client left", STORY)
+        assert (a_standing(), None) == (stored.standing, stored.worker_id)
+        assert ((11, 12, 13) if leased else ()) == stored.committed_ids
+
+    async def test_finished_this_way_is_already_there_and_otherwise_gone(self, store: Store) -> None:
+        """Gone, so that whoever asks reads how it really ended."""
+        await accept(store, a_request())
+        await One(store).finish(a_finish(end=End.DEADLINE))
+
+        assert await One(store).finish(a_finish(end=End.DEADLINE)) is ALREADY
+        assert await One(store).finish(a_finish(end=End.CANCELLED)) is GONE
+        assert await One(store).finish(a_finish("no such")) is GONE
+        assert End.DEADLINE is (await read(store)).end
+
+    async def test_all_that_belongs_to_a_finished_request_expires_together(
+        self, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        store = open_store(finished_ttl_s=300)
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        await accept(store, a_request(idempotency_key="k"), a_request("r2"))
+        of_one = [
+            store.keys.request("r1"),
+            store.keys.tokens("r1"),
+            store.keys.payload("r1"),
+            store.keys.idempotency("acme", "k"),
+        ]
+        await lease(store)
+        await One(store).commit(a_commit())
+        assert await ttls_ms(client, of_one) == [-1] * 4
+        await One(store).commit(a_commit(position=3, end=End.STOP))
+        await One(store).finish(a_finish("r2"))
+
+        assert all(290_000 < ttl_ms <= 300_000 for ttl_ms in await ttls_ms(client, of_one))
+
+    async def test_a_process_that_never_saw_the_submission_lets_its_key_expire_too(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request(idempotency_key="k"))
+        other = await take_over(open_store, store)
+        await One(other).finish(a_finish())
+
+        assert await client.pttl(store.keys.idempotency("acme", "k")) > 0
+
+    async def test_a_finished_request_can_be_read_until_it_expires(
+        self, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        store = open_store(finished_ttl_s=0.05)
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        await accept(store, a_request(idempotency_key="k"))
+        await One(store).finish(a_finish())
+
+        async def is_forgotten() -> bool:
+            return await store.read("r1") is None
+
+        await wait_until_async(is_forgotten, description="r1 expires")
+        left = await keys_of(client, store.keys.prefix)
+        assert not [key for key in left if "r1" in key or "idempotency" in key]
+
+
+class TestQueue:
+    async def test_an_arrival_stands_in_level_0_in_the_order_of_arrival(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request("b"), a_request("a"))
+
+        assert await client.zrange(store.keys.level(0), 0, -1, withscores=True) == [(b"b", 1.0), (b"a", 2.0)]
+
+    async def test_ranks_and_commits_move_between_levels(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+
+        assert await One(store).rank(Rank("r1", 5, 0.5)) is OK
+        assert await client.zrange(store.keys.level(5), 0, -1, withscores=True) == [(b"r1", 0.5)]
+        assert await client.zcard(store.keys.level(0)) == 0
+        assert await One(store).commit(a_commit(standing=a_standing(level=MAX_LEVELS - 1, score=7.25))) is OK
+        assert await client.zrange(store.keys.level(MAX_LEVELS - 1), 0, -1, withscores=True) == [
+            (b"r1", 7.25)
+        ]
+        assert await client.zcard(store.keys.level(5)) == 0
+
+    async def test_the_same_rank_again_is_already_there(self, store: Store) -> None:
+        await accept(store, a_request())
+
+        assert await One(store).many(
+            "rank", [Rank("r1", 1, 0.1), Rank("r1", 1, 0.1), Rank("r1", 1, 0.2)]
+        ) == [OK, ALREADY, OK]
+        assert ((await read(store)).standing.level, (await read(store)).standing.score) == (1, 0.2)
+
+    async def test_what_is_missing_or_has_ended_has_no_rank(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await One(store).finish(a_finish())
+
+        assert await One(store).many("rank", [Rank("r1", 1, 0.1), Rank("no such", 1, 0.1)]) == [GONE, GONE]
+        assert await client.zcard(store.keys.level(1)) == 0
+
+    async def test_an_operator_reads_requests_with_plain_commands(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request(prompt_ids=range(1000)))
+        await lease(store)
+        await One(store).commit(a_commit(standing=a_standing(level=2)))
+        found = await client.hgetall(store.keys.request("r1"))
+        shown = {field.decode(): value.decode() for field, value in found.items()}  # nothing binary in it
+
+        expected = {
+            "state": "leased",
+            "worker": "w1",
+            "lease_epoch": "1",
+            "level": "2",
+            "tenant": "acme",
+            "priority": "0",
+            "committed": "3",
+            "rounds": "1",
+            "drafted": "5",
+            "accepted": "3",
+            "attained_s": "0.25",
+            "prompt_tokens": "1000",
+        }
+        assert expected.items() <= shown.items()
+        assert await client.hgetall(store.keys.tenants()) == {b"acme": b"1"}
+        assert await client.get(store.keys.reserved()) == b"1010"
+        await One(store).release(Release("r1", 1))
+        assert await client.hget(store.keys.request("r1"), "state") == b"queued"
+        await One(store).finish(a_finish())
+        assert await client.hget(store.keys.request("r1"), "state") == b"ended"
+
+    async def test_an_empty_queue_leaves_no_key(self, store: Store, client: redis_client.Redis) -> None:
+        await accept(store, a_request("r1"), a_request("r2", tenant="other", max_tokens=99))
+        await One(store).rank(Rank("r2", 3, 0.1))
+        await end_everything(store)
+        queue = [store.keys.unfinished(), store.keys.tenants(), store.keys.reserved()]
+        queue += [store.keys.level(level) for level in range(MAX_LEVELS)]
+
+        assert await client.exists(*queue) == 0
+
+
+class TestLeadership:
+    async def test_there_is_one_leader(self, store: Store, open_store: OpenStore) -> None:
+        standby = open_store()
+
+        assert await standby.acquire_leadership(owner="standby:1", lease_s=60) is None
+        assert standby.epoch is None
+        assert Leader("leader:1", store.epoch or LeaderEpoch("")) == await standby.leader()
+
+    async def test_nobody_leads_at_first(self, open_store: OpenStore) -> None:
+        assert await open_store().leader() is None
+        assert await open_store().read_incarnation() is None
+
+    async def test_a_standby_takes_over_when_the_lease_runs_out(self, open_store: OpenStore) -> None:
+        first, second = open_store(), open_store()
+        old = await first.acquire_leadership(owner="a:1", lease_s=0.05)
+
+        async def try_it() -> LeaderEpoch | None:
+            return await second.acquire_leadership(owner="b:1", lease_s=60)
+
+        new = await wait_until_async(try_it, description="the lease of the first leader runs out")
+        assert old is not None
+        assert new is not None
+        assert new.number == old.number + 1
+        assert new.nonce != old.nonce
+        assert await first.renew_leadership() is False
+        assert first.epoch is None
+
+    async def test_resigning_hands_over_at_once(self, store: Store, open_store: OpenStore) -> None:
+        await take_over(open_store, store)
+
+        assert await store.renew_leadership() is False
+        await store.resign()
+        assert (await store.leader() or Leader("", LeaderEpoch("0:"))).owner == "other:1"
+
+    async def test_an_old_leader_that_resigns_harms_nobody(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        await client.delete(store.keys.leader())
+        other = open_store()
+        await other.acquire_leadership(owner="other:1", lease_s=60)
+        await store.resign()
+
+        assert await other.renew_leadership() is True
+        assert await other.leader() == Leader("other:1", other.epoch or LeaderEpoch(""))
+
+    async def test_acquiring_again_keeps_the_epoch(self, store: Store) -> None:
+        assert store.epoch == await store.acquire_leadership(owner="leader:1", lease_s=60)
+
+    async def test_renewing_extends_the_lease_and_what_belongs_to_the_shard(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        lasting = [store.keys.leader_count(), store.keys.schema_version(), store.keys.incarnation()]
+        for key in [store.keys.leader(), *lasting]:
+            await client.pexpire(key, 5000)
+
+        assert await store.renew_leadership() is True
+        assert await client.pttl(store.keys.leader()) > 5000
+        assert min(await ttls_ms(client, lasting)) > 29 * 24 * 3600 * 1000
+
+    async def test_a_lease_that_ran_out_is_renewed_while_nobody_has_led_since(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        """As when the server stood still for longer than the lease."""
+        epoch = store.epoch
+        await client.delete(store.keys.leader())
+
+        assert await store.renew_leadership() is True
+        assert epoch == store.epoch
+        await accept(store, a_request())
+
+    async def test_not_when_somebody_has(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        await client.delete(store.keys.leader())
+        other = open_store()
+        await other.acquire_leadership(owner="other:1", lease_s=60)
+        await other.resign()
+
+        assert await store.renew_leadership() is False
+
+    async def test_an_emptied_server_shows_as_another_incarnation_and_numbers_go_on(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        number, incarnation = (store.epoch or LeaderEpoch("0:")).number, store.incarnation
+        assert incarnation == await store.read_incarnation()
+        await client.delete(*await keys_of(client, store.keys.prefix))
+
+        assert await store.renew_leadership() is False
+        assert await store.read_incarnation() is None
+        epoch = await store.acquire_leadership(owner="leader:1", lease_s=60)
+        assert epoch is not None
+        assert number + 1 == epoch.number
+        assert incarnation != store.incarnation
+
+    async def test_a_number_that_comes_again_after_the_data_was_lost_is_another_epoch(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        await client.delete(*await keys_of(client, store.keys.prefix))
+        other = open_store()  # it knows no number to go on from
+        epoch = await other.acquire_leadership(owner="leader:1", lease_s=60)
+        assert (epoch or LeaderEpoch("0:")).number == (store.epoch or LeaderEpoch("9:")).number
+
+        with pytest.raises(Fenced):
+            await store.submit([a_request()])
+        await other.resign()
+        assert await store.renew_leadership() is False
+
+    async def test_every_transition_of_an_old_leader_is_fenced(
+        self, store: Store, open_store: OpenStore
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        stored = await read(store)
+        old_batches = {
+            "commit": a_commit(),
+            "finish": a_finish(),
+            "lease": Lease("r1", "w2", 2),
+            "release": Release("r1", 1),
+            "rank": Rank("r1", 3, 0.1),
+            "restore": replace(stored, committed_ids=(1, 2)),
+        }
+        batches = []
+        for verb, command in old_batches.items():
+            batch = store.batch()
+            getattr(batch, verb)([command])
+            batches.append(batch)
+        await take_over(open_store, store)
+
+        for batch in batches:
+            with pytest.raises(Fenced):
+                await batch.execute()
+        with pytest.raises(Fenced):
+            await store.submit([a_request("r2")])
+        with pytest.raises(Fenced):
+            await store.save_priors(b"old")
+        assert stored == await read(store)
+        assert await store.load_priors() is None
+
+    async def test_who_never_led_is_fenced(self, open_store: OpenStore) -> None:
+        with pytest.raises(Fenced):
+            await open_store().submit([a_request()])
+
+    async def test_a_batch_belongs_to_the_leadership_it_was_made_under(
+        self, store: Store, open_store: OpenStore
+    ) -> None:
+        """Another leader in between may have done anything, so the old batch must not slip in under a new epoch."""
+        await accept(store, a_request())
+        batch = store.batch()
+        batch.rank([Rank("r1", 1, 0.1)])
+        other = await take_over(open_store, store)
+        await other.resign()
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+
+        with pytest.raises(Fenced):
+            await batch.execute()
+
+    async def test_another_schema_is_refused(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        await store.resign()
+        await store.check_schema()
+        await client.set(store.keys.schema_version(), "99", keepttl=True)
+
+        with pytest.raises(SchemaMismatch, match="99"):
+            await open_store().acquire_leadership(owner="other:1", lease_s=60)
+        with pytest.raises(SchemaMismatch, match="99"):
+            await store.check_schema()
+
+    async def test_priors_are_kept_for_the_next_leader(self, store: Store, open_store: OpenStore) -> None:
+        assert await store.load_priors() is None
+        await store.save_priors(b"\x00learnt")
+        other = await take_over(open_store, store)
+
+        assert await other.load_priors() == b"\x00learnt"
+
+
+class TestRecovery:
+    async def test_a_new_leader_finds_what_was_written(self, store: Store, open_store: OpenStore) -> None:
+        await accept(store, *(a_request(f"r{n}", idempotency_key=f"k{n}") for n in range(5)))
+        await lease(store, "r1")
+        await One(store).commit(a_commit("r1", standing=a_standing(level=2)))
+        await lease(store, "r2")
+        await One(store).release(Release("r2", 1))
+        await One(store).finish(a_finish("r3"))
+        await One(store).rank(Rank("r4", 1, 9.5))
+        written = [await read(store, f"r{n}") for n in (0, 1, 2, 4)]
+        other = await take_over(open_store, store)
+
+        assert written == await unfinished(other)
+        assert [(request.committed_ids, request.worker_id) for request in written] == [
+            ((), None),
+            ((11, 12, 13), "w1"),
+            ((), None),
+            ((), None),
+        ]
+
+    async def test_many_requests_come_in_chunks_in_the_order_of_arrival(self, store: Store) -> None:
+        await accept(store, *(a_request(f"r{n}") for n in range(300)))
+        chunks = [chunk async for chunk in store.load_unfinished()]
+
+        assert len(chunks) > 1
+        assert [f"r{n}" for n in range(300)] == [request.request_id for chunk in chunks for request in chunk]
+
+    async def test_an_index_entry_whose_request_was_deleted_by_hand_is_passed_over(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request("r1"), a_request("r2"))
+        await client.delete(store.keys.request("r1"))
+
+        assert [request.request_id for request in await unfinished(store)] == ["r2"]
+        await client.zrem(store.keys.unfinished(), "r1")
+        await client.zrem(store.keys.level(0), "r1")
+        await client.delete(store.keys.payload("r1"))
+        await end_everything(store)
+        await client.delete(store.keys.tenants(), store.keys.reserved())
+
+    async def test_a_hash_that_this_code_did_not_write_is_an_error(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await client.set(store.keys.request("r1"), "not a hash", ex=60)
+
+        with pytest.raises(StoreError):
+            await store.read("r1")
+        with pytest.raises(StoreError):
+            await One(store).rank(Rank("r1", 1, 0.1))
+
+
+class TestRestore:
+    async def write_some(self, store: Store) -> list[StoredRequest]:
+        await accept(
+            store, a_request("r0", idempotency_key="k", body_hash="b"), *(a_request(f"r{n}") for n in (1, 2))
+        )
+        await lease(store, "r1")
+        await One(store).commit(a_commit("r1", standing=a_standing(level=2)))
+        await lease(store, "r2")
+        await One(store).release(Release("r2", 1))
+        return await unfinished(store)
+
+    async def test_an_emptied_record_is_written_back(
+        self, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        store = open_store(limits=Limits(max_requests=2, max_requests_per_tenant=2, max_tokens=1))
+        store._limits = Limits()  # what was accepted under other limits is still written back
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        working_copy = await self.write_some(store)
+        counters = [store.keys.tenants(), store.keys.reserved(), store.keys.level(0), store.keys.level(2)]
+        before = [await client.dump(key) for key in counters]
+        await client.delete(*await keys_of(client, store.keys.prefix))
+        await store.renew_leadership()
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+
+        assert await One(store).many("restore", working_copy) == [OK, OK, OK]
+        assert working_copy == await unfinished(store)
+        assert before == [await client.dump(key) for key in counters]
+        assert await One(store).many("restore", working_copy) == [ALREADY] * 3
+        results = await store.submit([a_request("r9", idempotency_key="k", body_hash="b"), a_request("r10")])
+        assert [
+            SubmitResult(SubmitStatus.ATTACHED, "r0", 1),
+            SubmitResult(SubmitStatus.ACCEPTED, "r10", 4),
+        ] == results
+        assert await One(store).release(Release("r2", 1)) is ALREADY
+        assert await One(store).commit(a_commit("r1", position=3)) is OK
+
+    async def test_a_record_that_lost_its_last_second_catches_up(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        behind = await read(store)
+        ahead = replace(
+            behind,
+            committed_ids=(11, 12, 13, 14),
+            standing=a_standing(level=3),
+            lease_epoch=2,
+            worker_id="w2",
+        )
+
+        assert await One(store).restore(ahead) is OK
+        assert ahead == await read(store)
+
+    async def test_a_record_that_holds_more_stays(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        behind = await read(store)
+        await One(store).commit(a_commit())
+        now = await read(store)
+
+        assert await One(store).restore(behind) is STALE
+        assert await One(store).restore(replace(now, committed_ids=(1, 2, 3, 4))) is STALE
+        assert await One(store).restore(replace(now, lease_epoch=0, committed_ids=(11, 12, 13, 14))) is STALE
+        assert now == await read(store)
+
+    async def test_what_has_ended_stays_ended(self, store: Store) -> None:
+        await accept(store, a_request())
+        live = await read(store)
+        await One(store).finish(a_finish())
+
+        assert await One(store).restore(live) is GONE
+        assert await unfinished(store) == []
+
+
+class TestBatch:
+    async def test_different_transitions_travel_in_the_order_they_were_queued(self, store: Store) -> None:
+        await accept(store, a_request())
+        batch = store.batch()
+        answers = [
+            batch.lease([Lease("r1", "w1", 1)]),
+            batch.commit([a_commit()]),
+            batch.release([Release("r1", 1)]),
+            batch.lease([Lease("r1", "w2", 2)]),
+            batch.commit([a_commit(lease_epoch=2, position=3, end=End.STOP, story=STORY)]),
+            batch.finish([a_finish()]),
+        ]
+        await batch.execute()
+
+        assert [answer.result() for answer in answers] == [[OK], [OK], [OK], [OK], [OK], [GONE]]
+
+    async def test_answers_exist_only_after_execution(self, store: Store) -> None:
+        pending = store.batch().rank([Rank("r1", 1, 0.1)])
+
+        assert not pending.done
+        with pytest.raises(RuntimeError, match="not been executed"):
+            pending.result()
+
+    async def test_an_executed_batch_takes_nothing_more(self, store: Store) -> None:
+        batch = store.batch()
+        await batch.execute()
+
+        with pytest.raises(RuntimeError, match="has been executed"):
+            batch.rank([])
+
+    async def test_empty_lists_have_empty_answers(self, store: Store) -> None:
+        batch = store.batch()
+        answers = [batch.commit([]), batch.finish([]), batch.lease([]), batch.release([]), batch.rank([])]
+        await batch.execute()
+
+        assert [answer.result() for answer in answers] == [[]] * 5
+
+    async def test_sending_a_whole_batch_twice_changes_nothing_more(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, *(a_request(f"r{n}", idempotency_key=f"k{n}") for n in range(6)))
+        for n in range(3):
+            await lease(store, f"r{n}")
+        batch = store.batch()
+        answers = [
+            batch.commit(
+                [
+                    a_commit("r0", standing=a_standing(level=1)),
+                    a_commit(
+                        "r0", position=3, tokens=(14,), standing=a_standing(rounds=2, level=2, score=0.5)
+                    ),
+                    a_commit("r1", end=End.STOP, story=STORY),
+                    a_commit("r2", tokens=(), standing=a_standing(rounds=0)),
+                ]
+            ),
+            batch.finish([a_finish("r3")]),
+            batch.release([Release("r0", 1), Release("r2", 1)]),
+            batch.lease([Lease("r0", "w9", 2), Lease("r4", "w9", 1)]),
+            batch.rank([Rank("r5", 6, 0.25), Rank("r0", 7, 0.125)]),
+        ]
+        await batch.execute()
+        assert {OK} == {status for answer in answers for status in answer.result()}
+        after_once = [await read(store, f"r{n}") for n in range(6)]
+        keys = await keys_of(client, store.keys.prefix)
+        await batch.execute()
+
+        assert {ALREADY} == {status for answer in answers for status in answer.result()}
+        assert after_once == [await read(store, f"r{n}") for n in range(6)]
+        assert keys == await keys_of(client, store.keys.prefix)
+
+    async def test_a_retried_batch_leaves_the_place_that_it_left_the_first_time(self, store: Store) -> None:
+        """A rank is not compared with anything, so what came after it in the batch has to win again."""
+        await accept(store, a_request())
+        await lease(store)
+        batch = store.batch()
+        batch.rank([Rank("r1", 5, 0.5)])
+        batch.commit([a_commit(standing=a_standing(level=2, score=0.75))])
+        await batch.execute()
+        await batch.execute()
+
+        assert ((await read(store)).standing.level, (await read(store)).standing.score) == (2, 0.75)
+
+    async def test_long_lists_are_sent_256_at_a_time_and_answered_in_order(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, *(a_request(f"r{n}") for n in range(600)))
+        await One(store).many("lease", [Lease(f"r{n}", "w1", 1) for n in range(600)])
+        commits = [a_commit(f"r{n}", lease_epoch=1 if n not in (255, 256, 599) else 5) for n in range(600)]
+        before = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
+        statuses = await One(store).many("commit", commits)
+        after = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
+
+        assert after - before == 3
+        assert [STALE if n in (255, 256, 599) else OK for n in range(600)] == statuses
+
+    async def test_scripts_that_the_server_forgot_are_loaded_again(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await client.script_flush()
+        batch = store.batch()
+        leased, committed = batch.lease([Lease("r1", "w1", 1)]), batch.commit([a_commit()])
+        await batch.execute()
+
+        assert leased.result() + committed.result() == [OK, OK]
+
+    async def test_ends_of_many_tenants_in_one_call(self, store: Store, client: redis_client.Redis) -> None:
+        await accept(
+            store, *(a_request(f"r{n}", tenant=f"t{n % 3}", idempotency_key=f"k{n}") for n in range(30))
+        )
+        finishes: list[Finish] = [a_finish(f"r{n}") for n in range(0, 30, 3)]
+
+        assert {OK} == set(await One(store).many("finish", finishes))
+        assert await client.hgetall(store.keys.tenants()) == {b"t1": b"10", b"t2": b"10"}
+        assert await client.get(store.keys.reserved()) == b"260"
+
+
+async def test_commits_of_one_batch_see_each_other(store: Store) -> None:
+    """Two reports of one request may come in together."""
+    await accept(store, a_request())
+    await lease(store)
+    commits: list[Commit] = [a_commit(), a_commit(position=3, tokens=(14,)), a_commit(position=9)]
+
+    assert await One(store).many("commit", commits) == [OK, OK, STALE]

@@ -1,0 +1,182 @@
+"""The server as a child process: it starts, tells why it does not, keeps its data, and never outlives its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.store import Store
+from scheduler_svc.store.embedded import EmbeddedServer, EmbeddedServerError
+from tests.helpers import free_port, wait_until
+
+COMMAND = [sys.executable, "-m", "scheduler_svc.store.embedded"]
+
+
+def ask(port: int, line: str) -> str:
+    """One inline command; nothing when nobody listens."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(line.encode() + b"\r\n")
+            return connection.recv(4096).decode()
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        # A zombie has ended; it only waits for whoever inherited it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port that somebody has taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_it_answers_and_writes_every_second_and_evicts_nothing(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "new" / "data").start() as server:
+        assert server.running
+        assert server.port
+        assert "+PONG" in ask(server.port, "PING")
+        settings = {
+            name: ask(server.port, f"CONFIG GET {name}").split("\r\n")[4]
+            for name in ("appendonly", "appendfsync", "save", "maxmemory-policy", "bind")
+        }
+        assert settings == {
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "bind": "127.0.0.1",
+        }
+    assert not server.running
+    server.stop()  # again: nothing
+
+
+def test_data_and_port_stay_over_a_restart(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path).start()
+    port = server.port
+    assert port
+    ask(port, "SET name value")
+    server.stop()
+    server.start()
+
+    assert server.port == port
+    assert "value" in ask(port, "GET name")
+    server.stop()
+
+
+async def test_a_unix_socket_serves_without_any_port(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "data", port=None, unix_socket=tmp_path / "s").start() as server:
+        store = Store.open(server.url, "main")
+        await store.ping()
+        await store.close()
+
+
+def test_nowhere_to_listen_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nobody could connect"):
+        EmbeddedServer(tmp_path, port=None)
+
+
+def test_a_socket_path_too_long_for_the_kernel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="longer than"):
+        EmbeddedServer(tmp_path, unix_socket=tmp_path / ("x" * 110))
+
+
+def test_a_taken_port_is_named(tmp_path: Path, listener: int) -> None:
+    with pytest.raises(EmbeddedServerError, match=f"port {listener} on 127.0.0.1 is in use"):
+        EmbeddedServer(tmp_path, port=listener).start()
+
+
+def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path).start() as server:
+        with pytest.raises(EmbeddedServerError, match="another server uses"):
+            EmbeddedServer(tmp_path).start()
+        with pytest.raises(EmbeddedServerError, match="runs already"):
+            server.start()
+    EmbeddedServer(tmp_path).start().stop()
+
+
+def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+    with pytest.raises(EmbeddedServerError, match="did not start"):
+        EmbeddedServer(tmp_path, settings=("--maxmemory", "64mb", "--no-such-setting", "1")).start()
+
+
+def test_a_paused_server_still_stops(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path).start()
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    server.stop()
+
+    assert not alive(pid)
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux tells a child that its parent died"
+)
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from scheduler_svc.store.embedded import EmbeddedServer\n"
+        "print(EmbeddedServer(Path(sys.argv[1])).start().pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    wait_until(lambda: not alive(pid), description="the server follows its parent")
+
+
+class TestCommand:
+    """`python -m scheduler_svc.store.embedded`"""
+
+    def test_the_process_becomes_the_server_and_ends_on_sigterm(self, tmp_path: Path) -> None:
+        port = free_port()
+        arguments = ["--port", str(port), "--data-dir", str(tmp_path)]
+        process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.DEVNULL)
+        wait_until(lambda: "+PONG" in ask(port, "PING"), description="it answers")
+        assert f"process_id:{process.pid}" in ask(port, "INFO server")
+        with pytest.raises(EmbeddedServerError, match="another server uses"):
+            EmbeddedServer(tmp_path).start()
+        process.terminate()
+
+        assert process.wait(10) == 0
+
+    @pytest.mark.parametrize("busy", ["port", "directory", "neither wanted"])
+    def test_it_says_why_it_cannot_start(self, tmp_path: Path, listener: int, busy: str) -> None:
+        with EmbeddedServer(tmp_path).start():
+            port = {"port": listener, "directory": free_port(), "neither wanted": 0}[busy]
+            result = subprocess.run(
+                [*COMMAND, "--port", str(port), "--data-dir", str(tmp_path)],
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+
+        assert result.returncode != 0
+        assert {
+            "port": f"port {listener} on 127.0.0.1 is in use",
+            "directory": "another server uses",
+            "neither wanted": "nobody could connect",
+        }[busy] in result.stderr
+        assert "Traceback" not in result.stderr

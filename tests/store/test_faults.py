@@ -1,0 +1,276 @@
+"""What a server does to its users, done for real: killed, paused, full, read-only, emptied."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio as redis_client
+
+from scheduler_svc.core.commands import Lease, Release
+from scheduler_svc.core.events import End
+from scheduler_svc.store import Fenced, Store, StoreUnavailable
+from scheduler_svc.store.embedded import EmbeddedServer
+from tests.helpers import free_port, wait_until_async
+from tests.store.kit import (
+    ALREADY,
+    GONE,
+    OK,
+    One,
+    a_commit,
+    a_finish,
+    a_request,
+    a_standing,
+    accept,
+    end_everything,
+    lease,
+    read,
+    ttls_ms,
+    unfinished,
+)
+
+
+@pytest.fixture
+async def store(own_server: EmbeddedServer) -> AsyncIterator[Store]:
+    store = Store.open(own_server.url, "main", timeout_s=1.0)
+    assert await store.acquire_leadership(owner="leader:1", lease_s=60) is not None
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def operator(own_server: EmbeddedServer) -> AsyncIterator[redis_client.Redis]:
+    operator = redis_client.Redis.from_url(own_server.url, protocol=2)
+    yield operator
+    await operator.aclose()
+
+
+async def all_written(operator: redis_client.Redis) -> None:
+    """Nothing waits inside the server for an fsync that is under way: a crash now loses nothing."""
+
+    async def idle() -> bool:
+        state = await operator.info("persistence")
+        return state["aof_buffer_length"] == 0 and state["aof_pending_bio_fsync"] == 0
+
+    await wait_until_async(idle, description="the append-only file is written")
+
+
+def written_file(server: EmbeddedServer) -> Path:
+    """What commits are appended to."""
+    return next(server.data_dir.glob("appendonlydir/*.incr.aof"))
+
+
+async def start_again(server: EmbeddedServer, store: Store) -> None:
+    server.start()
+
+    async def reached() -> bool:
+        with contextlib.suppress(StoreUnavailable):
+            await store.ping()
+            return True
+        return False
+
+    await wait_until_async(reached, description="the old connections are noticed to be dead")
+
+
+async def test_a_killed_server_is_unavailable_and_comes_back_with_what_was_committed(
+    own_server: EmbeddedServer, store: Store, operator: redis_client.Redis
+) -> None:
+    await accept(store, a_request("r1", idempotency_key="k"), a_request("r2"))
+    await lease(store)
+    await One(store).commit(a_commit(standing=a_standing(level=2)))
+    before = await unfinished(store)
+    await all_written(operator)
+    batch = store.batch()
+    pending = batch.commit([a_commit(position=3, tokens=(14,), end=End.STOP)])
+    own_server.kill()
+
+    for attempt in (
+        batch.execute(),
+        store.submit([a_request("r3")]),
+        store.read("r1"),
+        store.ping(),
+        store.leader(),
+        store.renew_leadership(),
+        store.save_priors(b""),
+        store.load_priors(),
+        store.check_schema(),
+        unfinished(store),
+    ):
+        with pytest.raises(StoreUnavailable):
+            await attempt
+
+    await start_again(own_server, store)
+    assert await unfinished(store) == before
+    assert await store.renew_leadership() is True
+    await batch.execute()
+    assert pending.result() == [OK]
+    assert (await read(store)).committed_ids == (11, 12, 13, 14)
+    await end_everything(store)
+
+
+async def test_a_batch_whose_answer_was_lost_is_safe_to_send_again(
+    own_server: EmbeddedServer, store: Store
+) -> None:
+    """The server stands still while the batch is on its way, runs it later, and then gets it a second time."""
+    await accept(store, a_request())
+    hasty = Store.open(own_server.url, "main", timeout_s=0.1)
+    await store.resign()
+    await hasty.acquire_leadership(owner="hasty:1", lease_s=60)
+    batch = hasty.batch()
+    answers = [
+        batch.lease([Lease("r1", "w1", 1)]),
+        batch.commit([a_commit(), a_commit(position=3, tokens=(14,))]),
+        batch.release([Release("r1", 1)]),
+    ]
+    assert own_server.pid is not None
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreUnavailable):
+            await batch.execute()
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+
+    async def goes_through() -> bool:
+        try:
+            await batch.execute()
+        except StoreUnavailable:
+            return False
+        return True
+
+    await wait_until_async(goes_through, description="the server goes on")
+    assert {status for answer in answers for status in answer.result()} <= {OK, ALREADY}
+    await batch.execute()
+    assert {status for answer in answers for status in answer.result()} == {ALREADY}
+    stored = await read(hasty)
+    assert (stored.committed_ids, stored.lease_epoch, stored.worker_id) == ((11, 12, 13, 14), 1, None)
+    await hasty.close()
+
+
+async def test_a_call_that_is_given_up_leaves_no_answer_behind_for_the_next(
+    own_server: EmbeddedServer, store: Store
+) -> None:
+    await accept(store, a_request())
+    assert own_server.pid is not None
+    os.kill(own_server.pid, signal.SIGSTOP)
+    given_up = asyncio.create_task(One(store).lease(Lease("r1", "w1", 1)))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    os.kill(own_server.pid, signal.SIGCONT)
+
+    async def is_over() -> bool:
+        with contextlib.suppress(StoreUnavailable):
+            return await One(store).lease(Lease("r1", "w1", 1)) in (OK, ALREADY)
+        return False
+
+    await wait_until_async(is_over, description="the server goes on")
+    results = await asyncio.gather(*(store.read("r1") for _ in range(20)), *(store.ping() for _ in range(20)))
+    assert {request.worker_id for request in results[:20] if request is not None} == {"w1"}
+    await end_everything(store)
+
+
+async def test_a_full_server_takes_nothing_in_but_lets_requests_end(
+    store: Store, operator: redis_client.Redis
+) -> None:
+    await accept(store, a_request("r1"), a_request("r2"))
+    await lease(store)
+    await operator.config_set("maxmemory", "1")
+
+    with pytest.raises(StoreUnavailable, match="written"):
+        await store.submit([a_request("r3")])
+    with pytest.raises(StoreUnavailable, match="written"):
+        await One(store).commit(a_commit())
+    assert (await read(store)).committed_ids == ()
+    assert await One(store).finish(a_finish("r2")) is OK
+    await operator.config_set("maxmemory", "0")
+    assert await One(store).commit(a_commit()) is OK
+    await end_everything(store)
+
+
+async def test_a_read_only_server_is_unavailable(store: Store, operator: redis_client.Redis) -> None:
+    """As a replica is, after a failover that the client has not followed."""
+    await accept(store, a_request())
+    await operator.replicaof("127.0.0.1", "1")
+
+    with pytest.raises(StoreUnavailable, match="written"):
+        await One(store).finish(a_finish())
+    await operator.replicaof("NO", "ONE")
+    assert await One(store).finish(a_finish()) is OK
+
+
+async def test_an_emptied_server_fences_its_leader_until_it_has_written_its_working_copy_back(
+    store: Store, operator: redis_client.Redis
+) -> None:
+    await accept(store, a_request("r1"), a_request("r2"))
+    await lease(store)
+    await One(store).commit(a_commit())
+    working_copy, incarnation = await unfinished(store), store.incarnation
+    await operator.flushall()  # a server that this test started
+
+    with pytest.raises(Fenced):
+        await One(store).commit(a_commit(position=3))
+    assert await store.renew_leadership() is False
+    await store.acquire_leadership(owner="leader:1", lease_s=60)
+    assert store.incarnation != incarnation
+    assert await One(store).commit(a_commit(position=3)) is GONE
+    assert await One(store).many("restore", working_copy) == [OK, OK]
+    assert await One(store).commit(a_commit(position=3)) is OK
+    await end_everything(store)
+
+
+async def test_power_loss_takes_the_newest_commits_and_restoring_brings_them_back(
+    own_server: EmbeddedServer, store: Store, operator: redis_client.Redis
+) -> None:
+    """The file is cut where the last fsync left it; the leader still holds what the record lost."""
+    await accept(store, a_request())
+    await lease(store)
+    await One(store).commit(a_commit())
+    await all_written(operator)
+    own_server.kill()
+    file = written_file(own_server)
+    size = file.stat().st_size
+    await start_again(own_server, store)
+    await One(store).commit(a_commit(position=3, tokens=(14, 15)))
+    working_copy = await read(store)
+    await all_written(operator)
+    own_server.kill()
+    os.truncate(file, size + 20)  # in the middle of the last commit
+    await start_again(own_server, store)
+
+    assert (await read(store)).committed_ids == (11, 12, 13)
+    assert await store.renew_leadership() is True
+    assert await One(store).restore(working_copy) is OK
+    assert await read(store) == working_copy
+    await end_everything(store)
+
+
+async def test_all_keys_of_a_shard_live_in_one_slot_of_a_cluster(tmp_path: Path) -> None:
+    settings = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    with EmbeddedServer(tmp_path / "cluster", settings=settings).start() as server:
+        operator = redis_client.Redis.from_url(server.url, protocol=2)
+        await operator.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+
+        async def whole() -> bool:
+            return "cluster_state:ok" in str(await operator.execute_command("CLUSTER", "INFO"))
+
+        await wait_until_async(whole, description="the cluster of one is whole")
+        store = Store.open(server.url, "main")
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        await accept(
+            store, a_request("{odd} id".replace(" ", "-"), idempotency_key="{k}", tenant="{t}"), a_request()
+        )
+        await lease(store)
+        batch = store.batch()
+        answers = [batch.commit([a_commit(end=End.STOP)]), batch.restore(await unfinished(store))]
+        await batch.execute()
+        assert [answer.result()[0] for answer in answers] == [OK, ALREADY]
+        await end_everything(store)
+        assert -1 not in await ttls_ms(operator, [key.decode() for key in await operator.keys("*")])
+        await store.close()
+        await operator.aclose()
