@@ -3,10 +3,18 @@
 The scheduler decides levels, ranks, priorities and placement; this function applies what only the place
 knows at the moment of the round: slots, KV blocks, hysteresis, the reserved share and the KV latch.
 
+Words: a candidate is *resident* when its KV is on the device, *waiting* when it did not take part in the
+previous round. Its *cost* is `index_s`, plus `resume_cost_s` if it is not resident; candidates are compared by
+`(rank_class, cost, request_id)`, smaller first.
+
 Invariants
-  * Standard library only: no clock, no I/O, no randomness. Equal arguments give equal answers.
-  * Nothing is evicted while the KV of everything that runs fits.
+  * Standard library only: no clock, no I/O, no randomness. Equal arguments give equal answers, in whatever
+    order the candidates come.
+  * Nothing is evicted while the KV of everything that runs fits, and nothing that runs is evicted.
   * The chosen requests always fit: slots, and blocks with their growth in this round.
+  * Work conserving: no slot stays free while a candidate that would fit waits.
+
+The paper is silent on all of this; every rule below is our choice.
 """
 
 from __future__ import annotations
@@ -14,6 +22,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import itemgetter
 
 
 class Residency(enum.IntEnum):
@@ -78,6 +88,202 @@ class Choice:
     """True while KV pressure suspends preemption (POLICY 2.9); handed back in at the next round."""
 
 
+HYSTERESIS = 0.10
+"""A waiting request must be this much shorter than the one it displaces (POLICY 2.8)."""
+HYSTERESIS_EVICTING = 0.25
+"""The same, where the displaced one would lose its KV."""
+LATCH_ON = 0.85
+"""Share of a KV pool above which preemption is suspended. POLICY 2.9 found 0.7 to 0.9 good; our choice."""
+LATCH_OFF = 0.70
+"""Share below which it is allowed again: the gap keeps the latch from chattering."""
+RESERVED_SLICE_ROUNDS = 32
+"""One-slot worker: the reserved share is time, one slice of this many rounds out of `RESERVED_ONE_IN`."""
+RESERVED_ONE_IN = 32
+
+
+def reserved_slots(slots: int, round_number: int) -> int:
+    """How many slots of this round belong to the oldest requests of the shard (POLICY 2.7)."""
+    if slots >= 2:
+        return max(1, slots // RESERVED_ONE_IN)
+    slice_number = round_number // RESERVED_SLICE_ROUNDS
+    return 1 if slice_number % RESERVED_ONE_IN == RESERVED_ONE_IN - 1 else 0
+
+
+# (rank_class, cost, request_id, candidate, target blocks it needs in this round, draft blocks likewise): a tuple,
+# because a worker calls `choose` at every round, and tuples sort and unpack several times faster than objects.
+# Request ids are unique, so a comparison never reaches the candidate.
+_Entry = tuple[int, float, str, Candidate, int, int]
+_rank = itemgetter(0, 1, 2)
+
+
 def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
-    """Return who runs in the next round and whose KV goes first."""
-    raise NotImplementedError
+    """Return who runs in the next round and whose KV goes first.
+
+    Slots are filled in this order:
+      1. running requests that are pinned;
+      2. the reserved share, those that run already first (so that it stays with one request until that ends);
+      3. the other running requests, best first;
+      4. waiting requests, best first. One that finds no room displaces the worst running ones, if it beats each
+         of them by the hysteresis.
+    Whoever does not fit is passed over. Under the KV latch there is no step 2, nobody is displaced, and resident
+    requests come before the others in step 4.
+    """
+    entries = [_entry(candidate, place) for candidate in candidates]
+    entries.sort(key=_rank)
+    latched = _is_latched(entries, place)
+    selection = _Selection(place, entries)
+
+    for entry in entries:
+        if entry[3].running and entry[3].pinned:
+            selection.add_if_it_fits(entry)
+    if not latched:
+        _fill_reserved_share(entries, place, selection)
+    for entry in entries:
+        if entry[3].running and entry[2] not in selection.chosen and selection.add_if_it_fits(entry):
+            selection.victims.append(entry)
+
+    waiting = [entry for entry in entries if entry[2] not in selection.chosen]
+    if latched:
+        waiting.sort(key=_resident_first)
+    displaced = False
+    for entry in waiting:
+        if not selection.add_if_it_fits(entry) and not latched:
+            displaced = selection.displace_for(entry) or displaced
+    if displaced:
+        # A big one that went may have left room for several small ones, itself not among the waiting above.
+        for entry in entries:
+            if entry[2] not in selection.chosen:
+                selection.add_if_it_fits(entry)
+
+    run = tuple(entry[2] for entry in entries if entry[2] in selection.chosen)
+    return Choice(run=run, evict=tuple(selection.evictions()), kv_latched=latched)
+
+
+def _entry(candidate: Candidate, place: Place) -> _Entry:
+    # KV covers all tokens but the last; a round writes up to max_growth_tokens entries (worker_svc.engine.interface).
+    needed = -(-(candidate.tokens - 1 + place.max_growth_tokens) // place.block_size)
+    target = needed if needed > candidate.target_blocks else candidate.target_blocks
+    draft = 0
+    if place.draft_blocks:  # 0: there is no draft model
+        draft = needed if needed > candidate.draft_blocks else candidate.draft_blocks
+    cost = candidate.index_s
+    if candidate.residency != Residency.DEVICE:
+        cost += candidate.resume_cost_s
+    return (candidate.rank_class, cost, candidate.request_id, candidate, target, draft)
+
+
+def _resident_first(entry: _Entry) -> int:
+    """Sort key under the latch: on the device, swapped out, nowhere. Stable, so rank decides among equals."""
+    return -entry[3].residency
+
+
+def _is_latched(entries: Sequence[_Entry], place: Place) -> bool:
+    """Whether KV pressure suspends preemption in this round.
+
+    Pressure is what lies on the device, with this round's growth of what runs, as a share of the fuller pool.
+    """
+    target = draft = 0
+    for _, _, _, candidate, target_needed, draft_needed in entries:
+        if candidate.running:
+            target += target_needed
+            draft += draft_needed
+        else:
+            target += candidate.target_blocks
+            draft += candidate.draft_blocks
+    threshold = LATCH_OFF if place.kv_latched else LATCH_ON
+    return target > threshold * place.target_blocks or draft > threshold * place.draft_blocks
+
+
+def _fill_reserved_share(entries: Sequence[_Entry], place: Place, selection: _Selection) -> None:
+    share = reserved_slots(place.slots, place.round_number)
+    reserved = [entry for entry in entries if entry[3].reserved and entry[2] not in selection.chosen]
+    reserved.sort(key=lambda entry: not entry[3].running)
+    for entry in reserved:
+        if share == 0:
+            return
+        if selection.add_if_it_fits(entry):
+            share -= 1
+
+
+class _Selection:
+    """Who runs, and what is left of the slots and of both pools. Invariant: what is chosen fits."""
+
+    def __init__(self, place: Place, entries: Sequence[_Entry]) -> None:
+        self.chosen: dict[str, _Entry] = {}
+        self._entries = entries
+        self._place = place
+        self._slots = place.slots
+        self._target = place.target_blocks
+        self._draft = place.draft_blocks
+        self.victims: list[_Entry] = []
+        """Chosen ones that may be displaced, worst last: they ran, are not pinned and not in the reserved share."""
+
+    def add_if_it_fits(self, entry: _Entry) -> bool:
+        if self._slots == 0 or entry[4] > self._target or entry[5] > self._draft:
+            return False
+        self.chosen[entry[2]] = entry
+        self._slots -= 1
+        self._target -= entry[4]
+        self._draft -= entry[5]
+        return True
+
+    def displace_for(self, entry: _Entry) -> bool:
+        """Put `entry` in the place of the worst running ones, if it beats each of them; return whether it did."""
+        slots, target, draft = self._slots, self._target, self._draft
+        count = 0
+        while slots == 0 or entry[4] > target or entry[5] > draft:
+            if count == len(self.victims):
+                return False
+            count += 1
+            victim = self.victims[-count]
+            slots += 1
+            target += victim[4]
+            draft += victim[5]
+            if not self._beats(entry, victim, target - entry[4], draft - entry[5]):
+                return False
+        for victim in self.victims[-count:]:
+            del self.chosen[victim[2]]
+        del self.victims[-count:]
+        self._slots, self._target, self._draft = slots, target, draft
+        return self.add_if_it_fits(entry)
+
+    def _beats(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
+        """Whether `entry` may displace `victim` when so many blocks are left once it runs instead."""
+        if entry[0] != victim[0]:
+            return entry[0] < victim[0]
+        setup = entry[1] - entry[3].index_s
+        if entry[3].index_s * (1 + HYSTERESIS) + setup >= victim[3].index_s:
+            return False
+        # The costs of both: what `entry` pays to begin, and what `victim` will pay because it lost its KV.
+        with_eviction = entry[3].index_s * (1 + HYSTERESIS_EVICTING) + setup + victim[3].resume_cost_s
+        return with_eviction < victim[3].index_s or not self._would_evict(
+            entry, victim, target_left, draft_left
+        )
+
+    def _would_evict(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
+        """Whether `victim` loses its KV: eviction is worst rank first, so only better ones than it stay for sure."""
+        for other in takewhile(lambda other: other is not victim, self._entries):
+            if other[2] not in self.chosen and other[2] != entry[2]:
+                target_left -= other[3].target_blocks
+                draft_left -= other[3].draft_blocks
+        return target_left < victim[3].target_blocks or draft_left < victim[3].draft_blocks
+
+    def evictions(self) -> list[str]:
+        """Lazy: only what is short, worst rank first, never one that runs."""
+        target, draft = self._target, self._draft
+        paused = [
+            e for e in self._entries if (e[3].target_blocks or e[3].draft_blocks) and e[2] not in self.chosen
+        ]
+        for entry in paused:
+            target -= entry[3].target_blocks
+            draft -= entry[3].draft_blocks
+        evicted = []
+        for entry in reversed(paused):
+            if target >= 0 and draft >= 0:
+                break
+            # One that holds nothing of the pool that is short would go for nothing.
+            if (target < 0 and entry[3].target_blocks) or (draft < 0 and entry[3].draft_blocks):
+                target += entry[3].target_blocks
+                draft += entry[3].draft_blocks
+                evicted.append(entry[2])
+        return evicted

@@ -6,6 +6,7 @@ it with its one end.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from laps_sd.errors import InvalidArgument
@@ -109,13 +110,15 @@ class Clients:
             case "cancel":
                 cancel = message.cancel
                 live = self.live.get(cancel.request_id)
-                found = live is not None and live.facts.tenant == cancel.tenant
-                if found:
+                if live is None:
+                    turn.unknown_cancels.append((session, cancel))
+                elif live.facts.tenant != cancel.tenant:
+                    _reply_cancel(session, cancel, found=False, cancelled=False)
+                else:
                     turn.events.append(
                         EndRequested(cancel.request_id, End.CANCELLED, "cancelled by the client")
                     )
-                reply = gateway_pb.CancelReply(cancel_id=cancel.cancel_id, found=found, cancelled=found)
-                turn.cancelled.append((session, reply))
+                    turn.cancelled.append((session, cancel))
 
     def gateway_closed(self, turn: Turn, session: GatewaySession) -> None:
         """Its clients may come back, through it or through another gateway."""
@@ -218,6 +221,12 @@ class Clients:
                 self._answer_attach(session, attach, await self._find(attach.request_id))
             except StoreUnavailable:
                 _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
+        for session, cancel in turn.unknown_cancels:
+            # Without a record to ask, no answer: the gateway asks again when its own patience is over.
+            with contextlib.suppress(StoreUnavailable):
+                known = await self._find(cancel.request_id)
+                found = known is not None and known.facts.tenant == cancel.tenant
+                _reply_cancel(session, cancel, found=found, cancelled=False)
         for item, request_id in turn.unknown_submits:
             detail = f"the request {request_id} of this key cannot be read now"
             try:
@@ -228,6 +237,11 @@ class Clients:
                 self._accept(item, live)
             else:
                 _refuse(item, Refused.REASON_STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
+
+    def answer_cancelled(self, turn: Turn) -> None:
+        """The ends that were asked for are on the record."""
+        for session, cancel in turn.cancelled:
+            _reply_cancel(session, cancel, found=True, cancelled=True)
 
     async def _find(self, request_id: str) -> Live | None:
         live = self.live.get(request_id)
@@ -271,3 +285,10 @@ def _reply_attach(
 ) -> None:
     reply = gateway_pb.AttachReply(attach_id=attach.attach_id, result=result)
     session.reply(gateway_pb.GatewayLinkReply(attach_reply=reply))
+
+
+def _reply_cancel(
+    session: GatewaySession, cancel: gateway_pb.CancelRequested, *, found: bool, cancelled: bool
+) -> None:
+    reply = gateway_pb.CancelReply(cancel_id=cancel.cancel_id, found=found, cancelled=cancelled)
+    session.reply(gateway_pb.GatewayLinkReply(cancel_reply=reply))

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from laps_sd.log import get_logger
-from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics, translate
 from scheduler_svc.clients import Clients
@@ -155,7 +154,7 @@ class Loop:
             await self._end_doubtful(turn)
         commands = self.core.step(turn.now_s, turn.events) if turn.events else []
         await self._carry_out(turn, commands)
-        if turn.unknown_attaches or turn.unknown_submits:
+        if turn.unknown_attaches or turn.unknown_submits or turn.unknown_cancels:
             await self.clients.ask_record(turn)
         for chore in turn.chores:
             await chore()
@@ -263,8 +262,7 @@ class Loop:
                 session.specify(live, session.known[request_id])
         for session, number in turn.acknowledge.items():
             session.acknowledge(number)
-        for gateway, reply in turn.cancelled:
-            gateway.reply(gateway_pb.GatewayLinkReply(cancel_reply=reply))
+        self.clients.answer_cancelled(turn)
 
     async def _record(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
         """Write, and keep trying: while the record is away nothing is shown and nothing is decided.

@@ -65,6 +65,8 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
+    """What a worker can hold, from its hello. Fixed for the life of its process."""
+
     worker_id: str
     """One process: a worker that starts again has another id."""
     slots: int
@@ -130,6 +132,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChange:
+    """The KV of a request lies elsewhere now."""
+
     request_id: str
     lease_epoch: int
     residency: Residency
@@ -183,13 +187,4 @@ class Refused:
     gone: bool
 
 
-Event = (
-    Arrived
-    | Recovered
-    | WorkerUp
-    | WorkerLost
-    | WorkerDraining
-    | RoundReported
-    | EndRequested
-    | Refused
-)
+Event = Arrived | Recovered | WorkerUp | WorkerLost | WorkerDraining | RoundReported | EndRequested | Refused

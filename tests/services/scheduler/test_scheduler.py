@@ -233,8 +233,13 @@ async def test_cancel_ends_a_running_request_and_frees_its_worker(scheduler: Sch
         _, end = await client.read("r1-client")
         assert end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
         assert [entry.request_id for entry in (await gpu.next("drop")).requests] == ["r1"]
+
         await client.send(gateway_pb.GatewayMessage(cancel=cancel))
-        assert not (await client.next("cancel_reply")).cancelled
+        again = await client.next("cancel_reply")
+        assert (again.found, again.cancelled) == (True, False)
+        stranger = gateway_pb.CancelRequested(cancel_id=6, request_id="r1", tenant="somebody else")
+        await client.send(gateway_pb.GatewayMessage(cancel=stranger))
+        assert not (await client.next("cancel_reply")).found
 
 
 async def test_a_request_without_a_client_is_cancelled_after_its_grace(scheduler: SchedulerUnderTest) -> None:

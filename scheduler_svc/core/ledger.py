@@ -1,0 +1,83 @@
+"""Every change of a lease, and the commands that say so.
+
+A step collects here; `commands` gives them in the order of the contract (`core/commands.py`): the record first.
+"""
+
+from __future__ import annotations
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.assignment import assignment
+from scheduler_svc.core.commands import Command, Commit, Drained, Drop, Finish, Lease, Rank, Release
+from scheduler_svc.core.ranker import Ranker
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.shard import Shard
+from scheduler_svc.core.worker import Worker
+
+
+class Ledger:
+    """One step's commands, and what they do to the shard."""
+
+    def __init__(self, shard: Shard, ranker: Ranker, now_s: float) -> None:
+        self.now_s = now_s
+        self._shard = shard
+        self._ranker = ranker
+        self._record: list[Command] = []
+        self._drops: dict[str, list[tuple[str, int]]] = {}
+
+    def write(self, command: Commit | Finish | Rank) -> None:
+        """A transition of the record that changes no lease."""
+        self._record.append(command)
+
+    def drop(self, worker_id: str, request_id: str, lease_epoch: int) -> None:
+        """Tell a worker to forget a request, whatever the core knows of either."""
+        drops = self._drops.setdefault(worker_id, [])
+        if (request_id, lease_epoch) not in drops:
+            drops.append((request_id, lease_epoch))
+
+    def refresh(self, request: Request) -> bool:
+        """Rank it anew if the priors have a newer version; return whether they had."""
+        if not self._ranker.is_stale(request):
+            return False
+        self._shard.rerank(request, self._ranker.rank(request))
+        return True
+
+    def lease(self, request: Request, worker: Worker) -> None:
+        """Put a queued request on a worker's list."""
+        self._shard.lease(request, worker)
+        self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
+        request.tell(self.now_s, "leased", f"to worker {worker.worker_id}")
+
+    def release(self, request: Request, *, tell_worker: bool) -> None:
+        """Take a request off its list into the queue."""
+        self._record.append(Release(request.request_id, request.lease_epoch))
+        self._take_off(request, tell_worker=tell_worker)
+        self._record.append(Rank(request.request_id, request.rank.level, request.order_key[1]))
+
+    def move(self, request: Request, worker: Worker) -> None:
+        """From one list to another in one transition of the record."""
+        self._take_off(request, tell_worker=True)
+        self._shard.lease(request, worker)
+        self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
+        request.tell(self.now_s, "moved", f"to worker {worker.worker_id}, which had a free slot")
+
+    def _take_off(self, request: Request, *, tell_worker: bool) -> None:
+        assert request.worker is not None
+        if tell_worker:
+            self.drop(request.worker, request.request_id, request.lease_epoch)
+        request.residency = Residency.NONE
+        self._shard.take_back(request, self._ranker.rank(request))
+
+    def commands(self, settings: CoreSettings) -> list[Command]:
+        """All of the step's: the record's, then what workers must forget, then their new lists, then who may leave."""
+        commands = self._record
+        commands.extend(Drop(worker_id, tuple(drops)) for worker_id, drops in self._drops.items())
+        touched = list(self._shard.touched.values())
+        self._shard.touched.clear()
+        lists = (assignment(worker, settings) for worker in touched)
+        commands.extend(assign for assign in lists if assign is not None)
+        for worker in touched:
+            if worker.draining and not worker.members and not worker.told_drained:
+                worker.told_drained = True
+                commands.append(Drained(worker.worker_id))
+        return commands

@@ -1,0 +1,162 @@
+"""Which worker's list a request is on (POLICY 2.11).
+
+Bound to the worker with the fewest unfinished requests when there is room; kept there with its KV; taken by a worker
+with a free slot when nothing else waits. Everything here ends in a call of the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.ledger import Ledger
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.shard import Shard
+from scheduler_svc.core.worker import Worker
+
+MOST_REFRESHED = 32
+"""Ranks made anew before one lease."""
+
+MOST_LISTS_REFRESHED = 4
+"""Lists whose ranks are made anew in one step, because a queued request was about to overtake them."""
+
+
+def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
+    """Bring leases in line with ranks, after the events of a step."""
+    for worker in shard.touched.values():
+        shard.refresh_cut(worker)
+    _lease_reserved(shard, ledger)
+    _fill(shard, ledger)
+    _overtake(shard, ledger)
+    _take_back_the_worst(shard, ledger, settings)
+    _steal(shard, ledger)
+
+
+def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
+    """The oldest requests are on some list whatever their rank, spread as the workers' reserved shares allow."""
+    shard.update_reserved()
+    for request in list(shard.reserved_queued.values()):
+        # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
+        able = (worker for worker in shard.by_load() if worker.holds(request))
+        least = next(able)
+        free = (worker for worker in (least, *able) if worker.reserved < worker.reserved_share)
+        ledger.lease(request, next(free, least))
+
+
+def _fill(shard: Shard, ledger: Ledger) -> None:
+    """Best-ranked first, to whoever has the fewest unfinished requests, until the lists are full."""
+    at = 0
+    while at < len(shard.queued):
+        room = next(_with_room(shard), None)
+        if room is None:
+            return
+        request = _queued_at(at, shard, ledger)
+        if not room.holds(request):
+            room = next((worker for worker in _with_room(shard) if worker.holds(request)), None)
+        if room is None:
+            at += 1  # unequal workers: this one waits for a larger one
+        else:
+            ledger.lease(request, room)
+
+
+def _queued_at(at: int, shard: Shard, ledger: Ledger) -> Request:
+    """The queued request at that place. New priors are applied lazily: to who comes to the front, and since that
+    may move them back, to some more; a bound keeps one step short however many wait.
+    """
+    for _ in range(MOST_REFRESHED):
+        request = shard.requests[shard.queued.at(at)[-1]]
+        if not ledger.refresh(request):
+            return request
+    return shard.requests[shard.queued.at(at)[-1]]
+
+
+def _with_room(shard: Shard) -> Iterator[Worker]:
+    """Workers whose list is not full, least loaded first."""
+    for worker in shard.by_load():
+        if len(worker.members) >= shard.list_length(worker):
+            return  # the others are fuller: load is members per slot, the length a multiple of the slots
+        yield worker
+
+
+def has_room_for(shard: Shard, request: Request) -> bool:
+    """Whether some list with room could take it."""
+    return any(worker.holds(request) for worker in _with_room(shard))
+
+
+def _overtake(shard: Shard, ledger: Ledger) -> None:
+    """A queued request that belongs into the first part of a full list goes onto it: the one whose end is worst.
+
+    So a better arrival is on a list in the step in which it arrives, and may displace what runs.
+    """
+    refreshed = 0
+    while shard.queued:
+        request = _queued_at(0, shard, ledger)
+        full_lists = shard.full_lists_behind(request.order_key)
+        worker = next((worker for worker in full_lists if worker.holds(request)), None)
+        if worker is None:
+            return
+        if refreshed < MOST_LISTS_REFRESHED and _refresh_list(worker, ledger):
+            refreshed += 1
+            shard.refresh_cut(worker)  # compare like with like, then look again
+        else:
+            ledger.lease(request, worker)
+
+
+def _refresh_list(worker: Worker, ledger: Ledger) -> bool:
+    """Rank members anew that rest on older priors; return whether there were any."""
+    stale = [request for request in worker.members.values() if ledger.refresh(request)]
+    return bool(stale)
+
+
+def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
+    """What fell too far behind the end of its list, and has nothing on the worker, is there for others again."""
+    for worker in list(shard.touched.values()):
+        length = shard.list_length(worker)
+        keep = length + max(1, int(settings.list_margin * length))
+        if worker.takes_work and len(worker.ordered) > keep:
+            for key in worker.ordered[keep:]:
+                request = worker.members[key[-1]]
+                if not request.ran_here and not request.reserved and request.residency is Residency.NONE:
+                    ledger.release(request, tell_worker=True)
+
+
+def _steal(shard: Shard, ledger: Ledger) -> None:
+    """A worker with a free slot takes what others have listed and do not run; the queue has nothing for it."""
+    if not _has_victims(shard):
+        return
+    for thief in list(_with_free_slots(shard)):
+        while len(thief.members) < thief.slots:
+            request = _best_to_steal(shard, thief)
+            if request is None:
+                break
+            ledger.move(request, thief)
+
+
+def _has_victims(shard: Shard) -> bool:
+    fullest = next(shard.by_load_reversed(), None)
+    return fullest is not None and (len(fullest.members) > fullest.slots or bool(shard.short_of_blocks))
+
+
+def _with_free_slots(shard: Shard) -> Iterator[Worker]:
+    for worker in shard.by_load():
+        if len(worker.members) >= worker.slots:
+            return
+        yield worker
+
+
+def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
+    """From the longest list on; then from lists that are short enough, where KV blocks are not."""
+    for victim in shard.by_load_reversed():
+        if len(victim.members) <= victim.slots:
+            break
+        waiting = (victim.members[key[-1]] for key in victim.ordered)
+        able = [request for request in waiting if not request.running and thief.holds(request)]
+        if able:
+            # What has no KV moves at no cost; best rank first among equals.
+            return min(able, key=lambda request: request.residency)
+    for victim in shard.short_of_blocks.values():
+        for request in victim.waiting_for_blocks:
+            if thief.holds(request) and thief.has_blocks_for(request):
+                return request
+    return None

@@ -1,0 +1,29 @@
+"""Policies: a rank each. Adding one is one small file here and one line in `POLICIES`.
+
+A policy changes a rank only when it is asked, that is when an event touches the request; it keeps nothing of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler_svc.core.policies.base import Policy
+from scheduler_svc.core.policies.fcfs import Fcfs
+from scheduler_svc.core.policies.laps_sd import LapsSd
+from scheduler_svc.core.policies.srpt_length import SrptLength
+from scheduler_svc.core.settings import CoreSettings
+
+__all__ = ["POLICIES", "Policy", "policy_named"]
+
+POLICIES: dict[str, Callable[[CoreSettings], Policy]] = {
+    "fcfs": Fcfs,
+    "srpt-length": SrptLength,
+    "laps-sd": LapsSd,
+}
+
+
+def policy_named(name: str, settings: CoreSettings) -> Policy:
+    """The policy of that name; ValueError names the ones there are."""
+    if name not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, not {name!r}")
+    return POLICIES[name](settings)

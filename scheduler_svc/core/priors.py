@@ -1,0 +1,200 @@
+"""What is learnt online, per workload class and of the machine; survives a restart on the record.
+
+The scheduler feeds it, policies read it. Ranks are computed when their request is touched, so a change here reaches
+a waiting request with its next event, never by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scheduler_svc.core.acceptance import (
+    DEFAULT_TOKENS_PER_ROUND,
+    DEFAULT_WEIGHT_ROUNDS,
+    POOL_WEIGHT_ROUNDS,
+    AcceptanceStatistics,
+    TokensPerRound,
+    shrinkage,
+    tokens_per_round,
+)
+from scheduler_svc.core.cost import CostModel
+from scheduler_svc.core.lengths import (
+    BINS,
+    DEFAULT_MASSES,
+    GuessError,
+    LengthTable,
+    LogLengths,
+    TokensLeft,
+    left_by_guess,
+)
+
+FORMAT = 1
+COST_CHANGE = 0.05
+MAX_CLASSES = 256
+"""Classes beyond this share the statistics of all: the client's hint must not grow the memory."""
+
+
+@dataclass(slots=True)
+class ClassPriors:
+    """What one workload class was like."""
+
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    lengths: LengthTable = field(default_factory=LengthTable)
+    log_lengths: LogLengths = field(default_factory=LogLengths)
+    client_guess: GuessError = field(default_factory=GuessError)
+    worker_guess: GuessError = field(default_factory=GuessError)
+
+
+class Priors:
+    """All that was learnt.
+
+    What a rank asks for is always the newest. `version` says when ranks made before should be made again: it grows at
+    intervals (`publish`), and only if a length table was built anew or the cost of a round moved by more than
+    `COST_CHANGE`.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.cost = CostModel()
+        self._all = ClassPriors()
+        self._classes: dict[str, ClassPriors] = {}
+        self._share_s = self.cost.share_s(0)
+        """Cost of a round as of this version."""
+        self._tables_changed = False
+
+    # What policies ask.
+
+    def tokens_per_round(self, workload_class: str, rounds: int, emitted: int) -> TokensPerRound:
+        """Tokens that a request of this class will gain per round, after so many rounds and tokens of its own."""
+        own, everyone = self._of(workload_class).acceptance, self._all.acceptance
+        pooled = everyone.mean(DEFAULT_TOKENS_PER_ROUND, DEFAULT_WEIGHT_ROUNDS)
+        variances = own.variances() or everyone.variances()
+        # With no history, rounds are about as spread as a geometric count of that mean.
+        within = variances[0] if variances else pooled
+        return tokens_per_round(
+            own.mean(pooled, POOL_WEIGHT_ROUNDS), shrinkage(variances), within, rounds, emitted
+        )
+
+    def mean_tokens_per_round(self, workload_class: str) -> float:
+        """The class mean, for policies that ignore a request's own acceptance."""
+        return self.tokens_per_round(workload_class, 0, 0).mean
+
+    def tokens_left(
+        self, workload_class: str, emitted: int, most: int, guess: float | None, by_worker: bool
+    ) -> TokensLeft:
+        """Output tokens left of a request that emitted so many of at most `most`; `guess` is of the total."""
+        own = self._of(workload_class)
+        if guess is None:
+            known = own.lengths.weight
+            return own.lengths.left(emitted, most, f"lengths of {known:.0f} requests of its class")
+        if by_worker:
+            return left_by_guess(
+                guess, own.worker_guess, own.log_lengths, emitted, most, "the worker's prediction"
+            )
+        return left_by_guess(guess, own.client_guess, own.log_lengths, emitted, most, "the client's estimate")
+
+    # What the scheduler tells.
+
+    def publish(self) -> None:
+        """Start a new version if that would change ranks."""
+        share_s = self.cost.share_s(0)
+        if self._tables_changed or abs(share_s - self._share_s) > COST_CHANGE * self._share_s:
+            self._share_s = share_s
+            self._tables_changed = False
+            self.version += 1
+
+    def observe_round(self, batch: int, context_tokens: int, seconds: float) -> None:
+        """What a round cost; see `CostModel`."""
+        self.cost.observe_round(batch, context_tokens, seconds)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """What a prefill cost; see `CostModel`."""
+        self.cost.observe_prefill(tokens, seconds)
+
+    def observe_tokens(self, workload_class: str, tokens: int) -> None:
+        """A request gained so many tokens in one round."""
+        for priors in self._touch(workload_class):
+            priors.acceptance.observe_round(tokens)
+
+    def observe_acceptance(self, workload_class: str, rounds: int, tokens: int, squares: int) -> None:
+        """A request ended: its rounds, their tokens and squared tokens."""
+        for priors in self._touch(workload_class):
+            priors.acceptance.observe_end(rounds, tokens, squares)
+
+    def observe_length(
+        self, workload_class: str, length: int, client_guess: float | None, worker_guess: float | None
+    ) -> None:
+        """A request ran to its own end after so many tokens."""
+        for priors in self._touch(workload_class):
+            priors.lengths.observe(length)
+            priors.log_lengths.observe(length)
+            if client_guess is not None:
+                priors.client_guess.observe(client_guess, length)
+            if worker_guess is not None:
+                priors.worker_guess.observe(worker_guess, length)
+            if priors.lengths.stale:
+                priors.lengths.rebuild(DEFAULT_MASSES if priors is self._all else self._all.lengths.masses)
+                self._tables_changed = True
+
+    def _of(self, workload_class: str) -> ClassPriors:
+        return self._classes.get(workload_class, self._all)
+
+    def _touch(self, workload_class: str) -> list[ClassPriors]:
+        """Everything that learns from a request of this class; the sum over all classes first."""
+        if workload_class not in self._classes and len(self._classes) < MAX_CLASSES:
+            self._classes[workload_class] = ClassPriors()
+        own = self._classes.get(workload_class)
+        return [self._all] if own is None else [self._all, own]
+
+    # The record.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and dictionaries, for JSON."""
+        return {
+            "format": FORMAT,
+            "version": self.version,
+            "cost": asdict(self.cost),
+            "all": _class_to_dict(self._all),
+            "classes": {name: _class_to_dict(priors) for name, priors in self._classes.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Priors:
+        """What `to_dict` gave; another format starts afresh: priors are a help, never a need."""
+        priors = cls()
+        if data.get("format") != FORMAT:
+            return priors
+        priors.version = data["version"]
+        priors.cost = CostModel(**{**data["cost"], "fit": tuple(data["cost"]["fit"])})
+        priors._share_s = priors.cost.share_s(0)
+        priors._all = _class_from_dict(data["all"], DEFAULT_MASSES)
+        everyone = priors._all.lengths.masses
+        priors._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
+        return priors
+
+
+def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
+    return {
+        "acceptance": asdict(priors.acceptance),
+        "length_counts": {str(i): count for i, count in enumerate(priors.lengths.counts) if count},
+        "log_lengths": asdict(priors.log_lengths),
+        "client_guess": asdict(priors.client_guess),
+        "worker_guess": asdict(priors.worker_guess),
+    }
+
+
+def _class_from_dict(data: Mapping[str, Any], prior_masses: list[float]) -> ClassPriors:
+    lengths = LengthTable()
+    counts = data["length_counts"]
+    lengths.counts = [counts.get(str(i), 0.0) for i in range(BINS)]
+    lengths.weight = sum(lengths.counts)
+    lengths.rebuild(prior_masses)
+    return ClassPriors(
+        AcceptanceStatistics(**data["acceptance"]),
+        lengths,
+        LogLengths(**data["log_lengths"]),
+        GuessError(**data["client_guess"]),
+        GuessError(**data["worker_guess"]),
+    )

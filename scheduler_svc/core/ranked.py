@@ -1,0 +1,80 @@
+"""A sorted set with positions, in the standard library: blocks of sorted lists.
+
+Insert, remove and position cost one bisection over the blocks and one move inside a block of bounded size, which for
+the sizes that occur (up to 10^6) is a few microseconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound="tuple[float | int | str, ...]")
+
+_BLOCK = 512
+
+
+class Ranked(Generic[Key]):
+    """Distinct keys in order. Invariants: no block is empty, none is longer than twice `_BLOCK`."""
+
+    def __init__(self) -> None:
+        self._blocks: list[list[Key]] = []
+        self._last: list[Key] = []
+        """The greatest key of each block."""
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Key]:
+        for block in self._blocks:
+            yield from block
+
+    def __reversed__(self) -> Iterator[Key]:
+        for block in reversed(self._blocks):
+            yield from reversed(block)
+
+    def add(self, key: Key) -> None:
+        """Add a key that is not there yet."""
+        self._size += 1
+        if not self._blocks:
+            self._blocks.append([key])
+            self._last.append(key)
+            return
+        at = min(bisect_left(self._last, key), len(self._blocks) - 1)
+        block = self._blocks[at]
+        insort(block, key)
+        self._last[at] = block[-1]
+        if len(block) > 2 * _BLOCK:
+            self._blocks.insert(at + 1, block[_BLOCK:])
+            del block[_BLOCK:]
+            self._last.insert(at, block[-1])
+
+    def remove(self, key: Key) -> None:
+        """Remove a key; KeyError if it is not there."""
+        at = bisect_left(self._last, key)
+        block = self._blocks[at] if at < len(self._blocks) else []
+        inside = bisect_left(block, key)
+        if inside == len(block) or block[inside] != key:
+            raise KeyError(key)
+        del block[inside]
+        self._size -= 1
+        if block:
+            self._last[at] = block[-1]
+        else:
+            del self._blocks[at], self._last[at]
+
+    def position(self, key: Key) -> int:
+        """How many keys are smaller."""
+        at = bisect_left(self._last, key)
+        before = sum(len(block) for block in self._blocks[:at])
+        return before + (bisect_left(self._blocks[at], key) if at < len(self._blocks) else 0)
+
+    def at(self, index: int) -> Key:
+        """The key with so many smaller ones; IndexError if there is none."""
+        for block in self._blocks:
+            if index < len(block):
+                return block[index]
+            index -= len(block)
+        raise IndexError(index)

@@ -1,0 +1,27 @@
+"""Applies the policy to requests, and remembers on which priors each rank rests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.policies.base import Policy
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Ranker:
+    """A policy over priors."""
+
+    policy: Policy
+    priors: Priors
+
+    def rank(self, request: Request) -> RankKey:
+        """Its rank by what is known now."""
+        request.priors_version = self.priors.version
+        return self.policy.rank(request, self.priors)
+
+    def is_stale(self, request: Request) -> bool:
+        """Whether its rank rests on an older version of the priors."""
+        return request.priors_version != self.priors.version

@@ -1,0 +1,525 @@
+"""Which request runs where: a function of events and time.
+
+Invariants
+  * No I/O, no clock, no randomness: the same events at the same times give the same commands.
+  * Every accepted request ends in exactly one way, and leaves the core in the step that says so.
+  * A lease is on the record before a request enters any worker's list, and no request is in two lists.
+  * Only the lease epoch judges a report: with another one it changes nothing.
+  * Ranks change by events only, so a step costs O(log n) in queued requests for each event.
+
+The caller's part is the contract at the top of `core/commands.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.commands import Command, Commit, Finish, Rank, StoryLine
+from scheduler_svc.core.events import (
+    Arrived,
+    End,
+    EndRequested,
+    Event,
+    Progress,
+    Recovered,
+    Refused,
+    RequestFacts,
+    RoundReported,
+    WorkerDraining,
+    WorkerLost,
+    WorkerUp,
+)
+from scheduler_svc.core.ledger import Ledger
+from scheduler_svc.core.placement import has_room_for, place
+from scheduler_svc.core.policies.base import Policy
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.ranker import Ranker
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.shard import Shard
+from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, WorkerView
+from scheduler_svc.core.worker import Worker
+
+OF_LATE = 0.02
+"""Weight of the newest round in a worker's figures of late."""
+FIRST_GAP_S = 0.25
+GAP_GROWTH = 1.25
+"""Seconds between two versions of the priors: at first, and how they grow up to `priors_interval_s`."""
+NO_BLOCKS = "no KV blocks left for it"
+OWN_ENDS = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
+"""Ends that say how long a request of its class is; the others cut it short."""
+
+
+class Scheduler:
+    """The whole core. Not thread-safe; one task owns it."""
+
+    def __init__(self, policy: Policy, settings: CoreSettings, priors: Priors) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.priors = priors
+        self._ranker = Ranker(policy, priors)
+        self._publish_at_s = 0.0
+        self._publish_gap_s = FIRST_GAP_S
+        self._shard = Shard(settings.list_factor, settings.reserved_share)
+
+    def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
+        """Hear what happened since the last step; return what follows from it, in the order of the contract."""
+        ledger = Ledger(self._shard, self._ranker, now_s)
+        for event in events:
+            self._apply(event, ledger)
+        self._publish(now_s)
+        place(self._shard, ledger, self.settings)
+        return ledger.commands(self.settings)
+
+    def _publish(self, now_s: float) -> None:
+        """Let waiting requests feel what was learnt, at intervals: often at first, when every round teaches much."""
+        if now_s >= self._publish_at_s:
+            self.priors.publish()
+            self._publish_at_s = now_s + self._publish_gap_s
+            self._publish_gap_s = min(self._publish_gap_s * GAP_GROWTH, self.settings.priors_interval_s)
+
+    def _apply(self, event: Event, ledger: Ledger) -> None:
+        match event:
+            case Arrived(facts):
+                self._arrived(facts, ledger)
+            case Recovered():
+                self._recovered(event, ledger)
+            case RoundReported():
+                self._round_reported(event, ledger)
+            case EndRequested(request_id, end, detail):
+                self._end_requested(request_id, end, detail, ledger)
+            case WorkerUp():
+                self._worker_up(event, ledger)
+            case WorkerLost(worker_id):
+                self._worker_lost(worker_id, ledger)
+            case WorkerDraining(worker_id):
+                self._worker_draining(worker_id, ledger)
+            case Refused(request_id):
+                # Gone or stale: either way the picture here is wrong. The shell reads the record again and tells
+                # what it finds as `Recovered`.
+                self._forget(request_id, ledger)
+
+    # Requests come and go.
+
+    def _arrived(self, facts: RequestFacts, ledger: Ledger) -> None:
+        if facts.request_id in self._shard.requests:
+            return
+        request = Request(facts, expected_total=_guess(facts.expected_output_tokens))
+        request.tell(ledger.now_s, "arrived")
+        self._enter(request)
+        ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
+
+    def _recovered(self, event: Recovered, ledger: Ledger) -> None:
+        self._forget(event.facts.request_id, ledger)
+        request = Request(
+            event.facts,
+            lease_epoch=event.lease_epoch,
+            worker=event.worker_id,
+            emitted=event.emitted,
+            rounds=event.rounds,
+            drafted=event.drafted,
+            accepted=event.accepted,
+            attained_s=event.attained_s,
+            preemptions=event.preemptions,
+            started=event.rounds > 0,
+            expected_total=_guess(event.facts.expected_output_tokens),
+        )
+        request.tell(ledger.now_s, "recovered", "from the record, by a new leader")
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        request.set_rank(self._ranker.rank(request))
+        self._shard.enter(request)
+
+    def _end_requested(self, request_id: str, end: End, detail: str, ledger: Ledger) -> None:
+        request = self._shard.requests.get(request_id)
+        if request is None:
+            return
+        request.tell(ledger.now_s, "ended", end.value)
+        ledger.write(Finish(request_id, end, detail, request.standing, tuple(request.story)))
+        self._forget(request_id, ledger)
+
+    def _forget(self, request_id: str, ledger: Ledger) -> None:
+        request = self._shard.requests.get(request_id)
+        if request is None:
+            return
+        if request.worker is not None:
+            ledger.drop(request.worker, request_id, request.lease_epoch)
+        self._shard.leave(request)
+
+    # Workers come and go.
+
+    def _worker_up(self, event: WorkerUp, ledger: Ledger) -> None:
+        worker = self._shard.worker_up(event.facts)
+        worker.must_send = True  # whatever list it still has, it now gets ours
+        worker.told_drained = False
+        worker.free_target_blocks = event.facts.target_blocks
+        worker.free_draft_blocks = event.facts.draft_blocks
+        held: dict[str, Residency] = {}
+        for item in event.held:
+            request = worker.members.get(item.request_id)
+            if request is not None and request.lease_epoch == item.lease_epoch:
+                held[item.request_id] = item.residency
+            else:
+                ledger.drop(worker.worker_id, item.request_id, item.lease_epoch)
+        for request in list(worker.members.values()):
+            self._stop_running(request, worker)
+            if request.request_id not in held:
+                request.ran_here = False
+            self._reside(request, held.get(request.request_id, Residency.NONE))
+
+    def _worker_lost(self, worker_id: str, ledger: Ledger) -> None:
+        worker = self._shard.workers.get(worker_id)
+        if worker is None:
+            return
+        self._shard.worker_lost(worker)
+        for request in list(worker.members.values()):
+            ledger.release(request, tell_worker=False)
+            request.tell(
+                ledger.now_s, "requeued", f"worker {worker_id} was lost; goes on from its committed tokens"
+            )
+
+    def _worker_draining(self, worker_id: str, ledger: Ledger) -> None:
+        worker = self._shard.workers.get(worker_id)
+        if worker is None or worker.draining:
+            return
+        worker.draining = True
+        self._shard.worker_changed(worker)
+        for request in list(worker.members.values()):
+            if not request.running:
+                self._move_from_draining(request, ledger)
+
+    def _move_from_draining(self, request: Request, ledger: Ledger) -> None:
+        worker_id = request.worker
+        ledger.release(request, tell_worker=True)
+        request.tell(ledger.now_s, "requeued", f"worker {worker_id} is leaving")
+
+    # A round.
+
+    def _round_reported(self, report: RoundReported, ledger: Ledger) -> None:
+        worker = self._shard.workers.get(report.worker_id)
+        present: list[tuple[Progress, Request]] = []
+        for progress in report.progress:
+            request = self._shard.requests.get(progress.request_id)
+            if (
+                request is None
+                or request.worker != report.worker_id
+                or request.lease_epoch != progress.lease_epoch
+            ):
+                ledger.drop(report.worker_id, progress.request_id, progress.lease_epoch)
+            elif progress.position > request.emitted:
+                # It has tokens that neither the record nor this core knows of: its picture cannot be trusted.
+                ledger.release(request, tell_worker=True)
+                request.tell(ledger.now_s, "requeued", "its worker was ahead of the record")
+            elif _is_duplicate(progress, request):
+                # The record answers "already", and the report can be acknowledged.
+                ledger.write(_commit(progress, request, progress.position, progress.tokens, ()))
+            else:
+                present.append((progress, request))
+        if worker is None:
+            return
+        worker.free_target_blocks = report.free_target_blocks
+        worker.free_draft_blocks = report.free_draft_blocks
+        if present:
+            self._learn_round(report, present, worker)
+            self._who_ran(present, worker, ledger)
+            for progress, request in present:
+                self._progressed(progress, request, report, ledger)
+        for change in report.residency:
+            member = worker.members.get(change.request_id)
+            if member is not None and member.lease_epoch == change.lease_epoch:
+                self._moved_memory(member, change.residency, worker, ledger)
+        if worker.draining:
+            self._move_running(worker, ledger)
+
+    def _moved_memory(self, request: Request, residency: Residency, worker: Worker, ledger: Ledger) -> None:
+        if request.running and residency is not Residency.DEVICE:
+            self._pause(request, worker, NO_BLOCKS, ledger)
+        level = request.rank.level
+        self._reside(request, residency, ledger)
+        if request.rank.level != level:
+            ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
+
+    def _learn_round(
+        self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
+    ) -> None:
+        seconds = report.draft_s + report.verify_s
+        context = sum(request.context_tokens for _, request in present)
+        self.priors.observe_round(len(report.progress), context, seconds)
+        prefilled = sum(progress.prefilled for progress in report.progress)
+        if prefilled:
+            self.priors.observe_prefill(prefilled, report.prefill_s)
+        tokens = sum(len(progress.tokens) for progress, _ in present)
+        worker.rounds += 1
+        worker.tokens += tokens
+        worker.drafted += OF_LATE * (sum(progress.drafted for progress, _ in present) - worker.drafted)
+        worker.accepted += OF_LATE * (sum(progress.accepted for progress, _ in present) - worker.accepted)
+        if report.total_s > 0:
+            worker.tokens_per_s += OF_LATE * (tokens / report.total_s - worker.tokens_per_s)
+
+    def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
+        """Who took part now and who did before: starts, pauses, resumptions."""
+        now = {request.request_id: request for _, request in present}
+        newcomers = [request for request in now.values() if not request.running]
+        best = min(newcomers, key=lambda request: request.order_key, default=None)
+        for request in worker.members.values():
+            if request.request_id not in now:
+                request.passed_over += 1
+                ledger.refresh(request)
+        for request in [r for r in worker.running.values() if r.request_id not in now]:
+            self._pause(request, worker, _why_paused(request, best), ledger)
+        for request in newcomers:
+            request.tell(
+                ledger.now_s, "resumed" if request.started else "started", f"on worker {worker.worker_id}"
+            )
+            self._shard.set_running(request, True)
+            worker.running[request.request_id] = request
+            request.started = request.ran_here = True
+        for request in now.values():
+            request.passed_over = 0
+        if worker.waiting_for_blocks:
+            self._shard.short_of_blocks[worker.worker_id] = worker
+        else:
+            self._shard.short_of_blocks.pop(worker.worker_id, None)
+
+    def _pause(self, request: Request, worker: Worker, why: str, ledger: Ledger) -> None:
+        self._stop_running(request, worker)
+        request.preemptions += 1
+        request.tell(ledger.now_s, "paused", why)
+
+    def _stop_running(self, request: Request, worker: Worker) -> None:
+        if request.running:
+            self._shard.set_running(request, False)
+            del worker.running[request.request_id]
+            self._shard.touched[worker.worker_id] = worker
+
+    def _progressed(
+        self, progress: Progress, request: Request, report: RoundReported, ledger: Ledger
+    ) -> None:
+        tokens = progress.tokens[request.emitted - progress.position :]
+        position = request.emitted
+        self._charge(progress, request, report)
+        request.emitted += len(tokens)
+        request.rounds += 1
+        request.drafted += progress.drafted
+        request.accepted += progress.accepted
+        workload_class = request.facts.workload_class
+        if tokens:
+            request.seen_rounds += 1
+            request.seen_tokens += len(tokens)
+            request.seen_squares += len(tokens) ** 2
+            self.priors.observe_tokens(workload_class, len(tokens))
+        if progress.predicted_remaining_tokens is not None:
+            request.expected_total = max(1.0, request.emitted + progress.predicted_remaining_tokens)
+            request.predicted_by_worker = True
+            request.first_prediction = request.first_prediction or request.expected_total
+        if progress.end is None:
+            self._reside(request, Residency.DEVICE, ledger)
+            ledger.write(_commit(progress, request, position, tokens, ()))
+        else:
+            request.tell(ledger.now_s, "ended", progress.end.value)
+            ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
+            self._learn_end(progress.end, request)
+            self._shard.leave(request)
+
+    def _charge(self, progress: Progress, request: Request, report: RoundReported) -> None:
+        """Attained service: an equal share of the round, and of the prefill by the tokens computed."""
+        request.attained_s += (report.draft_s + report.verify_s) / len(report.progress)
+        if progress.prefilled:
+            prefilled = sum(other.prefilled for other in report.progress)
+            request.attained_s += report.prefill_s * progress.prefilled / prefilled
+
+    def _learn_end(self, end: End, request: Request) -> None:
+        workload_class = request.facts.workload_class
+        if request.seen_rounds:
+            self.priors.observe_acceptance(
+                workload_class, request.seen_rounds, request.seen_tokens, request.seen_squares
+            )
+        if end in OWN_ENDS and request.emitted:
+            self.priors.observe_length(
+                workload_class,
+                request.emitted,
+                _guess(request.facts.expected_output_tokens),
+                request.first_prediction,
+            )
+
+    def _reside(self, request: Request, residency: Residency, ledger: Ledger | None = None) -> None:
+        """Rank it anew, with its KV there; with a ledger, tell its story."""
+        before = request.rank
+        request.residency = residency
+        self._shard.rerank(request, self._ranker.rank(request))
+        if ledger is None:
+            return
+        if request.rank.level != before.level:
+            request.tell(ledger.now_s, "level", f"from {before.level} to {request.rank.level}")
+        if request.rank.perceptible != before.perceptible:
+            request.tell(
+                ledger.now_s, "perceptible" if request.rank.perceptible else "non-perceptible", _left(request)
+            )
+
+    def _move_running(self, worker: Worker, ledger: Ledger) -> None:
+        """The round boundary of a draining worker: its requests move when there is room elsewhere and that is
+        sooner than finishing here; those that do not run move in any case.
+        """
+        for request in list(worker.members.values()):
+            worth_it = request.rank.remaining.mean_s > request.rank.resume_cost_s
+            if not request.running or (worth_it and has_room_for(self._shard, request)):
+                self._move_from_draining(request, ledger)
+
+    # Questions. They change nothing.
+
+    def explain(self, request_id: str, now_s: float) -> Explanation | None:
+        """Everything about one request; None when it is not here (any more)."""
+        request = self._shard.requests.get(request_id)
+        if request is None:
+            return None
+        rank = request.rank
+        return Explanation(
+            request_id=request_id,
+            tenant=request.facts.tenant,
+            priority=request.facts.priority,
+            place=_place_of(request),
+            policy=self.policy.name,
+            level=rank.level,
+            index_s=request.order_key[1],
+            position=self._shard.order.position(request.order_key),
+            perceptible=rank.perceptible,
+            remaining_s=rank.remaining.mean_s,
+            remaining_low_s=rank.remaining.low_s,
+            remaining_high_s=rank.remaining.high_s,
+            basis=rank.remaining.basis,
+            worker_id=request.worker,
+            lease_epoch=request.lease_epoch,
+            reserved=request.reserved,
+            fits_a_worker=request_id not in self._shard.parked,
+            waiting_s=now_s - request.facts.arrival_s,
+            attained_s=request.attained_s,
+            rounds=request.rounds,
+            drafted=request.drafted,
+            accepted=request.accepted,
+            emitted=request.emitted,
+            preemptions=request.preemptions,
+            arrival_s=request.facts.arrival_s,
+            story=tuple(request.story),
+        )
+
+    def queue(self, now_s: float, limit: int) -> list[QueueEntry]:
+        """Unfinished requests, best first, at most `limit`."""
+        requests = (self._shard.requests[key[-1]] for key in islice(self._shard.order, limit))
+        return [
+            QueueEntry(
+                request_id=request.request_id,
+                tenant=request.facts.tenant,
+                priority=request.facts.priority,
+                place=_place_of(request),
+                level=request.rank.level,
+                index_s=request.order_key[1],
+                perceptible=request.rank.perceptible,
+                waiting_s=now_s - request.facts.arrival_s,
+                attained_s=request.attained_s,
+                emitted=request.emitted,
+                worker_id=request.worker,
+            )
+            for request in requests
+        ]
+
+    def workers(self) -> list[WorkerView]:
+        """All workers, those included that only the record's leases name."""
+        return [_view(self._shard.workers[worker_id]) for worker_id in sorted(self._shard.workers)]
+
+    def depth_by_level(self) -> list[int]:
+        """Requests that wait (queued, or listed and not running), by level, up to the highest level ever used."""
+        return [self._shard.depth[level] for level in range(max(self._shard.depth, default=-1) + 1)]
+
+    def totals(self) -> Totals:
+        """The shard in numbers."""
+        queued = len(self._shard.queued) + len(self._shard.parked)
+        return Totals(
+            queued=queued,
+            listed=len(self._shard.requests) - queued,
+            running=self._shard.running,
+            backlog_s=max(0.0, self._shard.backlog_s),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken; for tests."""
+        self._shard.check()
+
+
+def _guess(tokens: int | None) -> float | None:
+    return None if tokens is None else float(max(1, tokens))
+
+
+def _is_duplicate(progress: Progress, request: Request) -> bool:
+    """Everything it says was committed before. A round without tokens (a prefill) cannot be told from its repetition
+    unless tokens came after it; counting it twice only charges it twice.
+    """
+    return (
+        progress.end is None
+        and progress.position < request.emitted
+        and progress.position + len(progress.tokens) <= request.emitted
+    )
+
+
+def _commit(
+    progress: Progress,
+    request: Request,
+    position: int,
+    tokens: tuple[int, ...],
+    story: tuple[StoryLine, ...],
+) -> Commit:
+    return Commit(
+        request_id=request.request_id,
+        lease_epoch=request.lease_epoch,
+        position=position,
+        tokens=tokens,
+        standing=request.standing,
+        end=progress.end,
+        cut_characters=progress.cut_characters,
+        detail=progress.error,
+        story=story,
+    )
+
+
+def _why_paused(request: Request, newcomer: Request | None) -> str:
+    """Names no other request: ranks and estimates only."""
+    if newcomer is None:
+        return NO_BLOCKS
+    if newcomer.reserved and newcomer.order_key > request.order_key:
+        return "the reserved share went to an older request"
+    return f"outranked by a request with {_left(newcomer)}; this one has {_left(request)}"
+
+
+def _left(request: Request) -> str:
+    return f"about {request.rank.remaining.mean_s:.3g} s left (level {request.rank.level})"
+
+
+def _place_of(request: Request) -> Place:
+    if request.worker is None:
+        return Place.QUEUED
+    return Place.RUNNING if request.running else Place.LISTED
+
+
+def _view(worker: Worker) -> WorkerView:
+    facts = worker.facts
+    return WorkerView(
+        worker_id=worker.worker_id,
+        up=facts is not None,
+        draining=worker.draining,
+        slots=worker.slots,
+        running=len(worker.running),
+        listed=len(worker.members),
+        target_blocks=facts.target_blocks if facts else 0,
+        draft_blocks=facts.draft_blocks if facts else 0,
+        free_target_blocks=worker.free_target_blocks,
+        free_draft_blocks=worker.free_draft_blocks,
+        rounds=worker.rounds,
+        tokens=worker.tokens,
+        acceptance=worker.accepted / worker.drafted if worker.drafted else 0.0,
+        tokens_per_s=worker.tokens_per_s,
+        moving_cost_s=sum(
+            request.rank.resume_cost_s for request in worker.members.values() if request.ran_here
+        ),
+    )

@@ -1,0 +1,65 @@
+"""Everything in the core that can be set. One object; the defaults are the policy's (nothing tuned per workload)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.rank import MAX_LEVELS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSettings:
+    """Raises ValueError with a sentence when a value makes no sense."""
+
+    list_factor: int = 2
+    """A worker's list holds this many times its slots while that much is queued. Below 2 a worker may run dry
+    between two messages; a large one spreads leases that later have to move."""
+    list_margin: float = 0.5
+    """How far a request may fall behind the list's length, as a share of it, before it is taken back: 0 moves
+    leases at every change of rank."""
+    resend_index_change: float = 0.05
+    """A list is sent again when an index moved by more than this share. Larger: older ranks at the workers,
+    smaller: more messages that change nothing."""
+    priors_interval_s: float = 10.0
+    """Seconds between two versions of what was learnt. Each makes the ranks of waiting requests anew as they come
+    into play: a small value costs time with many workers, a large one leaves old ranks standing."""
+    reserved_share: bool = True
+    """Give max(1, B/32) slots to the oldest requests of the shard (POLICY 2.7)."""
+    level_base_s: float = 1 / 128
+    """Machine seconds up to which a request is in level 0. Levels are absolute and grow exponentially, so the base
+    sets the finest distinction only; see `policies/laps_sd.py` for why it is not learnt."""
+    level_factor: float = 4.0
+    """Each level spans this many times the service of the one before."""
+    level_count: int = 12
+    """Levels in all; the last one is open-ended. 12 levels of factor 4 reach from 8 ms to 9 hours."""
+    perceptible_spread: float = 10.0
+    """A request is perceptible when the ends of the 80 % interval of its remaining service differ by no more than
+    this factor: its level is then known up to a neighbour. A length predicted as well as predictors do passes at
+    arrival (a factor of about 7), a class with chat-like lengths and nothing else does not (13). At 4, the width of
+    one level, such predictions did not pass either, which cost 24 % of the mean latency (one slot, load 0.8)."""
+    perceptible_hysteresis: float = 8.0
+    """A perceptible request stays so until its interval is this much wider than `perceptible_spread`. Near its
+    predicted end a request's remaining service is always uncertain by a large factor; to send it back to a level by
+    attained service then cost 4 % in the same setting."""
+    level_hysteresis: float = 1.10
+    """A request keeps its level until its service is this much outside the level's range."""
+
+    def __post_init__(self) -> None:
+        if self.list_factor < 1:
+            raise ValueError(f"list_factor must be at least 1, not {self.list_factor}")
+        if self.list_margin < 0:
+            raise ValueError(f"list_margin must not be negative, not {self.list_margin}")
+        if self.resend_index_change < 0:
+            raise ValueError(f"resend_index_change must not be negative, not {self.resend_index_change}")
+        if self.priors_interval_s < 0:
+            raise ValueError(f"priors_interval_s must not be negative, not {self.priors_interval_s}")
+        if self.level_base_s <= 0:
+            raise ValueError(f"level_base_s must be more than 0 seconds, not {self.level_base_s}")
+        if self.level_factor <= 1:
+            raise ValueError(f"level_factor must be more than 1, not {self.level_factor}")
+        if not 1 <= self.level_count <= MAX_LEVELS:
+            raise ValueError(f"level_count must be from 1 to {MAX_LEVELS}, not {self.level_count}")
+        if self.perceptible_spread < 1 or self.perceptible_hysteresis < 1 or self.level_hysteresis < 1:
+            raise ValueError(
+                "perceptible_spread, perceptible_hysteresis and level_hysteresis must be at least 1"
+            )

@@ -1,0 +1,312 @@
+"""All requests and workers of a shard, and the orders kept over them.
+
+Invariants (`check` states them in code; tests call it after every step)
+  * A request is in exactly one place: queued, parked, or on the list of the one worker that it names.
+  * `queued` holds what some worker that takes work could hold, `parked` what none could.
+  * The reserved requests are the oldest ones, as many as the workers' reserved shares add up to.
+
+Only this module changes the orders, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.events import WorkerFacts
+from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.ranked import Ranked
+from scheduler_svc.core.request import OrderKey, Request
+from scheduler_svc.core.worker import Worker
+
+_Cut = tuple[int, float, str, str]
+"""The order key of the last member inside a full list, and the worker."""
+
+
+class Shard:
+    """The working copy. Changes no rank and emits nothing by itself."""
+
+    def __init__(self, list_factor: int, reserved_share: bool) -> None:
+        self.requests: dict[str, Request] = {}
+        self.workers: dict[str, Worker] = {}
+        self.order: Ranked[OrderKey] = Ranked()
+        """All unfinished requests."""
+        self.queued: Ranked[OrderKey] = Ranked()
+        self.parked: dict[str, Request] = {}
+        self.touched: dict[str, Worker] = {}
+        """Workers whose list may differ from what they have."""
+        self.short_of_blocks: dict[str, Worker] = {}
+        """Workers that left out requests for which they had slots, by their last report."""
+        self.depth: Counter[int] = Counter()
+        """Requests that do not run, by level."""
+        self.backlog_s = 0.0
+        self.running = 0
+        self._list_factor = list_factor
+        self._reserved_share = reserved_share
+        self._by_age: Ranked[tuple[int, str]] = Ranked()
+        self._reserved: dict[str, Request] = {}
+        self.reserved_queued: dict[str, Request] = {}
+        """Reserved requests in the queue: they go onto a list whatever their rank."""
+        self._reserved_total = 0
+        self._reserve_afresh = False
+        self._loads: Ranked[tuple[float, str]] = Ranked()
+        self._load_of: dict[str, tuple[float, str]] = {}
+        self._cuts: Ranked[_Cut] = Ranked()
+        self._cut_of: dict[str, _Cut] = {}
+        self._capacity_tokens = 0
+        """The longest context that any worker that takes work could hold."""
+
+    # Requests.
+
+    def enter(self, request: Request) -> None:
+        """A ranked request joins: in the queue, or on the list of the worker that it names."""
+        self.requests[request.request_id] = request
+        self.order.add(request.order_key)
+        age = (request.facts.sequence, request.request_id)
+        self._by_age.add(age)
+        if self._by_age.position(age) < len(self._reserved):
+            self._reserve_afresh = True
+        self._count(request, +1)
+        if request.worker is None:
+            self._enqueue(request)
+        else:
+            self._enlist(request, self.worker(request.worker))
+
+    def leave(self, request: Request) -> None:
+        """It ended, or is forgotten."""
+        if request.worker is None:
+            self._dequeue(request)
+        else:
+            self._delist(request)
+        self._count(request, -1)
+        self._by_age.remove((request.facts.sequence, request.request_id))
+        self.order.remove(request.order_key)
+        self._reserved.pop(request.request_id, None)
+        del self.requests[request.request_id]
+        if not self.requests:
+            self.backlog_s = 0.0  # what rounding left
+
+    def lease(self, request: Request, worker: Worker) -> None:
+        """From the queue onto a list, under the next lease epoch."""
+        self._dequeue(request)
+        request.lease_epoch += 1
+        self._enlist(request, worker)
+
+    def take_back(self, request: Request, rank: RankKey) -> None:
+        """From a list into the queue; its KV is lost, and `rank` (made for a request without KV) says so."""
+        self._delist(request)
+        self.order.remove(request.order_key)
+        self._count(request, -1)
+        assert request.residency is Residency.NONE
+        request.worker = None
+        request.running = request.ran_here = False
+        request.passed_over = 0
+        request.set_rank(rank)
+        self._count(request, +1)
+        self.order.add(request.order_key)
+        self._enqueue(request)
+
+    def rerank(self, request: Request, rank: RankKey) -> None:
+        """The rank of a listed or queued request, or where its KV lies, changed."""
+        before = request.order_key
+        self._count(request, -1)
+        request.set_rank(rank)
+        self._count(request, +1)
+        if request.order_key != before:
+            self.order.remove(before)
+            self.order.add(request.order_key)
+        if request.worker is None:
+            self.queued.remove(before)
+            self.queued.add(request.order_key)
+        else:
+            worker = self.workers[request.worker]
+            worker.reorder(request, before)
+            self.touched[worker.worker_id] = worker
+
+    def set_running(self, request: Request, running: bool) -> None:
+        """Whether it took part in its worker's last round."""
+        self._count(request, -1)
+        request.running = running
+        self._count(request, +1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        self.backlog_s += sign * request.rank.remaining.mean_s
+        if request.running:
+            self.running += sign
+        else:
+            self.depth[request.rank.level] += sign
+
+    def _enqueue(self, request: Request) -> None:
+        if request.longest_tokens <= self._capacity_tokens:
+            self.queued.add(request.order_key)
+            if request.reserved:
+                self.reserved_queued[request.request_id] = request
+        else:
+            self.parked[request.request_id] = request
+
+    def _dequeue(self, request: Request) -> None:
+        self.reserved_queued.pop(request.request_id, None)
+        if self.parked.pop(request.request_id, None) is None:
+            self.queued.remove(request.order_key)
+
+    def _enlist(self, request: Request, worker: Worker) -> None:
+        request.worker = worker.worker_id
+        worker.add(request)
+        worker.reserved += request.reserved
+        self._list_changed(worker)
+
+    def _delist(self, request: Request) -> None:
+        assert request.worker is not None
+        worker = self.workers[request.worker]
+        worker.remove(request)
+        self._list_changed(worker)
+        if worker.facts is None and not worker.members:
+            del self.workers[worker.worker_id]
+            del self.touched[worker.worker_id]
+
+    # Workers.
+
+    def worker(self, worker_id: str) -> Worker:
+        """That worker; one that has not come up yet is remembered for the sake of its leases."""
+        return self.workers.setdefault(worker_id, Worker(worker_id))
+
+    def worker_up(self, facts: WorkerFacts) -> Worker:
+        """It said hello, for the first time or again."""
+        worker = self.worker(facts.worker_id)
+        worker.facts = facts
+        self.worker_changed(worker)
+        return worker
+
+    def worker_changed(self, worker: Worker) -> None:
+        """It came up, went, began to drain, or has other facts."""
+        self._list_changed(worker)
+        capacity = max((w.capacity_tokens for w in self.workers.values() if w.takes_work), default=0)
+        if capacity != self._capacity_tokens:
+            self._capacity_tokens = capacity
+            waiting = [*self.parked.values(), *(self.requests[key[-1]] for key in self.queued)]
+            for request in waiting:
+                self._dequeue(request)
+                self._enqueue(request)
+        self._reserve_afresh = True
+
+    def worker_lost(self, worker: Worker) -> None:
+        """It takes no more work, and is forgotten as soon as it has no members."""
+        worker.facts = None
+        self.short_of_blocks.pop(worker.worker_id, None)
+        self.worker_changed(worker)
+        if not worker.members:
+            del self.workers[worker.worker_id]
+            del self.touched[worker.worker_id]
+
+    def list_length(self, worker: Worker) -> int:
+        """How long its list should be while so much is queued."""
+        return self._list_factor * worker.slots
+
+    def by_load(self) -> Iterator[Worker]:
+        """Workers that take work, the fewest unfinished requests per slot first."""
+        return (self.workers[key[-1]] for key in self._loads)
+
+    def by_load_reversed(self) -> Iterator[Worker]:
+        """The same, the most unfinished requests per slot first."""
+        return (self.workers[key[-1]] for key in reversed(self._loads))
+
+    def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
+        """Workers with a full list in whose first part a request with this key would be, the worst list first."""
+        for cut in reversed(self._cuts):
+            if cut[:3] < key:
+                return
+            yield self.workers[cut[3]]
+
+    def _list_changed(self, worker: Worker) -> None:
+        self.touched[worker.worker_id] = worker
+        load = worker.load if worker.takes_work else None
+        before = self._load_of.get(worker.worker_id)
+        if load != before:
+            if before is not None:
+                self._loads.remove(before)
+                del self._load_of[worker.worker_id]
+            if load is not None:
+                self._loads.add(load)
+                self._load_of[worker.worker_id] = load
+        self.refresh_cut(worker)
+
+    def refresh_cut(self, worker: Worker) -> None:
+        """Bring the worker's place among the full lists up to date; ranks of members may have moved."""
+        length = self.list_length(worker)
+        cut: _Cut | None = None
+        if worker.takes_work and len(worker.ordered) >= length:
+            cut = (*worker.ordered[length - 1], worker.worker_id)
+        before = self._cut_of.get(worker.worker_id)
+        if cut != before:
+            if before is not None:
+                self._cuts.remove(before)
+                del self._cut_of[worker.worker_id]
+            if cut is not None:
+                self._cuts.add(cut)
+                self._cut_of[worker.worker_id] = cut
+
+    # The reserved share.
+
+    def update_reserved(self) -> None:
+        """Bring the reserved requests up to date with the ends, arrivals and workers of a step."""
+        if self._reserve_afresh:
+            self._reserve_afresh = False
+            takers = [worker for worker in self.workers.values() if worker.takes_work]
+            self._reserved_total = (
+                sum(worker.reserved_share for worker in takers) if self._reserved_share else 0
+            )
+            oldest = {key[1] for key in islice(self._by_age, self._reserved_total)}
+            for request in [r for r in self._reserved.values() if r.request_id not in oldest]:
+                self._set_reserved(request, False)
+            for key in list(islice(self._by_age, self._reserved_total)):
+                self._set_reserved(self.requests[key[1]], True)
+        # An end leaves a gap among the oldest; whoever is next in age moves up.
+        while len(self._reserved) < min(self._reserved_total, len(self._by_age)):
+            self._set_reserved(self.requests[self._by_age.at(len(self._reserved))[1]], True)
+
+    def _set_reserved(self, request: Request, reserved: bool) -> None:
+        if request.reserved == reserved:
+            return
+        request.reserved = reserved
+        if reserved:
+            self._reserved[request.request_id] = request
+        else:
+            del self._reserved[request.request_id]
+        if request.worker is not None:
+            worker = self.workers[request.worker]
+            worker.reserved += 1 if reserved else -1
+            self.touched[worker.worker_id] = worker
+        elif request.request_id not in self.parked:
+            self._dequeue(request)
+            self._enqueue(request)
+
+    # What must always hold.
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken. For tests: its cost grows with the shard."""
+        assert sorted(self.order) == list(self.order) == sorted(r.order_key for r in self.requests.values())
+        queued = {key[-1] for key in self.queued}
+        listed: set[str] = set()
+        for worker in self.workers.values():
+            assert worker.ordered == sorted(r.order_key for r in worker.members.values())
+            assert all(r.worker == worker.worker_id for r in worker.members.values())
+            assert set(worker.sent) <= set(worker.members)
+            assert worker.reserved == sum(r.reserved for r in worker.members.values())
+            assert worker.facts is not None or worker.members
+            assert listed.isdisjoint(worker.members)
+            assert list(worker.running) == [i for i in worker.running if worker.members[i].running]
+            assert len(worker.running) == sum(r.running for r in worker.members.values())
+            listed |= set(worker.members)
+        assert listed.isdisjoint(queued) and listed.isdisjoint(self.parked) and queued.isdisjoint(self.parked)
+        assert listed | queued | set(self.parked) == set(self.requests)
+        assert all((r.worker is None) == (i not in listed) for i, r in self.requests.items())
+        assert +self.depth == Counter(r.rank.level for r in self.requests.values() if not r.running)
+        assert self.running == sum(r.running for r in self.requests.values())
+        takers = [w for w in self.workers.values() if w.takes_work]
+        assert sorted(w.load for w in takers) == list(self._loads)
+        oldest = sorted(self.requests.values(), key=lambda r: (r.facts.sequence, r.request_id))
+        share = sum(w.reserved_share for w in takers) if self._reserved_share else 0
+        assert set(self.reserved_queued) == {i for i in queued if self.requests[i].reserved}
+        assert [r.reserved for r in oldest] == [i < share for i in range(len(oldest))]

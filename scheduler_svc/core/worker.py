@@ -1,0 +1,122 @@
+"""One worker, as the core knows it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from laps_sd.choose import reserved_slots
+from scheduler_svc.core.commands import AssignEntry
+from scheduler_svc.core.events import WorkerFacts
+from scheduler_svc.core.request import OrderKey, Request
+
+STUCK_ROUNDS = 2
+"""Rounds that a worker with slots for all must have left a request out before it counts as short of memory; one may
+pass between the lease and the first round.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """Mutable; only the scheduler changes it. `members` and `ordered` hold the same requests."""
+
+    worker_id: str
+    facts: WorkerFacts | None = None
+    """None: requests on the record name it, and it has not come up (again)."""
+    draining: bool = False
+    members: dict[str, Request] = field(default_factory=dict)
+    """Every request leased to it: its list."""
+    ordered: list[OrderKey] = field(default_factory=list)
+    """The order keys of its members, best first."""
+    running: dict[str, Request] = field(default_factory=dict)
+    """Members that took part in the last round it reported."""
+    sent: dict[str, AssignEntry] = field(default_factory=dict)
+    """The list as the worker has it: what was assigned, less what ended or was dropped since."""
+    must_send: bool = False
+    """It said hello: it gets its list whatever is in it."""
+    told_drained: bool = False
+    reserved: int = 0
+    """Members that are among the oldest of the shard."""
+    free_target_blocks: int = 0
+    free_draft_blocks: int = 0
+    rounds: int = 0
+    tokens: int = 0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    """Drafted and accepted tokens of late (decayed)."""
+    tokens_per_s: float = 0.0
+    """Of late (decayed)."""
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may be given requests."""
+        return self.facts is not None and not self.draining
+
+    @property
+    def slots(self) -> int:
+        """Requests it runs at once; none while it is not up."""
+        return self.facts.slots if self.facts is not None else 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest context it can bring to its end, alone.
+
+        A round needs room for the longest draft even when it will draft less, so a draft is set aside.
+        """
+        facts = self.facts
+        assert facts is not None, "asked of workers that take work"
+        pools = [facts.target_blocks, facts.draft_blocks] if facts.draft_blocks else [facts.target_blocks]
+        return min(facts.max_length, min(pools) * facts.block_size - facts.max_draft_len)
+
+    @property
+    def reserved_share(self) -> int:
+        """Requests that may use its reserved share; a one-slot worker has one, in its reserved slices."""
+        return reserved_slots(self.slots, 0) or 1
+
+    @property
+    def load(self) -> tuple[float, str]:
+        """Unfinished requests per slot: the order in which workers are offered work, fewest first."""
+        return (len(self.members) / self.slots, self.worker_id)
+
+    def holds(self, request: Request) -> bool:
+        """Whether it could run the request to its end."""
+        return request.longest_tokens <= self.capacity_tokens
+
+    def has_blocks_for(self, request: Request) -> bool:
+        """Whether it could run the request right now, beside everything that it has; by its last report."""
+        facts = self.facts
+        assert facts is not None, "asked of workers that take work"
+        if len(self.running) < len(self.members):
+            return False
+        free = (
+            min(self.free_target_blocks, self.free_draft_blocks)
+            if facts.draft_blocks
+            else self.free_target_blocks
+        )
+        return request.context_tokens + facts.max_draft_len <= free * facts.block_size
+
+    @property
+    def waiting_for_blocks(self) -> list[Request]:
+        """Members that it leaves out though it has slots for all, best first."""
+        if len(self.members) > self.slots:
+            return []
+        members = (self.members[key[-1]] for key in self.ordered)
+        return [request for request in members if request.passed_over >= STUCK_ROUNDS]
+
+    def add(self, request: Request) -> None:
+        """Put it on the list."""
+        self.members[request.request_id] = request
+        insort(self.ordered, request.order_key)
+
+    def remove(self, request: Request) -> None:
+        """Take it off the list, in the worker's own copy too: it ended there, or a Drop says so."""
+        del self.members[request.request_id]
+        del self.ordered[bisect_left(self.ordered, request.order_key)]
+        self.running.pop(request.request_id, None)
+        self.sent.pop(request.request_id, None)
+        self.reserved -= request.reserved
+
+    def reorder(self, request: Request, before: OrderKey) -> None:
+        """Its order key changed from `before`."""
+        del self.ordered[bisect_left(self.ordered, before)]
+        insort(self.ordered, request.order_key)

@@ -1,0 +1,424 @@
+"""`laps_sd.choose`: each rule one test, then what must hold for anything."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laps_sd.choose import Candidate, Choice, Place, Residency, choose, reserved_slots
+
+BLOCK = 16
+GROWTH = 6
+
+
+def place(slots: int = 2, blocks: int = 1000, draft_blocks: int | None = None, **more: int | bool) -> Place:
+    values: dict[str, int | bool] = {
+        "slots": slots,
+        "block_size": BLOCK,
+        "target_blocks": blocks,
+        "draft_blocks": blocks if draft_blocks is None else draft_blocks,
+        "max_growth_tokens": GROWTH,
+        "round_number": 0,
+    }
+    return Place(**(values | more))  # type: ignore[arg-type]
+
+
+def candidate(request_id: str, index_s: float = 1.0, **more: object) -> Candidate:
+    values: dict[str, object] = {
+        "request_id": request_id,
+        "rank_class": 0,
+        "index_s": index_s,
+        "resume_cost_s": 0.0,
+        "reserved": False,
+        "pinned": False,
+        "running": False,
+        "residency": Residency.NONE,
+        "tokens": 100,
+        "target_blocks": 0,
+        "draft_blocks": 0,
+    }
+    return Candidate(**(values | more))  # type: ignore[arg-type]
+
+
+def resident(request_id: str, index_s: float = 1.0, blocks: int = 7, **more: object) -> Candidate:
+    """On the device with the blocks that 100 tokens and their growth take (7 of 16)."""
+    values = {"residency": Residency.DEVICE, "target_blocks": blocks, "draft_blocks": blocks}
+    return candidate(request_id, index_s, **(values | more))
+
+
+def running(request_id: str, index_s: float = 1.0, blocks: int = 7, **more: object) -> Candidate:
+    return resident(request_id, index_s, blocks, running=True, **more)
+
+
+class TestOrder:
+    def test_nobody_waits_nobody_runs(self) -> None:
+        assert choose([], place()) == Choice((), ())
+
+    def test_the_best_run_best_first(self) -> None:
+        assert choose([candidate("a", 3), candidate("b", 1), candidate("c", 2)], place(2)).run == ("b", "c")
+
+    def test_class_stands_above_index(self) -> None:
+        assert choose([candidate("a", 1, rank_class=1), candidate("b", 9)], place(1)).run == ("b",)
+
+    def test_a_negative_class_is_a_higher_priority(self) -> None:
+        assert choose([candidate("a", 1), candidate("b", 9, rank_class=-64)], place(1)).run == ("b",)
+
+    def test_ties_break_by_request_id(self) -> None:
+        assert choose([candidate("b"), candidate("a")], place(1)).run == ("a",)
+
+    def test_the_cost_to_resume_counts_unless_it_is_on_the_device(self) -> None:
+        lost = candidate("a", 1.0, resume_cost_s=0.5)
+        assert choose([lost, candidate("b", 1.2)], place(1)).run == ("b",)
+        assert choose([resident("a", 1.0, resume_cost_s=0.5), candidate("b", 1.2)], place(1)).run == ("a",)
+        swapped = candidate("a", 1.0, resume_cost_s=0.5, residency=Residency.HOST)
+        assert choose([swapped, candidate("b", 1.2)], place(1)).run == ("b",)
+
+
+class TestHysteresis:
+    def test_a_little_shorter_does_not_displace(self) -> None:
+        assert choose([running("a", 1.0), candidate("b", 0.95)], place(1)).run == ("a",)
+
+    def test_ten_per_cent_shorter_displaces(self) -> None:
+        assert choose([running("a", 1.0), candidate("b", 0.90)], place(1)).run == ("b",)
+
+    def test_exactly_at_the_bound_does_not(self) -> None:
+        assert choose([running("a", 1.1), candidate("b", 1.0)], place(1)).run == ("a",)
+
+    def test_what_the_newcomer_pays_to_begin_counts(self) -> None:
+        assert choose([running("a", 1.0), candidate("b", 0.5, resume_cost_s=0.5)], place(1)).run == ("a",)
+        assert choose([running("a", 1.0), candidate("b", 0.5, resume_cost_s=0.4)], place(1)).run == ("b",)
+
+    def test_a_smaller_class_displaces_whatever_the_index(self) -> None:
+        assert choose([running("a", 0.1, rank_class=1), candidate("b", 9.0)], place(1)).run == ("b",)
+
+    def test_a_larger_class_never_does(self) -> None:
+        assert choose([running("a", 9.0), candidate("b", 0.1, rank_class=1)], place(1)).run == ("a",)
+
+    def test_twenty_five_per_cent_where_the_paused_one_would_lose_its_kv(self) -> None:
+        # 12 blocks cannot hold both (7 each). Half the pool is in use: no latch.
+        tight = place(1, blocks=12)
+        assert choose([running("a", 1.0), candidate("b", 0.85)], tight).run == ("a",)
+        assert choose([running("a", 1.0), candidate("b", 0.75)], tight) == Choice(("b",), ("a",))
+
+    def test_and_the_cost_of_computing_it_again(self) -> None:
+        tight = place(1, blocks=12)
+        assert choose([running("a", 1.0, resume_cost_s=0.3), candidate("b", 0.75)], tight).run == ("a",)
+        # With room for both nothing has to be computed again.
+        assert choose([running("a", 1.0, resume_cost_s=0.3), candidate("b", 0.75)], place(1)).run == ("b",)
+
+    def test_ten_per_cent_where_a_worse_one_would_lose_its_kv_instead(self) -> None:
+        # 24 blocks: running a (7), paused c (7), newcomer b (7); c is worse than a and goes first.
+        who = [running("a", 1.0), candidate("b", 0.85), resident("c", 5.0, blocks=12)]
+        assert choose(who, place(1, blocks=24)) == Choice(("b",), ("c",))
+        # A better paused one stays, so a itself would have to go.
+        who = [running("a", 1.0), candidate("b", 0.85), resident("c", 0.99, blocks=12)]
+        assert choose(who, place(1, blocks=24)).run == ("a",)
+
+    def test_the_worst_one_is_displaced(self) -> None:
+        who = [running("a", 5.0), running("b", 9.0), candidate("c", 1.0)]
+        assert choose(who, place(2)).run == ("c", "a")
+
+    def test_several_go_when_one_needs_the_blocks_of_several(self) -> None:
+        big = candidate("big", 1.0, tokens=400)  # 26 blocks
+        small = [running(name, 9.0) for name in "abcd"]  # 28 blocks of 36: no latch
+        assert choose([big, *small], place(4, blocks=36)) == Choice(("big", "a"), ("d", "c", "b"))
+
+    def test_none_goes_when_not_all_that_must_go_are_beaten(self) -> None:
+        big = candidate("big", 1.0, tokens=400)
+        small = [running("a", 9.0), running("b", 1.05), running("c", 1.05), running("d", 9.0)]
+        assert choose([big, *small], place(4, blocks=36)).run == ("b", "c", "a", "d")
+
+    def test_what_a_displaced_one_leaves_is_filled(self) -> None:
+        # a makes room for b in a pool of 40; c, passed over because slots were full, then fits too.
+        who = [
+            running("a", 9.0, blocks=30),
+            running("d", 0.1, blocks=2, tokens=20),
+            candidate("b", 1.0),
+            candidate("c", 8.9),
+        ]
+        assert choose(who, place(2, blocks=60)).run == ("d", "b")
+        big = candidate("b", 1.0, tokens=300)  # 20 blocks
+        who = [running("a", 9.0, blocks=16), running("d", 9.1, blocks=8), candidate("c", 8.95), big]
+        assert choose(who, place(2, blocks=30)).run == ("b", "c")
+
+
+class TestPinned:
+    def test_never_paused(self) -> None:
+        who = [running("a", 9.0, rank_class=5, pinned=True), candidate("b", 0.1, reserved=True)]
+        assert choose(who, place(1, round_number=31 * 32)).run == ("a",)
+
+    def test_waiting_ones_run_in_order(self) -> None:
+        who = [candidate("a", 2.0, pinned=True), candidate("b", 1.0, pinned=True)]
+        assert choose(who, place(1)).run == ("b",)
+
+    def test_one_that_grew_out_of_the_blocks_gives_way_all_the_same(self) -> None:
+        who = [running("a", 1.0, tokens=123, pinned=True), running("b", 2.0, tokens=123, pinned=True)]
+        assert choose(who, place(2, blocks=15)) == Choice(("a",), (), kv_latched=True)
+        assert choose(who, place(2, blocks=14)).evict == ("b",)
+
+
+class TestReservedShare:
+    def test_one_slot_in_thirty_two_and_at_least_one(self) -> None:
+        assert [reserved_slots(slots, 0) for slots in (1, 2, 31, 32, 63, 64, 256)] == [0, 1, 1, 1, 1, 2, 8]
+
+    def test_one_slot_one_slice_of_thirty_two(self) -> None:
+        reserved = [round_number for round_number in range(2048) if reserved_slots(1, round_number)]
+        assert reserved == [*range(31 * 32, 32 * 32), *range(63 * 32, 64 * 32)]
+
+    def test_an_old_request_runs_whatever_its_rank(self) -> None:
+        who = [running("a", 1.0), running("b", 2.0), candidate("old", 99.0, rank_class=9, reserved=True)]
+        assert choose(who, place(2)).run == ("a", "old")
+
+    def test_no_more_than_the_share(self) -> None:
+        who = [
+            running("a", 1.0),
+            running("b", 2.0),
+            *(candidate(f"old{i}", 90.0 + i, reserved=True) for i in range(3)),
+        ]
+        assert choose(who, place(2)).run == ("a", "old0")
+
+    def test_it_stays_with_the_one_that_has_it(self) -> None:
+        who = [
+            running("old", 99.0, reserved=True),
+            candidate("older", 98.0, reserved=True),
+            candidate("a", 1.0),
+        ]
+        assert choose(who, place(2)).run == ("a", "old")
+
+    def test_a_reserved_one_that_does_not_fit_leaves_the_share_to_the_next(self) -> None:
+        who = [
+            candidate("huge", 1.0, reserved=True, tokens=9999),
+            candidate("old", 9.0, reserved=True),
+            candidate("a", 2.0),
+        ]
+        assert choose(who, place(2, blocks=60)).run == ("a", "old")
+
+    def test_one_slot_outside_its_slice(self) -> None:
+        who = [running("a", 1.0), candidate("old", 99.0, reserved=True)]
+        assert choose(who, place(1, round_number=30 * 32)).run == ("a",)
+        assert choose(who, place(1, round_number=31 * 32)).run == ("old",)
+
+    def test_nobody_displaces_it_inside_its_share(self) -> None:
+        who = [
+            running("old", 99.0, reserved=True),
+            running("a", 2.0),
+            candidate("b", 1.0),
+            candidate("c", 1.0),
+        ]
+        assert choose(who, place(2)).run == ("b", "old")
+
+
+class TestMemory:
+    def test_blocks_cover_all_tokens_but_the_last_and_the_growth(self) -> None:
+        # 100 − 1 + 6 = 105 tokens: 7 blocks of 16.
+        assert choose([candidate("a")], place(blocks=7)).run == ("a",)
+        assert choose([candidate("a")], place(blocks=6)).run == ()
+        assert choose([candidate("a", tokens=107)], place(blocks=7)).run == ("a",)
+        assert choose([candidate("a", tokens=108)], place(blocks=7)).run == ()
+
+    def test_both_pools_count(self) -> None:
+        assert choose([candidate("a")], place(blocks=100, draft_blocks=6)).run == ()
+
+    def test_without_a_draft_model_only_one(self) -> None:
+        assert choose([candidate("a")], place(blocks=100, draft_blocks=0)).run == ("a",)
+
+    def test_one_that_does_not_fit_is_passed_over(self) -> None:
+        assert choose([candidate("big", 1.0, tokens=900), candidate("b", 2.0)], place(blocks=20)).run == (
+            "b",
+        )
+
+    def test_a_resident_one_needs_no_more_than_it_will_hold(self) -> None:
+        who = [resident("a", blocks=7), resident("b", blocks=7)]
+        assert choose(who, place(blocks=14)).run == ("a", "b")
+
+    def test_the_worst_running_one_goes_when_growth_needs_its_blocks(self) -> None:
+        who = [running("a", 1.0, tokens=123), running("b", 2.0, tokens=123)]  # both want an eighth block
+        assert choose(who, place(2, blocks=15)) == Choice(("a",), (), kv_latched=True)
+        assert choose(who, place(2, blocks=14)).evict == ("b",)
+
+    def test_eviction_is_lazy(self) -> None:
+        assert choose([running("a", 9.0), candidate("b", 1.0)], place(1, blocks=14)).evict == ()
+
+    def test_worst_rank_first_and_no_more_than_needed(self) -> None:
+        who = [
+            candidate("a", 0.1),
+            *(resident(name, index) for name, index in (("b", 2.0), ("c", 4.0), ("d", 3.0))),
+        ]
+        assert choose(who, place(1, blocks=28)).evict == ()
+        assert choose(who, place(1, blocks=27)).evict == ("c",)
+        who[0] = candidate("a", 0.1, tokens=220)  # 15 blocks, and 21 are held
+        assert choose(who, place(1, blocks=29)).evict == ("c",)
+        assert choose(who, place(1, blocks=28)).evict == ("c", "d")
+
+    def test_one_without_blocks_in_the_short_pool_is_left_alone(self) -> None:
+        who = [
+            candidate("a", 0.1),
+            resident("b", 2.0),
+            candidate("c", 9.0, residency=Residency.DEVICE, target_blocks=7, tokens=100),
+        ]
+        assert choose(who, place(1, blocks=50, draft_blocks=13)).evict == ("b",)
+        who[2] = candidate("c", 9.0, residency=Residency.DEVICE, draft_blocks=7, tokens=100)
+        assert choose(who, place(1, blocks=13, draft_blocks=50)).evict == ("b",)
+
+
+class TestLatch:
+    """Above 85 % preemption is suspended, until below 70 % (our choice inside POLICY 2.9's 0.7 to 0.9)."""
+
+    WHO = (running("a", 9.0, blocks=44, tokens=698), running("b", 9.0, blocks=44, tokens=698))
+
+    def test_set_above(self) -> None:
+        assert choose(self.WHO, place(blocks=103)).kv_latched
+        assert not choose(self.WHO, place(blocks=105)).kv_latched
+
+    def test_kept_between(self) -> None:
+        assert choose(self.WHO, place(blocks=125, kv_latched=True)).kv_latched
+        assert not choose(self.WHO, place(blocks=127, kv_latched=True)).kv_latched
+
+    def test_either_pool_sets_it(self) -> None:
+        assert choose(self.WHO, place(blocks=1000, draft_blocks=100)).kv_latched
+
+    def test_what_is_paused_on_the_device_counts(self) -> None:
+        who = [*self.WHO, resident("c", blocks=20)]
+        assert choose(who, place(blocks=125)).kv_latched
+
+    def test_running_requests_are_not_paused(self) -> None:
+        who = [*self.WHO, candidate("c", 0.1, rank_class=-9, tokens=10)]
+        assert choose(who, place(2, blocks=103)).run == ("a", "b")
+
+    def test_the_reserved_share_is_suspended(self) -> None:
+        who = [*self.WHO, candidate("old", 99.0, reserved=True, tokens=10)]
+        assert choose(who, place(2, blocks=103)).run == ("a", "b")
+
+    def test_paused_resident_ones_come_before_those_without_kv(self) -> None:
+        swapped = candidate("c", 0.2, residency=Residency.HOST, tokens=10)
+        who = [
+            self.WHO[0],
+            resident("b", 9.0, blocks=44, tokens=698),
+            candidate("d", 0.1, tokens=10),
+            swapped,
+        ]
+        assert choose(who, place(2, blocks=103)).run == ("a", "b")
+        assert set(choose(who, place(3, blocks=103)).run) == {"a", "b", "c"}
+        assert choose(who, place(2, blocks=1000)).run == ("d", "c")
+
+
+# Anything.
+
+CANDIDATES = st.lists(
+    st.builds(
+        candidate,
+        request_id=st.uuids().map(str),
+        index_s=st.floats(0, 10),
+        rank_class=st.integers(-2, 2),
+        resume_cost_s=st.floats(0, 2),
+        reserved=st.booleans(),
+        pinned=st.booleans(),
+        tokens=st.integers(1, 400),
+        residency=st.sampled_from(Residency),
+        running=st.booleans(),
+    ),
+    max_size=14,
+    unique_by=lambda c: c.request_id,
+)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[list[Candidate], Place]:
+    """Candidates that hold what they could hold, on a place that holds them."""
+    candidates = []
+    slots = draw(st.integers(1, 5))
+    ran = 0
+    for item in draw(CANDIDATES):
+        on_device = item.residency is Residency.DEVICE
+        runs = item.running and on_device and ran < slots
+        ran += runs
+        held = -(-item.tokens // BLOCK) if on_device else 0
+        candidates.append(replace(item, running=runs, target_blocks=held, draft_blocks=held))
+    held = sum(c.target_blocks for c in candidates)
+    blocks = draw(st.integers(max(held, 1), max(held, 1) + 60))
+    return candidates, place(
+        slots, blocks, round_number=draw(st.sampled_from([0, 31 * 32])), kv_latched=draw(st.booleans())
+    )
+
+
+def needed(c: Candidate) -> int:
+    return max(c.target_blocks, -(-(c.tokens - 1 + GROWTH) // BLOCK))
+
+
+@given(situations())
+@settings(max_examples=150, deadline=None)
+def test_what_is_chosen_fits(situation: tuple[list[Candidate], Place]) -> None:
+    candidates, where = situation
+    choice = choose(candidates, where)
+    assert len(set(choice.run)) == len(choice.run) <= where.slots
+    kept = [c for c in candidates if c.request_id not in (*choice.run, *choice.evict)]
+    chosen = [c for c in candidates if c.request_id in choice.run]
+    assert sum(map(needed, chosen)) + sum(c.target_blocks for c in kept) <= where.target_blocks
+
+
+@given(situations())
+@settings(max_examples=150, deadline=None)
+def test_no_slot_stays_free_while_something_that_fits_waits(situation: tuple[list[Candidate], Place]) -> None:
+    candidates, where = situation
+    choice = choose(candidates, where)
+    left = where.target_blocks - sum(needed(c) for c in candidates if c.request_id in choice.run)
+    waiting = [c for c in candidates if c.request_id not in choice.run]
+    assert len(choice.run) == where.slots or all(needed(c) > left for c in waiting)
+
+
+@given(situations())
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_evicted_without_need(situation: tuple[list[Candidate], Place]) -> None:
+    candidates, where = situation
+    choice = choose(candidates, where)
+    assert not set(choice.evict) & set(choice.run)
+    chosen = [c for c in candidates if c.request_id in choice.run]
+    if choice.evict:
+        kept = [c for c in candidates if c.request_id not in (*choice.run, *choice.evict)]
+        last = next(c for c in candidates if c.request_id == choice.evict[-1])
+        after = sum(map(needed, chosen)) + sum(c.target_blocks for c in kept)
+        assert after + last.target_blocks > where.target_blocks, (
+            "without the last eviction it would not have fitted"
+        )
+    held = [c for c in candidates if c.request_id not in choice.run]
+    if sum(map(needed, chosen)) + sum(c.target_blocks for c in held) <= where.target_blocks:
+        assert choice.evict == ()
+
+
+@given(situations(), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_equal_situations_give_equal_choices_in_any_order(situation, random) -> None:  # type: ignore[no-untyped-def]
+    candidates, where = situation
+    shuffled = list(candidates)
+    random.shuffle(shuffled)
+    assert choose(candidates, where) == choose(candidates, where) == choose(shuffled, where)
+
+
+@given(situations())
+@settings(max_examples=100, deadline=None)
+def test_a_choice_is_stable(situation: tuple[list[Candidate], Place]) -> None:
+    """Nothing happens between two rounds: the second choice is the first, so hysteresis never oscillates."""
+    candidates, where = situation
+
+    def after(choice: Choice, before: list[Candidate]) -> list[Candidate]:
+        out = []
+        for c in before:
+            if c.request_id in choice.run:
+                held = needed(c)
+                c = replace(
+                    c, running=True, residency=Residency.DEVICE, target_blocks=held, draft_blocks=held
+                )
+            elif c.request_id in choice.evict:
+                c = replace(c, running=False, residency=Residency.NONE, target_blocks=0, draft_blocks=0)
+            else:
+                c = replace(c, running=False)
+            out.append(c)
+        return out
+
+    seen: list[tuple[str, ...]] = []
+    for _ in range(6):
+        choice = choose(candidates, where)
+        candidates = after(choice, candidates)
+        where = replace(where, kv_latched=choice.kv_latched)
+        seen.append(choice.run)
+    assert seen[-1] == seen[-2]

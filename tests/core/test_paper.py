@@ -1,0 +1,239 @@
+"""laps-sd against what the paper says (arXiv 2505.17074, as far as it is public: POLICY 1), one test per sentence.
+
+Where the public text is silent the test says "our choice".
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.events import RequestFacts
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
+from tests.core.cluster import Cluster, Job, facts
+
+SETTINGS = CoreSettings()
+
+
+def rank(priors: Priors | None = None, policy: str = "laps-sd", **fields: object) -> RankKey:
+    request = make(**fields)
+    return policy_named(policy, SETTINGS).rank(request, priors or Priors())
+
+
+def make(hint: int | None = None, priority: int = 0, most: int = 2000, **fields: object) -> Request:
+    about = RequestFacts("r", 1, 0.0, "t", priority, "", 100, most, hint)
+    request = Request(about, expected_total=None if hint is None else float(hint))
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+def experienced(lengths: list[int] = [150] * 50, guesses: float = 1.0) -> Priors:
+    """Priors that saw requests of these lengths, each guessed wrong by this factor."""
+    priors = Priors()
+    for length in lengths:
+        priors.observe_length("", length, length * guesses, None)
+    return priors
+
+
+class TestThePaper:
+    def test_execution_time_depends_on_output_length(self) -> None:
+        """Problem statement."""
+        assert rank(hint=100).index_s < rank(hint=400).index_s
+
+    def test_and_on_the_acceptance_rate(self) -> None:
+        """Problem statement: of two requests with the same left to do, the better accepted is shorter."""
+        good = rank(hint=400, rounds=40, emitted=200)
+        bad = rank(hint=400, rounds=100, emitted=200)
+        assert good.index_s < bad.index_s
+
+    def test_a_request_starts_non_perceptible(self) -> None:
+        """Section on the semi-clairvoyant setting: nothing is known of it yet."""
+        assert not rank().perceptible
+
+    def test_an_arrival_joins_the_queue_of_the_highest_priority(self) -> None:
+        """Algorithm 1."""
+        assert rank().level == 0
+
+    def test_the_queue_of_the_highest_priority_runs(self) -> None:
+        """Algorithm 1: a class stands above any index."""
+        fresh, tried = rank(), rank(emitted=30, rounds=10, attained_s=5.0)
+        assert fresh.rank_class < tried.rank_class
+
+    def test_a_request_that_has_become_stable_is_perceptible(self) -> None:
+        """Algorithm 1: its rounds and its limit leave one level only."""
+        assert rank(most=300, emitted=270, rounds=90, attained_s=3.0).perceptible
+
+    def test_then_its_execution_time_is_estimated_from_length_and_acceptance(self) -> None:
+        """T = L / (tokens per round) × time of a round."""
+        priors = experienced(guesses=1.0)
+        request = make(hint=400, rounds=50, emitted=150, residency=Residency.DEVICE)
+        key = policy_named("laps-sd", SETTINGS).rank(request, priors)
+        left = priors.tokens_left("", 150, 2000, 400.0, by_worker=False).mean
+        pace = priors.tokens_per_round("", 50, 150).mean
+        share = priors.cost.share_s(250 + left / 2)
+        assert key.index_s == pytest.approx(left / pace * share)
+        assert key.remaining.mean_s == pytest.approx(key.index_s)
+
+    def test_preemption_across_queues(self) -> None:
+        """Abstract: the shorter one takes the slot of the one that runs."""
+        cluster = Cluster("laps-sd", [facts("w")])
+        cluster.submit([Job("long", 0.0, 50, 900, hint=900), Job("short", 1.0, 50, 12, hint=12)])
+        cluster.run()
+        assert cluster.finished_s["short"] < cluster.finished_s["long"]
+
+    def test_the_mean_latency_falls_against_fcfs(self) -> None:
+        """Headline; our own small trace, no number of the paper's."""
+        jobs = [Job(f"r{i:02d}", 0.2 * i, 50, 30 + 370 * (i % 4 == 0), (1 + i % 5,)) for i in range(60)]
+        means = {}
+        for policy in ("fcfs", "laps-sd"):
+            cluster = Cluster(policy, [facts("w")], check=False)
+            cluster.submit(jobs)
+            cluster.run()
+            means[policy] = cluster.mean_latency_s()
+        assert means["laps-sd"] < 0.8 * means["fcfs"]
+
+
+class TestOurChoice:
+    """The public text leaves these open."""
+
+    def test_levels_grow_exponentially_in_machine_seconds(self) -> None:
+        levels = [rank(attained_s=s / 128).level for s in (0, 1, 1.01, 4, 4.01, 16, 16.01, 64, 65)]
+        assert levels == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+
+    def test_the_last_level_has_no_end(self) -> None:
+        assert rank(attained_s=1e12).level == SETTINGS.level_count - 1
+
+    def test_non_perceptible_level_by_attained_service(self) -> None:
+        key = rank(attained_s=1.0)
+        assert (key.perceptible, key.level) == (False, 4)
+
+    def test_perceptible_level_by_remaining_service(self) -> None:
+        key = rank(
+            experienced(), hint=150, attained_s=1000.0, residency=Residency.DEVICE, emitted=50, rounds=25
+        )
+        assert key.perceptible
+        assert key.level < SETTINGS.level_count - 1
+
+    def test_a_good_prior_makes_it_perceptible_at_arrival(self) -> None:
+        assert rank(experienced(), hint=150).perceptible
+
+    def test_a_guess_with_a_history_of_large_errors_does_not(self) -> None:
+        lengths = [3, 3000] * 40
+        priors = Priors()
+        for length in lengths:
+            priors.observe_length("", length, 100.0, None)
+        assert not rank(priors, hint=100, most=100_000).perceptible
+
+    def test_perceptible_is_not_lost_at_once(self) -> None:
+        was = rank(experienced(), hint=150)
+        fields = {"hint": 150, "emitted": 149, "rounds": 60}
+        assert rank(experienced(), **fields, rank_before=was).perceptible
+
+    def test_but_it_is_lost(self) -> None:
+        tight = CoreSettings(perceptible_spread=2.0, perceptible_hysteresis=1.0)
+        request = make(hint=150, emitted=149, rounds=60)
+        request.rank_before = rank(experienced(), hint=150)
+        assert not policy_named("laps-sd", tight).rank(request, experienced()).perceptible
+
+    def test_it_falls_back_when_its_acceptance_drifts(self) -> None:
+        priors = experienced(guesses=1.0)
+        before = rank(priors, hint=1000, most=1000, emitted=100, rounds=20, residency=Residency.DEVICE)
+        drifted = rank(
+            priors,
+            hint=1000,
+            most=1000,
+            emitted=110,
+            rounds=400,
+            residency=Residency.DEVICE,
+            rank_before=before,
+        )
+        assert drifted.level > before.level
+
+    def test_it_keeps_its_level_at_the_edge(self) -> None:
+        before = rank(attained_s=3.9 / 128)
+        assert rank(attained_s=4.1 / 128).level == 2
+        assert rank(attained_s=4.1 / 128, rank_before=before).level == 1
+        assert rank(attained_s=4.5 / 128, rank_before=before).level == 2
+
+    def test_set_up_cost_counts_until_the_kv_is_there(self) -> None:
+        gone, here = rank(hint=50), rank(hint=50, residency=Residency.DEVICE)
+        assert gone.index_s == here.index_s
+        assert gone.remaining.mean_s == pytest.approx(here.remaining.mean_s + gone.resume_cost_s)
+        swapped = rank(hint=50, residency=Residency.HOST)
+        assert 0 < swapped.resume_cost_s < gone.resume_cost_s
+
+    def test_priority_stands_above_level(self) -> None:
+        low, high = rank(attained_s=1e9, priority=1), rank(priority=0)
+        assert low.rank_class < high.rank_class
+
+    def test_never_pinned(self) -> None:
+        assert not rank().pinned
+
+
+class TestTheOthers:
+    def test_fcfs_is_arrival_order_and_pinned(self) -> None:
+        key = rank(policy="fcfs", hint=5)
+        assert (key.index_s, key.pinned, key.resume_cost_s) == (1.0, True, 0.0)
+        assert rank(policy="fcfs", hint=5, ran_here=True).remaining.mean_s < key.remaining.mean_s
+
+    def test_srpt_length_ignores_acceptance(self) -> None:
+        good = rank(policy="srpt-length", hint=400, rounds=40, emitted=200)
+        bad = rank(policy="srpt-length", hint=400, rounds=100, emitted=200)
+        assert good.index_s == bad.index_s
+
+    def test_with_equal_acceptance_the_order_is_that_of_srpt_length(self) -> None:
+        """POLICY 4, invariant; true lengths, every request with its class's pace."""
+        priors = experienced([20 * i for i in range(1, 80)] * 4, guesses=1.0)
+        for _ in range(5000):
+            priors.observe_tokens("", 3)
+        states = [
+            {
+                "hint": hint,
+                "emitted": 3 * rounds,
+                "rounds": rounds,
+                "residency": Residency.DEVICE,
+                "attained_s": 0.03 * rounds,
+            }
+            for hint in (60, 90, 140, 200, 420, 800, 1500)
+            for rounds in (0, 5, 15)
+        ]
+        laps = [rank(priors, **state) for state in states]
+        length = [rank(priors, policy="srpt-length", **state) for state in states]
+        assert all(key.perceptible for key in laps)
+
+        def order(keys: list[RankKey]) -> list[int]:
+            return sorted(range(len(keys)), key=lambda i: (keys[i].rank_class, keys[i].index_s))
+
+        by_length = [round(length[i].index_s, 6) for i in order(laps)]
+        assert by_length == pytest.approx(sorted(by_length), rel=0.02)
+
+    def test_an_unknown_policy_is_named_with_those_there_are(self) -> None:
+        with pytest.raises(ValueError, match="fcfs, laps-sd, srpt-length, not 'lifo'"):
+            policy_named("lifo", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"list_factor": 0},
+        {"list_margin": -1},
+        {"resend_index_change": -0.1},
+        {"priors_interval_s": -1},
+        {"level_base_s": 0},
+        {"level_factor": 1},
+        {"level_count": 65},
+        {"level_count": 0},
+        {"perceptible_spread": 0.5},
+        {"perceptible_hysteresis": 0.5},
+        {"level_hysteresis": 0.5},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        CoreSettings(**wrong)  # type: ignore[arg-type]

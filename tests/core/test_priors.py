@@ -1,0 +1,362 @@
+"""What is learnt online: it starts sensibly, converges to what it sees, forgets, and survives a restart."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc.core.acceptance import (
+    DEFAULT_SHRINKAGE,
+    DEFAULT_TOKENS_PER_ROUND,
+    SHRINKAGE_LIMITS,
+    AcceptanceStatistics,
+    shrinkage,
+    tokens_per_round,
+)
+from scheduler_svc.core.cost import CostModel
+from scheduler_svc.core.lengths import (
+    DEFAULT_MASSES,
+    GuessError,
+    LengthTable,
+    LogLengths,
+    left_by_guess,
+)
+from scheduler_svc.core.priors import MAX_CLASSES, Priors
+
+MOST = 100_000
+
+
+class TestTokensPerRound:
+    def test_with_no_history(self) -> None:
+        pace = Priors().tokens_per_round("", 0, 0)
+        assert pace.mean == DEFAULT_TOKENS_PER_ROUND
+        assert 0.1 < pace.spread < 0.5
+
+    def test_shrinks_to_the_class_as_the_formula_says(self) -> None:
+        assert tokens_per_round(3.0, 20, 1.0, 10, 50).mean == pytest.approx((20 * 3 + 50) / (20 + 10))
+
+    def test_its_own_rounds_take_over(self) -> None:
+        priors = Priors()
+        assert priors.tokens_per_round("", 5, 25).mean < 3
+        assert priors.tokens_per_round("", 500, 2500).mean > 4.8
+
+    def test_uncertainty_falls_with_rounds(self) -> None:
+        priors = Priors()
+        spreads = [priors.tokens_per_round("", n, 2 * n).spread for n in (0, 10, 100, 1000)]
+        assert spreads == sorted(spreads, reverse=True)
+        assert spreads[-1] < 0.1
+
+    def test_a_class_learns_its_mean_and_leaves_others_alone(self) -> None:
+        priors = Priors()
+        for _ in range(2000):
+            priors.observe_tokens("code", 5)
+            priors.observe_tokens("chat", 2)
+        assert priors.mean_tokens_per_round("code") == pytest.approx(5, rel=0.1)
+        assert priors.mean_tokens_per_round("chat") == pytest.approx(2, rel=0.1)
+        assert 2 < priors.mean_tokens_per_round("unheard of") < 5
+
+    def test_it_follows_a_change(self) -> None:
+        statistics = AcceptanceStatistics()
+        for tokens in [2] * 60_000 + [4] * 60_000:
+            statistics.observe_round(tokens)
+        assert statistics.mean(2.0, 200.0) > 3.85
+
+
+class TestShrinkage:
+    def test_with_no_history(self) -> None:
+        assert shrinkage(None) == DEFAULT_SHRINKAGE
+
+    def test_variances_need_some_requests_with_some_rounds(self) -> None:
+        statistics = AcceptanceStatistics()
+        for _ in range(50):
+            statistics.observe_end(1, 3, 9)
+        assert statistics.variances() is None
+        statistics = AcceptanceStatistics()
+        for _ in range(5):
+            statistics.observe_end(20, 60, 200)
+        assert statistics.variances() is None
+
+    @pytest.mark.parametrize(("within", "between"), [(1.0, 0.25), (2.0, 0.1), (0.5, 1.0)])
+    def test_analysis_of_variance_finds_both(self, within: float, between: float) -> None:
+        source = random.Random(7)
+        statistics = AcceptanceStatistics()
+        for _ in range(3000):
+            centre = source.gauss(5, between**0.5)
+            rounds = [source.gauss(centre, within**0.5) for _ in range(source.randint(5, 60))]
+            statistics.observe_end(len(rounds), sum(rounds), sum(x * x for x in rounds))  # type: ignore[arg-type]
+        found = statistics.variances()
+        assert found is not None
+        assert found[0] == pytest.approx(within, rel=0.1)
+        assert found[1] == pytest.approx(between, rel=0.3)
+
+    def test_n0_is_three_times_within_over_between(self) -> None:
+        assert shrinkage((1.0, 0.15)) == pytest.approx(20)
+
+    def test_requests_that_are_all_alike_are_judged_by_their_class(self) -> None:
+        assert shrinkage((1.0, 0.0)) == SHRINKAGE_LIMITS[1]
+
+    def test_requests_that_differ_widely_are_judged_by_themselves(self) -> None:
+        assert shrinkage((0.1, 10.0)) == SHRINKAGE_LIMITS[0]
+
+
+class TestLengths:
+    def test_with_no_history_it_is_chat_like(self) -> None:
+        left = LengthTable().left(0, MOST, "")
+        assert left.mean == pytest.approx(150 * math.exp(0.5), rel=0.03)
+        assert left.low == pytest.approx(150 * math.exp(-1.28), rel=0.1)
+        assert left.high == pytest.approx(150 * math.exp(1.28), rel=0.1)
+
+    def test_it_learns(self) -> None:
+        priors = Priors()
+        for i in range(400):
+            priors.observe_length("short", 20 + i % 5, None, None)
+        left = priors.tokens_left("short", 0, MOST, None, False)
+        assert left.mean == pytest.approx(22, rel=0.25)
+        assert "400" in left.basis or "3" in left.basis
+        assert priors.tokens_left("other", 0, MOST, None, False).mean == pytest.approx(22, rel=0.5)
+
+    def test_given_what_was_emitted(self) -> None:
+        """Half end at 10, half at 1000: whoever passed 50 has some 950 left, not the mean of 500."""
+        table = LengthTable()
+        for i in range(2000):
+            table.observe(10 if i % 2 else 1000)
+        table.rebuild(DEFAULT_MASSES)
+        assert table.left(0, MOST, "").mean == pytest.approx(505, rel=0.1)
+        assert table.left(50, MOST, "").mean == pytest.approx(950, rel=0.1)
+
+    def test_the_limit_bounds_it(self) -> None:
+        left = LengthTable().left(0, 40, "")
+        assert left.high <= 40
+        assert left.mean < 40
+        assert LengthTable().left(39, 40, "").mean == 1
+
+    def test_longer_than_anything_seen(self) -> None:
+        left = LengthTable().left(3_000_000, 9_000_000, "")
+        assert left.mean == pytest.approx(1_500_000)
+        assert LengthTable().left(3_000_000, 3_000_010, "").mean == 10
+
+    def test_it_forgets(self) -> None:
+        table = LengthTable()
+        for length in [1000] * 2000 + [10] * 5000:
+            table.observe(length)
+        table.rebuild(DEFAULT_MASSES)
+        assert table.left(0, MOST, "").mean < 40
+
+    def test_built_anew_at_intervals_that_grow(self) -> None:
+        table, built = LengthTable(), []
+        for i in range(1000):
+            table.observe(100)
+            if table.stale:
+                table.rebuild(DEFAULT_MASSES)
+                built.append(i)
+        assert built[:3] == [0, 1, 2]
+        assert built[-1] - built[-2] > 20
+
+    @given(st.lists(st.integers(1, 50_000), max_size=30), st.integers(0, 5000), st.integers(1, 5000))
+    @settings(max_examples=60, deadline=None)
+    def test_the_interval_holds_the_mean_inside_the_limit(
+        self, seen: list[int], emitted: int, more: int
+    ) -> None:
+        table = LengthTable()
+        for length in seen:
+            table.observe(length)
+        table.rebuild(DEFAULT_MASSES)
+        left = table.left(emitted, emitted + more, "")
+        assert 1 <= left.low <= left.mean <= left.high <= more
+
+
+class TestGuesses:
+    def left(
+        self, guess: float, emitted: int = 0, most: int = MOST, error: float | None = None, n: int = 300
+    ) -> float:
+        errors = GuessError()
+        if error is not None:
+            for i in range(n):
+                errors.observe(100.0, round(100 * math.exp(error if i % 2 else -error)))
+        return left_by_guess(guess, errors, LogLengths(), emitted, most, "").mean
+
+    def test_with_no_history_a_guess_is_half_believed(self) -> None:
+        assert 150 < self.left(1000.0) < 1000
+
+    def test_with_good_history_it_is_believed(self) -> None:
+        assert self.left(1000.0, error=0.02, n=3000) == pytest.approx(1000, rel=0.1)
+
+    def test_with_bad_history_hardly(self) -> None:
+        assert self.left(1000.0, error=3.0) < 400
+
+    def test_a_constant_bias_is_taken_out(self) -> None:
+        errors = GuessError()
+        for _ in range(3000):
+            errors.observe(1000.0, 100)
+        assert left_by_guess(1000.0, errors, LogLengths(), 0, MOST, "").mean == pytest.approx(105, rel=0.15)
+
+    def test_what_is_left_falls_as_tokens_come(self) -> None:
+        means = [self.left(400.0, emitted, error=0.02, n=3000) for emitted in (0, 100, 200, 300)]
+        assert means == sorted(means, reverse=True)
+        assert means[2] == pytest.approx(200, rel=0.15)
+
+    def test_beyond_the_guess_a_little_is_left(self) -> None:
+        assert 1 <= self.left(100.0, 150, error=0.02, n=3000) < 40
+        assert 1 <= self.left(100.0, 5000, error=0.02, n=3000) < 5000
+
+    def test_the_limit_bounds_it(self) -> None:
+        assert self.left(1000.0, 0, most=50) <= 50
+        assert self.left(1000.0, 49, most=50) == 1
+
+    def test_the_worker_and_the_client_are_believed_by_their_own_record(self) -> None:
+        priors = Priors()
+        for i in range(500):
+            length = 50 + 10 * (i % 90)
+            priors.observe_length("", length, 5.0 if i % 2 else 5000.0, float(length))
+        by_worker = priors.tokens_left("", 0, MOST, 700.0, True)
+        by_client = priors.tokens_left("", 0, MOST, 700.0, False)
+        assert abs(by_worker.mean - 700) < abs(by_client.mean - 700)
+        assert by_worker.high / by_worker.low < by_client.high / by_client.low
+        assert "worker" in by_worker.basis and "client" in by_client.basis
+
+    @given(st.floats(1, 1e6), st.integers(0, 10_000), st.integers(1, 10_000), st.floats(0, 3))
+    @settings(max_examples=200, deadline=None)
+    def test_the_interval_holds_the_mean(self, guess: float, emitted: int, more: int, error: float) -> None:
+        errors = GuessError()
+        for i in range(30):
+            errors.observe(100.0, max(1, round(100 * math.exp(error if i % 2 else -error))))
+        left = left_by_guess(guess, errors, LogLengths(), emitted, emitted + more, "")
+        assert 1 <= left.low <= left.mean <= left.high <= more
+
+
+class TestCost:
+    @staticmethod
+    def true_s(batch: float, context: float) -> float:
+        return 0.05 + 0.002 * batch + 1e-6 * context
+
+    def learnt(self, rounds: int = 3000) -> CostModel:
+        source = random.Random(3)
+        model = CostModel()
+        for _ in range(rounds):
+            batch = source.randint(1, 32)
+            context = batch * source.randint(100, 2000)
+            model.observe_round(batch, context, self.true_s(batch, context) * source.uniform(0.9, 1.1))
+        return model
+
+    def test_it_starts_like_a_gpu_of_today(self) -> None:
+        assert 0.01 < CostModel().round_s(1, 500) < 0.1
+        assert CostModel().prefill_share_s(1000) == pytest.approx(0.1)
+
+    def test_it_learns_all_three_terms(self) -> None:
+        model = self.learnt()
+        for batch, context in ((1, 500), (8, 8000), (32, 20_000)):
+            assert model.round_s(batch, context) == pytest.approx(self.true_s(batch, context), rel=0.05)
+
+    def test_one_batch_size_is_enough_for_that_size(self) -> None:
+        model = CostModel()
+        for _ in range(200):
+            model.observe_round(1, 300, 0.004)
+        assert model.share_s(300) == pytest.approx(0.004, rel=0.05)
+
+    def test_a_sequence_is_charged_its_share_of_the_machine(self) -> None:
+        """POLICY 2.5: T(B)/B, not T(1)."""
+        model = self.learnt()
+        assert model.share_s(500) == pytest.approx(
+            self.true_s(model.batch, 500 * model.batch) / model.batch, rel=0.06
+        )
+        assert model.share_s(500) < self.true_s(1, 500) / 4
+
+    def test_no_term_is_negative(self) -> None:
+        model = CostModel()
+        for batch in range(1, 33):
+            model.observe_round(batch, 100 * (33 - batch), 0.2 - 0.005 * batch)
+        assert min(model.fit) >= 0
+        assert model.share_s(10**6) > 0
+
+    def test_a_stall_counts_for_little(self) -> None:
+        model = self.learnt(200)
+        before = model.round_s(8, 8000)
+        model.observe_round(8, 8000, 60.0)
+        model.refit()
+        assert model.round_s(8, 8000) < 1.2 * before
+
+    def test_prefill_and_swap(self) -> None:
+        model = CostModel()
+        for _ in range(100):
+            model.observe_prefill(1000, 0.5)
+        assert model.prefill_share_s(100) == pytest.approx(0.05, rel=0.02)
+        assert model.swap_in_s(100) < model.prefill_share_s(100)
+
+
+class TestVersions:
+    """A new version makes waiting requests rank again, so there is none without a reason."""
+
+    def test_nothing_learnt_no_version(self) -> None:
+        priors = Priors()
+        priors.publish()
+        assert priors.version == 0
+
+    def test_another_length_table(self) -> None:
+        priors = Priors()
+        priors.observe_length("", 100, None, None)
+        priors.publish()
+        priors.publish()
+        assert priors.version == 1
+
+    def test_another_cost(self) -> None:
+        priors = Priors()
+        for _ in range(100):
+            priors.observe_round(1, 100, 0.5)
+        priors.publish()
+        priors.observe_round(1, 100, 0.5)
+        priors.publish()
+        assert priors.version == 1
+
+
+class TestTheRecord:
+    def learnt(self) -> Priors:
+        priors = Priors()
+        source = random.Random(5)
+        for _ in range(300):
+            name = source.choice(["chat", "code"])
+            length = source.randint(1, 500)
+            rounds = max(1, length // 3)
+            for _ in range(3):
+                priors.observe_tokens(name, source.randint(1, 6))
+            priors.observe_acceptance(name, rounds, length, 4 * length)
+            priors.observe_length(name, length, length * source.uniform(0.5, 2), None)
+            priors.observe_round(source.randint(1, 8), 500, source.uniform(0.02, 0.04))
+            priors.observe_prefill(100, 0.02)
+        return priors
+
+    def test_there_and_back(self) -> None:
+        priors = self.learnt()
+        again = Priors.from_dict(json.loads(json.dumps(priors.to_dict())))
+        assert again.to_dict() == priors.to_dict()
+        again.publish()
+        assert again.version == priors.version
+        for name in ("chat", "code", "other"):
+            assert again.tokens_per_round(name, 10, 25) == priors.tokens_per_round(name, 10, 25)
+            mine, theirs = (
+                priors.tokens_left(name, 20, 900, 80.0, False),
+                again.tokens_left(name, 20, 900, 80.0, False),
+            )
+            assert theirs == mine
+            mine, theirs = (
+                priors.tokens_left(name, 20, 900, None, False),
+                again.tokens_left(name, 20, 900, None, False),
+            )
+            assert theirs.mean == pytest.approx(mine.mean, rel=0.1)  # the table is built afresh
+        assert again.cost == priors.cost
+
+    def test_another_format_starts_afresh(self) -> None:
+        assert Priors.from_dict({"format": 99, "version": 7}).to_dict() == Priors().to_dict()
+        assert Priors.from_dict({}).version == 0
+
+    def test_the_number_of_classes_is_bounded(self) -> None:
+        priors = Priors()
+        for i in range(MAX_CLASSES + 50):
+            priors.observe_length(f"class {i}", 10, None, None)
+            priors.observe_tokens(f"class {i}", 3)
+        assert len(priors.to_dict()["classes"]) == MAX_CLASSES
+        assert priors.tokens_per_round(f"class {MAX_CLASSES + 1}", 0, 0).mean > 2

@@ -1,0 +1,151 @@
+"""What must hold for any policy and any sequence of events: nothing lost, nothing twice, no slot idle for nothing.
+
+`Cluster` asserts the rest while it runs: leased before listed, commits without gap or repetition, one end each, and
+`Scheduler.check` after every step (no id in two places, all orders in line with the requests).
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc.core.events import End
+from scheduler_svc.core.policies import POLICIES
+from scheduler_svc.core.settings import CoreSettings
+from tests.core.cluster import Cluster, Job, facts
+
+pytestmark = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+JOBS = st.lists(
+    st.tuples(
+        st.floats(0, 3),  # arrival
+        st.integers(1, 400),  # prompt
+        st.integers(1, 120),  # output
+        st.lists(st.integers(1, 6), min_size=1, max_size=4),  # pace
+        st.sampled_from([0, 0, 0, 1, -1]),  # priority
+        st.sampled_from(["", "chat", "code"]),
+        st.none() | st.integers(1, 300),  # hint
+    ),
+    min_size=1,
+    max_size=14,
+)
+FAULTS = st.lists(
+    st.tuples(
+        st.floats(0, 4), st.sampled_from(["lost", "drain", "reconnect", "cancel", "up"]), st.integers(0, 13)
+    ),
+    max_size=6,
+)
+WORKERS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([40, 80, 1000])), min_size=1, max_size=3)
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def build(policy: str, jobs: list, workers: list, faults: list) -> Cluster:  # type: ignore[type-arg]
+    cluster = Cluster(policy, [facts(f"w{i}", slots, blocks) for i, (slots, blocks) in enumerate(workers)])
+    cluster.submit(
+        [
+            Job(f"r{i:02d}", arrival, prompt, output, tuple(pace), priority, workload_class, hint)
+            for i, (arrival, prompt, output, pace, priority, workload_class, hint) in enumerate(jobs)
+        ]
+    )
+    for n, (time_s, what, number) in enumerate(faults):
+        worker = f"w{number % len(workers)}"
+        match what:
+            case "cancel":
+                cluster.at(time_s, "cancel", f"r{number % len(jobs):02d}")
+            case "up":
+                cluster.at(time_s, "up", facts(f"late{n}", 2, 1000))
+            case _:
+                cluster.at(time_s, what, worker)
+    # However it went, a worker that can hold everything comes in the end.
+    cluster.at(5.0, "up", facts("last", 2, 1000))
+    return cluster
+
+
+@given(jobs=JOBS, workers=WORKERS, faults=FAULTS)
+@QUICK
+def test_every_request_ends_once_with_all_its_tokens(policy, jobs, workers, faults) -> None:  # type: ignore[no-untyped-def]
+    cluster = build(policy, jobs, workers, faults)
+    cluster.run()
+    assert set(cluster.ended) == set(cluster.jobs)
+    for request_id, job in cluster.jobs.items():
+        tokens = cluster.committed[request_id]
+        assert tokens == list(range(len(tokens)))
+        if cluster.ended[request_id] is End.STOP:
+            assert len(tokens) == job.output
+        else:
+            assert cluster.ended[request_id] is End.CANCELLED
+    assert cluster.scheduler.totals() == type(cluster.scheduler.totals())(0, 0, 0, 0.0)
+    assert sum(cluster.scheduler.depth_by_level()) == 0
+
+
+@given(jobs=JOBS, workers=WORKERS, faults=FAULTS)
+@QUICK
+def test_the_same_events_give_the_same_commands(policy, jobs, workers, faults) -> None:  # type: ignore[no-untyped-def]
+    first, second = build(policy, jobs, workers, faults), build(policy, jobs, workers, faults)
+    first.run()
+    second.run()
+    assert first.commands == second.commands
+
+
+@given(jobs=JOBS, workers=WORKERS)
+@QUICK
+def test_no_slot_is_idle_while_something_that_fits_waits(policy, jobs, workers) -> None:  # type: ignore[no-untyped-def]
+    cluster = build(policy, jobs, workers, [])
+    step = cluster.step
+
+    def step_and_look(events) -> None:  # type: ignore[no-untyped-def]
+        step(events)
+        queue = cluster.scheduler.queue(cluster.now_s, 100)
+        waiting = [entry for entry in queue if entry.worker_id is None]
+        for view in cluster.scheduler.workers():
+            worker = cluster.workers[view.worker_id]
+            if view.listed < view.slots:
+                # Nothing waits that it could hold: not in the queue, and not beyond the slots of another.
+                capacity = worker.facts.target_blocks * worker.facts.block_size - worker.facts.max_draft_len
+                for entry in waiting:
+                    job = cluster.jobs[entry.request_id]
+                    assert job.prompt + job.output > capacity
+            if view.listed == 0:
+                others = [v for v in cluster.scheduler.workers() if v.listed > v.slots]
+                for other in others:
+                    for entry in cluster.workers[other.worker_id].entries:
+                        job = cluster.jobs[entry.request_id]
+                        if entry.request_id not in cluster.workers[other.worker_id].ran:
+                            assert job.prompt + job.output > min(capacity, worker.facts.max_length)
+
+    cluster.step = step_and_look  # type: ignore[method-assign]
+    cluster.run()
+
+
+@given(jobs=JOBS, slots=st.integers(1, 4))
+@QUICK
+def test_nothing_is_evicted_while_the_kv_fits(policy, jobs, slots) -> None:  # type: ignore[no-untyped-def]
+    cluster = Cluster(policy, [facts("w", slots, 1000)])
+    cluster.submit(
+        [Job(f"r{i:02d}", job[0], job[1], job[2], tuple(job[3]), hint=job[6]) for i, job in enumerate(jobs)]
+    )
+    cluster.run()
+    assert cluster.workers["w"].evictions == 0
+
+
+def test_fcfs_never_pauses_and_keeps_order(policy: str) -> None:
+    if policy != "fcfs":
+        return
+    cluster = Cluster(policy, [facts("w")])
+    cluster.submit([Job(f"r{i}", i * 0.01, 50, 90 - 10 * i) for i in range(9)])
+    cluster.run()
+    assert sorted(cluster.finished_s, key=cluster.finished_s.__getitem__) == sorted(cluster.jobs)
+
+
+def test_lists_stay_bounded_when_better_ones_keep_arriving(policy: str) -> None:
+    """A list grows over its length by the margin and by what holds KV, not with every better arrival."""
+    cluster = Cluster(policy, [facts("w", 2)], CoreSettings(list_factor=2, list_margin=0.5))
+    cluster.submit([Job(f"r{i:03d}", i * 0.002, 20, 300 - i, hint=300 - i) for i in range(250)])
+    longest = 0
+    for tenth in range(12):
+        cluster.run(until_s=tenth * 0.05)
+        longest = max(longest, *(view.listed for view in cluster.scheduler.workers()), 0)
+    # 4 = 2 × 2 slots, 2 of margin, 1 reserved, and what is paused on the device.
+    paused = sum(kept.blocks > 0 for kept in cluster.workers["w"].kept.values())
+    assert longest <= 7 + paused

@@ -1,0 +1,68 @@
+"""`Ranked` against a sorted list."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc.core import ranked
+from scheduler_svc.core.ranked import Ranked
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_it_is_a_sorted_set_with_positions(changes: list[tuple[int, bool]]) -> None:
+    keys: Ranked[tuple[int]] = Ranked()
+    truth: set[tuple[int]] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranked, "_BLOCK", 4)
+        for number, wanted in changes:
+            key = (number,)
+            if wanted and key not in truth:
+                keys.add(key)
+                truth.add(key)
+            elif not wanted and key in truth:
+                keys.remove(key)
+                truth.remove(key)
+            elif not wanted:
+                with pytest.raises(KeyError):
+                    keys.remove(key)
+            in_order = sorted(truth)
+            assert list(keys) == in_order
+            assert list(reversed(keys)) == in_order[::-1]
+            assert len(keys) == len(in_order)
+            assert [keys.at(i) for i in range(len(in_order))] == in_order
+            assert [keys.position(k) for k in in_order] == list(range(len(in_order)))
+            assert keys.position((999,)) == len(in_order)
+
+
+def test_beyond_the_end() -> None:
+    keys: Ranked[tuple[int]] = Ranked()
+    with pytest.raises(IndexError):
+        keys.at(0)
+    with pytest.raises(KeyError):
+        keys.remove((1,))
+
+
+def test_growing_keys_are_found_when_a_block_splits() -> None:
+    keys: Ranked[tuple[int]] = Ranked()
+    for i in range(5000):
+        keys.add((i,))
+        assert keys.position((i,)) == i
+    for i in reversed(range(5000)):
+        keys.remove((i,))
+    assert len(keys) == 0
+
+
+def test_many() -> None:
+    keys: Ranked[tuple[float, str]] = Ranked()
+    source = random.Random(1)
+    all_keys = [(source.random(), str(i)) for i in range(20_000)]
+    for key in all_keys:
+        keys.add(key)
+    for key in all_keys[::2]:
+        keys.remove(key)
+    assert list(keys) == sorted(all_keys[1::2])

@@ -1,0 +1,315 @@
+"""The scheduler's answers to questions, and events that scenario files cannot say well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Finish, Lease, Release
+from scheduler_svc.core.events import (
+    Arrived,
+    End,
+    EndRequested,
+    Progress,
+    RequestFacts,
+    ResidencyChange,
+    RoundReported,
+    WorkerDraining,
+    WorkerFacts,
+    WorkerUp,
+)
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.request import MAX_STORY_LINES, Request
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.views import Place, Totals
+from tests.core.cluster import Cluster, Job, facts
+
+
+def core(policy: str = "laps-sd") -> Scheduler:
+    settings = CoreSettings()
+    return Scheduler(policy_named(policy, settings), settings, Priors())
+
+
+def request(request_id: str, sequence: int = 1, **more: object) -> RequestFacts:
+    base = RequestFacts(request_id, sequence, 1.0, "tenant", 0, "chat", 100, 500, 60)
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+W = WorkerFacts("w", 1, 1000, 1000, 16, 4096, 5)
+
+
+def did(request_id: str, position: int, tokens: int, **more: object) -> Progress:
+    ids = tuple(range(position, position + tokens))
+    base = Progress(request_id, 1, position, ids, 5, max(0, tokens - 1), 0, None, 0, "")
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def report(*progress: Progress, **more: object) -> RoundReported:
+    base = RoundReported("w", progress, (), 0.01, 0.02, 0.0, 0.0, 0.0, 0.03, 900, 800)
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+class TestExplain:
+    def test_a_queued_request(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [Arrived(request("a"))])
+        e = scheduler.explain("a", 3.5)
+        assert e is not None
+        assert (e.place, e.worker_id, e.waiting_s, e.tenant, e.policy) == (
+            Place.QUEUED,
+            None,
+            2.5,
+            "tenant",
+            "laps-sd",
+        )
+        assert not e.fits_a_worker
+        assert 0 < e.remaining_low_s < e.remaining_s < e.remaining_high_s
+        assert "client's estimate" in e.basis
+        assert [line.what for line in e.story] == ["arrived"]
+
+    def test_a_running_request(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 4, prefilled=100), prefill_s=0.5)])
+        e = scheduler.explain("a", 2.0)
+        assert e is not None
+        assert (e.place, e.worker_id, e.lease_epoch) == (Place.RUNNING, "w", 1)
+        assert (e.rounds, e.drafted, e.accepted, e.emitted) == (1, 5, 3, 4)
+        assert e.attained_s == pytest.approx(0.53)
+        assert [(line.at_s, line.what) for line in e.story][:3] == [
+            (1.0, "arrived"),
+            (1.0, "leased"),
+            (2.0, "started"),
+        ]
+
+    def test_an_unknown_request(self) -> None:
+        assert core().explain("nobody", 0.0) is None
+
+    def test_the_story_of_a_pause_names_nobody(self) -> None:
+        cluster = Cluster("laps-sd", [facts("w")])
+        cluster.submit([Job("long", 0.0, 50, 900, hint=900), Job("short", 1.0, 50, 12, hint=12)])
+        cluster.run(until_s=1.2)
+        e = cluster.scheduler.explain("long", 1.2)
+        assert e is not None
+        paused = next(line for line in e.story if line.what == "paused")
+        assert "short" not in paused.detail
+        assert "outranked by a request with about" in paused.detail
+
+    def test_the_reserved_share_and_missing_blocks_are_told(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("old", 1, expected_output_tokens=500))])
+        scheduler.step(0.0, [Arrived(request("new", 2, expected_output_tokens=5))])
+        scheduler.step(1.0, [report(did("new", 0, 1))])
+        scheduler.step(2.0, [report(did("old", 0, 1))])
+        e = scheduler.explain("new", 2.0)
+        assert e is not None
+        assert e.story[-1].detail == "the reserved share went to an older request"
+        scheduler.step(3.0, [report(did("new", 1, 1), did("old", 1, 1))])
+        scheduler.step(4.0, [report(did("old", 2, 1))])
+        e = scheduler.explain("new", 4.0)
+        assert e is not None
+        assert e.story[-1].detail == "no KV blocks left for it"
+        assert e.preemptions == 2
+
+
+class TestOtherQuestions:
+    def test_the_queue_is_best_first_and_bounded(self) -> None:
+        scheduler = core()
+        events = [Arrived(request(f"r{i}", i, expected_output_tokens=100 * (9 - i))) for i in range(8)]
+        scheduler.step(1.0, events)
+        entries = scheduler.queue(4.0, 3)
+        assert [entry.request_id for entry in entries] == ["r7", "r6", "r5"]
+        assert (entries[0].place, entries[0].waiting_s, entries[0].worker_id) == (Place.QUEUED, 3.0, None)
+
+    def test_workers(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a")), Arrived(request("b", 2))])
+        view = scheduler.workers()[0]
+        assert (view.up, view.slots, view.running, view.listed, view.acceptance) == (True, 1, 0, 2, 0.0)
+        scheduler.step(2.0, [report(did("a", 0, 4))])
+        view = scheduler.workers()[0]
+        assert (view.running, view.listed, view.rounds, view.tokens) == (1, 2, 1, 4)
+        assert (view.free_target_blocks, view.free_draft_blocks) == (900, 800)
+        assert view.acceptance == pytest.approx(0.6)
+        assert view.tokens_per_s > 0
+        assert view.moving_cost_s > 0
+
+    def test_totals_and_depth(self) -> None:
+        scheduler = core()
+        assert scheduler.depth_by_level() == []
+        assert scheduler.totals() == Totals(0, 0, 0, 0.0)
+        scheduler.step(1.0, [Arrived(request(f"r{i}", i)) for i in range(4)])
+        assert sum(scheduler.depth_by_level()) == 4
+        assert scheduler.totals().queued == 4
+        scheduler.step(1.0, [WorkerUp(W, ())])
+        scheduler.step(1.0, [report(did("r0", 0, 2))])
+        totals = scheduler.totals()
+        assert (totals.queued, totals.listed, totals.running) == (2, 2, 1)
+        assert totals.backlog_s > 0
+        assert sum(scheduler.depth_by_level()) == 3
+
+
+class TestReports:
+    def test_an_arrival_told_twice_is_one_request(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [Arrived(request("a")), Arrived(request("a"))])
+        assert scheduler.totals().queued == 1
+
+    def test_an_unknown_worker_is_told_to_drop_what_it_reports(self) -> None:
+        scheduler = core()
+        commands = scheduler.step(1.0, [report(did("a", 0, 3)), report()])
+        assert commands == [Drop("w", (("a", 1),))]
+
+    def test_a_round_that_only_prefilled_is_charged(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        commands = scheduler.step(
+            2.0, [report(did("a", 0, 0, prefilled=64, drafted=0), prefill_s=0.2, total_s=0.0)]
+        )
+        commit = commands[0]
+        assert isinstance(commit, Commit)
+        assert (commit.tokens, commit.standing.attained_s) == ((), pytest.approx(0.23))
+
+    def test_the_workers_prediction_replaces_the_clients(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 3, predicted_remaining_tokens=400.0))])
+        e = scheduler.explain("a", 2.0)
+        assert e is not None
+        assert "worker's prediction" in e.basis
+        before = e.remaining_s
+        scheduler.step(3.0, [report(did("a", 3, 3, predicted_remaining_tokens=2.0))])
+        e = scheduler.explain("a", 2.0)
+        assert e is not None
+        assert e.remaining_s < before / 3
+
+    def test_a_failed_request_teaches_no_length(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        commands = scheduler.step(2.0, [report(did("a", 0, 3, end=End.ERROR, error="the model said NaN"))])
+        commit = commands[0]
+        assert isinstance(commit, Commit)
+        assert (commit.end, commit.detail) == (End.ERROR, "the model said NaN")
+        assert [line.what for line in commit.story] == ["arrived", "leased", "started", "ended"]
+        assert scheduler.priors.to_dict()["classes"]["chat"]["length_counts"] == {}
+
+    def test_one_that_fails_before_its_first_token(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 0, end=End.ERROR, error="x"))])
+        assert scheduler.totals() == Totals(0, 0, 0, 0.0)
+
+    def test_residency_of_an_old_lease_changes_nothing(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 3))])
+        changes = (ResidencyChange("a", 7, Residency.NONE), ResidencyChange("b", 1, Residency.NONE))
+        scheduler.step(3.0, [report(residency=changes)])
+        e = scheduler.explain("a", 3.0)
+        assert e is not None
+        assert e.place is Place.RUNNING
+
+    def test_ranks_of_waiting_requests_follow_what_is_learnt(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), *(Arrived(request(f"r{i}", i)) for i in range(30))])
+        before = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, 99)}
+        for i in range(60):
+            scheduler.step(1.0 + i, [report(did("r0", i, 1), draft_s=0.5, verify_s=0.5)])
+        scheduler.step(99.0, [EndRequested("r0", End.CANCELLED, "")])
+        after = {entry.request_id: entry.index_s for entry in scheduler.queue(99.0, 99)}
+        worker_list = [i for i in after if scheduler.explain(i, 99.0).worker_id]  # type: ignore[union-attr]
+        assert worker_list
+        assert all(after[i] > 5 * before[i] for i in worker_list)
+        scheduler.check()
+
+
+class TestSteps:
+    def test_the_records_commands_come_before_the_workers(self) -> None:
+        """The order of the contract, over a busy trace with faults."""
+        cluster = Cluster("laps-sd", [facts("w0", 2), facts("w1", 1)])
+        cluster.submit(
+            [Job(f"r{i:02d}", 0.05 * i, 40, 10 + 7 * (i % 9), hint=10 + 7 * (i % 9)) for i in range(40)]
+        )
+        for time_s, what, who in ((0.5, "drain", "w0"), (1.1, "cancel", "r20"), (1.2, "lost", "w1")):
+            cluster.at(time_s, what, who)
+        cluster.at(1.5, "up", facts("w2", 2))
+        steps: list[list[Command]] = []
+        inner = cluster.scheduler.step
+
+        def step(now_s, events):  # type: ignore[no-untyped-def]
+            steps.append(inner(now_s, events))
+            return steps[-1]
+
+        cluster.scheduler.step = step  # type: ignore[method-assign]
+        cluster.run()
+        assert set(cluster.ended) == set(cluster.jobs)
+        for commands in steps:
+            order = [{Drop: 1, Assign: 2, Drained: 3}.get(type(command), 0) for command in commands]
+            assert order == sorted(order)
+        assert {type(command) for commands in steps for command in commands} >= {
+            Commit,
+            Finish,
+            Lease,
+            Release,
+        }
+
+    def test_an_assignment_is_not_repeated_because_time_passes(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(1.0, [report(did("a", 0, 1))])
+        assert scheduler.step(500.0, []) == []
+
+    def test_a_list_that_fits_the_slots_is_not_sent_again_for_ranks(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        for i in range(20):
+            commands = scheduler.step(1.0 + i, [report(did("a", i, 1), verify_s=0.1 * i)])
+            assert not any(isinstance(command, Assign) for command in commands)
+
+    def test_a_drain_told_twice_is_one(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(1.0, [report(did("a", 0, 1))])
+        assert scheduler.step(1.0, [WorkerDraining("w"), WorkerDraining("w"), WorkerDraining("nobody")]) == []
+
+    def test_a_long_story_keeps_its_beginning_and_its_end(self) -> None:
+        teller = Request(request("a"))
+        for i in range(200):
+            teller.tell(float(i), "paused", str(i))
+        details = [line.detail for line in teller.story]
+        assert len(details) == MAX_STORY_LINES
+        assert details[:8] == [str(i) for i in range(8)]
+        assert details[8:] == [str(i) for i in range(200 - MAX_STORY_LINES + 8, 200)]
+
+
+def test_the_mean_latency_of_laps_sd_is_below_fcfs_with_real_preemption() -> None:
+    """A contended trace with one long request in ten; the policies' goals proper are the simulator's."""
+    jobs = [
+        Job(
+            f"r{i:03d}",
+            0.12 * i,
+            60,
+            300 if i % 10 == 0 else 15 + i % 7,
+            (1 + i % 6,),
+            hint=300 if i % 10 == 0 else 20,
+        )
+        for i in range(80)
+    ]
+    means, paused = {}, {}
+    for policy in ("fcfs", "srpt-length", "laps-sd"):
+        cluster = Cluster(policy, [facts("w", 1)], check=False)
+        cluster.submit(jobs)
+        cluster.run()
+        means[policy] = cluster.mean_latency_s()
+        paused[policy] = sum(
+            command.standing.preemptions
+            for _, command in cluster.commands
+            if isinstance(command, Commit) and command.end
+        )
+    assert means["laps-sd"] < 0.6 * means["fcfs"]
+    assert means["laps-sd"] < 1.1 * means["srpt-length"]
+    assert paused["fcfs"] == 0 < paused["laps-sd"]
