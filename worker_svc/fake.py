@@ -151,6 +151,7 @@ class FakeEngine:
     # -- requests -----------------------------------------------------------------------------------------------------------
 
     def add(self, spec: Specification) -> None:
+        """Make a request known. Raises ValueError naming the field and its limit."""
         if spec.request_id in self._requests:
             raise ValueError(f"request_id {spec.request_id!r} is known already")
         check_specification(spec, self.capacity)
@@ -165,16 +166,20 @@ class FakeEngine:
         )
 
     def drop(self, request_id: str) -> None:
+        """Forget a request and free what it holds; an unknown id is fine."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._release(request)
 
     def swap_out(self, request_id: str) -> bool:
+        """Move its KV to host memory. False, and nothing changed, if the host budget is full."""
         request = self._get(request_id)
         if request.residency is not Residency.DEVICE:
             return True
         if self._host_tokens is not None:
-            held = sum(other.computed for other in self._requests.values() if other.residency is Residency.HOST)
+            held = sum(
+                other.computed for other in self._requests.values() if other.residency is Residency.HOST
+            )
             if held + request.computed > self._host_tokens:
                 return False
         computed = request.computed
@@ -183,13 +188,16 @@ class FakeEngine:
         return True
 
     def evict(self, request_id: str) -> None:
+        """Throw its KV away; its tokens stay known."""
         self._release(self._get(request_id))
 
     def status(self, request_id: str) -> SequenceStatus:
+        """Where a request stands. Raises UnknownRequest."""
         request = self._get(request_id)
         return SequenceStatus(request.residency, request.tokens, len(request.target), len(request.draft))
 
     def known(self) -> frozenset[str]:
+        """Ids of all requests that were added and not dropped."""
         return frozenset(self._requests)
 
     def check(self) -> None:
@@ -199,28 +207,42 @@ class FakeEngine:
 
     def expected(self, spec: Specification) -> tuple[tuple[int, ...], FinishReason]:
         """All output tokens of a request, committed ones not looked at, and why it ends."""
-        tokens = tuple(self._token(_digest(spec), spec, self._length(spec), position) for position in range(spec.max_tokens))
+        tokens = tuple(
+            self._token(_digest(spec), spec, self._length(spec), position)
+            for position in range(spec.max_tokens)
+        )
         stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
-        end = cut(spec, (), tokens, (self._eos_id,), stop_text)
+        end = cut(spec, 0, tokens, (self._eos_id,), stop_text, ())
         assert end.finish is not None
         return tokens[: end.tokens], end.finish
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 
     def round(self, run: Sequence[str]) -> RoundResult:
+        """One draft and verify step over exactly these requests. See `interface.Engine.round` for what it raises."""
         finished = {name for name in run if name in self._requests and self._requests[name].finished}
         check_run(run, self._requests.keys(), finished, self.capacity.slots)
         requests = [self._requests[name] for name in run]
         chunks = self._chunks(requests)
-        drafts = [self._draft_length(request) if chunk == 0 else 0 for request, chunk in zip(requests, chunks, strict=True)]
+        drafts = [
+            self._draft_length(request) if chunk == 0 else 0
+            for request, chunk in zip(requests, chunks, strict=True)
+        ]
         self._grow(requests, chunks, drafts)
 
         costs = self._costs
-        swap_s = sum(request.computed for request in requests if request.residency is Residency.HOST) * costs.swap_token_s
+        swap_s = (
+            sum(request.computed for request in requests if request.residency is Residency.HOST)
+            * costs.swap_token_s
+        )
         for request, chunk in zip(requests, chunks, strict=True):
             if chunk or request.computed:
                 request.residency = Residency.DEVICE
-        rows = sum(length + 1 for length, request in zip(drafts, requests, strict=True) if request.computed >= request.tokens - 1)
+        rows = sum(
+            length + 1
+            for length, request in zip(drafts, requests, strict=True)
+            if request.computed >= request.tokens - 1
+        )
         context = sum(request.tokens for request in requests)
         draft_s = max(drafts, default=0) * costs.draft_step_s
         verify_s = costs.round_s + rows * costs.verified_token_s + context * costs.context_token_s
@@ -252,7 +274,11 @@ class FakeEngine:
         return chunks
 
     def _draft_length(self, request: _Fake) -> int:
-        cap = self._draft_len if request.spec.max_draft_len is None else min(self._draft_len, request.spec.max_draft_len)
+        cap = (
+            self._draft_len
+            if request.spec.max_draft_len is None
+            else min(self._draft_len, request.spec.max_draft_len)
+        )
         return min(cap, request.spec.max_tokens - len(request.output) - 1)
 
     def _grow(self, requests: Sequence[_Fake], chunks: Sequence[int], drafts: Sequence[int]) -> None:
@@ -268,7 +294,9 @@ class FakeEngine:
             ("draft", self._draft, sum(draft for _, draft in wanted)),
         ):
             if count > pool.free_blocks:
-                raise OutOfBlocks(f"the {name} pool has {pool.free_blocks} free KV blocks and this round needs {count}")
+                raise OutOfBlocks(
+                    f"the {name} pool has {pool.free_blocks} free KV blocks and this round needs {count}"
+                )
         for request, (target, draft) in zip(requests, wanted, strict=True):
             request.target += self._target.extend(request.target, target)
             request.draft += self._draft.extend(request.draft, draft)
@@ -282,8 +310,11 @@ class FakeEngine:
         while accepted < draft_len and self._accepts(request, position + accepted):
             accepted += 1
         tested = min(accepted + 1, draft_len)
-        block = [self._token(request.digest, request.spec, request.length, position + i) for i in range(accepted + 1)]
-        end = cut(request.spec, request.output, block, (self._eos_id,), request.stop_text)
+        block = [
+            self._token(request.digest, request.spec, request.length, position + i)
+            for i in range(accepted + 1)
+        ]
+        end = cut(request.spec, position, block, (self._eos_id,), request.stop_text, request.output)
         request.output += block[: end.tokens]
         request.computed = request.tokens - 1
         if end.finish is not None:
@@ -307,7 +338,9 @@ class FakeEngine:
     def _token(self, digest: int, spec: Specification, length: int, position: int) -> int:
         if position == length - 1 and not spec.ignore_eos:
             return self._eos_id
-        token = counter.mix64(digest ^ counter.row_key(spec.sampling.seed, position)) % (self.capacity.vocab_size - 1)
+        token = counter.mix64(digest ^ counter.row_key(spec.sampling.seed, position)) % (
+            self.capacity.vocab_size - 1
+        )
         return token + (token >= self._eos_id)  # every id but EOS
 
     def _length(self, spec: Specification) -> int:

@@ -1,0 +1,370 @@
+"""The worker on the wire: a real stream, a real thread, a scheduler that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+import uvloop
+
+from laps_sd.errors import StartupError
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as pb
+from tests.helpers import wait_until_async
+from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
+from worker_svc.engine.interface import RoundResult
+from worker_svc.fake import FakeEngine
+from worker_svc.sync import EngineFailed
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """The loop that the service runs on."""
+    return uvloop.EventLoopPolicy()
+
+
+def rounds(count: int) -> tuple[Callable[[Stream], bool], str]:
+    return (lambda s: len(s.reports) >= count), f"{count} reports"
+
+
+async def test_hello_says_who_and_what_the_worker_is() -> None:
+    async with (
+        scheduler() as s,
+        worker(s.address, engine=FakeEngine(slots=3, max_draft_len=5), pool="p") as w,
+    ):
+        hello = (await s.accept()).hello
+
+        assert (hello.worker_id, hello.worker_name, hello.pool) == (w.link.worker_id, "w", "p")
+        assert hello.worker_id.startswith("w-")
+        assert list(hello.protocol_versions) == [1]
+        assert (hello.slots, hello.target_blocks, hello.block_size, hello.max_draft_tokens) == (
+            3,
+            1024,
+            16,
+            5,
+        )
+        assert (hello.fingerprint, hello.device, hello.vocab_size) == ("fake", "fake", 1024)
+        assert (list(hello.held), hello.last_report, hello.draining) == ([], 0, False)
+
+
+async def test_a_request_runs_to_its_end_without_any_acknowledgement() -> None:
+    engine = FakeEngine(slots=2)
+    one = spec("a", max_tokens=100)
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet()
+        await stream.lease(one)
+        await stream.assign("a")
+        await stream.until_ended("a")
+
+        assert stream.tokens("a") == engine.expected(one)[0]
+        assert [report.number for report in stream.reports] == list(range(1, len(stream.reports) + 1))
+        last = stream.progress()[-1]
+        assert (last.end, last.lease_epoch) == (gateway_pb.RequestEnd.KIND_LENGTH, 1)
+
+
+async def test_reports_that_are_ready_travel_together() -> None:
+    """While the scheduler is away reports pile up; they come in few messages, not in one each."""
+    async with scheduler() as s, worker(s.address, engine=FakeEngine(slots=2)) as w:
+        first = await s.greet()
+        await first.lease(spec("a", max_tokens=200))
+        await first.assign("a")
+        await first.until_ended("a")
+        first.close.set()
+        again = await s.greet()
+        await again.until(*rounds(len(first.reports)))
+
+        assert again.messages == [len(first.reports)]
+        assert w.link.connected
+
+
+async def test_a_new_assignment_preempts_and_the_next_takes_the_place_of_one_that_ends() -> None:
+    engine = Gated(slots=1)
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet()
+        await stream.lease(spec("long", max_tokens=300), spec("short", max_tokens=1))
+        await stream.assign("long")
+        engine.allow(2)
+        await stream.until(*rounds(2))
+        await stream.assign("short", "long")
+        await stream.lease(
+            spec("marker")
+        )  # the runner takes messages in order: it is told when this one is missed
+        engine.allow(4)
+        await stream.until(*rounds(6))
+
+        names = [progress.request_id for progress in stream.progress()]
+        # The third round had begun before the assignment came.
+        assert names in (["long"] * 3 + ["short"] + ["long"] * 2, ["long"] * 2 + ["short"] + ["long"] * 3)
+
+
+async def test_unacknowledged_reports_are_offered_again_in_order_after_a_break() -> None:
+    engine = FakeEngine(slots=2)
+    one = spec("a", max_tokens=100)
+    async with scheduler() as s, worker(s.address, engine=engine, max_unacknowledged_reports=5) as w:
+        first = await s.greet()
+        await first.lease(one, lease_epoch=3)
+        await first.assign("a", lease_epoch=3)
+        await first.until(*rounds(5))
+        await first.acknowledge(2)
+        first.close.set()
+        second = await s.accept()
+        hello = second.hello
+        await second.greet("2:second")
+        await second.until(*rounds(5))  # 3 to 7: the acknowledgement of two made room for two
+        while not second.progress()[-1].end:
+            heard = len(second.reports)
+            await second.acknowledge(second.reports[-1].number)
+            await second.until(*rounds(heard + 1))
+
+        assert hello.worker_id == w.link.worker_id
+        (held,) = hello.held
+        assert (held.request_id, held.lease_epoch) == ("a", 3)
+        assert held.residency == pb.HeldRequest.RESIDENCY_DEVICE
+        assert 5 <= hello.last_report <= 7
+        # Between them, the acknowledged outputs, the hello and the reports say everything once.
+        committed = [token for report in first.reports[:2] for token in report.progress[0].token_ids]
+        assert list(held.specification.committed_ids) == committed
+        assert held.emitted == len(committed) + len(held.unacknowledged_ids)
+        assert [report.number for report in second.reports] == list(range(3, 3 + len(second.reports)))
+        everything = committed + [token for p in second.progress() for token in p.token_ids]
+        assert tuple(everything) == engine.expected(one)[0]
+
+
+async def test_acknowledged_reports_are_forgotten() -> None:
+    async with scheduler() as s, worker(s.address) as w:
+        first = await s.greet()
+        await first.lease(spec("a"))
+        await first.assign("a")
+        await first.until_ended("a")
+        await first.acknowledge(len(first.reports))
+        first.close.set()
+        second = await s.greet()
+        await second.lease(spec("b"))
+        await second.assign("b")
+        await second.until_ended("b")
+
+        assert {progress.request_id for progress in second.progress()} == {"b"}
+        assert second.reports[0].number == len(first.reports) + 1
+        assert list(second.hello.held) == []
+        assert not w.link.runner.engine.known() - {"b"}
+
+
+async def test_the_bound_of_unacknowledged_tokens_pauses_one_request() -> None:
+    async with scheduler() as s, worker(s.address, engine=FakeEngine(slots=1), max_unacknowledged_tokens=30):
+        stream = await s.greet()
+        await stream.lease(spec("a", max_tokens=200), spec("b", max_tokens=20))
+        await stream.assign("a", "b")
+        await stream.until_ended("b")  # it had to wait for the only slot
+        paused = len(stream.tokens("a"))
+        assert 30 <= paused < 30 + 9
+        await stream.acknowledge(stream.reports[-1].number)
+        await stream.until(lambda s: len(s.tokens("a")) > paused, "it goes on")
+
+
+async def test_a_stale_leader_is_ignored() -> None:
+    async with scheduler() as s, worker(s.address):
+        stream = await s.greet("2:new")
+        await stream.lease(spec("a"), spec("b"))
+        await stream.assign("a", leader_epoch="1:old")
+        await stream.assign("b")
+        await stream.until_ended("b")
+        await stream.acknowledge(1000, leader_epoch="1:old")
+        stream.close.set()
+        again = await s.greet("2:new")
+        await again.until_ended("b")
+
+        assert {progress.request_id for progress in stream.progress()} == {"b"}
+
+
+async def test_the_leader_that_a_standby_names_is_followed() -> None:
+    async with scheduler() as standby, scheduler() as leader:
+        standby.refer_to = leader.address
+        async with worker(standby.address):
+            stream = await leader.greet()
+            await stream.lease(spec("a"))
+            await stream.assign("a")
+            await stream.until_ended("a")
+
+            assert standby.hellos == 1
+
+
+async def test_a_standby_that_knows_no_leader_is_asked_again() -> None:
+    async with scheduler() as s:
+        s.refer_to = ""
+        async with worker(s.address):
+            await wait_until_async(lambda: s.hellos >= 3, description="the worker asks three times")
+            s.refer_to = None
+            await s.greet()
+
+
+async def test_seeds_are_tried_until_one_leads() -> None:
+    async with scheduler() as gone:
+        address = gone.address
+    async with scheduler() as s, worker(address, s.address):
+        await s.greet()
+
+
+async def test_a_refusal_ends_the_worker_with_its_sentence() -> None:
+    async with scheduler() as s:
+        s.refused = pb.WorkerRefused(
+            reason=pb.WorkerRefused.REASON_FINGERPRINT, detail="the pool serves another pair"
+        )
+        async with worker(s.address) as w:
+            with pytest.raises(StartupError, match="the pool serves another pair"):
+                await w.left()
+
+
+async def test_a_missing_specification_is_asked_for() -> None:
+    async with scheduler() as s, worker(s.address):
+        stream = await s.greet()
+        await stream.assign("a")
+        await stream.until(lambda s: s.missing == ["a"], "a is asked for")
+        await stream.lease(spec("a"))
+        await stream.assign("a")
+        await stream.until_ended("a")
+
+        assert stream.missing == ["a"]
+
+
+async def test_a_drop_obeys_the_lease_epoch() -> None:
+    engine = Gated(2)
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet()
+        await stream.lease(spec("a", max_tokens=500), spec("b"), lease_epoch=2)
+        await stream.assign("a", "b", lease_epoch=2)
+        await stream.until(*rounds(2))
+        drop = [pb.DropRequest(request_id="a", lease_epoch=2), pb.DropRequest(request_id="b", lease_epoch=1)]
+        await stream.send(drop=pb.DropRequests(requests=drop))
+        await stream.send(specifications=pb.Specifications())
+        engine.allow(1000)
+        await stream.until_ended("b")
+        stream.close.set()
+        again = await s.accept()
+
+        assert [held.request_id for held in again.hello.held] == ["b"]
+        assert not any(progress.request_id == "a" and progress.end for progress in stream.progress())
+
+
+async def test_an_error_in_one_request_does_not_hurt_the_others() -> None:
+    async with scheduler() as s, worker(s.address):
+        stream = await s.greet()
+        await stream.lease(spec("bad", max_tokens=100_000), spec("good"))
+        await stream.assign("bad", "good")
+        await stream.until_ended("good")
+        await stream.until_ended("bad")
+
+        (error,) = [progress for progress in stream.progress() if progress.request_id == "bad"]
+        assert error.end == gateway_pb.RequestEnd.KIND_ERROR
+        assert "max_tokens" in error.error
+
+
+class Broken(FakeEngine):
+    def round(self, run: Sequence[str]) -> RoundResult:
+        raise RuntimeError("the device is gone")
+
+
+async def test_a_broken_engine_ends_the_worker() -> None:
+    async with scheduler() as s, worker(s.address, engine=Broken()) as w:
+        stream = await s.greet()
+        await stream.lease(spec("a"))
+        await stream.assign("a")
+        with pytest.raises(EngineFailed, match="the device is gone") as caught:
+            await w.left()
+
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+async def test_heartbeats_go_up() -> None:
+    async with scheduler() as s, worker(s.address):
+        stream = await s.greet()
+        await stream.until(lambda s: s.heartbeats >= 3, "three heartbeats")
+
+
+async def test_a_silent_scheduler_is_given_up_and_a_heard_one_is_not() -> None:
+    async with scheduler() as s, worker(s.address, silence_s=0.3):
+        silent = await s.greet()
+        heard = await s.accept()  # the silent one was given up
+        await heard.greet()
+        for _ in range(20):
+            await heard.send(heartbeat=gateway_pb.Heartbeat())
+            await asyncio.sleep(0.03)  # twice the silence in all
+
+        assert silent.ended.is_set()
+        assert not heard.ended.is_set()
+
+
+async def test_draining_goes_on_working_until_the_scheduler_says_so() -> None:
+    engine = Gated(1)
+    async with scheduler() as s, worker(s.address, engine=engine) as w:
+        stream = await s.greet()
+        await stream.lease(spec("a"))
+        await stream.assign("a")
+        await stream.until(*rounds(1))
+        draining = asyncio.create_task(w.link.drain())
+        await stream.until(lambda s: s.drains == 1, "the wish to leave")
+        engine.allow(1000)
+        await stream.until_ended("a")
+        assert not w.running.done()
+        await stream.acknowledge(len(stream.reports))
+        await stream.send(drained=pb.Drained())
+        await w.left()
+        await draining
+
+
+async def test_a_wish_to_leave_survives_a_broken_stream() -> None:
+    engine = Gated(1)
+    async with scheduler() as s, worker(s.address, engine=engine) as w:
+        first = await s.greet()
+        await first.lease(spec("a"))
+        await first.assign("a")
+        await first.until(*rounds(1))
+        draining = asyncio.create_task(w.link.drain())
+        await first.until(lambda s: s.drains == 1, "the wish to leave")
+        first.close.set()
+        engine.allow(1000)
+        second = await s.greet()
+        await second.until(lambda s: s.drains == 1, "the wish to leave, again")
+        await second.send(drained=pb.Drained())
+        await draining
+
+        assert second.hello.draining
+
+
+async def test_a_worker_that_holds_nothing_leaves_without_a_scheduler() -> None:
+    async with scheduler() as gone:
+        address = gone.address
+    async with worker(address) as w:
+        await w.link.drain()
+        await w.left()
+
+
+async def test_an_operators_drain_is_carried_out() -> None:
+    async with scheduler() as s, worker(s.address) as w:
+        ordered = asyncio.Event()
+        w.link._on_drain_ordered = ordered.set
+        stream = await s.greet()
+        await stream.send(drain=pb.Drain())
+        await stream.until(lambda s: s.drains == 1, "the answer")
+        assert ordered.is_set()
+
+
+async def test_many_requests_end_with_their_own_tokens() -> None:
+    engine = FakeEngine(slots=4)
+    wanted = [spec(f"r{i}", prompt=3 + i, max_tokens=5 + 7 * i, seed=i) for i in range(20)]
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet()
+        await stream.lease(*wanted)
+        names = [one.request_id for one in wanted]
+        for start in range(len(names)):
+            await stream.assign(*names[start:], *names[:start])
+        for name in names:
+            await stream.until_ended(name)
+
+        assert {one.request_id: stream.tokens(one.request_id) for one in wanted} == {
+            one.request_id: engine.expected(one)[0] for one in wanted
+        }
+
+
+def test_a_stream_knows_its_leader() -> None:
+    assert Stream(None, pb.WorkerHello()).leader_epoch == LEADER

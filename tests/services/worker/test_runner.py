@@ -1,0 +1,479 @@
+"""The runner, turn by turn and without a thread: what runs, what is reported, what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laps_sd.choose import Residency
+from tests.services.worker.harness import Desk, entry, spec
+from worker_svc.engine.interface import FinishReason, OutOfBlocks, RoundResult, Specification
+from worker_svc.fake import FakeEngine
+from worker_svc.runner import Acknowledged, Dropped, HeldAsked, HeldNow, Missing
+
+
+def engine(**options: object) -> FakeEngine:
+    return FakeEngine(**{"slots": 2, "max_length": 512, **options})  # type: ignore[arg-type]
+
+
+def held(desk: Desk) -> HeldNow:
+    desk.runner.put(HeldAsked())
+    desk.turns(1)
+    return next(one for one in reversed(desk.outcomes) if isinstance(one, HeldNow))
+
+
+def test_rounds_follow_one_another_without_any_answer() -> None:
+    desk = Desk(engine())
+    one = spec("a")
+    desk.give(one)
+    desk.assign(entry("a"))
+    desk.turn_until_idle()
+
+    assert desk.tokens("a") == desk.engine.expected(one)[0]  # type: ignore[attr-defined]
+    assert [report.number for report in desk.rounds] == list(range(1, len(desk.rounds) + 1))
+    assert desk.rounds[-1].progress[-1][1].finish is FinishReason.LENGTH
+
+
+def test_a_new_assignment_preempts_at_the_next_round() -> None:
+    desk = Desk(engine(slots=1))
+    desk.give(spec("long", max_tokens=200), spec("short"))
+    desk.assign(entry("long", 10.0))
+    desk.turns(3)
+    desk.assign(entry("short", 1.0), entry("long", 10.0))
+    desk.turns(1)
+
+    assert desk.who() == [("long",), ("long",), ("long",), ("short",)]
+    assert desk.rounds[-1].preempted == 1
+
+
+def test_the_newest_of_several_assignments_counts() -> None:
+    desk = Desk(engine(slots=1))
+    desk.give(spec("a"), spec("b"))
+    desk.assign(entry("a"))
+    desk.assign(entry("b"))
+    desk.turns(1)
+
+    assert desk.who() == [("b",)]
+
+
+def test_the_next_in_the_list_takes_the_place_of_one_that_ended() -> None:
+    desk = Desk(engine(slots=2))
+    desk.give(spec("a", max_tokens=1), spec("b", max_tokens=100), spec("c", max_tokens=100))
+    desk.assign(entry("a", 1.0), entry("b", 2.0), entry("c", 3.0))
+    desk.turns(2)
+
+    assert desk.who() == [("a", "b"), ("b", "c")]
+
+
+def test_an_unlisted_request_does_not_run_and_is_kept() -> None:
+    desk = Desk(engine())
+    desk.give(spec("a", max_tokens=100))
+    desk.assign(entry("a"))
+    desk.turns(2)
+    desk.assign()
+
+    assert not desk.runner.turn()
+    assert [one.residency for one in held(desk).requests] == [Residency.DEVICE]
+
+
+def test_what_is_listed_without_a_specification_is_asked_for() -> None:
+    desk = Desk(engine())
+    desk.give(spec("a"), lease_epoch=1)
+    desk.assign(entry("a", lease_epoch=2), entry("b"))
+    desk.turn_until_idle()
+
+    assert desk.outcomes == [Missing(("a", "b"))]
+
+
+def test_only_the_lease_that_is_listed_runs() -> None:
+    desk = Desk(engine())
+    desk.give(spec("a"), lease_epoch=3)
+    desk.assign(entry("a", lease_epoch=2))
+
+    assert not desk.runner.turn()
+    assert desk.outcomes == []
+
+
+@pytest.mark.parametrize(("dropped", "remains"), [(1, True), (2, False), (3, False)])
+def test_a_drop_obeys_the_lease_epoch(dropped: int, remains: bool) -> None:
+    desk = Desk(engine())
+    desk.give(spec("a", max_tokens=100), lease_epoch=2)
+    desk.assign(entry("a", lease_epoch=2))
+    desk.turns(2)
+    desk.runner.put(Dropped((("a", dropped), ("never heard of", 9))))
+    desk.turns(1)
+
+    assert (desk.engine.known() == {"a"}) is remains
+    assert (len(desk.rounds) == 3) is remains
+
+
+def test_a_request_pauses_at_its_bound_of_unacknowledged_tokens_and_others_go_on() -> None:
+    desk = Desk(engine(slots=1), max_unacknowledged_tokens=20)
+    desk.give(spec("a", max_tokens=400), spec("b", max_tokens=400))
+    desk.assign(entry("a", 1.0), entry("b", 2.0))
+    desk.turn_until_idle()
+
+    assert 20 <= len(desk.tokens("a")) < 20 + 9
+    assert 20 <= len(desk.tokens("b")) < 20 + 9
+    before = len(desk.tokens("a"))
+    desk.runner.put(Acknowledged(desk.rounds[-1].number))
+    desk.turns(1)
+    assert len(desk.tokens("a")) > before
+
+
+def test_the_worker_pauses_at_its_bound_of_unacknowledged_reports() -> None:
+    desk = Desk(engine(), max_unacknowledged_reports=3)
+    desk.give(spec("a", max_tokens=400))
+    desk.assign(entry("a"))
+    desk.turn_until_idle()
+
+    assert len(desk.rounds) == 3
+    desk.runner.put(Acknowledged(1))
+    desk.turn_until_idle()
+    assert len(desk.rounds) == 4
+
+
+def test_what_ended_is_held_until_its_report_is_acknowledged() -> None:
+    desk = Desk(engine())
+    desk.give(spec("a", max_tokens=3))
+    desk.assign(entry("a"))
+    desk.turn_until_idle()
+
+    (one,) = held(desk).requests
+    assert (len(one.output_ids), one.acknowledged, one.residency) == (3, 0, Residency.NONE)
+    desk.runner.put(Acknowledged(desk.rounds[-1].number))
+    assert held(desk).requests == ()
+    assert desk.engine.known() == set()
+    assert desk.runner.holds_nothing
+
+
+def test_held_requests_tell_what_no_leader_acknowledged() -> None:
+    desk = Desk(engine())
+    desk.give(spec("a", max_tokens=100, committed=[5, 6]), lease_epoch=4)
+    desk.assign(entry("a", lease_epoch=4))
+    desk.turns(3)
+    desk.runner.put(Acknowledged(2))
+    desk.assign()
+    answer = held(desk)
+
+    (one,) = answer.requests
+    assert answer.last_report == 3
+    assert one.lease_epoch == 4
+    assert one.acknowledged == 2 + sum(
+        len(step.tokens) for report in desk.rounds[:2] for _, step in report.progress
+    )
+    assert len(one.output_ids) == one.acknowledged + len(desk.rounds[2].progress[0][1].tokens)
+
+
+def test_a_request_that_the_engine_refuses_ends_alone() -> None:
+    desk = Desk(engine())
+    desk.give(spec("good"), spec("too long", max_tokens=10_000))
+    desk.assign(entry("too long", 1.0), entry("good", 2.0))
+    desk.turn_until_idle()
+
+    (end,) = [step for report in desk.rounds for _, step in report.progress if step.request_id == "too long"]
+    assert end.finish is FinishReason.ERROR
+    assert "max_tokens" in (end.error or "")
+    assert len(desk.tokens("good")) == 40
+
+
+def test_a_refused_request_is_reported_when_nothing_runs() -> None:
+    desk = Desk(engine())
+    desk.give(spec("too long", max_tokens=10_000))
+    desk.turn_until_idle()
+
+    assert [step.finish for report in desk.rounds for _, step in report.progress] == [FinishReason.ERROR]
+
+
+def test_a_request_with_all_its_tokens_ends_by_length() -> None:
+    desk = Desk(engine())
+    desk.give(spec("a", max_tokens=2, committed=[5, 6]))
+    desk.turn_until_idle()
+
+    ((_, end),) = desk.rounds[0].progress
+    assert (end.position, end.tokens, end.finish) == (2, (), FinishReason.LENGTH)
+
+
+class Forgetful(FakeEngine):
+    """Loses a request before its third round."""
+
+    calls = 0
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        self.calls += 1
+        if self.calls == 3:
+            self.drop("a")
+        return super().round(run)
+
+
+def test_a_request_that_the_engine_lost_ends_alone() -> None:
+    desk = Desk(Forgetful(slots=2))
+    desk.give(spec("a"), spec("b"))
+    desk.assign(entry("a"), entry("b"))
+    desk.turn_until_idle()
+
+    assert [step.finish for r in desk.rounds for _, step in r.progress if step.request_id == "a"][
+        -1
+    ] is FinishReason.ERROR
+    assert len(desk.tokens("b")) == 40
+
+
+class Miserly(FakeEngine):
+    """Has less room than it says: one resident request at a time."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        resident = [name for name in self.known() if self.status(name).residency is Residency.DEVICE]
+        if len({*resident, *run}) > 1:
+            raise OutOfBlocks("no room")
+        return super().round(run)
+
+
+def test_running_out_of_blocks_is_never_a_crash() -> None:
+    desk = Desk(Miserly(slots=2))
+    desk.give(spec("a"), spec("b"), spec("c"))
+    desk.assign(entry("a"), entry("b"), entry("c"))
+    desk.turn_until_idle()
+
+    assert all(len(desk.tokens(name)) == 40 for name in "abc")
+
+
+class Stingy(FakeEngine):
+    """Never has room for one of them."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        if "a" in run:
+            raise OutOfBlocks("no room")
+        return super().round(run)
+
+
+def test_a_request_that_never_fits_ends_with_an_error() -> None:
+    desk = Desk(Stingy(slots=1))
+    desk.give(spec("a"), spec("b"))
+    desk.assign(entry("a", 1.0), entry("b", 2.0))
+    desk.turn_until_idle()
+
+    (end,) = [step for report in desk.rounds for _, step in report.progress if step.request_id == "a"]
+    assert end.finish is FinishReason.ERROR
+    assert len(desk.tokens("b")) == 40
+
+
+def test_kv_that_choose_cannot_see_makes_room() -> None:
+    """Unlisted requests keep their KV until somebody needs the blocks."""
+    desk = Desk(engine(target_blocks=8, block_size=16, max_draft_len=4))
+    desk.give(spec("old", prompt=60, max_tokens=20), spec("new", prompt=60, max_tokens=20))
+    desk.assign(entry("old"))
+    desk.turns(2)
+    desk.assign(entry("new"))
+    desk.turn_until_idle()
+
+    assert len(desk.tokens("new")) == 20
+    changes = [change[:1] + change[2:] for report in desk.rounds for change in report.residency]
+    assert changes == [("old", Residency.DEVICE), ("old", Residency.HOST), ("new", Residency.DEVICE)]
+
+
+def test_a_request_may_fill_the_whole_pool_to_its_last_token() -> None:
+    desk = Desk(engine(target_blocks=4, block_size=16, max_draft_len=8, max_length=64))
+    desk.give(spec("a", prompt=4, max_tokens=60))
+    desk.assign(entry("a"))
+    desk.turn_until_idle()
+
+    assert len(desk.tokens("a")) == 60
+
+
+def test_a_new_lease_goes_on_with_what_the_record_holds() -> None:
+    desk = Desk(engine())
+    one = spec("a", max_tokens=60)
+    desk.give(one)
+    desk.assign(entry("a"))
+    desk.turns(4)
+    recorded = desk.tokens("a")[:3]
+    desk.outcomes.clear()
+    desk.give(spec("a", max_tokens=60, committed=recorded), lease_epoch=2)
+    desk.assign(entry("a", lease_epoch=2))
+    desk.turn_until_idle()
+
+    steps = [(epoch, step) for report in desk.rounds for epoch, step in report.progress]
+    assert {epoch for epoch, _ in steps} == {2}
+    assert steps[0][1].position == 3
+    again = recorded + tuple(token for _, step in steps for token in step.tokens)
+    assert again == desk.engine.expected(one)[0]  # type: ignore[attr-defined]
+
+
+def test_a_new_lease_that_knows_everything_keeps_the_kv() -> None:
+    desk = Desk(engine())
+    desk.give(spec("a", max_tokens=60))
+    desk.assign(entry("a"))
+    desk.turns(4)
+    desk.give(spec("a", max_tokens=60, committed=desk.tokens("a")), lease_epoch=2)
+    desk.assign(entry("a", lease_epoch=2))
+    desk.turns(1)
+
+    ((epoch, step),) = desk.rounds[-1].progress
+    assert (epoch, step.prefilled) == (2, 0)
+
+
+@pytest.mark.parametrize("lease_epoch", [1, 2])
+def test_a_specification_of_the_same_or_an_older_lease_changes_nothing(lease_epoch: int) -> None:
+    desk = Desk(engine())
+    desk.give(spec("a", max_tokens=60), lease_epoch=2)
+    desk.assign(entry("a", lease_epoch=2))
+    desk.turns(3)
+    desk.give(spec("a", max_tokens=60), lease_epoch=lease_epoch)
+    desk.turns(1)
+
+    ((epoch, step),) = desk.rounds[-1].progress
+    assert (epoch, step.prefilled) == (2, 0)
+
+
+def test_evictions_and_returns_are_told() -> None:
+    desk = Desk(engine(slots=1, target_blocks=6, block_size=16, host_tokens=0, max_draft_len=4))
+    desk.give(spec("a", prompt=50, max_tokens=20), spec("b", prompt=50, max_tokens=20))
+    desk.assign(entry("a", 10.0), entry("b", 20.0))
+    desk.turns(2)
+    desk.assign(entry("b", 1.0), entry("a", 10.0))
+    desk.turn_until_idle()
+
+    changes = [(change.request_id, change.residency) for report in desk.rounds for change in report.residency]
+    assert changes == [
+        ("a", Residency.DEVICE),
+        ("a", Residency.NONE),  # no room on the host
+        ("b", Residency.DEVICE),
+        ("a", Residency.DEVICE),
+    ]
+
+
+class Exact(FakeEngine):
+    """Running out of blocks is survived, but never needed: what was decided fits."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        try:
+            return super().round(run)
+        except OutOfBlocks as error:
+            raise AssertionError("the decision did not fit") from error
+
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+@st.composite
+def churn(draw: st.DrawFn) -> list[tuple[str, object]]:
+    """What a scheduler may do to a worker, in any order."""
+    step = st.one_of(
+        st.tuples(st.just("run"), st.integers(1, 25)),
+        st.tuples(st.just("acknowledge"), st.integers(0, 4)),
+        st.tuples(
+            st.just("assign"),
+            st.lists(
+                st.tuples(
+                    st.sampled_from(NAMES),
+                    st.sampled_from([0.1, 1.0, 1.05, 2.0, 8.0]),
+                    st.booleans(),
+                    st.booleans(),
+                ),
+                unique_by=lambda one: one[0],
+                max_size=5,
+            ),
+        ),
+        st.tuples(st.just("release"), st.sampled_from(NAMES)),
+    )
+    return draw(st.lists(step, max_size=40))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    script=churn(),
+    slots=st.integers(1, 3),
+    blocks=st.sampled_from([8, 11, 20, 200]),
+    host_tokens=st.sampled_from([None, 0, 60]),
+    bound=st.sampled_from([7, 256]),
+)
+def test_tokens_do_not_depend_on_the_churn_of_assignments(
+    script: list[tuple[str, object]], slots: int, blocks: int, host_tokens: int | None, bound: int
+) -> None:
+    """Whatever is listed, paused, evicted, released and leased again: the record ends up with what the engine
+    would have produced alone; and remembering the last choice instead of asking again changes nothing."""
+    told = [_churned(script, slots, blocks, host_tokens, bound, reuse) for reuse in (True, False)]
+    assert told[0] == told[1]
+
+
+def _churned(
+    script: list[tuple[str, object]],
+    slots: int,
+    blocks: int,
+    host_tokens: int | None,
+    bound: int,
+    reuse: bool,
+) -> list[tuple[tuple[str, ...], list[tuple[str, Residency]]]]:
+    fake = Exact(
+        slots=slots,
+        target_blocks=blocks,
+        block_size=16,
+        max_length=128,
+        max_draft_len=4,
+        host_tokens=host_tokens,
+        prefill_chunk=24,
+    )
+    desk = Desk(fake, max_unacknowledged_tokens=bound, reuse_choices=reuse)
+    wanted: dict[str, Specification] = {
+        name: spec(name, prompt=10 + 12 * i, max_tokens=20 + 11 * i) for i, name in enumerate(NAMES)
+    }
+    record: dict[str, list[int]] = {name: [] for name in NAMES}
+    epochs = dict.fromkeys(NAMES, 1)
+    ended: set[str] = set()
+    committed = 0
+
+    def commit(upto: int) -> None:
+        """What a scheduler does with reports: lease epoch and position decide."""
+        nonlocal committed
+        for report in desk.rounds[committed:upto]:
+            for epoch, step in report.progress:
+                name = step.request_id
+                if epoch == epochs[name] and step.position == len(record[name]) and name not in ended:
+                    record[name] += step.tokens
+                    if step.finish is not None:
+                        ended.add(name)
+        committed = max(committed, min(upto, len(desk.rounds)))
+        desk.runner.put(Acknowledged(committed))
+
+    def assign(entries: list[tuple[str, float, bool, bool]]) -> None:
+        desk.assign(
+            *[
+                entry(name, index_s, lease_epoch=epochs[name])._replace(reserved=reserved, pinned=pinned)
+                for name, index_s, reserved, pinned in entries
+                if name not in ended
+            ]
+        )
+
+    desk.give(*wanted.values())
+    for what, argument in script:
+        match what, argument:
+            case "run", int(count):
+                desk.turns(count)
+            case "acknowledge", int(count):
+                commit(committed + count)
+            case "assign", list(entries):
+                assign(entries)
+            case "release", str(name) if name not in ended:
+                epochs[name] += 1
+                one = wanted[name]
+                desk.give(
+                    Specification(name, one.prompt_ids, tuple(record[name]), one.sampling, one.max_tokens),
+                    lease_epoch=epochs[name],
+                )
+        fake.check()
+    while len(ended) < len(NAMES):
+        assign([(name, 1.0, False, False) for name in NAMES])
+        desk.turn_until_idle()
+        commit(len(desk.rounds))
+    desk.turns(1)
+    fake.check()
+
+    assert {name: tuple(tokens) for name, tokens in record.items()} == {
+        name: fake.expected(one)[0] for name, one in wanted.items()
+    }
+    assert fake.known() == set()
+    moved = [[(change.request_id, change.residency) for change in report.residency] for report in desk.rounds]
+    return list(zip(desk.who(), moved, strict=True))

@@ -1,0 +1,92 @@
+"""Settings of a worker, and what it measures about itself."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+
+from laps_sd.config import ConfigError, load
+from worker_svc.engine.interface import RequestRound, RoundResult
+from worker_svc.metrics import MeasuredCost
+from worker_svc.runner import Round
+from worker_svc.settings import WorkerSettings
+
+
+def test_the_defaults_are_a_worker_of_the_demo_pool_on_this_host() -> None:
+    settings = load(WorkerSettings, environ={})
+
+    assert (settings.pool, settings.name, settings.engine) == ("demo", socket.gethostname(), "auto")
+    assert settings.scheduler_seeds == ("127.0.0.1:50052",)
+
+
+def test_settings_come_from_the_environment() -> None:
+    environ = {
+        "LAPS_SD_SCHEDULER_SEEDS": "a:1, b:2",
+        "LAPS_SD_SLOTS": "3",
+        "LAPS_SD_DETERMINISTIC": "",
+        "LAPS_SD_DRAIN_S": "5",
+    }
+    settings = load(WorkerSettings, environ=environ)
+
+    assert (settings.scheduler_seeds, settings.slots, settings.deterministic, settings.drain_s) == (
+        ("a:1", "b:2"),
+        3,
+        None,
+        5.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"scheduler_seeds": ()}, "LAPS_SD_SCHEDULER_SEEDS"),
+        ({"scheduler_seeds": ("nohost",)}, "LAPS_SD_SCHEDULER_SEEDS"),
+        ({"draft": "x"}, "LAPS_SD_DRAFT"),
+        ({"engine": "fake", "target": "x"}, "LAPS_SD_ENGINE"),
+        ({"kv_blocks": 5, "kv_memory_bytes": 5}, "LAPS_SD_KV_MEMORY_BYTES"),
+        ({"draft_len": 9}, "LAPS_SD_MAX_DRAFT_LEN"),
+        ({"heartbeat_s": 9.0}, "LAPS_SD_SILENCE_S"),
+        ({"device": "c p u"}, "LAPS_SD_DEVICE"),
+        ({"pool": ""}, "LAPS_SD_POOL"),
+    ],
+)
+def test_a_wrong_setting_is_named(values: dict[str, object], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        load(WorkerSettings, values, environ={})
+
+
+def measured(
+    requests: int, context: int, spent_s: float, *, prefilled: int = 0, prefill_s: float = 0.0
+) -> Round:
+    steps = tuple(RequestRound(f"r{i}", 0, (1,), 1, 0, prefilled=prefilled) for i in range(requests))
+    result = RoundResult(steps, draft_s=spent_s * 0.2, verify_s=spent_s * 0.8, prefill_s=prefill_s)
+    return Round(1, result, [(1, step) for step in steps], [], 0.0, 0.0, 0.0, context, 0, 0)
+
+
+def test_the_cost_model_finds_the_cost_that_was_spent() -> None:
+    draw = random.Random(1)
+    cost = MeasuredCost()
+    for _ in range(400):
+        requests = draw.randint(1, 8)
+        context = requests * draw.randint(50, 2000)
+        cost.observe(measured(requests, context, 0.02 + 0.003 * requests + 1e-6 * context))
+    cost.observe(measured(1, 100, 0.5, prefilled=200, prefill_s=0.1))
+
+    base_s, sequence_s, context_s = cost.round_s
+    assert base_s == pytest.approx(0.02, rel=0.05)
+    assert sequence_s == pytest.approx(0.003, rel=0.05)
+    assert context_s == pytest.approx(1e-6, rel=0.1)
+    assert cost.prefill_per_token_s == pytest.approx(0.1 / 200)
+    assert cost.swap_per_token_s == 0.0
+
+
+def test_the_cost_model_is_never_negative_and_silent_at_first() -> None:
+    cost = MeasuredCost()
+    assert cost.round_s == (0.0, 0.0, 0.0)
+    for i in range(50):
+        cost.observe(measured(1 + i % 2, 1000 * (2 - i % 2), 0.02))
+
+    assert min(cost.round_s) >= 0
+    assert sum(cost.round_s) > 0

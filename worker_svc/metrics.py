@@ -1,0 +1,180 @@
+"""What a worker tells Prometheus, and what it tells the scheduler about its own speed."""
+
+from __future__ import annotations
+
+from laps_sd.choose import Residency
+from laps_sd.metrics import counter, gauge, histogram
+from worker_svc.runner import Round
+
+ROUNDS = counter("laps_sd_worker_rounds_total", "Rounds run.")
+DRAFTED = counter("laps_sd_worker_drafted_tokens_total", "Tokens proposed by the draft model.")
+ACCEPTED = counter("laps_sd_worker_accepted_tokens_total", "Proposed tokens that the target kept.")
+GENERATED = counter("laps_sd_worker_tokens_total", "Output tokens.")
+PREFILLED = counter(
+    "laps_sd_worker_prefilled_tokens_total", "Context tokens computed, recomputation included."
+)
+CACHED = counter("laps_sd_worker_cached_tokens_total", "Context tokens found in a prefix cache.")
+SECONDS = counter(
+    "laps_sd_worker_seconds_total",
+    "Where the time went. idle: between two rounds with something to run; waiting: nothing to run.",
+    ["phase"],
+)
+ROUND = histogram("laps_sd_worker_round_seconds", "Duration of a round.")
+PREEMPTIONS = counter("laps_sd_worker_preemptions_total", "Requests paused in favour of others.")
+MOVES = counter(
+    "laps_sd_worker_residency_changes_total", "KV that came to lie on device, host or nowhere.", ["to"]
+)
+ENDS = counter("laps_sd_worker_ended_requests_total", "Requests that ended here.", ["reason"])
+
+SLOTS = gauge("laps_sd_worker_slots", "Requests in one round at most.")
+SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests in the last round.")
+FREE_BLOCKS = gauge("laps_sd_worker_free_blocks", "Free KV blocks after the last round.", ["model"])
+UNACKNOWLEDGED_TOKENS = gauge(
+    "laps_sd_worker_unacknowledged_tokens", "Output tokens that no leader has acknowledged."
+)
+UNACKNOWLEDGED_REPORTS = gauge(
+    "laps_sd_worker_unacknowledged_reports", "Reports that no leader has acknowledged."
+)
+CONNECTED = gauge("laps_sd_worker_connected", "1 while a leader has greeted this worker and is heard.")
+CONNECTIONS = counter("laps_sd_worker_connections_total", "Times that a leader greeted this worker.")
+IGNORED = counter(
+    "laps_sd_worker_ignored_messages_total", "Messages of a leader that is no longer the newest known."
+)
+
+_DRAFT, _VERIFY, _PREFILL, _SWAP, _OTHER, _IDLE, _WAITING = (
+    SECONDS.labels(phase) for phase in ("draft", "verify", "prefill", "swap", "other", "idle", "waiting")
+)
+_MOVED = {residency: MOVES.labels(residency.name.lower()) for residency in Residency}
+_FREE_TARGET, _FREE_DRAFT = FREE_BLOCKS.labels("target"), FREE_BLOCKS.labels("draft")
+
+
+def observe(report: Round) -> None:
+    """Count one round."""
+    result = report.result
+    _IDLE.inc(max(0.0, report.idle_s - report.waited_s))
+    _WAITING.inc(report.waited_s)
+    for change in report.residency:
+        _MOVED[change.residency].inc()
+    drafted = accepted = tokens = prefilled = cached = 0
+    for _, step in report.progress:
+        drafted += step.drafted
+        accepted += step.accepted
+        tokens += len(step.tokens)
+        prefilled += step.prefilled
+        cached += step.cached
+        if step.finish is not None:
+            ENDS.labels(step.finish.value).inc()
+    GENERATED.inc(tokens)
+    SLOTS_USED.set(len(result.requests))
+    _FREE_TARGET.set(result.free_target_blocks)
+    _FREE_DRAFT.set(result.free_draft_blocks)
+    if not result.requests:
+        return
+    ROUNDS.inc()
+    ROUND.observe(result.total_s)
+    DRAFTED.inc(drafted)
+    ACCEPTED.inc(accepted)
+    _DRAFT.inc(result.draft_s)
+    _VERIFY.inc(result.verify_s)
+    _SWAP.inc(result.swap_s + report.swap_out_s)
+    _OTHER.inc(max(0.0, result.total_s - result.draft_s - result.verify_s - result.prefill_s - result.swap_s))
+    if prefilled:
+        PREFILLED.inc(prefilled)
+        _PREFILL.inc(result.prefill_s)
+    if cached:
+        CACHED.inc(cached)
+    if report.preempted:
+        PREEMPTIONS.inc(report.preempted)
+
+
+MEMORY_ROUNDS = 500
+"""Rounds over which a measurement fades: long against noise, short against a change of load."""
+RIDGE = 1e-3
+"""Keeps the fit defined while all rounds so far had the same shape."""
+
+
+class MeasuredCost:
+    """A fit: round time = base + per_sequence · requests + per_context_token · context. And two rates.
+
+    Least squares with exponential forgetting. Zeros until enough rounds were seen.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = 0
+        self._squares = [[0.0] * 3 for _ in range(3)]
+        self._products = [0.0] * 3
+        self._prefill = [0.0, 0.0]
+        self._swap = [0.0, 0.0]
+
+    def observe(self, report: Round) -> None:
+        """Learn from one round."""
+        result = report.result
+        count = len(result.requests)
+        if not count:
+            return
+        prefilled = 0
+        decoding = True
+        for _, step in report.progress:
+            prefilled += step.prefilled
+            decoding = decoding and bool(step.tokens)
+        keep = 1 - 1 / MEMORY_ROUNDS
+        if report.swapped_in_tokens:
+            self._swap = [
+                self._swap[0] * keep + result.swap_s,
+                self._swap[1] * keep + report.swapped_in_tokens,
+            ]
+        if prefilled:
+            self._prefill = [self._prefill[0] * keep + result.prefill_s, self._prefill[1] * keep + prefilled]
+        if prefilled or not decoding:
+            return  # the forward was shared with prefill; its split is an estimate already
+        shape = (1.0, float(count), report.context_tokens / 1000)
+        spent_s = result.draft_s + result.verify_s
+        for i in range(3):
+            row = self._squares[i]
+            for j in range(3):
+                row[j] = row[j] * keep + shape[i] * shape[j]
+            self._products[i] = self._products[i] * keep + shape[i] * spent_s
+        self._rounds += 1
+
+    @property
+    def round_s(self) -> tuple[float, float, float]:
+        """(base, per sequence, per context token) seconds, none negative; zeros with fewer than 20 rounds."""
+        if self._rounds < 20:
+            return 0.0, 0.0, 0.0
+        base, sequence, context = _solve(self._squares, self._products)
+        if min(base, sequence, context) < 0:  # rounds too alike, or too noisy, to tell the parts apart
+            base, sequence, context = self._products[0] / self._squares[0][0], 0.0, 0.0
+        return base, sequence, context / 1000
+
+    @property
+    def prefill_per_token_s(self) -> float:
+        """Seconds for one token of context."""
+        return self._prefill[0] / self._prefill[1] if self._prefill[1] else 0.0
+
+    @property
+    def swap_per_token_s(self) -> float:
+        """Seconds to bring one token's KV back from the host."""
+        return self._swap[0] / self._swap[1] if self._swap[1] else 0.0
+
+
+def _solve(squares: list[list[float]], products: list[float]) -> tuple[float, float, float]:
+    """The three unknowns of the normal equations, by Cramer's rule."""
+    matrix = [
+        [squares[i][j] + (RIDGE * squares[i][i] + 1e-12 if i == j else 0.0) for j in range(3)]
+        for i in range(3)
+    ]
+
+    def determinant(m: list[list[float]]) -> float:
+        return (
+            m[0][0] * (m[1][1] * m[2][2] - m[1][2] * m[2][1])
+            - m[0][1] * (m[1][0] * m[2][2] - m[1][2] * m[2][0])
+            + m[0][2] * (m[1][0] * m[2][1] - m[1][1] * m[2][0])
+        )
+
+    whole = determinant(matrix)
+    first, second, third = (
+        determinant([[products[i] if j == column else matrix[i][j] for j in range(3)] for i in range(3)])
+        / whole
+        for column in range(3)
+    )
+    return first, second, third

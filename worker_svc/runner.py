@@ -1,0 +1,639 @@
+"""The thread that owns the engine: round after round on the newest assignment, never waiting for anybody.
+
+asyncio talks to it through `put` (thread-safe, returns at once); it answers through the `deliver` that it is
+given, called in this thread. A *turn* is: take in what arrived, choose, make room, run one round, deliver its
+report.
+
+Invariants
+  * Reports are numbered 1, 2, 3 …; a round is delivered exactly once (offering it again is the link's work).
+  * Only requests run that the newest assignment lists under the lease epoch their specification came with.
+  * Every held request has its specification; what ended stays held until its report is acknowledged, or it is
+    dropped.
+  * At `max_unacknowledged_tokens` tokens that no leader acknowledged a request pauses, and others go on.
+  * The tokens of a request do not depend on any of this; the engine promises that.
+
+Requests enter by a specification and leave by an acknowledged end or by a drop. An error of one request is
+its end; an exception of the engine as a whole is delivered as `Failed`, and the thread is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from laps_sd.choose import LATCH_ON, Candidate, Place, Residency, choose
+from worker_svc.engine.interface import (
+    Engine,
+    FinishReason,
+    OutOfBlocks,
+    RequestRound,
+    RoundResult,
+    Specification,
+    UnknownRequest,
+    blocks_needed,
+)
+
+__all__ = [
+    "Acknowledged",
+    "Assigned",
+    "Dropped",
+    "Failed",
+    "HeldAsked",
+    "HeldNow",
+    "HeldRequest",
+    "Listed",
+    "Missing",
+    "ResidencyChange",
+    "Round",
+    "Runner",
+    "Specified",
+]
+
+
+# -- what comes in -------------------------------------------------------------------------------------------
+
+
+class Listed(NamedTuple):
+    """One entry of an assignment; `laps_sd.choose.Candidate` says what the fields mean."""
+
+    request_id: str
+    lease_epoch: int
+    rank_class: int
+    index_s: float
+    resume_cost_s: float
+    reserved: bool
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Specified:
+    """A request may be listed from now on. Replaces one of an older lease."""
+
+    spec: Specification
+    lease_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """Replaces the assignment before, from the next round on."""
+
+    entries: tuple[Listed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Forget these, if they are held under the named lease epoch or an older one."""
+
+    requests: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """No report up to this number needs to be offered again."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAsked:
+    """Deliver a `HeldNow`."""
+
+
+Message = Specified | Assigned | Dropped | Acknowledged | HeldAsked
+
+
+# -- what goes out -------------------------------------------------------------------------------------------
+
+
+class ResidencyChange(NamedTuple):
+    """The KV of a request that goes on has come to lie elsewhere."""
+
+    request_id: str
+    lease_epoch: int
+    residency: Residency
+
+
+@dataclass(slots=True)
+class Round:
+    """One report. Cheap to make; the wire's form is built elsewhere. Never changed once it is delivered."""
+
+    number: int
+    result: RoundResult
+    """Without requests and times in a report that only tells errors."""
+    progress: list[tuple[int, RequestRound]]
+    """(lease epoch, what the round did): the requests of the round, and those that failed outside of one."""
+    residency: list[ResidencyChange]
+    swap_out_s: float
+    """Spent on making room before the round; not part of `result`."""
+    idle_s: float
+    """From the end of the round before to the start of this one, without making room."""
+    waited_s: float
+    """The part of `idle_s` in which there was nothing to run."""
+    context_tokens: int
+    """Context of the requests that ran, before the round."""
+    swapped_in_tokens: int
+    """Context that the round brought back from host memory."""
+    preempted: int
+    """Requests of the round before that have not ended and were not in this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Listed, but without a specification of that lease."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A held request as a hello tells it."""
+
+    spec: Specification
+    lease_epoch: int
+    residency: Residency
+    output_ids: tuple[int, ...]
+    acknowledged: int
+    """So many of `output_ids` are acknowledged."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNow:
+    """All that is held, after the report `last_report` and before the next."""
+
+    requests: tuple[HeldRequest, ...]
+    last_report: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine is of no more use and the thread is over."""
+
+    error: BaseException
+
+
+Outcome = Round | Missing | HeldNow | Failed
+
+
+# -- the runner ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A request whose specification is here."""
+
+    spec: Specification
+    lease_epoch: int
+    output: list[int]
+    acknowledged: int
+    residency: Residency = Residency.NONE
+    ended: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.spec.prompt_ids) + len(self.output)
+
+
+@dataclass(slots=True)
+class _Unacknowledged:
+    """What an acknowledgement of one report means."""
+
+    number: int
+    reached: list[tuple[_Held, int, bool]] = field(default_factory=list)
+    """(request, output tokens after the report, whether it ended with it)"""
+
+
+class Runner:
+    """See the module's docstring. `start` and `stop` run it as a thread; tests may call `turn` instead.
+
+    `reuse_choices` off asks `choose` at every round; the answers are the same.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[Outcome], None],
+        *,
+        max_unacknowledged_tokens: int = 256,
+        max_unacknowledged_reports: int = 1024,
+        reuse_choices: bool = True,
+    ) -> None:
+        self.engine = engine
+        self._deliver = deliver
+        self._max_tokens = max_unacknowledged_tokens
+        self._max_reports = max_unacknowledged_reports
+        self._capacity = engine.capacity
+        self._growth = engine.capacity.max_draft_len + 1
+        self._reuse_choices = (
+            reuse_choices and engine.capacity.slots > 1
+        )  # one slot: the round number matters
+
+        self._inbox: deque[Message] = deque()
+        self._arrival = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+        self._held: dict[str, _Held] = {}
+        self._assignment: tuple[Listed, ...] = ()
+        self._unacknowledged: deque[_Unacknowledged] = deque()
+        self._number = 0
+        self._rounds = 0
+        self._run: tuple[str, ...] = ()
+        """Who took part in the last round, as long as they are held and have not ended."""
+        self._latched = False
+        self._settled = False
+        """The last choice holds while nothing but the length of what runs changes; see `_still_holds`."""
+        self._free = (engine.capacity.target_blocks, engine.capacity.draft_blocks)
+        # What the next report has to tell beside its round.
+        self._failures: list[tuple[_Held, RequestRound]] = []
+        self._changes: list[ResidencyChange] = []
+        self._round_ended_s: float | None = None
+        self._waited_s = 0.0
+
+    # -- from other threads ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    def put(self, *messages: Message) -> None:
+        """Hand over messages; they are taken in, in order, before the next round."""
+        with self._arrival:
+            self._inbox.extend(messages)
+            self._arrival.notify()
+
+    def stop(self) -> None:
+        """End the thread after the round it is in. Returns when it is over."""
+        with self._arrival:
+            self._stopping = True
+            self._arrival.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def holds_nothing(self) -> bool:
+        """No request is held. May be outdated at once, as anything that one thread says of another."""
+        return not self._held and not self._inbox
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.turn():
+                    self._wait()
+        except BaseException as error:
+            self._deliver(Failed(error))
+
+    def _wait(self) -> None:
+        began_s = time.perf_counter()
+        with self._arrival:
+            while not self._inbox and not self._stopping:
+                self._arrival.wait()
+        self._waited_s += time.perf_counter() - began_s
+
+    def turn(self) -> bool:
+        """Take in what arrived and run at most one round. False: nothing can run until something arrives."""
+        while self._inbox:
+            self._take(self._inbox.popleft())
+        before = self._run
+        run, swap_out_s = self._decide()
+        if not run:
+            if self._failures or self._changes:
+                self._report(
+                    RoundResult((), free_target_blocks=self._free[0], free_draft_blocks=self._free[1])
+                )
+            return False
+        started_s = time.perf_counter()
+        run, result = self._round(run)
+        if result is None:  # one of them failed; who runs without it is decided again
+            return True
+        idle_s = (
+            0.0 if self._round_ended_s is None else max(0.0, started_s - self._round_ended_s - swap_out_s)
+        )
+        self._round_ended_s = time.perf_counter()
+        self._rounds += 1
+        preempted = 0
+        if before is not run:
+            now = set(run)
+            preempted = sum([name not in now and name in self._held for name in before])
+        self._run = run
+        context_tokens = sum([self._held[name].tokens for name in run])
+        self._report(result, swap_out_s, idle_s, context_tokens, preempted)
+        return True
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Acknowledged(number):
+                self._acknowledge(number)
+            case Assigned(entries):
+                self._assign(entries)
+            case Specified(spec, lease_epoch):
+                self._specify(spec, lease_epoch)
+            case Dropped(requests):
+                for request_id, lease_epoch in requests:
+                    held = self._held.get(request_id)
+                    if held is not None and held.lease_epoch <= lease_epoch:
+                        self._forget(held)
+            case HeldAsked():
+                self._deliver(self._held_now())
+
+    def _specify(self, spec: Specification, lease_epoch: int) -> None:
+        held = self._held.get(spec.request_id)
+        if held is not None:
+            if lease_epoch <= held.lease_epoch:
+                return  # the lease that is held already, or one that was overtaken
+            if not held.ended and tuple(held.output) == spec.committed_ids:
+                held.lease_epoch = lease_epoch
+                held.acknowledged = len(held.output)
+                self._settled = False
+                return
+            # Its tokens beyond the record's were reported under a lease that is over: nobody commits them.
+            self._forget(held)
+        held = _Held(spec, lease_epoch, list(spec.committed_ids), len(spec.committed_ids))
+        self._held[spec.request_id] = held
+        self._settled = False
+        if len(spec.committed_ids) >= spec.max_tokens > 0:
+            self._end(held, FinishReason.LENGTH, None)
+            return
+        try:
+            self.engine.add(spec)
+        except Exception as error:
+            self._end(held, FinishReason.ERROR, str(error) or type(error).__name__)
+
+    def _end(self, held: _Held, finish: FinishReason, error: str | None) -> None:
+        """End a request outside of a round; the next report tells it."""
+        held.ended = True
+        progress = RequestRound(held.spec.request_id, len(held.output), (), 0, 0, finish=finish, error=error)
+        self._failures.append((held, progress))
+
+    def _assign(self, entries: tuple[Listed, ...]) -> None:
+        self._assignment = entries
+        self._settled = False
+        missing = [entry.request_id for entry in entries if self._lacks(entry)]
+        if missing:
+            self._deliver(Missing(tuple(missing)))
+
+    def _lacks(self, entry: Listed) -> bool:
+        held = self._held.get(entry.request_id)
+        return held is None or held.lease_epoch < entry.lease_epoch
+
+    def _acknowledge(self, number: int) -> None:
+        while self._unacknowledged and self._unacknowledged[0].number <= number:
+            for held, reached, ended in self._unacknowledged.popleft().reached:
+                if len(held.output) - held.acknowledged >= self._max_tokens:
+                    self._settled = False  # it may run again
+                held.acknowledged = max(held.acknowledged, reached)
+                if ended and self._held.get(held.spec.request_id) is held:
+                    self._forget(held)
+
+    def _forget(self, held: _Held) -> None:
+        request_id = held.spec.request_id
+        self.engine.drop(request_id)
+        del self._held[request_id]
+        self._run = tuple([name for name in self._run if name != request_id])
+        self._settled = False
+
+    def _held_now(self) -> HeldNow:
+        return HeldNow(
+            tuple(
+                HeldRequest(
+                    held.spec, held.lease_epoch, held.residency, tuple(held.output), held.acknowledged
+                )
+                for held in self._held.values()
+            ),
+            self._number,
+        )
+
+    # -- deciding --------------------------------------------------------------------------------------------
+
+    def _decide(self) -> tuple[tuple[str, ...], float]:
+        """Who runs now, and the seconds it took to make room for them."""
+        if len(self._unacknowledged) >= self._max_reports:
+            return (), 0.0
+        if self._settled and self._still_holds():
+            return self._run, 0.0
+        candidates = self._candidates()
+        if not candidates:
+            return (), 0.0
+        capacity = self._capacity
+        place = Place(
+            slots=capacity.slots,
+            block_size=capacity.block_size,
+            target_blocks=capacity.target_blocks,
+            draft_blocks=capacity.draft_blocks,
+            max_growth_tokens=self._growth,
+            round_number=self._rounds,
+            kv_latched=self._latched,
+        )
+        choice = choose(candidates, place)
+        self._latched = choice.kv_latched
+        self._settled = (
+            self._reuse_choices
+            and not choice.kv_latched
+            and not choice.evict
+            and set(choice.run) == set(self._run)
+            and all(self._held[name].residency is Residency.DEVICE for name in choice.run)
+        )
+        began_s = time.perf_counter()
+        moved = len(choice.evict)
+        for request_id in choice.evict:
+            self._push_out(self._held[request_id])
+        moved += self._push_out_hidden(choice.run, candidates)
+        return choice.run, time.perf_counter() - began_s if moved else 0.0
+
+    def _still_holds(self) -> bool:
+        """Whether `choose` would repeat its last answer, when only tokens were added since.
+
+        That answer kept everybody who was running, all on the device, evicted nobody and was not latched. It
+        is the same again if the pools stay below the latch with whatever this round can add: then all fit, and
+        who waited for blocks or was not good enough to displace somebody has less room, not more.
+        """
+        growth = len(self._run) * (self._growth // self._capacity.block_size + 1)
+        target, draft = self._capacity.target_blocks, self._capacity.draft_blocks
+        return target - self._free[0] + growth <= LATCH_ON * target and (
+            not draft or draft - self._free[1] + growth <= LATCH_ON * draft
+        )
+
+    def _candidates(self) -> list[Candidate]:
+        """The entries of the assignment that can run now."""
+        candidates = []
+        running = set(self._run)
+        for request_id, lease_epoch, rank_class, index_s, resume_cost_s, reserved, pinned in self._assignment:
+            held = self._held.get(request_id)
+            if held is None or held.ended or held.lease_epoch != lease_epoch:
+                continue
+            if len(held.output) - held.acknowledged >= self._max_tokens:
+                continue
+            status = self.engine.status(request_id)
+            # No round goes beyond max_tokens, so towards the end one needs less room than a whole draft.
+            longest = len(held.spec.prompt_ids) + held.spec.max_tokens
+            tokens = max(1, min(status.tokens, longest + 1 - self._growth))
+            candidates.append(
+                Candidate(
+                    request_id,
+                    rank_class,
+                    index_s,
+                    resume_cost_s,
+                    reserved,
+                    pinned,
+                    request_id in running,
+                    status.residency,
+                    tokens,
+                    status.target_blocks,
+                    status.draft_blocks,
+                )
+            )
+        return candidates
+
+    def _push_out_hidden(self, run: Sequence[str], candidates: Iterable[Candidate]) -> int:
+        """Make room that `choose` could not know to be taken: by requests not listed, or at their bound.
+
+        Returns how many lost their place.
+        """
+        shown = {candidate.request_id: candidate for candidate in candidates}
+        hidden = [
+            held
+            for name, held in self._held.items()
+            if held.residency is Residency.DEVICE and not held.ended and name not in shown
+        ]
+        if not hidden:
+            return 0
+        target, draft = self._capacity.target_blocks, self._capacity.draft_blocks
+        runs = set(run)
+        for name, candidate in shown.items():
+            needed = 0
+            if name in runs:
+                needed = blocks_needed(candidate.tokens, self._growth, self._capacity.block_size)
+            elif self._held[name].residency is not Residency.DEVICE:
+                continue  # pushed out just now
+            target -= max(needed, candidate.target_blocks)
+            draft -= max(needed, candidate.draft_blocks) if self._capacity.draft_blocks else 0
+        statuses = [(held, self.engine.status(held.spec.request_id)) for held in hidden]
+        target -= sum([status.target_blocks for _, status in statuses])
+        draft -= sum([status.draft_blocks for _, status in statuses])
+        moved = 0
+        for held, status in statuses:
+            if target >= 0 and draft >= 0:
+                break
+            target += status.target_blocks
+            draft += status.draft_blocks
+            self._push_out(held)
+            moved += 1
+        return moved
+
+    def _push_out(self, held: _Held) -> None:
+        """Take its KV off the device: to the host if that has room."""
+        request_id = held.spec.request_id
+        if not self.engine.swap_out(request_id):
+            self.engine.evict(request_id)
+        self._note_residency(held)
+
+    def _note_residency(self, held: _Held) -> None:
+        residency = self.engine.status(held.spec.request_id).residency
+        if residency is not held.residency:
+            held.residency = residency
+            self._changes.append(ResidencyChange(held.spec.request_id, held.lease_epoch, residency))
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def _round(self, run: tuple[str, ...]) -> tuple[tuple[str, ...], RoundResult | None]:
+        """Run a round of these, or of the best that the engine has room for. None: one of them has failed."""
+        while True:
+            try:
+                return run, self.engine.round(run)
+            except OutOfBlocks as error:
+                # The engine counts otherwise than `choose`, and changed nothing. The least needed makes room.
+                self._settled = False
+                rest = self._relieve(run)
+                if rest is None:
+                    self._end(
+                        self._held[run[0]],
+                        FinishReason.ERROR,
+                        f"its context does not fit the KV pools: {error}",
+                    )
+                    return run, None
+                run = rest
+            except UnknownRequest as error:
+                self._settled = False
+                held = self._held.get(error.args[0])
+                if held is None or held.ended:
+                    raise
+                self._end(held, FinishReason.ERROR, "the engine lost this request")
+                return run, None
+
+    def _relieve(self, run: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Push out somebody who does not run, else leave out the last of `run`; who runs now.
+
+        None: the first is alone, and there is nobody left to push out.
+        """
+        runs = set(run)
+        for name, held in self._held.items():
+            if name not in runs and held.residency is Residency.DEVICE:
+                self._push_out(held)
+                return run
+        if len(run) == 1:
+            return None
+        if self._held[run[-1]].residency is Residency.DEVICE:
+            self._push_out(self._held[run[-1]])
+        return run[:-1]
+
+    def _report(
+        self,
+        result: RoundResult,
+        swap_out_s: float = 0.0,
+        idle_s: float = 0.0,
+        context_tokens: int = 0,
+        preempted: int = 0,
+    ) -> None:
+        """Take the outcome of a round into the books and deliver its report."""
+        self._number += 1
+        progress: list[tuple[int, RequestRound]] = []
+        reached: list[tuple[_Held, int, bool]] = []
+        any_ended = False
+        swapped_in = 0
+        for step in result.requests:
+            held = self._held[step.request_id]
+            held.output.extend(step.tokens)
+            ended = step.finish is not None
+            if ended:
+                held.ended = any_ended = True
+                held.residency = Residency.NONE
+            elif held.residency is not Residency.DEVICE:
+                swapped_in += held.tokens if held.residency is Residency.HOST else 0
+                self._note_residency(held)
+            emitted = len(held.output)
+            if emitted - held.acknowledged >= self._max_tokens:
+                self._settled = False
+            progress.append((held.lease_epoch, step))
+            reached.append((held, emitted, ended))
+        if any_ended:
+            self._settled = False
+            self._run = tuple([name for name in self._run if not self._held[name].ended])
+        for held, step in self._failures:
+            progress.append((held.lease_epoch, step))
+            reached.append((held, len(held.output), True))
+        self._free = (result.free_target_blocks, result.free_draft_blocks)
+        self._unacknowledged.append(_Unacknowledged(self._number, reached))
+        report = Round(
+            self._number,
+            result,
+            progress,
+            self._changes,
+            swap_out_s,
+            idle_s,
+            self._waited_s,
+            context_tokens,
+            swapped_in,
+            preempted,
+        )
+        self._failures = []
+        self._changes = []
+        self._waited_s = 0.0
+        self._deliver(report)

@@ -1,0 +1,166 @@
+"""Settings of a worker process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from laps_sd.config import field
+from laps_sd.serving import ServingSettings
+from laps_sd.wire import LinkSettings
+
+__all__ = ["WorkerSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(ServingSettings, LinkSettings):
+    """One worker: one model pair on one device, in one pool."""
+
+    # -- who it is, and whom it works for
+    scheduler_seeds: tuple[str, ...] = field(
+        ("127.0.0.1:50052",), help="Schedulers of the shard as host:port; any of them names the leader"
+    )
+    pool: str = field("demo", help="The pool this worker belongs to; a scheduler of another pool refuses it")
+    worker_name: str = field("", help="Name that survives restarts; empty: the host's name")
+    grpc_port: int = field(
+        0,
+        help="Port of the health service (nothing else is served); 0 takes a free one",
+        minimum=0,
+        maximum=65535,
+    )
+    metrics_port: int | None = field(
+        9092,
+        help="Port of the Prometheus endpoint; 0 takes a free one, empty serves none",
+        minimum=0,
+        maximum=65535,
+    )
+    drain_s: float = field(
+        60.0,
+        help="Time between the first signal and the end for its requests to move elsewhere; "
+        "what is still held then is run again by others from its committed tokens",
+        minimum=0.0,
+        maximum=86400.0,
+    )
+
+    # -- the model pair
+    engine: Literal["auto", "demo", "fake"] = field(
+        "auto", help="auto: LAPS_SD_TARGET if it is set, else the demo pair; fake: no model, scripted tokens"
+    )
+    target: Path | None = field(
+        None, help="Directory of the target model; none: the demo pair that ships with LAPS-SD"
+    )
+    draft: Path | None = field(
+        None, help="Directory of the draft model; none beside LAPS_SD_TARGET: plain decoding"
+    )
+    device: str = field("cpu", help="cpu, cuda or cuda:N")
+    dtype: Literal["float32", "bfloat16", "float16"] = field(
+        "float32", help="Arithmetic of both models; only float32 gives the same text on every machine"
+    )
+    deterministic: bool | None = field(
+        None,
+        help="Text independent of batch and preemption, bit for bit; empty: wherever the dtype allows it",
+    )
+    threads: int = field(
+        1, help="Threads of one operation on the CPU; more than the free cores makes it slower", minimum=1
+    )
+
+    # -- its size
+    slots: int = field(
+        8,
+        help="Requests in one round at most; more raises throughput and the time of a round",
+        minimum=1,
+        maximum=65536,
+    )
+    kv_blocks: int | None = field(
+        None,
+        help="Blocks of either KV pool; none: from LAPS_SD_KV_MEMORY_BYTES, else room for every slot",
+        minimum=1,
+    )
+    kv_memory_bytes: int | None = field(
+        None, help="Device memory for the KV of target and draft together", minimum=1
+    )
+    block_size: int = field(16, help="Tokens in a KV block", minimum=1, maximum=4096)
+    host_bytes: int = field(
+        2 * 2**30,
+        help="Host memory for KV that was swapped out; when it is full, KV is thrown away",
+        minimum=0,
+    )
+    max_length: int = field(1024, help="Longest context, prompt and output", unit="tokens", minimum=2)
+    max_draft_len: int = field(6, help="Tokens drafted per request and round at most", minimum=0, maximum=64)
+    draft_len: int | None = field(
+        None, help="Tokens drafted in every round; none: chosen by acceptance and cost", minimum=0, maximum=64
+    )
+    prefill_chunk: int = field(
+        512,
+        help="Context tokens computed in one round at most; smaller: shorter pauses for the others",
+        minimum=1,
+    )
+
+    # -- the link
+    max_unacknowledged_tokens: int = field(
+        256,
+        help="Tokens of one request that no leader has acknowledged; at the bound it pauses. "
+        "Smaller: less is lost with this worker; larger: longer work through an outage",
+        minimum=1,
+    )
+    max_unacknowledged_reports: int = field(
+        1024, help="Round reports that no leader has acknowledged; at the bound the worker pauses", minimum=1
+    )
+    heartbeat_s: float = field(
+        1.0, help="Interval of heartbeats to the scheduler", minimum=0.01, maximum=60.0
+    )
+    silence_s: float = field(
+        5.0, help="A scheduler that has not been heard for this long is given up", minimum=0.05, maximum=600.0
+    )
+
+    # -- the fake engine
+    fake_time_scale: float = field(
+        1.0,
+        help="Speed of the fake engine: seconds slept per second of its cost model; 0 does not sleep",
+        minimum=0.0,
+    )
+    fake_round_s: float = field(0.020, help="Fake engine: a round with nothing in it", minimum=0.0)
+    fake_acceptance: float = field(
+        0.68, help="Fake engine: mean chance of a proposal", minimum=0.0, maximum=1.0
+    )
+    fake_output_tokens: int | None = field(
+        None, help="Fake engine: median output length; none: every request runs to max_tokens", minimum=1
+    )
+
+    def problems(self) -> Iterator[str]:
+        """What no single field can check."""
+        yield from super().problems()
+        if not self.scheduler_seeds:
+            yield "LAPS_SD_SCHEDULER_SEEDS must name at least one scheduler as host:port."
+        for seed in self.scheduler_seeds:
+            host, _, port = seed.rpartition(":")
+            if not host or not port.isdigit():
+                yield f"LAPS_SD_SCHEDULER_SEEDS must be host:port, separated by commas, got {seed!r}."
+        if not self.pool:
+            yield "LAPS_SD_POOL must not be empty."
+        if self.draft is not None and self.target is None:
+            yield "LAPS_SD_DRAFT needs LAPS_SD_TARGET."
+        if self.target is not None and self.engine != "auto":
+            yield f"LAPS_SD_TARGET needs LAPS_SD_ENGINE=auto, got {self.engine}."
+        if self.kv_blocks is not None and self.kv_memory_bytes is not None:
+            yield "LAPS_SD_KV_BLOCKS and LAPS_SD_KV_MEMORY_BYTES exclude each other."
+        if self.draft_len is not None and self.draft_len > self.max_draft_len:
+            yield (
+                f"LAPS_SD_DRAFT_LEN must be at most LAPS_SD_MAX_DRAFT_LEN ({self.max_draft_len}), "
+                f"got {self.draft_len}."
+            )
+        if self.heartbeat_s >= self.silence_s:
+            yield (
+                f"LAPS_SD_HEARTBEAT_S must be smaller than LAPS_SD_SILENCE_S ({self.silence_s} s), "
+                f"got {self.heartbeat_s}."
+            )
+        if not self.device.replace(":", "").isalnum():
+            yield f"LAPS_SD_DEVICE must be cpu, cuda or cuda:N, got {self.device!r}."
+
+    @property
+    def name(self) -> str:
+        """The worker's name, never empty."""
+        return self.worker_name or socket.gethostname() or "worker"
