@@ -6,7 +6,6 @@ it with its one end.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 from laps_sd.errors import InvalidArgument
@@ -18,7 +17,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import NewRequest, SubmitResult, SubmitStatus
 from scheduler_svc.store.store import Store
-from scheduler_svc.turn import FromGateway, Timers, Turn
+from scheduler_svc.turn import FromGateway, GatewayClosed, Timers, Turn
 from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission
 
 RETRY_STORE_MS = 1000
@@ -101,29 +100,37 @@ class Clients:
                     turn.unknown_attaches.append((session, message.attach))
                 else:
                     self._answer_attach(session, message.attach, live)
-            case "detach":
-                detach = message.detach
-                attachment = session.attachments.get(detach.attachment_id)
-                # Attached through another stream by now? Then this gateway's word on it is out of date.
-                if attachment is not None and attachment.live.request_id == detach.request_id:
-                    self._detach(attachment, turn.now_s, 0.0)
-            case "cancel":
-                cancel = message.cancel
-                live = self.live.get(cancel.request_id)
-                if live is None:
-                    turn.unknown_cancels.append((session, cancel))
-                elif live.facts.tenant != cancel.tenant:
-                    _reply_cancel(session, cancel, found=False, cancelled=False)
-                else:
-                    turn.events.append(
-                        EndRequested(cancel.request_id, End.CANCELLED, "cancelled by the client")
-                    )
-                    turn.cancelled.append((session, cancel))
+            case "detach" | "cancel":
+                turn.departures.append(FromGateway(session, message))
 
-    def gateway_closed(self, turn: Turn, session: GatewaySession) -> None:
-        """Its clients may come back, through it or through another gateway."""
-        for attachment in list(session.attachments.values()):
-            self._detach(attachment, turn.now_s, self._settings.reattach_grace_s)
+    async def depart(self, turn: Turn) -> None:
+        """Detaches, cancels and closed streams of this turn, in the order in which they came."""
+        for item in turn.departures:
+            session = item.session
+            if isinstance(item, GatewayClosed):
+                # Its clients may come back, through it or through another gateway.
+                for attachment in list(session.attachments.values()):
+                    self._detach(attachment, turn.now_s, self._settings.reattach_grace_s)
+            elif item.message.HasField("detach"):
+                # Attached through another stream by now? Then this gateway's word on it is out of date.
+                left = session.attachments.get(item.message.detach.attachment_id)
+                if left is not None:
+                    self._detach(left, turn.now_s, 0.0)
+            else:
+                await self._cancel(turn, session, item.message.cancel)
+
+    async def _cancel(self, turn: Turn, session: GatewaySession, cancel: gateway_pb.CancelRequested) -> None:
+        try:
+            live = await self._find(cancel.request_id)
+        except StoreUnavailable:
+            return  # no record to ask, no answer: the gateway's own patience decides
+        if live is None or live.facts.tenant != cancel.tenant:
+            _reply_cancel(session, cancel, found=False, cancelled=False)
+        elif live.end is not None:
+            _reply_cancel(session, cancel, found=True, cancelled=False)
+        else:
+            turn.events.append(EndRequested(cancel.request_id, End.CANCELLED, "cancelled by the client"))
+            turn.cancelled.append((session, cancel))
 
     async def admit(self, turn: Turn) -> None:
         """Write this turn's submissions to the record; what it takes is accepted, and only that."""
@@ -221,12 +228,6 @@ class Clients:
                 self._answer_attach(session, attach, await self._find(attach.request_id))
             except StoreUnavailable:
                 _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
-        for session, cancel in turn.unknown_cancels:
-            # Without a record to ask, no answer: the gateway asks again when its own patience is over.
-            with contextlib.suppress(StoreUnavailable):
-                known = await self._find(cancel.request_id)
-                found = known is not None and known.facts.tenant == cancel.tenant
-                _reply_cancel(session, cancel, found=found, cancelled=False)
         for item, request_id in turn.unknown_submits:
             detail = f"the request {request_id} of this key cannot be read now"
             try:

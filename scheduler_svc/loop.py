@@ -150,12 +150,14 @@ class Loop:
         self.timers.run_due(turn)
         if turn.submits:
             await self.clients.admit(turn)
+        if turn.unknown_attaches or turn.unknown_submits:
+            await self.clients.ask_record(turn)
+        if turn.departures:
+            await self.clients.depart(turn)
         if self.clients.doubtful:
             await self._end_doubtful(turn)
         commands = self.core.step(turn.now_s, turn.events) if turn.events else []
         await self._carry_out(turn, commands)
-        if turn.unknown_attaches or turn.unknown_submits or turn.unknown_cancels:
-            await self.clients.ask_record(turn)
         for chore in turn.chores:
             await chore()
         metrics.observe_turn(turn.events)
@@ -172,8 +174,8 @@ class Loop:
                 self.roster.opened(turn, session, hello)
             case WorkerClosed(session, silent):
                 self.roster.closed(turn, session, silent=silent)
-            case GatewayClosed(session):
-                self.clients.gateway_closed(turn, session)
+            case GatewayClosed():
+                turn.departures.append(item)
             case DrainOrdered(worker_id):
                 self.roster.drain(turn, worker_id)
 

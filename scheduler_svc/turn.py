@@ -77,9 +77,10 @@ class Turn:
     """Submissions that the record answered with a request that is not led here, and its id."""
     acknowledge: dict[WorkerSession, int] = field(default_factory=dict)
     """Reports that are dealt with once this turn is on the record."""
+    departures: list[FromGateway | GatewayClosed] = field(default_factory=list)
+    """Detaches, cancels and closed streams, in order. Heard after this turn's admissions, which they may be about."""
     cancelled: list[tuple[GatewaySession, gateway_pb.CancelRequested]] = field(default_factory=list)
     """Answered once the ends are on the record."""
-    unknown_cancels: list[tuple[GatewaySession, gateway_pb.CancelRequested]] = field(default_factory=list)
     respecify: list[tuple[WorkerSession, str]] = field(default_factory=list)
     """Specifications that a worker asked for again."""
     chores: list[Callable[[], Awaitable[None]]] = field(default_factory=list)

@@ -611,7 +611,9 @@ Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
 
 @_typing.final
 class Detach(_message.Message):
-    """The client of this attachment is gone. With no attachment left the request's grace starts."""
+    """The client of this attachment is gone. With no attachment left the request's grace starts.
+    Found by `attachment_id` alone: a client may leave before its gateway knows under which request it was accepted.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -791,7 +793,9 @@ class RequestEnd(_message.Message):
     kind: Global___RequestEnd.Kind.ValueType
     detail: _builtins.str
     cut_characters: _builtins.int
-    """Characters to cut from the end of the whole output text (a stop string)."""
+    """Characters to cut from the end of the whole output text (a stop string), counted in the text without
+    special tokens and without trailing replacement characters.
+    """
     cached_prompt_tokens: _builtins.int
     @_builtins.property
     def speculation(self) -> _inference_pb2.SpeculationSummary: ...

@@ -253,6 +253,35 @@ async def test_a_request_without_a_client_is_cancelled_after_its_grace(scheduler
         assert stored.end is End.CANCELLED
 
 
+async def test_a_detach_that_comes_together_with_its_submit_counts(scheduler: SchedulerUnderTest) -> None:
+    async with gateway(scheduler.address) as client:
+        for number in range(5):
+            request_id = f"r{number}"
+            submit = gateway_pb.Submit(
+                submission_id=number,
+                request_id=request_id,
+                tenant="anonymous",
+                specification=gateway_pb.Specification(prompt_ids=[1], max_tokens=8, top_p=1.0),
+                attachment_id=f"{request_id}-client",
+            )
+            await client.send(gateway_pb.GatewayMessage(submit=submit))
+            await client.detach(request_id, f"{request_id}-client")
+
+        for number in range(5):
+            await wait_until_async(
+                lambda number=number: _ended(scheduler, f"r{number}"), description=f"r{number} has ended"
+            )
+
+
+async def test_a_gateway_that_leaves_right_after_submitting_leaves_nothing_behind(
+    start: StartScheduler,
+) -> None:
+    scheduler = await start(reattach_grace_s=0.0)
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1")
+    await wait_until_async(lambda: _ended(scheduler, "r1"), description="r1 has ended")
+
+
 async def test_a_kept_request_lives_without_a_client(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1", keep=True)

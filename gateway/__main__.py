@@ -1,0 +1,8 @@
+"""`python -m gateway`: one gateway process, configured by LAPS_SD_* variables."""
+
+from gateway.app import serve
+from gateway.settings import GatewaySettings
+from laps_sd.serving import main
+
+if __name__ == "__main__":
+    main("gateway", GatewaySettings, serve)

@@ -1,0 +1,69 @@
+"""A gateway put together: model files, link, service, server."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from gateway.link import ShardLink
+from gateway.service import InferenceService
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
+from laps_sd.errors import StartupError
+from laps_sd.serving import ServiceApp
+from laps_sd.v1 import inference_pb2, inference_pb2_grpc
+
+DEMO_MODEL = "laps-sd-demo"
+
+__all__ = ["GatewayApp", "load_configured_model", "serve"]
+
+
+class GatewayApp:
+    """`start`, then `app.run()` until a signal, or `app.stop()`."""
+
+    def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
+        self.app = ServiceApp("gateway", settings)
+        self.link = ShardLink(settings, settings.shard)
+        service = InferenceService(settings, model, {settings.shard: self.link})
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
+        self.app.names.append(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
+
+    async def start(self) -> None:
+        """Binds the port. Health says SERVING once a leader of the shard has greeted."""
+        await self.app.start()
+        self.app.spawn(self.link.run(), name=f"link to shard {self.link.shard}")
+        self.app.spawn(self._become_ready(), name="waiting for a leader", may_end=True)
+
+    async def _become_ready(self) -> None:
+        await self.link.greeted.wait()
+        self.app.set_ready(True)
+
+
+def load_configured_model(settings: GatewaySettings) -> ModelFiles:
+    """The model of the settings. Raises StartupError."""
+    directory = settings.tokenizer_dir
+    if directory is None and settings.model == DEMO_MODEL:
+        directory = _demo_directory()
+    if directory is None:
+        raise StartupError(
+            "LAPS_SD_TOKENIZER_DIR must name the directory with the target model's tokenizer.json."
+        )
+    try:
+        return load_model(directory, name=settings.model, context_tokens=settings.context_tokens)
+    except ModelFilesError as error:
+        raise StartupError(f"The model {settings.model!r} cannot be served: {error}.") from error
+
+
+def _demo_directory() -> Path | None:
+    """The shipped demo model; None when the package that holds it is not installed here."""
+    found = importlib.util.find_spec("worker_svc")
+    if found is None or found.origin is None:
+        return None
+    return Path(found.origin).parent / "demo" / "target"
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """One gateway until a signal."""
+    gateway = GatewayApp(settings, load_configured_model(settings))
+    await gateway.start()
+    await gateway.app.run()

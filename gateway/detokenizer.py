@@ -1,0 +1,125 @@
+"""Token ids to text, a piece at a time, for one output. Pure.
+
+Words:
+
+* T(n)    the text of the first n output tokens: `decode(ids[:n])` without the replacement characters at its end, which stand
+          for bytes that may still become a character. T(n) is a prefix of T(n + 1).
+* shown   the longest prefix of T(n) that no later token can take back: it ends before the first stop string in T(n), and
+          before the longest end of T(n) that could still grow into one.
+
+Both are functions of the tokens alone, not of how they arrived. So a cursor (next token, characters shown) means the same at
+every gateway, and text resumed at a cursor continues exactly.
+
+The text of an output is that of its output tokens alone: the prompt does not take part in decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+__all__ = ["Decode", "Detokenizer", "TokenDecoder"]
+
+Decode = Callable[[Sequence[int]], str]
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenDecoder:
+    """T(n) as it grows. `silent_ids` (special tokens) have no text."""
+
+    def __init__(self, decode: Decode, silent_ids: Collection[int] = ()) -> None:
+        self._decode = decode
+        self._silent_ids = silent_ids
+        # Only the end of the output is decoded again:
+        #   window[:chunk_start]   text known, kept because a decoder may treat the first token of a sequence in its own way
+        #   window[chunk_start:]   tokens since the last place where the text ended in a whole character
+        self._window: list[int] = []
+        self._chunk_start = 0
+        self._given = 0  # characters of decode(window) returned so far
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The next tokens; returns what T grew by."""
+        visible = [token for token in ids if token not in self._silent_ids]
+        if not visible:
+            return ""
+        self._window.extend(visible)
+        text = self._decode(self._window)
+        settled = text.rstrip(REPLACEMENT)
+        grown = settled[self._given :]
+        self._given = max(self._given, len(settled))
+        if len(settled) == len(text):
+            self._slide()
+        return grown
+
+    def _slide(self) -> None:
+        """Forget all but the newest chunk, unless it alone has no text to measure a difference against."""
+        chunk = self._window[self._chunk_start :]
+        text = self._decode(chunk)
+        if text:
+            self._window = chunk
+            self._given = len(text)
+        self._chunk_start = len(self._window)
+
+
+class Detokenizer:
+    """The text of one output that may be shown, as its tokens come in.
+
+    `start_offset` is the text offset of the cursor that a client resumes from; what lies before it is not returned again.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        *,
+        stop: Sequence[str] = (),
+        silent_ids: Collection[int] = (),
+        start_offset: int = 0,
+    ) -> None:
+        self._decoder = TokenDecoder(decode, silent_ids)
+        self._stop = tuple(stop)
+        self._held = ""  # T(n) after what is shown
+        self._shown = 0  # characters
+        self._start_offset = start_offset
+
+    @property
+    def text_offset(self) -> int:
+        """Characters of the output that a client has, once it got all that `feed` returned."""
+        return max(self._shown, self._start_offset)
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The next tokens of the output; returns the text that can be shown now and was not before."""
+        self._held += self._decoder.feed(ids)
+        return self._show(self._first_unsettled())
+
+    def finish(self, cut_characters: int = 0) -> str:
+        """No tokens follow. Returns what was held back, less the last `cut_characters` characters of the whole text.
+
+        A stop string never appears, even when the end forgot to cut it. Unfinished characters at the very end have no text.
+        """
+        end = max(0, len(self._held) - cut_characters)
+        self._held = self._held[:end]
+        return self._show(min(self._first_stop(), len(self._held)))
+
+    def _show(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        known = min(count, max(0, self._start_offset - self._shown))
+        self._shown += count
+        return text[known:]
+
+    def _first_stop(self) -> int:
+        """Where the first stop string begins in the held text; its length when there is none."""
+        found = [position for position in map(self._held.find, self._stop) if position >= 0]
+        return min(found, default=len(self._held))
+
+    def _first_unsettled(self) -> int:
+        """Where the held text stops being certain: at a stop string, or at an end that could become one."""
+        held = self._held
+        first = self._first_stop()
+        for stop in self._stop:
+            begin = held.find(stop[0], max(0, len(held) - len(stop) + 1))
+            while 0 <= begin < first:
+                if stop.startswith(held[begin:]):
+                    first = begin
+                    break
+                begin = held.find(stop[0], begin + 1)
+        return first

@@ -1,0 +1,115 @@
+"""What can be set about a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from laps_sd.config import field
+from laps_sd.serving import ServingSettings
+from laps_sd.wire import LinkSettings
+
+__all__ = ["GatewaySettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings(LinkSettings, ServingSettings):
+    """One gateway process."""
+
+    grpc_host: str = field("127.0.0.1", help="Address the gRPC server listens on; 0.0.0.0 in a container")
+    drain_s: float = field(
+        30.0,
+        help="Time between the first signal and the end for calls in progress",
+        minimum=0.0,
+        maximum=86400.0,
+    )
+
+    shard: str = field("s0", help="Shard that this gateway submits to; request ids start with it.")
+    scheduler_seeds: tuple[str, ...] = field(
+        ("127.0.0.1:50052",), help="Schedulers of the shard, host:port; any of them can name the leader."
+    )
+    model: str = field("laps-sd-demo", help="Name under which the model is served.")
+    tokenizer_dir: Path | None = field(
+        None,
+        help="Directory with tokenizer.json, tokenizer_config.json and config.json of the target model;"
+        " default: that of the shipped demo model.",
+    )
+    context_tokens: int | None = field(
+        None,
+        help="Prompt and output together, at most; default: max_position_embeddings of config.json.",
+        minimum=2,
+    )
+    trust_tenant_metadata: bool = field(
+        False,
+        help="Take the tenant from the laps-sd-tenant metadata of a call; only behind a proxy that sets it.",
+    )
+
+    max_streams: int = field(
+        10_000,
+        help="Calls that may have a request open at once; more are told to come back later.",
+        minimum=1,
+    )
+    max_prompt_characters: int = field(
+        1_000_000,
+        help="Characters of text or of all messages together; a longer prompt is refused before tokenizing.",
+        minimum=1,
+        unit="characters",
+    )
+    max_messages: int = field(1024, help="Chat messages in one request, at most.", minimum=1)
+    max_output_tokens: int = field(32_768, help="Largest max_tokens that is accepted.", minimum=1)
+    default_max_tokens: int = field(
+        1024, help="max_tokens of a request that gives none (less where the context leaves less).", minimum=1
+    )
+    max_priority: int = field(
+        100, help="Priorities from minus this to this are accepted.", minimum=0, maximum=2**31 - 1
+    )
+    max_draft_tokens: int = field(
+        64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
+    )
+    max_logprobs: int = field(20, help="Alternatives per token that may be asked for.", minimum=0)
+    max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
+
+    grace_with_key_s: float = field(
+        30.0, help="How long a request with an idempotency key goes on with nobody attached.", minimum=0
+    )
+    scheduler_wait_s: float = field(
+        30.0,
+        help="How long a call waits for a scheduler that cannot be reached; its deadline may be sooner.",
+        minimum=0,
+    )
+    stream_buffer_tokens: int = field(
+        4096,
+        help="Tokens kept for a client that reads slowly; beyond, they are read from the record again.",
+        minimum=1,
+    )
+    heartbeat_s: float = field(1.0, help="Time between heartbeats on a link.", minimum=0.01)
+    link_silence_s: float = field(5.0, help="A link that is silent for this long is given up.", minimum=0.05)
+    dial_timeout_s: float = field(
+        2.0, help="A scheduler that has not greeted by then is left for the next seed.", minimum=0.05
+    )
+    backoff_min_s: float = field(0.05, help="First pause between two rounds of dialling.", minimum=0.001)
+    backoff_max_s: float = field(1.0, help="Longest pause between two rounds of dialling.", minimum=0.001)
+    restore_s: float = field(
+        10.0,
+        help="How long a stream whose request is nowhere to be found waits for it to be restored.",
+        minimum=0,
+    )
+
+    def problems(self) -> Iterator[str]:
+        """What no single field can check."""
+        yield from super().problems()
+        if not self.scheduler_seeds:
+            yield "LAPS_SD_SCHEDULER_SEEDS must name at least one scheduler as host:port."
+        for seed in self.scheduler_seeds:
+            host, _, port = seed.rpartition(":")
+            if not host or not port.isdigit():
+                yield f"LAPS_SD_SCHEDULER_SEEDS must hold host:port, got {seed!r}."
+        if not self.shard or not all(character.isalnum() or character in "-_" for character in self.shard):
+            yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."
+        if not self.model:
+            yield "LAPS_SD_MODEL must not be empty."
+        if self.link_silence_s <= self.heartbeat_s:
+            yield "LAPS_SD_LINK_SILENCE_S must be larger than LAPS_SD_HEARTBEAT_S, or every link is given up."
+        if self.backoff_max_s < self.backoff_min_s:
+            yield "LAPS_SD_BACKOFF_MAX_S must not be smaller than LAPS_SD_BACKOFF_MIN_S."

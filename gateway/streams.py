@@ -1,0 +1,432 @@
+"""The client streams of one shard, and what the scheduler must hear about them. Pure: no I/O, time is an argument.
+
+A stream is one client's attachment to one request. It lives from `submit` or `attach` to `close`. Whatever happens on
+the link, its tokens come out once each and in order:
+
+* a delivery of tokens that are known is cut down to what is new;
+* a delivery that leaves a gap is not taken; the stream asks to be attached again at its next token;
+* a delivery that does not fit the buffer is taken as far as it fits; the rest is read again once the client has read on;
+* after a broken link `reconnected` asks for everything again: unanswered submissions, then attachments at their next token;
+* a request that the scheduler does not know any more is submitted again with the tokens that were shown.
+
+Methods return the messages to send. A message returned while no link is up may be thrown away: `reconnected` repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gateway import metrics
+from laps_sd.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    LapsSdError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["Acceptance", "Batch", "ClientStream", "Streams"]
+
+Message = link_pb2.GatewayMessage
+Refusal = link_pb2.SubmitRefused
+
+ASK_AGAIN_S = 5.0  # an Attach that is not answered for this long is sent again
+RETRY_S = 0.25  # pause before something is tried again that the scheduler could not do
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a client learns first."""
+
+    request_id: str
+    prompt_tokens: int
+    seed: int
+    stop: tuple[str, ...]
+    attached: bool  # to a request that existed
+    model: str
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything that arrived since the last one."""
+
+    first_token: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    end: link_pb2.RequestEnd | None = None  # with the last tokens
+
+
+@dataclass(slots=True, eq=False)
+class ClientStream:
+    """One attachment. Only `Streams` changes it."""
+
+    attachment_id: str
+    tenant: str
+    request_id: str
+    submit: link_pb2.Submit | None  # None: attached to a request that another call submitted
+    deadline: float | None  # of the client's call, in the caller's clock
+    acceptance: Acceptance | None = None
+    failure: LapsSdError | None = None
+    end: link_pb2.RequestEnd | None = None
+    next_token: int = 0  # the first that has not arrived
+    attach_id: int = 0  # of the Attach that is not answered; 0: none
+    asked_at: float = 0.0
+    retry_at: float | None = None
+    lost_since: float | None = None  # since when the scheduler does not know the request
+    restoring: bool = False  # submitted again, because the record lost it
+    paused: bool = False  # the buffer was full; deliveries are not taken until the client has read
+    received: array[int] = field(
+        default_factory=lambda: array("I")
+    )  # all tokens, if it may have to be restored
+    waiting: Batch = field(default_factory=lambda: Batch(0))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will arrive."""
+        return self.end is not None or self.failure is not None
+
+
+class Streams:
+    """The registry of one shard's streams."""
+
+    def __init__(self, *, buffer_tokens: int, restore_s: float) -> None:
+        self._buffer_tokens = buffer_tokens
+        self._restore_s = restore_s
+        self._by_attachment: dict[str, ClientStream] = {}
+        self._by_request: dict[str, dict[str, ClientStream]] = {}
+        self._submissions: dict[int, ClientStream] = {}
+        self._attaches: dict[int, ClientStream] = {}
+        self._retries: set[ClientStream] = set()
+        # Questions whose client left before the answer: a scheduler may have heard the Detach before it made
+        # the attachment, and it may have made it to another request than the one that the Detach named.
+        self._left: dict[int, link_pb2.Detach] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._by_attachment)
+
+    def __iter__(self) -> Iterator[ClientStream]:
+        return iter(list(self._by_attachment.values()))
+
+    def new_id(self) -> int:
+        """A number that names one question on the link."""
+        self._last_id += 1
+        return self._last_id
+
+    # ---- what clients do
+
+    def submit(
+        self, submit: link_pb2.Submit, *, attachment_id: str, deadline: float | None, now: float
+    ) -> tuple[ClientStream, Message]:
+        """A new request, and its stream."""
+        submit.submission_id = self.new_id()
+        submit.attachment_id = attachment_id
+        stream = ClientStream(attachment_id, submit.tenant, submit.request_id, submit, deadline)
+        self._add(stream)
+        self._submissions[submit.submission_id] = stream
+        return stream, self._submission(stream, now)
+
+    def attach(
+        self, request_id: str, *, tenant: str, attachment_id: str, now: float
+    ) -> tuple[ClientStream, Message]:
+        """A stream of a request that exists, from its first token."""
+        stream = ClientStream(attachment_id, tenant, request_id, None, None)
+        self._add(stream)
+        return stream, self._attachment(stream, now)
+
+    def take(self, stream: ClientStream, now: float) -> tuple[Batch, list[Message]]:
+        """What waits for the client, without blocking. Raises the stream's failure once all that came before is taken."""
+        batch = stream.waiting
+        stream.waiting = Batch(stream.next_token)
+        stream.news.clear()
+        if stream.over:
+            stream.news.set()
+        if not batch.token_ids and stream.failure is not None:
+            raise stream.failure
+        if stream.paused and not stream.over:
+            stream.paused = False
+            return batch, [self._attachment(stream, now)]
+        if stream.failure is None:
+            batch.end = stream.end
+        return batch, []
+
+    def close(self, stream: ClientStream) -> list[Message]:
+        """The client is gone, or has everything."""
+        if self._by_attachment.pop(stream.attachment_id, None) is None:
+            return []
+        detach = link_pb2.Detach(request_id=stream.request_id, attachment_id=stream.attachment_id)
+        if not stream.over:
+            if stream.submit is not None and (stream.acceptance is None or stream.restoring):
+                self._left[stream.submit.submission_id] = detach
+            if stream.attach_id:
+                self._left[stream.attach_id] = detach
+        self._forget_questions(stream)
+        self._unindex(stream)
+        metrics.STREAMS.dec()
+        if stream.over:  # the scheduler dropped the attachment when it sent the end, or never made it
+            return []
+        return [Message(detach=detach)]
+
+    # ---- what the link does
+
+    def reconnected(self, now: float) -> list[Message]:
+        """A leader has greeted: all that it must know, oldest stream first."""
+        self._left.clear()
+        messages = []
+        for stream in self:
+            if stream.over or stream.paused:
+                continue
+            if stream.submit is not None and (stream.acceptance is None or stream.restoring):
+                messages.append(self._submission(stream, now))
+            else:
+                messages.append(self._attachment(stream, now))
+        return messages
+
+    def tick(self, now: float) -> list[Message]:
+        """What is due to be asked again. Call about once a second while the link is up."""
+        for stream in list(self._attaches.values()):
+            if now - stream.asked_at >= ASK_AGAIN_S:
+                stream.retry_at = now
+                self._retries.add(stream)
+        due = [stream for stream in self._retries if stream.retry_at is not None and stream.retry_at <= now]
+        return [
+            self._submission(stream, now) if stream.restoring else self._attachment(stream, now)
+            for stream in sorted(due, key=lambda stream: stream.attachment_id)
+        ]
+
+    def on_submit_reply(self, reply: link_pb2.SubmitReply, now: float) -> list[Message]:
+        """A submission was accepted or refused."""
+        left = self._left.pop(reply.submission_id, None)
+        if left is not None:
+            left.request_id = reply.accepted.request_id or left.request_id
+            return [Message(detach=left)] if reply.HasField("accepted") else []
+        stream = self._submissions.get(reply.submission_id)
+        if stream is None or stream.over:
+            return []
+        submit = stream.submit
+        assert submit is not None, "only submissions have a submission id"
+        if reply.WhichOneof("result") == "accepted":
+            accepted = reply.accepted
+            stream.restoring = False
+            stream.lost_since = None
+            if stream.acceptance is None:
+                self._rename(stream, accepted.request_id or submit.request_id)
+                # A submission that was sent twice meets itself; that is no earlier request.
+                existing = accepted.attached_to_existing and stream.request_id != submit.request_id
+                stream.acceptance = Acceptance(
+                    request_id=stream.request_id,
+                    prompt_tokens=accepted.prompt_tokens
+                    if existing
+                    else len(submit.specification.prompt_ids),
+                    seed=accepted.seed if existing else submit.specification.seed,
+                    stop=tuple(submit.specification.stop),
+                    attached=existing,
+                    model=submit.model,
+                )
+                stream.news.set()
+            elif accepted.request_id not in ("", stream.request_id):
+                # While the record was empty somebody used the idempotency key for a request of its own.
+                self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
+            return []
+        refused = reply.refused
+        if stream.acceptance is not None and refused.reason in (
+            Refusal.REASON_QUEUE_FULL,
+            Refusal.REASON_TENANT_FULL,
+            Refusal.REASON_STORE_UNAVAILABLE,
+        ):
+            # It was accepted once: it waits for its place instead of being turned away.
+            self._retry(stream, now)
+        else:
+            self._fail(stream, _refusal(refused))
+        return []
+
+    def on_attach_reply(self, reply: link_pb2.AttachReply, now: float) -> list[Message]:
+        """An Attach was answered. Only the newest one of a stream counts."""
+        left = self._left.pop(reply.attach_id, None)
+        if left is not None:
+            return [Message(detach=left)] if reply.result == link_pb2.AttachReply.RESULT_ATTACHED else []
+        stream = self._attaches.pop(reply.attach_id, None)
+        if stream is None or stream.over or stream.attach_id != reply.attach_id:
+            return []
+        stream.attach_id = 0
+        match reply.result:
+            case link_pb2.AttachReply.RESULT_ATTACHED:
+                stream.lost_since = None
+                if stream.acceptance is None:
+                    stream.acceptance = Acceptance(
+                        request_id=stream.request_id,
+                        prompt_tokens=reply.prompt_tokens,
+                        seed=reply.seed,
+                        stop=tuple(reply.stop),
+                        attached=True,
+                        model=reply.model,
+                    )
+                    stream.news.set()
+            case link_pb2.AttachReply.RESULT_NOT_FOUND:
+                return self._lost(stream, now)
+            case _:
+                self._retry(stream, now)
+        return []
+
+    def on_delivery(self, delivery: link_pb2.Delivery, now: float) -> list[Message]:
+        """Committed tokens, an end, or both."""
+        streams = self._by_request.get(delivery.request_id)
+        if streams is None:
+            return []
+        if delivery.attachment_id:
+            stream = streams.get(delivery.attachment_id)
+            return [] if stream is None else self._receive(stream, delivery, now)
+        return [
+            message for stream in list(streams.values()) for message in self._receive(stream, delivery, now)
+        ]
+
+    # ---- inside
+
+    def _receive(self, stream: ClientStream, delivery: link_pb2.Delivery, now: float) -> list[Message]:
+        # Before it is accepted, a stream cannot know its stop strings; what comes too early is asked for again.
+        if stream.over or stream.paused or stream.acceptance is None:
+            return []
+        known = stream.next_token - delivery.first_token
+        if known < 0:
+            if stream.attach_id or stream.retry_at is not None:
+                return []
+            metrics.REATTACHED.inc()
+            return [self._attachment(stream, now)]
+        token_ids: Sequence[int] = delivery.token_ids[known:]
+        room = self._buffer_tokens - len(stream.waiting.token_ids)
+        fits = len(token_ids) <= room
+        if not fits:
+            token_ids = token_ids[:room]
+            stream.paused = True
+            metrics.PAUSES.inc()
+        stream.waiting.token_ids.extend(token_ids)
+        stream.waiting.logprobs.extend(delivery.logprobs[known : known + len(token_ids)])
+        stream.next_token += len(token_ids)
+        if stream.submit is not None:
+            stream.received.extend(token_ids)
+        if fits and delivery.HasField("end"):
+            stream.end = delivery.end
+            self._forget_questions(stream)
+        if stream.waiting.token_ids or stream.over:
+            stream.news.set()
+        return []
+
+    def _lost(self, stream: ClientStream, now: float) -> list[Message]:
+        """The scheduler does not know the request (any more)."""
+        if stream.acceptance is None:
+            self._fail(stream, NotFound(f"there is no request {stream.request_id!r}"))
+            return []
+        if stream.submit is not None:
+            stream.restoring = True
+            return [self._submission(stream, now)]
+        # Somebody else holds what it takes to restore it: its worker, or the gateway that submitted it.
+        if stream.lost_since is None:
+            stream.lost_since = now
+        if now - stream.lost_since >= self._restore_s:
+            self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
+        else:
+            self._retry(stream, now)
+        return []
+
+    def _submission(self, stream: ClientStream, now: float) -> Message:
+        assert stream.submit is not None, "an attachment has nothing to submit"
+        self._no_retry(stream)
+        message = Message()
+        message.submit.CopyFrom(stream.submit)
+        if stream.deadline is not None:
+            message.submit.deadline_in_ms = max(1, round((stream.deadline - now) * 1000))
+        if stream.restoring and stream.acceptance is not None:
+            # As it was accepted: an idempotency key may have led to an earlier request with a seed of its own.
+            message.submit.request_id = stream.request_id
+            message.submit.specification.request_id = stream.request_id
+            message.submit.specification.seed = stream.acceptance.seed
+            message.submit.shown_ids.extend(stream.received)
+        return message
+
+    def _attachment(self, stream: ClientStream, now: float) -> Message:
+        self._no_retry(stream)
+        self._attaches.pop(stream.attach_id, None)
+        stream.attach_id = self.new_id()
+        stream.asked_at = now
+        self._attaches[stream.attach_id] = stream
+        return Message(
+            attach=link_pb2.Attach(
+                attach_id=stream.attach_id,
+                request_id=stream.request_id,
+                tenant=stream.tenant,
+                from_token=stream.next_token,
+                attachment_id=stream.attachment_id,
+            )
+        )
+
+    def _retry(self, stream: ClientStream, now: float) -> None:
+        stream.retry_at = now + RETRY_S
+        self._retries.add(stream)
+
+    def _no_retry(self, stream: ClientStream) -> None:
+        stream.retry_at = None
+        self._retries.discard(stream)
+
+    def _fail(self, stream: ClientStream, failure: LapsSdError) -> None:
+        stream.failure = failure
+        self._forget_questions(stream)
+        stream.news.set()
+
+    def _forget_questions(self, stream: ClientStream) -> None:
+        self._no_retry(stream)
+        self._attaches.pop(stream.attach_id, None)
+        stream.attach_id = 0
+        if stream.submit is not None:
+            self._submissions.pop(stream.submit.submission_id, None)
+
+    def _add(self, stream: ClientStream) -> None:
+        assert stream.attachment_id not in self._by_attachment, "attachment ids are unique"
+        self._by_attachment[stream.attachment_id] = stream
+        self._by_request.setdefault(stream.request_id, {})[stream.attachment_id] = stream
+        metrics.STREAMS.inc()
+
+    def _unindex(self, stream: ClientStream) -> None:
+        of_request = self._by_request[stream.request_id]
+        del of_request[stream.attachment_id]
+        if not of_request:
+            del self._by_request[stream.request_id]
+
+    def _rename(self, stream: ClientStream, request_id: str) -> None:
+        """The idempotency key was known: the stream belongs to the earlier request."""
+        if request_id == stream.request_id:
+            return
+        self._unindex(stream)
+        stream.request_id = request_id
+        self._by_request.setdefault(request_id, {})[stream.attachment_id] = stream
+
+
+def _refusal(refused: link_pb2.SubmitRefused) -> LapsSdError:
+    """Why a submission was refused, as its client sees it."""
+    retry_after_s = refused.retry_after_ms / 1000 if refused.retry_after_ms else None
+    match refused.reason:
+        case Refusal.REASON_QUEUE_FULL:
+            return ResourceExhausted(
+                refused.detail or "the queue is full", retry_after_s=retry_after_s or 1.0
+            )
+        case Refusal.REASON_TENANT_FULL:
+            return ResourceExhausted(
+                refused.detail or "the tenant has too many requests", retry_after_s=retry_after_s or 1.0
+            )
+        case Refusal.REASON_KEY_CONFLICT:
+            return AlreadyExists(refused.detail or "the idempotency key was used with another body")
+        case Refusal.REASON_EXPIRED:
+            return DeadlineExceeded(refused.detail or "the deadline passed before the request was accepted")
+        case Refusal.REASON_INVALID:
+            return InvalidArgument("", refused.detail or "the request is out of the shard's bounds")
+        case _:
+            return Unavailable(
+                refused.detail or "the record cannot be reached", retry_after_s=retry_after_s or 1.0
+            )

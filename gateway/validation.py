@@ -1,0 +1,292 @@
+"""What a client sends, checked and completed. Pure: no clock, no randomness, no I/O.
+
+Two steps, because a prompt must be tokenized in between:
+
+1. `check_request`: everything that can be judged from the message alone. Cheap; bounds what tokenizing may cost.
+2. `complete`: with the prompt's token ids, the submission as the scheduler gets it.
+
+Each problem is an InvalidArgument that names the field, as a path from the request, and the limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import ModelFiles
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import gateway_link_pb2, inference_pb2
+
+__all__ = [
+    "ROLES",
+    "body_hash",
+    "check_ids",
+    "check_request",
+    "check_request_id",
+    "complete",
+    "shard_of",
+    "valid_traceparent",
+]
+
+ROLES = ("system", "user", "assistant")
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_KEY_CHARACTERS = 128
+MAX_CLASS_CHARACTERS = 64
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_TEMPERATURE = 100.0
+CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
+REQUEST_ID = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9]+)")
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+SpeculationMode = inference_pb2.Speculation.Mode
+
+
+def check_request(
+    request: inference_pb2.GenerateRequest, settings: GatewaySettings, model: ModelFiles
+) -> None:
+    """Raises InvalidArgument unless the request can be tokenized and everything but its length is in bounds."""
+    if request.model and request.model != model.name:
+        raise InvalidArgument(
+            "model", f"must be {model.name!r}, the model served here, got {_shown(request.model)}"
+        )
+    _check_prompt(request, settings, model)
+    _check_sampling(request.sampling, settings)
+    _check_speculation(request.speculation, settings)
+
+    if len(request.idempotency_key) > MAX_KEY_CHARACTERS:
+        raise InvalidArgument(
+            "idempotency_key",
+            f"must be at most {MAX_KEY_CHARACTERS} characters, got {len(request.idempotency_key)}",
+        )
+    if not request.idempotency_key.isprintable():
+        raise InvalidArgument("idempotency_key", "must hold printable characters only")
+    if len(request.workload_class) > MAX_CLASS_CHARACTERS:
+        raise InvalidArgument(
+            "workload_class",
+            f"must be at most {MAX_CLASS_CHARACTERS} characters, got {len(request.workload_class)}",
+        )
+    if request.workload_class and not CLASS.fullmatch(request.workload_class):
+        raise InvalidArgument("workload_class", "must hold letters, digits and . _ : / - only")
+    if abs(request.priority) > settings.max_priority:
+        raise InvalidArgument(
+            "priority",
+            f"must be from {-settings.max_priority} to {settings.max_priority}, got {request.priority}",
+        )
+    if request.HasField("time_limit_ms"):
+        longest_ms = round(settings.max_time_limit_s * 1000)
+        if not 1 <= request.time_limit_ms <= longest_ms:
+            raise InvalidArgument(
+                "time_limit_ms", f"must be from 1 to {longest_ms}, got {request.time_limit_ms}"
+            )
+    if request.HasField("expected_output_tokens") and request.expected_output_tokens < 1:
+        raise InvalidArgument("expected_output_tokens", "must be at least 1, got 0")
+    if request.logprobs > settings.max_logprobs:
+        raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
+
+
+def _check_prompt(
+    request: inference_pb2.GenerateRequest, settings: GatewaySettings, model: ModelFiles
+) -> None:
+    match request.WhichOneof("prompt"):
+        case None:
+            raise InvalidArgument("prompt", "must be given: one of text, messages, token_ids")
+        case "text":
+            if not request.text:
+                raise InvalidArgument("text", "must not be empty")
+            _check_characters("text", len(request.text), settings)
+        case "messages":
+            _check_messages(request.messages.messages, settings, model)
+        case "token_ids":
+            ids = request.token_ids.ids
+            if not ids:
+                raise InvalidArgument("token_ids.ids", "must not be empty")
+            check_ids("token_ids.ids", ids, model)
+
+
+def _check_messages(
+    messages: Sequence[inference_pb2.ChatMessage], settings: GatewaySettings, model: ModelFiles
+) -> None:
+    if model.template is None:
+        raise InvalidArgument(
+            "messages", f"cannot be used: the model {model.name!r} has no chat template; send text"
+        )
+    if not messages:
+        raise InvalidArgument("messages.messages", "must not be empty")
+    if len(messages) > settings.max_messages:
+        raise InvalidArgument(
+            "messages.messages", f"must be at most {settings.max_messages}, got {len(messages)}"
+        )
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise InvalidArgument(
+                f"messages.messages[{index}].role",
+                f"must be one of {', '.join(ROLES)}, got {_shown(message.role)}",
+            )
+    if not any(message.content for message in messages):
+        raise InvalidArgument("messages.messages", "must hold at least one message with content")
+    _check_characters("messages.messages", sum(len(message.content) for message in messages), settings)
+
+
+def _check_characters(field: str, characters: int, settings: GatewaySettings) -> None:
+    if characters > settings.max_prompt_characters:
+        raise InvalidArgument(
+            field, f"must be at most {settings.max_prompt_characters} characters in all, got {characters}"
+        )
+
+
+def check_ids(field: str, ids: Sequence[int], model: ModelFiles) -> None:
+    """Raises InvalidArgument when a token id is not in the model's vocabulary."""
+    if ids and max(ids) >= model.vocab_size:
+        index = next(index for index, token in enumerate(ids) if token >= model.vocab_size)
+        raise InvalidArgument(
+            f"{field}[{index}]", f"must be from 0 to {model.vocab_size - 1}, got {ids[index]}"
+        )
+
+
+def _check_sampling(sampling: inference_pb2.SamplingParams, settings: GatewaySettings) -> None:
+    if sampling.HasField("max_tokens") and not 1 <= sampling.max_tokens <= settings.max_output_tokens:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"must be from 1 to {settings.max_output_tokens}, got {sampling.max_tokens}",
+        )
+    # "not (a <= x <= b)" refuses NaN too.
+    if not 0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise InvalidArgument(
+            "sampling.temperature",
+            f"must be a number from 0 to {MAX_TEMPERATURE:g}, got {sampling.temperature:g}",
+        )
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument("sampling.top_p", f"must be above 0 and at most 1, got {sampling.top_p:g}")
+    if sampling.top_k >= 2**31:
+        raise InvalidArgument("sampling.top_k", f"must be at most {2**31 - 1}, got {sampling.top_k}")
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            "sampling.stop", f"must be at most {MAX_STOP_STRINGS} texts, got {len(sampling.stop)}"
+        )
+    for index, stop in enumerate(sampling.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidArgument(
+                f"sampling.stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}"
+            )
+
+
+def _check_speculation(speculation: inference_pb2.Speculation, settings: GatewaySettings) -> None:
+    if speculation.mode not in SpeculationMode.values():
+        raise InvalidArgument("speculation.mode", f"must be MODE_AUTO or MODE_OFF, got {speculation.mode}")
+    if speculation.max_draft_tokens > settings.max_draft_tokens:
+        raise InvalidArgument(
+            "speculation.max_draft_tokens",
+            f"must be at most {settings.max_draft_tokens}, got {speculation.max_draft_tokens}",
+        )
+    if speculation.mode == SpeculationMode.MODE_OFF and speculation.max_draft_tokens:
+        raise InvalidArgument(
+            "speculation.max_draft_tokens", "must be absent or 0 when speculation.mode is MODE_OFF"
+        )
+
+
+def complete(
+    request: inference_pb2.GenerateRequest,
+    prompt_ids: Sequence[int],
+    *,
+    settings: GatewaySettings,
+    model: ModelFiles,
+    request_id: str,
+    tenant: str,
+    fallback_seed: int,
+) -> gateway_link_pb2.Submit:
+    """The submission of a checked request, defaults filled in. Raises InvalidArgument when it does not fit the context."""
+    prompt = request.WhichOneof("prompt") or "prompt"
+    if not prompt_ids:
+        raise InvalidArgument(prompt, "must make at least one token, got none")
+    left = model.context_tokens - len(prompt_ids)
+    if left < 1:
+        raise InvalidArgument(
+            prompt,
+            f"must be at most {model.context_tokens - 1} tokens, so that one fits behind it in the context of "
+            f"{model.context_tokens}, got {len(prompt_ids)}",
+        )
+    sampling = request.sampling
+    if sampling.max_tokens > left:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"must be at most {left} behind a prompt of {len(prompt_ids)} tokens in a context of "
+            f"{model.context_tokens}, got {sampling.max_tokens}",
+        )
+    max_tokens = (
+        sampling.max_tokens
+        if sampling.HasField("max_tokens")
+        else min(left, settings.default_max_tokens, settings.max_output_tokens)
+    )
+    specification = gateway_link_pb2.Specification(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        max_tokens=max_tokens,
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k,
+        seed=sampling.seed if sampling.HasField("seed") else fallback_seed,
+        stop=sampling.stop,
+        ignore_eos=sampling.ignore_eos,
+    )
+    if request.speculation.mode == SpeculationMode.MODE_OFF:
+        specification.max_draft_tokens = 0
+    elif request.speculation.HasField("max_draft_tokens"):
+        specification.max_draft_tokens = request.speculation.max_draft_tokens
+    if request.HasField("logprobs"):
+        specification.logprobs = request.logprobs
+
+    submit = gateway_link_pb2.Submit(
+        request_id=request_id,
+        tenant=tenant,
+        specification=specification,
+        idempotency_key=request.idempotency_key,
+        body_hash=body_hash(request),
+        priority=request.priority,
+        workload_class=request.workload_class,
+        keep=request.keep,
+        grace_ms=round(settings.grace_with_key_s * 1000) if request.idempotency_key else 0,
+        model=model.name,
+    )
+    if request.HasField("time_limit_ms"):
+        submit.time_limit_ms = request.time_limit_ms
+    if request.HasField("expected_output_tokens"):
+        submit.expected_output_tokens = request.expected_output_tokens
+    return submit
+
+
+def body_hash(request: inference_pb2.GenerateRequest) -> bytes:
+    """What an idempotency key stands for: the request as sent, without the key itself."""
+    body = inference_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("idempotency_key")
+    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidArgument unless this could be an id that some gateway issued."""
+    if not request_id:
+        raise InvalidArgument("request_id", "must not be empty")
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise InvalidArgument(
+            "request_id", f"must be at most {MAX_REQUEST_ID_CHARACTERS} characters, got {len(request_id)}"
+        )
+    if not REQUEST_ID.fullmatch(request_id):
+        raise InvalidArgument("request_id", f"must be an id that `accepted` told, got {_shown(request_id)}")
+
+
+def shard_of(request_id: str) -> str:
+    """The shard that a request lives in."""
+    return request_id.partition(".")[0]
+
+
+def valid_traceparent(value: str) -> str:
+    """The W3C trace context of a call, or an empty text when it is not one: tracing never fails a call."""
+    return value if TRACEPARENT.fullmatch(value) else ""
+
+
+def _shown(text: str) -> str:
+    """A client's text for an error message: quoted, not too long."""
+    return repr(text if len(text) <= 40 else text[:40] + "…")

@@ -1,0 +1,155 @@
+"""A gateway in this process, a scripted scheduler behind it, a tiny tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from gateway.app import GatewayApp
+from gateway.link import ShardLink
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import ModelFiles, load_model
+from laps_sd.v1 import inference_pb2_grpc
+from laps_sd.wire import make_channel
+from tests.services.gateway.fake_scheduler import FakeScheduler, Record
+
+TEMPLATE = (
+    "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the assistant cannot begin') }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+TEXTS = (
+    "the quick brown fox jumps over the lazy dog",
+    "hello there, hello world",
+    "one two three four STOP here",
+)
+CONTEXT = 256
+
+
+def write_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:
+    """Byte-level BPE with a few merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        list(TEXTS) * 5,
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=list(SPECIAL),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.token_to_id("<|begin|>"))]
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "max_position_embeddings": CONTEXT,
+        "vocab_size": 320,
+        "eos_token_id": tokenizer.token_to_id("<|end|>"),
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    extra = {"chat_template": template} if template is not None else {}
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}, **extra})
+    )
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def model(model_dir: Path) -> ModelFiles:
+    return load_model(model_dir, name="tiny")
+
+
+@dataclass
+class Running:
+    """A gateway that serves."""
+
+    gateway: GatewayApp
+    channel: grpc.aio.Channel
+    stub: Any
+    model: ModelFiles
+
+    @property
+    def link(self) -> ShardLink:
+        return self.gateway.link
+
+
+def fast_settings(seeds: tuple[str, ...], **changes: Any) -> GatewaySettings:
+    """Real settings with short times."""
+    values: dict[str, Any] = {
+        "grpc_port": 0,
+        "metrics_port": None,
+        "drain_s": 0.5,
+        "scheduler_seeds": seeds,
+        "model": "tiny",
+        "heartbeat_s": 0.05,
+        "link_silence_s": 1.0,
+        "dial_timeout_s": 0.5,
+        "backoff_min_s": 0.01,
+        "backoff_max_s": 0.05,
+        "scheduler_wait_s": 10.0,
+        "trust_tenant_metadata": True,
+    }
+    return GatewaySettings(**{**values, **changes})
+
+
+StartGateway = Callable[..., Any]
+
+
+@pytest.fixture
+async def start_gateway(model: ModelFiles) -> AsyncIterator[StartGateway]:
+    """Starts gateways; they stop with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*seeds: str, model: ModelFiles = model, **changes: Any) -> Running:
+            gateway = GatewayApp(fast_settings(seeds, **changes), model)
+            await gateway.start()
+            stack.push_async_callback(gateway.app.stop)
+            channel = await stack.enter_async_context(make_channel(f"127.0.0.1:{gateway.app.port}"))
+            return Running(gateway, channel, inference_pb2_grpc.InferenceStub(channel), model)
+
+        yield start
+
+
+@pytest.fixture
+async def start_scheduler() -> AsyncIterator[StartGateway]:
+    """Starts schedulers; they die with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(record: Record | None = None, *, port: int = 0, **options: Any) -> FakeScheduler:
+            scheduler = FakeScheduler(record, **options)
+            stack.push_async_callback(scheduler.kill)
+            return await scheduler.start(port)
+
+        yield start
+
+
+@pytest.fixture
+async def scheduler(start_scheduler: StartGateway) -> FakeScheduler:
+    started: FakeScheduler = await start_scheduler()
+    return started
+
+
+@pytest.fixture
+async def running(scheduler: FakeScheduler, start_gateway: StartGateway) -> Running:
+    started: Running = await start_gateway(scheduler.address)
+    await asyncio.wait_for(started.link.greeted.wait(), 10)
+    return started

@@ -1,0 +1,280 @@
+"""A scheduler made of a script: real gRPC, a record that survives its restarts, and no scheduling.
+
+A test commits tokens by hand; every attachment gets them. What the gateway says is kept in `heard`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc, gateway_link_pb2_grpc, inference_pb2
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.wire import server_options
+from tests.helpers import wait_until_async
+
+Reply = link_pb2.GatewayLinkReply
+Kind = link_pb2.RequestEnd.Kind
+
+
+@dataclass
+class Recorded:
+    """One request on the record."""
+
+    submit: link_pb2.Submit
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    end: link_pb2.RequestEnd | None = None
+
+
+@dataclass
+class Record:
+    """What schedulers of one shard share."""
+
+    requests: dict[str, Recorded] = field(default_factory=dict)
+    keys: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Connection:
+    gateway_id: str
+    outbox: asyncio.Queue[Reply] = field(default_factory=asyncio.Queue)
+    attachments: dict[str, str] = field(default_factory=dict)  # attachment id -> request id
+
+
+class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.AdminServicer):
+    def __init__(self, record: Record | None = None, *, epoch: str = "1-a", shard: str = "s0") -> None:
+        self.record = record or Record()
+        self.epoch = epoch
+        self.shard = shard
+        self.heard: list[link_pb2.GatewayMessage] = []
+        self.connections: list[Connection] = []
+        self.port = 0
+        self.hellos = 0
+        # The script:
+        self.leader: str | None = None  # an address: answers NOT_LEADER and names it
+        self.answers_submits = True
+        self.answers_attaches = True
+        self.heartbeats = True
+        self.refuse: link_pb2.SubmitRefused | None = None
+        self.attach_results: list[int] = []  # for the next Attaches; then the record decides
+        self.replay_chunk = 1_000_000
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self, port: int = 0) -> FakeScheduler:
+        self._server = grpc.aio.server(options=server_options())
+        gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        """Connections break in the middle of whatever they did."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    # ---- what a test does
+
+    def commit(
+        self,
+        request_id: str,
+        tokens: Sequence[int] = (),
+        end: link_pb2.RequestEnd | int | None = None,
+        *,
+        deliver: bool = True,
+    ) -> None:
+        """Tokens and an end go on the record, and out to all attachments."""
+        recorded = self.record.requests[request_id]
+        first = len(recorded.tokens)
+        recorded.tokens.extend(tokens)
+        if end is not None:
+            recorded.end = end if isinstance(end, link_pb2.RequestEnd) else link_pb2.RequestEnd(kind=end)
+        if not deliver:
+            return
+        for connection in self.connections:
+            for attachment_id, attached_to in connection.attachments.items():
+                if attached_to == request_id:
+                    self._deliver(connection, attachment_id, recorded, first)
+
+    def say(self, reply: Reply, *, epoch: str | None = None) -> None:
+        """To every gateway."""
+        for connection in self.connections:
+            copy = Reply()
+            copy.CopyFrom(reply)
+            copy.leader_epoch = self.epoch if epoch is None else epoch
+            connection.outbox.put_nowait(copy)
+
+    def all_heard(self, kind: str) -> list[Any]:
+        return [getattr(message, kind) for message in self.heard if message.WhichOneof("message") == kind]
+
+    async def wait_heard(self, kind: str, count: int = 1) -> Any:
+        """The `count`-th message of a kind."""
+        await wait_until_async(
+            lambda: len(self.all_heard(kind)) >= count, description=f"{count} × {kind}", every_s=0.005
+        )
+        return self.all_heard(kind)[count - 1]
+
+    async def submitted(self, count: int = 1) -> str:
+        """Id of the `count`-th request on the record."""
+        await wait_until_async(
+            lambda: len(self.record.requests) >= count, description=f"{count} requests", every_s=0.005
+        )
+        return list(self.record.requests)[count - 1]
+
+    async def connected(self) -> None:
+        await wait_until_async(lambda: self.connections, description="a gateway's hello", every_s=0.005)
+
+    # ---- the wire
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[link_pb2.GatewayMessage], context: Any
+    ) -> AsyncIterator[Reply]:
+        hello = await anext(request_iterator)
+        assert hello.WhichOneof("message") == "hello"
+        self.heard.append(hello)
+        self.hellos += 1
+        if self.leader is not None:
+            yield Reply(not_leader=link_pb2.NotLeader(leader_address=self.leader))
+            return
+        connection = Connection(hello.hello.gateway_id)
+        yield Reply(
+            leader_epoch=self.epoch,
+            hello=link_pb2.SchedulerHello(
+                shard=self.shard, protocol_version=1, software_version="test", pool="demo"
+            ),
+        )
+        self.connections.append(connection)
+        listening = asyncio.create_task(self._listen(connection, request_iterator))
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(0.1):
+                        reply = await connection.outbox.get()
+                except TimeoutError:
+                    if not self.heartbeats:
+                        continue
+                    reply = Reply(leader_epoch=self.epoch, heartbeat=link_pb2.Heartbeat(sent_ms=1))
+                yield reply
+        finally:
+            listening.cancel()
+            self.connections.remove(connection)
+
+    async def _listen(self, connection: Connection, messages: AsyncIterator[link_pb2.GatewayMessage]) -> None:
+        async for message in messages:
+            self.heard.append(message)
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._on_submit(connection, message.submit)
+                case "attach":
+                    self._on_attach(connection, message.attach)
+                case "detach":
+                    connection.attachments.pop(message.detach.attachment_id, None)
+                case "cancel":
+                    self._on_cancel(connection, message.cancel)
+
+    def _on_submit(self, connection: Connection, submit: link_pb2.Submit) -> None:
+        if not self.answers_submits:
+            return
+        reply = link_pb2.SubmitReply(submission_id=submit.submission_id)
+        key = (submit.tenant, submit.idempotency_key)
+        existing = self.record.keys.get(key) if submit.idempotency_key else None
+        if self.refuse is not None:
+            reply.refused.CopyFrom(self.refuse)
+        elif existing is not None and self.record.requests[existing].submit.body_hash != submit.body_hash:
+            reply.refused.reason = link_pb2.SubmitRefused.REASON_KEY_CONFLICT
+        else:
+            request_id = existing or submit.request_id
+            recorded = self.record.requests.setdefault(request_id, Recorded(submit, list(submit.shown_ids)))
+            if submit.idempotency_key:
+                self.record.keys[key] = request_id
+            reply.accepted.request_id = request_id
+            reply.accepted.attached_to_existing = existing is not None
+            reply.accepted.seed = recorded.submit.specification.seed
+            reply.accepted.prompt_tokens = len(recorded.submit.specification.prompt_ids)
+        self._say(connection, Reply(submit_reply=reply))
+        if reply.HasField("accepted"):
+            connection.attachments[submit.attachment_id] = reply.accepted.request_id
+            self._replay(connection, submit.attachment_id, recorded, 0)
+
+    def _on_attach(self, connection: Connection, attach: link_pb2.Attach) -> None:
+        if not self.answers_attaches:
+            return
+        reply = link_pb2.AttachReply(attach_id=attach.attach_id)
+        recorded = self.record.requests.get(attach.request_id)
+        if self.attach_results:
+            reply.result = self.attach_results.pop(0)  # type: ignore[assignment]
+        elif recorded is None or recorded.submit.tenant != attach.tenant:
+            reply.result = link_pb2.AttachReply.RESULT_NOT_FOUND
+        else:
+            reply.result = link_pb2.AttachReply.RESULT_ATTACHED
+            reply.prompt_tokens = len(recorded.submit.specification.prompt_ids)
+            reply.seed = recorded.submit.specification.seed
+            reply.model = recorded.submit.model
+            reply.stop.extend(recorded.submit.specification.stop)
+        self._say(connection, Reply(attach_reply=reply))
+        if reply.result == link_pb2.AttachReply.RESULT_ATTACHED:
+            assert recorded is not None
+            connection.attachments[attach.attachment_id] = attach.request_id
+            self._replay(connection, attach.attachment_id, recorded, attach.from_token)
+
+    def _on_cancel(self, connection: Connection, cancel: link_pb2.CancelRequested) -> None:
+        recorded = self.record.requests.get(cancel.request_id)
+        reply = link_pb2.CancelReply(cancel_id=cancel.cancel_id)
+        if recorded is not None and recorded.submit.tenant == cancel.tenant:
+            reply.found = True
+            reply.cancelled = recorded.end is None
+        self._say(connection, Reply(cancel_reply=reply))
+        if reply.cancelled:
+            self.commit(cancel.request_id, (), Kind.KIND_CANCELLED)
+
+    def _replay(self, connection: Connection, attachment_id: str, recorded: Recorded, first: int) -> None:
+        while len(recorded.tokens) - first > self.replay_chunk:
+            self._deliver(connection, attachment_id, recorded, first, first + self.replay_chunk)
+            first += self.replay_chunk
+        if first < len(recorded.tokens) or recorded.end is not None:
+            self._deliver(connection, attachment_id, recorded, first)
+
+    def _deliver(
+        self,
+        connection: Connection,
+        attachment_id: str,
+        recorded: Recorded,
+        first: int,
+        last: int | None = None,
+    ) -> None:
+        delivery = link_pb2.Delivery(
+            request_id=recorded.submit.request_id,
+            first_token=first,
+            token_ids=recorded.tokens[first:last],
+            logprobs=recorded.logprobs[first:last],
+            attachment_id=attachment_id,
+            end=recorded.end if last is None else None,
+        )
+        self._say(connection, Reply(deliveries=link_pb2.Deliveries(deliveries=[delivery])))
+
+    def _say(self, connection: Connection, reply: Reply) -> None:
+        reply.leader_epoch = self.epoch
+        connection.outbox.put_nowait(reply)
+
+    async def ExplainRequest(
+        self, request: admin_pb2.AdminExplainRequest, context: Any
+    ) -> inference_pb2.ExplainResponse:
+        recorded = self.record.requests.get(request.request_id)
+        if recorded is None or request.tenant not in ("", recorded.submit.tenant):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
+        return inference_pb2.ExplainResponse(
+            explanation=inference_pb2.Explanation(
+                request_id=request.request_id, policy="fcfs", tenant=request.tenant
+            )
+        )

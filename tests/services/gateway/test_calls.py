@@ -1,0 +1,577 @@
+"""Every call of the public contract, over real gRPC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gateway.tokenizer import ModelFiles
+from gateway.validation import body_hash
+from laps_sd import metrics
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2_grpc
+from laps_sd.v1.inference_pb2 import (
+    CancelRequest,
+    ChatMessage,
+    ChatMessages,
+    Cursor,
+    ExplainRequest,
+    FinishReason,
+    GenerateRequest,
+    ListModelsRequest,
+    ResumeRequest,
+    SamplingParams,
+    Speculation,
+    SpeculationSummary,
+    Timing,
+    TokenIds,
+    TokenLogprobs,
+)
+from tests.helpers import wait_until_async
+from tests.services.gateway.conftest import CONTEXT, Running, StartGateway
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
+from tests.services.gateway.reading import has_retry_info, ids_of, read_tokens, rest, text_of, violations
+
+Refused = link_pb2.SubmitRefused
+HELLO = GenerateRequest(text="the quick")
+
+
+async def nobody_left(running: Running) -> None:
+    await wait_until_async(
+        lambda: len(running.link.streams) == 0, description="an empty registry", every_s=0.005
+    )
+
+
+class TestGenerateStream:
+    async def test_is_accepted_then_deltas_then_one_end(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        ids = model.encode_rendered("hello world")
+        call = running.stub.GenerateStream(GenerateRequest(text="the quick", sampling=SamplingParams(seed=7)))
+        request_id = await scheduler.submitted()
+        accepted = (await call.read()).accepted
+
+        assert accepted.request_id == request_id
+        assert request_id.startswith("s0.")
+        assert accepted.model == "tiny"
+        assert accepted.seed == 7
+        assert accepted.prompt_tokens == len(model.encode_text("the quick"))
+        assert not accepted.attached
+
+        scheduler.commit(request_id, ids[:2])
+        events = await read_tokens(call, 2)
+        scheduler.commit(
+            request_id,
+            ids[2:],
+            link_pb2.RequestEnd(
+                kind=Kind.KIND_STOP,
+                speculation=SpeculationSummary(rounds=3),
+                timing=Timing(total_s=1.5),
+                cached_prompt_tokens=1,
+            ),
+        )
+        events += await rest(call)
+
+        end = events[-1].end
+        assert ids_of(events) == ids
+        assert text_of(events) == "hello world"
+        assert end.finish_reason == FinishReason.FINISH_REASON_STOP
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (accepted.prompt_tokens, len(ids))
+        assert end.usage.cached_prompt_tokens == 1
+        assert end.speculation.rounds == 3
+        assert end.timing.total_s == 1.5
+        assert end.request_id == request_id
+        assert [event.WhichOneof("event") for event in events].count("end") == 1
+        assert len(running.link.streams) == 0
+
+    async def test_what_arrived_together_goes_out_together(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        ids = model.encode_rendered("one two three four")
+        scheduler.answers_submits = False
+        call = running.stub.GenerateStream(HELLO)
+        submit = await scheduler.wait_heard("submit")
+        scheduler.answers_submits = True
+        scheduler._on_submit(scheduler.connections[0], submit)
+        for token in ids:
+            scheduler.commit(submit.request_id, [token])
+        scheduler.commit(submit.request_id, (), Kind.KIND_LENGTH)
+        events = await rest(call)
+
+        assert ids_of(events) == ids
+        assert len(events) <= len(ids) + 2
+
+    async def test_a_stop_string_is_cut_from_the_end(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        ids = model.encode_rendered("one two STOP.")
+        call = running.stub.GenerateStream(GenerateRequest(text="x", sampling=SamplingParams(stop=["STOP"])))
+        request_id = await scheduler.submitted()
+        for token in ids:
+            scheduler.commit(request_id, [token])
+        scheduler.commit(
+            request_id, (), link_pb2.RequestEnd(kind=Kind.KIND_STOP_SEQUENCE, cut_characters=len("STOP."))
+        )
+        events = await rest(call)
+
+        assert text_of(events) == "one two "
+        assert ids_of(events) == ids
+        assert events[-1].end.finish_reason == FinishReason.FINISH_REASON_STOP_SEQUENCE
+
+    async def test_log_probabilities_come_with_their_tokens(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(GenerateRequest(text="x", logprobs=0))
+        request_id = await scheduler.submitted()
+        scheduler.record.requests[request_id].logprobs = [TokenLogprobs(logprob=-n) for n in range(3)]
+        scheduler.commit(request_id, [70, 71, 72], Kind.KIND_LENGTH)
+        events = await rest(call)
+
+        assert [p.logprob for event in events for p in event.delta.logprobs] == [0, -1, -2]
+        assert scheduler.record.requests[request_id].submit.specification.HasField("logprobs")
+
+    @pytest.mark.parametrize(
+        ("kind", "reason"),
+        [
+            (Kind.KIND_TIME_LIMIT, FinishReason.FINISH_REASON_TIME_LIMIT),
+            (Kind.KIND_CANCELLED, FinishReason.FINISH_REASON_CANCELLED),
+            (Kind.KIND_ERROR, FinishReason.FINISH_REASON_ERROR),
+            (Kind.KIND_UNSPECIFIED, FinishReason.FINISH_REASON_ERROR),
+        ],
+    )
+    async def test_every_other_end_is_an_ended_message(
+        self, running: Running, scheduler: FakeScheduler, kind: int, reason: int
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, [70], link_pb2.RequestEnd(kind=kind, detail="a word"))
+        end = (await rest(call))[-1].end
+
+        assert end.finish_reason == reason
+        assert end.error == ("a word" if reason == FinishReason.FINISH_REASON_ERROR else "")
+        assert await call.code() == grpc.StatusCode.OK
+
+    async def test_the_hard_deadline_is_a_status(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, [70], Kind.KIND_DEADLINE)
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await rest(call)
+        assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await nobody_left(running)
+
+    async def test_deadline_limits_hints_and_grace_travel(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        request = GenerateRequest(
+            text="x",
+            idempotency_key="mine",
+            priority=3,
+            time_limit_ms=1500,
+            workload_class="chat",
+            expected_output_tokens=12,
+            keep=True,
+            speculation=Speculation(mode=Speculation.MODE_OFF),
+            sampling=SamplingParams(
+                max_tokens=5, temperature=0, top_p=0.5, top_k=4, stop=["a"], ignore_eos=True
+            ),
+        )
+        traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        call = running.stub.GenerateStream(
+            request, timeout=20, metadata=(("traceparent", traceparent), ("laps-sd-tenant", "acme"))
+        )
+        submit: link_pb2.Submit = await scheduler.wait_heard("submit")
+
+        assert 19_000 < submit.deadline_in_ms <= 21_000  # gRPC rounds it up
+        assert submit.time_limit_ms == 1500
+        assert submit.grace_ms == 30_000
+        assert submit.keep
+        assert submit.tenant == "acme"
+        assert submit.traceparent == traceparent
+        assert submit.body_hash == body_hash(request)
+        assert (submit.priority, submit.workload_class, submit.expected_output_tokens) == (3, "chat", 12)
+        specification = submit.specification
+        assert specification.request_id == submit.request_id
+        assert (specification.max_tokens, specification.temperature, specification.top_p) == (5, 0, 0.5)
+        assert (specification.top_k, list(specification.stop), specification.ignore_eos) == (4, ["a"], True)
+        assert specification.HasField("max_draft_tokens") and specification.max_draft_tokens == 0
+        call.cancel()
+
+    async def test_without_a_deadline_key_or_seed_there_is_none_no_grace_and_a_random_seed(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        calls = [running.stub.GenerateStream(HELLO) for _ in range(2)]
+        await scheduler.wait_heard("submit", 2)
+        one, two = scheduler.all_heard("submit")
+
+        assert not one.HasField("deadline_in_ms")
+        assert one.grace_ms == 0
+        assert one.tenant == "anonymous"
+        assert one.specification.seed != two.specification.seed
+        assert one.request_id != two.request_id
+        assert one.specification.temperature == 1.0
+        assert one.specification.top_p == 1.0
+        assert one.specification.max_tokens == CONTEXT - len(one.specification.prompt_ids)
+        for call in calls:
+            call.cancel()
+
+    async def test_messages_go_through_the_chat_template(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        messages = [ChatMessage(role="system", content="be kind"), ChatMessage(role="user", content="hi")]
+        call = running.stub.GenerateStream(GenerateRequest(messages=ChatMessages(messages=messages)))
+        submit = await scheduler.wait_heard("submit")
+
+        rendered = "<|begin|><|system|>be kind\n<|user|>hi\n<|assistant|>"
+        assert list(submit.specification.prompt_ids) == model.encode_rendered(rendered)
+        call.cancel()
+
+    async def test_the_same_key_and_body_attach_to_the_request_that_exists(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        request = GenerateRequest(text="x", idempotency_key="once")
+        first = running.stub.GenerateStream(request)
+        request_id = await scheduler.submitted()
+        accepted = (await first.read()).accepted
+        second = running.stub.GenerateStream(request)
+        again = (await second.read()).accepted
+
+        assert again.attached
+        assert (again.request_id, again.seed) == (request_id, accepted.seed)
+        scheduler.commit(request_id, [70, 71], Kind.KIND_LENGTH)
+        assert ids_of(await rest(first)) == ids_of(await rest(second)) == [70, 71]
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="y", idempotency_key="once"))
+        assert error.value.code() == grpc.StatusCode.ALREADY_EXISTS
+        await nobody_left(running)
+
+    @pytest.mark.parametrize(
+        ("reason", "code", "retry"),
+        [
+            (Refused.REASON_QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED, True),
+            (Refused.REASON_TENANT_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED, True),
+            (Refused.REASON_KEY_CONFLICT, grpc.StatusCode.ALREADY_EXISTS, False),
+            (Refused.REASON_STORE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE, True),
+            (Refused.REASON_EXPIRED, grpc.StatusCode.DEADLINE_EXCEEDED, False),
+            (Refused.REASON_INVALID, grpc.StatusCode.INVALID_ARGUMENT, False),
+        ],
+    )
+    async def test_a_refusal_is_a_status(
+        self, running: Running, scheduler: FakeScheduler, reason: Any, code: grpc.StatusCode, retry: bool
+    ) -> None:
+        scheduler.refuse = Refused(reason=reason, detail="no room today")
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(HELLO)
+        assert error.value.code() == code
+        assert "no room today" in (error.value.details() or "")
+        assert has_retry_info(error.value) == retry
+        await nobody_left(running)
+
+    async def test_a_client_that_leaves_is_detached_and_forgotten(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        await call.read()
+        call.cancel()
+        detach = await scheduler.wait_heard("detach")
+
+        assert detach.request_id == request_id
+        assert detach.attachment_id == scheduler.all_heard("submit")[0].attachment_id
+        assert len(running.link.streams) == 0
+
+    async def test_a_client_that_leaves_before_acceptance_is_detached_too(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        scheduler.answers_submits = False
+        call = running.stub.GenerateStream(HELLO)
+        submit = await scheduler.wait_heard("submit")
+        call.cancel()
+        detach = await scheduler.wait_heard("detach")
+
+        assert detach.attachment_id == submit.attachment_id
+        assert len(running.link.streams) == 0
+
+    async def test_a_slow_reader_costs_a_bounded_buffer_and_misses_nothing(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        running: Running = await start_gateway(scheduler.address, stream_buffer_tokens=4096)
+        # A client whose transport takes 64 KiB and no more.
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{running.gateway.app.port}", options) as channel:
+            await self._read_slowly(running, scheduler, inference_pb2_grpc.InferenceStub(channel))
+
+    async def _read_slowly(self, running: Running, scheduler: FakeScheduler, stub: Any) -> None:
+        call = stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        await call.read()
+        (stream,) = running.link.streams
+        pauses = metrics.value("laps_sd_gateway_slow_reader_pauses_total")
+        scheduler.replay_chunk = 4000
+        # More than the transport takes from a server whose client does not read.
+        tokens = [40 + n % 50 for n in range(300_000)]
+        for begin in range(0, len(tokens), 1000):
+            scheduler.commit(request_id, tokens[begin : begin + 1000])
+        await wait_until_async(lambda: stream.paused, description="a full buffer", every_s=0.005)
+        scheduler.commit(request_id, (), Kind.KIND_LENGTH)
+
+        assert len(stream.waiting.token_ids) == 4096
+        assert metrics.value("laps_sd_gateway_slow_reader_pauses_total") > pauses
+        events = await rest(call)
+        assert ids_of(events) == tokens
+        assert text_of(events) == running.model.decode(tokens)
+
+
+class TestGenerate:
+    async def test_answers_once_with_everything(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        ids = model.encode_rendered("hello world")
+        call = running.stub.Generate(GenerateRequest(text="x", logprobs=0))
+        request_id = await scheduler.submitted()
+        scheduler.record.requests[request_id].logprobs = [TokenLogprobs(logprob=-1) for _ in ids]
+        for token in ids:
+            scheduler.commit(request_id, [token])
+        scheduler.commit(request_id, (), Kind.KIND_STOP)
+        response = await call
+
+        assert response.accepted.request_id == request_id
+        assert response.text == "hello world"
+        assert list(response.token_ids) == ids
+        assert len(response.logprobs) == len(ids)
+        assert response.end.finish_reason == FinishReason.FINISH_REASON_STOP
+        assert len(running.link.streams) == 0
+
+    async def test_token_ids_are_used_as_they_stand(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.Generate(GenerateRequest(token_ids=TokenIds(ids=[70, 71])))
+        submit = await scheduler.wait_heard("submit")
+
+        assert list(submit.specification.prompt_ids) == [70, 71]
+        call.cancel()
+
+    async def test_the_gateway_counts_how_requests_end(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        before = metrics.value("laps_sd_gateway_requests_total", {"end": "length"})
+        call = running.stub.Generate(HELLO)
+        scheduler.commit(await scheduler.submitted(), [70], Kind.KIND_LENGTH)
+        await call
+
+        assert metrics.value("laps_sd_gateway_requests_total", {"end": "length"}) == before + 1
+
+
+class TestResume:
+    async def test_continues_exactly_from_every_cursor(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        text = "one €2 ST STO 😀 STOP"
+        ids = model.encode_rendered(text)
+        call = running.stub.GenerateStream(
+            GenerateRequest(text="x", sampling=SamplingParams(stop=["STOP", "€€"]))
+        )
+        request_id = await scheduler.submitted()
+        events = [await call.read()]
+        for count, token in enumerate(ids, start=1):
+            scheduler.commit(request_id, [token])
+            events += await read_tokens(call, 1)
+            assert len(ids_of(events)) == count
+        scheduler.commit(request_id, (), link_pb2.RequestEnd(kind=Kind.KIND_STOP_SEQUENCE, cut_characters=4))
+        events += await rest(call)
+        whole = text.removesuffix("STOP")
+        assert text_of(events) == whole
+
+        for count, event in enumerate(events):
+            if not event.HasField("delta"):
+                continue
+            cursor = event.delta.cursor
+            resumed = await rest(running.stub.Resume(ResumeRequest(request_id=request_id, cursor=cursor)))
+            assert text_of(events[: count + 1]) + text_of(resumed) == whole
+            assert ids_of(resumed) == ids[cursor.next_token :]
+            assert resumed[0].accepted.attached
+            assert resumed[-1].end == events[-1].end
+        assert len(running.link.streams) == 0
+
+    async def test_without_a_cursor_replays_everything(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, [70, 71, 72], Kind.KIND_LENGTH)
+        first = await rest(call)
+        again = await rest(running.stub.Resume(ResumeRequest(request_id=request_id)))
+
+        assert (ids_of(again), text_of(again)) == (ids_of(first), text_of(first))
+
+    async def test_beyond_what_is_committed_waits(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, [70, 71])
+        resumed = running.stub.Resume(
+            ResumeRequest(request_id=request_id, cursor=Cursor(next_token=3, text_offset=3))
+        )
+        assert (await resumed.read()).HasField("accepted")
+        scheduler.commit(request_id, [72, 73, 74], Kind.KIND_LENGTH)
+
+        assert ids_of(await rest(resumed)) == [73, 74]
+        assert ids_of(await rest(call)) == [70, 71, 72, 73, 74]
+
+    @pytest.mark.parametrize("request_id", ["s0.unknown", "s9.unknown"])
+    async def test_of_an_unknown_request_is_not_found(self, running: Running, request_id: str) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await rest(running.stub.Resume(ResumeRequest(request_id=request_id)))
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+        await nobody_left(running)
+
+    async def test_of_another_tenants_request_is_not_found(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await rest(
+                running.stub.Resume(
+                    ResumeRequest(request_id=request_id), metadata=(("laps-sd-tenant", "other"),)
+                )
+            )
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+        call.cancel()
+
+
+class TestCancel:
+    async def test_ends_the_stream_and_is_idempotent(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        first = await running.stub.Cancel(CancelRequest(request_id=request_id))
+        second = await running.stub.Cancel(CancelRequest(request_id=request_id))
+
+        assert (first.cancelled, second.cancelled) == (True, False)
+        assert (await rest(call))[-1].end.finish_reason == FinishReason.FINISH_REASON_CANCELLED
+
+    async def test_of_an_unknown_request_is_not_found(self, running: Running) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Cancel(CancelRequest(request_id="s0.unknown"))
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+
+    @pytest.mark.parametrize("request_id", ["", "nonsense", "s0.a b", "x" * 200])
+    async def test_of_no_request_id_at_all_is_invalid(self, running: Running, request_id: str) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Cancel(CancelRequest(request_id=request_id))
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert violations(error.value)[0][0] == "request_id"
+
+
+class TestExplain:
+    async def test_passes_on_what_the_leader_says(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        response = await running.stub.Explain(ExplainRequest(request_id=request_id))
+
+        assert response.explanation.request_id == request_id
+        assert response.explanation.policy == "fcfs"
+        assert response.explanation.tenant == "anonymous"
+        call.cancel()
+
+    async def test_of_another_tenants_request_is_not_found(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Explain(
+                ExplainRequest(request_id=request_id), metadata=(("laps-sd-tenant", "other"),)
+            )
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+        call.cancel()
+
+
+class TestTheServer:
+    async def test_lists_its_model(self, running: Running) -> None:
+        (listed,) = (await running.stub.ListModels(ListModelsRequest())).models
+
+        assert (listed.name, listed.context_tokens, listed.vocab_size) == ("tiny", CONTEXT, 320)
+        assert listed.has_chat_template
+
+    async def test_reflection_lists_the_service(self, running: Running) -> None:
+        stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await anext(aiter(call))
+
+        assert "laps_sd.v1.Inference" in [service.name for service in answer.list_services_response.service]
+
+    async def test_is_ready_once_a_leader_has_greeted(
+        self, start_gateway: StartGateway, start_scheduler: StartGateway
+    ) -> None:
+        standby = await start_scheduler()
+        standby.leader = ""
+        running: Running = await start_gateway(standby.address)
+        stub = health_pb2_grpc.HealthStub(running.channel)
+
+        async def status(name: str) -> int:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            return int(answer.status)
+
+        await standby.wait_heard("hello")
+        assert await status("readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING
+        standby.leader = None
+        for name in ("readiness", "laps_sd.v1.Inference"):
+            await wait_until_async(
+                lambda name=name: _is_serving(status, name), description=f"{name} SERVING", every_s=0.01
+            )
+
+    @pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Resume", "Cancel", "Explain"])
+    async def test_bytes_that_are_no_message_are_an_invalid_argument(
+        self, running: Running, method: str
+    ) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.channel.unary_unary(f"/laps_sd.v1.Inference/{method}")(b"\xff\xff\xff")
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_text_that_is_not_utf8_is_an_invalid_argument(self, running: Running) -> None:
+        field_2_text = b"\x12\x02\xc3\x28"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.channel.unary_unary("/laps_sd.v1.Inference/Generate")(field_2_text)
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_more_streams_than_the_limit_are_told_to_come_back(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        running: Running = await start_gateway(scheduler.address, max_streams=1)
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        await call.read()
+
+        for more in (
+            running.stub.GenerateStream(HELLO),
+            running.stub.Resume(ResumeRequest(request_id=request_id)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await rest(more)
+            assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert has_retry_info(error.value)
+        call.cancel()
+
+    async def test_a_refused_request_never_reaches_the_scheduler(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="x", sampling=SamplingParams(top_p=2)))
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert violations(error.value) == [("sampling.top_p", "must be above 0 and at most 1, got 2")]
+        assert scheduler.all_heard("submit") == []
+
+
+async def _is_serving(status: Any, name: str) -> bool:
+    return bool(await status(name) == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,276 @@
+"""`laps_sd.client` against real gateways."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, make_request
+from laps_sd.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1.inference_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    Speculation,
+    TokenIds,
+)
+from tests.helpers import free_port, wait_until_async
+from tests.services.gateway.conftest import Running, StartGateway
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
+
+
+def address(running: Running) -> str:
+    return f"127.0.0.1:{running.gateway.app.port}"
+
+
+def tokens(first: int, last: int) -> list[int]:
+    return [40 + n for n in range(first, last)]
+
+
+def shape(events: list[Event]) -> list[str]:
+    names = [type(event).__name__ for event in events]
+    return [name for place, name in enumerate(names) if place == 0 or name != names[place - 1]]
+
+
+def ids(events: list[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
+
+
+class TestRequests:
+    @pytest.mark.parametrize(
+        ("made", "expected"),
+        [
+            (make_request("hi"), GenerateRequest(text="hi")),
+            (make_request([1, 2]), GenerateRequest(token_ids=TokenIds(ids=[1, 2]))),
+            (
+                make_request([{"role": "user", "content": "hi"}]),
+                GenerateRequest(messages=ChatMessages(messages=[ChatMessage(role="user", content="hi")])),
+            ),
+            (
+                make_request("hi", max_tokens=3, temperature=0, seed=0, stop="x"),
+                GenerateRequest(
+                    text="hi", sampling=SamplingParams(max_tokens=3, temperature=0, seed=0, stop=["x"])
+                ),
+            ),
+            (
+                make_request("hi", time_limit_s=1.5, keep=True, logprobs=0, priority=-1),
+                GenerateRequest(text="hi", time_limit_ms=1500, keep=True, logprobs=0, priority=-1),
+            ),
+            (
+                make_request("hi", speculation="off"),
+                GenerateRequest(text="hi", speculation=Speculation(mode=Speculation.MODE_OFF)),
+            ),
+            (
+                make_request("hi", speculation=4),
+                GenerateRequest(
+                    text="hi", speculation=Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=4)
+                ),
+            ),
+        ],
+    )
+    def test_say_what_the_caller_said_and_no_more(
+        self, made: GenerateRequest, expected: GenerateRequest
+    ) -> None:
+        assert made == expected
+
+
+class TestAsyncClient:
+    async def test_generates(self, running: Running, scheduler: FakeScheduler) -> None:
+        async with AsyncClient(address(running)) as client:
+            answer = asyncio.create_task(client.generate("x", max_tokens=5))
+            scheduler.commit(await scheduler.submitted(), tokens(0, 5), Kind.KIND_LENGTH)
+            response = await answer
+
+        assert list(response.token_ids) == tokens(0, 5)
+        assert response.text == running.model.decode(tokens(0, 5))
+        assert response.end.finish_reason == FinishReason.FINISH_REASON_LENGTH
+        assert response.accepted.request_id == response.end.request_id
+
+    async def test_streams_events_in_order(self, running: Running, scheduler: FakeScheduler) -> None:
+        async with AsyncClient(address(running)) as client:
+            events: list[Event] = []
+            async for event in client.stream("x"):
+                events.append(event)
+                if isinstance(event, Accepted):
+                    scheduler.commit(event.request_id, tokens(0, 3), Kind.KIND_STOP)
+
+        assert shape(events) == ["Accepted", "Delta", "Ended"]
+        assert ids(events) == tokens(0, 3)
+        assert scheduler.all_heard("detach") == []
+
+    async def test_a_stream_survives_the_death_of_its_gateway(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        one: Running = await start_gateway(scheduler.address)
+        two: Running = await start_gateway(scheduler.address)
+        events: list[Event] = []
+        async with AsyncClient([address(one), address(two)]) as client:
+            stream = client.stream("x")
+            async for event in stream:
+                events.append(event)
+                if isinstance(event, Accepted):
+                    request_id = event.request_id
+                    scheduler.commit(request_id, tokens(0, 4))
+                if len(ids(events)) == 4 and not scheduler.all_heard("attach"):
+                    await one.gateway.app.server.stop(None)
+                    scheduler.commit(request_id, tokens(4, 7), Kind.KIND_LENGTH)
+
+        assert shape(events) == ["Accepted", "Delta", "Ended"]
+        assert ids(events) == tokens(0, 7)
+        assert scheduler.all_heard("submit")[0].grace_ms == 30_000
+        assert "".join(event.text for event in events if isinstance(event, Delta)) == one.model.decode(
+            tokens(0, 7)
+        )
+
+    async def test_resumes_a_request_by_its_id(self, running: Running, scheduler: FakeScheduler) -> None:
+        async with AsyncClient(address(running)) as client:
+            answer = asyncio.create_task(client.generate("x"))
+            request_id = await scheduler.submitted()
+            scheduler.commit(request_id, tokens(0, 3), Kind.KIND_LENGTH)
+            await answer
+            events = [event async for event in client.resume(request_id)]
+
+        assert ids(events) == tokens(0, 3)
+
+    async def test_a_stream_that_is_left_is_cancelled(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        async with AsyncClient(address(running)) as client:
+            stream: Any = client.stream("x")
+            async with aclosing(stream):
+                async for event in stream:
+                    assert isinstance(event, Accepted)
+                    break
+
+        assert scheduler.all_heard("cancel")[0].request_id == event.request_id
+        await wait_until_async(lambda: len(running.link.streams) == 0, description="no stream", every_s=0.005)
+
+    @pytest.mark.parametrize("options", [{"idempotency_key": "mine"}, {"keep": True}])
+    async def test_unless_somebody_may_come_back_for_it(
+        self, running: Running, scheduler: FakeScheduler, options: Any
+    ) -> None:
+        async with AsyncClient(address(running)) as client:
+            stream: Any = client.stream("x", **options)
+            async with aclosing(stream):
+                await anext(stream)
+            await scheduler.wait_heard("detach")
+
+        assert scheduler.all_heard("cancel") == []
+
+    async def test_cancels_explains_and_lists(self, running: Running, scheduler: FakeScheduler) -> None:
+        async with AsyncClient(address(running)) as client:
+            answer = asyncio.create_task(client.generate("x"))
+            request_id = await scheduler.submitted()
+
+            assert (await client.explain(request_id)).policy == "fcfs"
+            assert await client.cancel(request_id)
+            assert (await answer).end.finish_reason == FinishReason.FINISH_REASON_CANCELLED
+            assert [model.name for model in await client.models()] == ["tiny"]
+
+    async def test_refusals_are_our_errors(self, running: Running, scheduler: FakeScheduler) -> None:
+        async with AsyncClient(address(running)) as client:
+            with pytest.raises(InvalidArgument) as invalid:
+                await client.generate("x", top_p=2)
+            assert invalid.value.violations == (("sampling.top_p", "must be above 0 and at most 1, got 2"),)
+            with pytest.raises(NotFound):
+                await client.cancel("s0.unknown")
+            with pytest.raises(NotFound):
+                await anext(client.resume("s0.unknown"))  # type: ignore[call-overload]
+            scheduler.refuse = link_pb2.SubmitRefused(
+                reason=link_pb2.SubmitRefused.REASON_QUEUE_FULL, retry_after_ms=1500
+            )
+            with pytest.raises(ResourceExhausted) as full:
+                await client.generate("x")
+            assert full.value.retry_after_s == 1.5
+
+    async def test_a_gateway_that_is_not_there_is_told_at_once(self) -> None:
+        async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+            with pytest.raises(Unavailable):
+                await client.generate("x")
+
+    async def test_the_hard_deadline_holds(self, running: Running) -> None:
+        async with AsyncClient(address(running)) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.generate("x", timeout_s=0.2)
+
+
+class TestClient:
+    """The blocking one runs in a thread beside the loop of gateway and scheduler."""
+
+    @pytest.fixture
+    def client(self, running: Running) -> Iterator[Client]:
+        with Client(address(running)) as client:
+            yield client
+
+    async def test_generates(self, client: Client, scheduler: FakeScheduler) -> None:
+        answer = asyncio.create_task(asyncio.to_thread(client.generate, "x"))
+        scheduler.commit(await scheduler.submitted(), tokens(0, 5), Kind.KIND_LENGTH)
+
+        assert list((await answer).token_ids) == tokens(0, 5)
+
+    async def test_a_stream_survives_the_death_of_its_gateway(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        one: Running = await start_gateway(scheduler.address)
+        two: Running = await start_gateway(scheduler.address)
+
+        def read(client: Client) -> list[Event]:
+            return list(client.stream("x"))
+
+        with Client([address(one), address(two)]) as client:
+            reading = asyncio.create_task(asyncio.to_thread(read, client))
+            request_id = await scheduler.submitted()
+            scheduler.commit(request_id, tokens(0, 4))
+            await wait_until_async(
+                lambda: all(
+                    not stream.waiting.token_ids and stream.next_token == 4 for stream in one.link.streams
+                ),
+                description="four tokens passed on",
+                every_s=0.005,
+            )
+            await one.gateway.app.server.stop(None)
+            scheduler.commit(request_id, tokens(4, 7), Kind.KIND_LENGTH)
+            events = await reading
+
+        assert shape(events) == ["Accepted", "Delta", "Ended"]
+        assert ids(events) == tokens(0, 7)
+        assert isinstance(events[-1], Ended)
+
+    async def test_a_stream_that_is_left_is_cancelled(
+        self, client: Client, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        def leave() -> str:
+            stream: Any = client.stream("x")
+            event = next(stream)
+            stream.close()
+            return str(event.request_id)
+
+        request_id = await asyncio.to_thread(leave)
+
+        assert scheduler.all_heard("cancel")[0].request_id == request_id
+        await wait_until_async(lambda: len(running.link.streams) == 0, description="no stream", every_s=0.005)
+
+    async def test_cancels_explains_lists_and_raises(self, client: Client, scheduler: FakeScheduler) -> None:
+        answer = asyncio.create_task(asyncio.to_thread(client.generate, "x"))
+        request_id = await scheduler.submitted()
+
+        assert (await asyncio.to_thread(client.explain, request_id)).policy == "fcfs"
+        assert await asyncio.to_thread(client.cancel, request_id)
+        assert (await answer).end.finish_reason == FinishReason.FINISH_REASON_CANCELLED
+        assert [model.name for model in await asyncio.to_thread(client.models)] == ["tiny"]
+        with pytest.raises(InvalidArgument):
+            await asyncio.to_thread(client.generate, "x", top_p=2)
+        with pytest.raises(NotFound):
+            await asyncio.to_thread(client.cancel, "s0.unknown")
+
+
+def test_a_client_needs_an_address() -> None:
+    with pytest.raises(ValueError, match="address"):
+        Client([])

@@ -1,0 +1,199 @@
+"""Text from tokens, however they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from gateway.detokenizer import REPLACEMENT, Detokenizer
+from gateway.tokenizer import ModelFiles
+
+ids_lists = st.lists(st.integers(0, 330), max_size=60)
+texts = st.text(
+    alphabet=st.one_of(st.sampled_from("abST €é😀\n"), st.characters(exclude_categories=["Cs"])), max_size=30
+)
+stops = st.lists(st.text(alphabet="abST €", min_size=1, max_size=4), max_size=3)
+cuts = st.lists(st.integers(0, 60), max_size=8)
+
+anything = settings(max_examples=200, deadline=None)
+
+
+def pieces(ids: Sequence[int], cut_at: Sequence[int]) -> list[list[int]]:
+    places = sorted({0, len(ids), *(place for place in cut_at if place < len(ids))})
+    return [list(ids[begin:end]) for begin, end in pairwise(places)]
+
+
+def whole_text(model: ModelFiles, ids: Sequence[int]) -> str:
+    return model.decode([token for token in ids if token not in model.silent_ids]).rstrip(REPLACEMENT)
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    return text[: min([position for position in map(text.find, stop) if position >= 0], default=len(text))]
+
+
+@pytest.fixture(scope="module")
+def tiny(model: ModelFiles) -> ModelFiles:
+    return model
+
+
+@anything
+@given(ids=ids_lists, cut_at=cuts)
+def test_any_split_of_any_tokens_gives_the_text_of_all(
+    tiny: ModelFiles, ids: list[int], cut_at: list[int]
+) -> None:
+    output = Detokenizer(tiny.decode, silent_ids=tiny.silent_ids)
+    text = "".join(output.feed(piece) for piece in pieces(ids, cut_at)) + output.finish()
+
+    assert text == whole_text(tiny, ids)
+    assert output.text_offset == len(text)
+
+
+@anything
+@given(text=texts, cut_at=cuts)
+def test_valid_text_comes_out_in_whole_characters(tiny: ModelFiles, text: str, cut_at: list[int]) -> None:
+    text = text.replace(REPLACEMENT, "")
+    output = Detokenizer(tiny.decode, silent_ids=tiny.silent_ids)
+    shown = ""
+    for piece in pieces(tiny.encode_rendered(text), cut_at):
+        shown += output.feed(piece)
+        assert REPLACEMENT not in shown
+        assert text.startswith(shown)
+    assert shown + output.finish() == text
+
+
+@anything
+@given(text=texts, stop=stops, cut_at=cuts)
+def test_no_stop_string_is_ever_shown_in_part_or_whole(
+    tiny: ModelFiles, text: str, stop: list[str], cut_at: list[int]
+) -> None:
+    ids = tiny.encode_rendered(text)
+    expected = before_stop(whole_text(tiny, ids), stop)
+    output = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids)
+    shown = ""
+    for piece in pieces(ids, cut_at):
+        shown += output.feed(piece)
+        assert expected.startswith(shown)
+    assert shown + output.finish() == expected
+
+
+@anything
+@given(ids=ids_lists, stop=stops, place=st.integers(0, 60), cut_at=cuts)
+def test_a_cursor_resumes_exactly_wherever_it_was_taken(
+    tiny: ModelFiles, ids: list[int], stop: list[str], place: int, cut_at: list[int]
+) -> None:
+    place = min(place, len(ids))
+    first = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids)
+    shown = "".join(first.feed([token]) for token in ids[:place])
+    offset = first.text_offset
+    whole = shown + first.feed(ids[place:]) + first.finish()
+
+    again = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids, start_offset=offset)
+    resumed = "".join(again.feed(piece) for piece in pieces(ids, cut_at)) + again.finish()
+
+    assert offset == len(shown)
+    assert shown + resumed == whole
+
+
+@anything
+@given(ids=ids_lists, stop=stops, cut_at=cuts)
+def test_how_much_is_shown_depends_on_the_tokens_alone(
+    tiny: ModelFiles, ids: list[int], stop: list[str], cut_at: list[int]
+) -> None:
+    one, many = (Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids) for _ in range(2))
+    for token in ids:
+        one.feed([token])
+    for piece in pieces(ids, cut_at):
+        many.feed(piece)
+
+    assert one.text_offset == many.text_offset
+
+
+class TestTheEnd:
+    def test_cuts_characters_from_the_end_of_the_whole_text(self, tiny: ModelFiles) -> None:
+        output = Detokenizer(tiny.decode, stop=["ST"])
+
+        assert output.feed(tiny.encode_rendered("one ST.")) == "one "
+        assert output.finish(3) == ""
+
+    def test_gives_what_was_held_back_in_vain(self, tiny: ModelFiles) -> None:
+        output = Detokenizer(tiny.decode, stop=["STOP"])
+
+        assert output.feed(tiny.encode_rendered("one STO")) == "one "
+        assert output.finish() == "STO"
+
+    def test_never_takes_back_what_was_shown(self, tiny: ModelFiles) -> None:
+        output = Detokenizer(tiny.decode)
+
+        assert output.feed(tiny.encode_rendered("one")) == "one"
+        assert output.finish(2) == ""
+        assert output.text_offset == 3
+
+    def test_drops_an_unfinished_character(self, tiny: ModelFiles) -> None:
+        output = Detokenizer(tiny.decode)
+        ids = tiny.encode_rendered("a€")
+
+        assert output.feed(ids[:-1]) + output.finish() == "a"
+
+    def test_the_longer_of_two_overlapping_stop_strings_holds_back_more(self, tiny: ModelFiles) -> None:
+        output = Detokenizer(tiny.decode, stop=["abcd", "c"])
+
+        assert output.feed(tiny.encode_rendered("xab")) == "x"
+        assert output.feed(tiny.encode_rendered("c")) == ""
+        assert output.finish(1) == "ab"
+
+
+class TestOtherDecoders:
+    """Tokenizers in the manner of SentencePiece: words begin with ▁, unknown characters are byte tokens."""
+
+    VOCABULARY = ("<unk>", "▁hello", "▁world", "▁", "hel", "lo", *(f"<0x{byte:02X}>" for byte in range(256)))
+
+    @pytest.fixture(scope="class")
+    def tokenizer(self) -> Tokenizer:
+        vocabulary = {text: number for number, text in enumerate(self.VOCABULARY)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        return tokenizer
+
+    @anything
+    @given(
+        words=st.lists(st.sampled_from(["▁hello", "▁world", "▁", "hel", "lo", "é", "😀"]), max_size=20),
+        cut_at=cuts,
+    )
+    def test_any_split_gives_the_text_of_all(
+        self, tokenizer: Tokenizer, words: list[str], cut_at: list[int]
+    ) -> None:
+        tokens = [
+            token
+            for word in words
+            for token in (
+                [word] if word in self.VOCABULARY else [f"<0x{byte:02X}>" for byte in word.encode()]
+            )
+        ]
+        ids = [self.VOCABULARY.index(token) for token in tokens]
+        output = Detokenizer(lambda ids: str(tokenizer.decode(list(ids))))
+        text = "".join(output.feed(piece) for piece in pieces(ids, cut_at)) + output.finish()
+
+        assert text == tokenizer.decode(ids).rstrip(REPLACEMENT)
+
+
+def test_what_is_decoded_again_stays_short(tiny: ModelFiles) -> None:
+    decoded = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return tiny.decode(ids)
+
+    ids = tiny.encode_rendered("the quick brown € fox ") * 200
+    output = Detokenizer(decode, stop=["never"])
+    for token in ids:
+        output.feed([token])
+
+    assert decoded < 12 * len(ids)

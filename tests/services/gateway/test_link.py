@@ -1,0 +1,438 @@
+"""What clients notice when schedulers die, move, fall silent or forget: a pause, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from gateway.link import ShardLink
+from laps_sd import metrics
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1.inference_pb2 import (
+    CancelRequest,
+    ExplainRequest,
+    FinishReason,
+    GenerateRequest,
+    ResumeRequest,
+    SamplingParams,
+)
+from tests.helpers import free_port, wait_until_async
+from tests.services.gateway.conftest import Running, StartGateway, fast_settings
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind, Record, Reply
+from tests.services.gateway.reading import has_retry_info, ids_of, read_tokens, rest
+
+HELLO = GenerateRequest(text="the quick")
+Result = link_pb2.AttachReply.Result
+
+
+def tokens(first: int, last: int) -> list[int]:
+    """Distinct ids, so that a lost or doubled one shows."""
+    return [40 + n for n in range(first, last)]
+
+
+def delivery(request_id: str, first: int, ids: list[int], **fields: Any) -> Reply:
+    one = link_pb2.Delivery(request_id=request_id, first_token=first, token_ids=ids, **fields)
+    return Reply(deliveries=link_pb2.Deliveries(deliveries=[one]))
+
+
+class TestAfterTheSchedulerDied:
+    async def test_a_stream_goes_on_with_the_next_leader(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 5))
+        events = await read_tokens(call, 5)
+        await scheduler.kill()
+        # Committed by the dead leader, delivered by nobody.
+        scheduler.commit(request_id, tokens(5, 8), deliver=False)
+        successor: FakeScheduler = await start_scheduler(scheduler.record, port=scheduler.port, epoch="2-b")
+        attach = await successor.wait_heard("attach")
+        successor.commit(request_id, tokens(8, 10), Kind.KIND_LENGTH)
+        events += await rest(call)
+
+        assert attach.from_token == 5
+        assert attach.attachment_id == scheduler.all_heard("submit")[0].attachment_id
+        assert ids_of(events) == tokens(0, 10)
+        assert events[-1].end.finish_reason == FinishReason.FINISH_REASON_LENGTH
+        assert successor.all_heard("submit") == []
+        assert len(running.link.streams) == 0
+
+    async def test_many_streams_go_on_through_many_deaths(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway, start_scheduler: StartGateway
+    ) -> None:
+        running: Running = await start_gateway(scheduler.address)
+        calls = [running.stub.GenerateStream(HELLO) for _ in range(8)]
+        await scheduler.submitted(8)
+        requests = list(scheduler.record.requests)
+        reading = [asyncio.create_task(rest(call)) for call in calls]
+        leader = scheduler
+        for life in range(4):
+            for request_id in requests:
+                leader.commit(request_id, tokens(life * 10, life * 10 + 10))
+            await leader.kill()
+            leader = await start_scheduler(scheduler.record, port=scheduler.port, epoch=f"{life + 2}-x")
+            await leader.connected()
+        for request_id in requests:
+            leader.commit(request_id, (), Kind.KIND_LENGTH)
+
+        for task in reading:
+            assert ids_of(await task) == tokens(0, 40)
+        assert len(running.link.streams) == 0
+
+    async def test_an_unanswered_submission_is_sent_again(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        scheduler.answers_submits = False
+        call = running.stub.GenerateStream(HELLO, timeout=20)
+        first = await scheduler.wait_heard("submit")
+        await scheduler.kill()
+        successor: FakeScheduler = await start_scheduler(port=scheduler.port, epoch="2-b")
+        again = await successor.wait_heard("submit")
+        successor.commit(again.request_id, tokens(0, 3), Kind.KIND_LENGTH)
+
+        assert ids_of(await rest(call)) == tokens(0, 3)
+        assert (again.request_id, again.attachment_id, again.submission_id) == (
+            first.request_id,
+            first.attachment_id,
+            first.submission_id,
+        )
+        assert again.specification == first.specification
+        assert again.deadline_in_ms < first.deadline_in_ms
+        assert successor.all_heard("attach") == []
+
+    async def test_an_unanswered_cancel_is_sent_again(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        await call.read()
+        await scheduler.kill()
+        cancelling = running.stub.Cancel(CancelRequest(request_id=request_id))
+        await start_scheduler(scheduler.record, port=scheduler.port, epoch="2-b")
+
+        assert (await cancelling).cancelled
+        assert (await rest(call))[-1].end.finish_reason == FinishReason.FINISH_REASON_CANCELLED
+
+    async def test_explain_asks_the_next_leader(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        await scheduler.kill()
+        explaining = running.stub.Explain(ExplainRequest(request_id=request_id))
+        await start_scheduler(scheduler.record, port=scheduler.port, epoch="2-b")
+
+        assert (await explaining).explanation.request_id == request_id
+        call.cancel()
+
+    async def test_a_client_that_leaves_meanwhile_is_not_attached_again(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        leaving, staying = running.stub.GenerateStream(HELLO), running.stub.GenerateStream(HELLO)
+        await scheduler.submitted(2)
+        await leaving.read()
+        gone = (await staying.read()).accepted.request_id
+        await scheduler.kill()
+        leaving.cancel()
+        await wait_until_async(
+            lambda: len(running.link.streams) == 1, description="one stream", every_s=0.005
+        )
+        successor: FakeScheduler = await start_scheduler(scheduler.record, port=scheduler.port, epoch="2-b")
+        await successor.wait_heard("attach")
+
+        assert [attach.request_id for attach in successor.all_heard("attach")] == [gone]
+        assert successor.all_heard("detach") == []
+        staying.cancel()
+
+
+class TestWhileNoSchedulerIsThere:
+    async def test_a_submission_waits(
+        self, start_gateway: StartGateway, start_scheduler: StartGateway
+    ) -> None:
+        port = free_port()
+        running: Running = await start_gateway(f"127.0.0.1:{port}")
+        call = running.stub.Generate(HELLO)
+        await wait_until_async(lambda: len(running.link.streams) == 1, description="a stream", every_s=0.005)
+        late: FakeScheduler = await start_scheduler(port=port)
+        late.commit(await late.submitted(), tokens(0, 2), Kind.KIND_LENGTH)
+
+        assert list((await call).token_ids) == tokens(0, 2)
+
+    async def test_it_waits_no_longer_than_the_setting(self, start_gateway: StartGateway) -> None:
+        running: Running = await start_gateway(f"127.0.0.1:{free_port()}", scheduler_wait_s=0.1)
+
+        for call in (
+            running.stub.Generate(HELLO),
+            running.stub.Cancel(CancelRequest(request_id="s0.a")),
+            running.stub.Explain(ExplainRequest(request_id="s0.a")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "could not be reached within 0.1 s" in (error.value.details() or "")
+            assert has_retry_info(error.value)
+        assert len(running.link.streams) == 0
+
+    async def test_it_waits_no_longer_than_the_clients_deadline(self, start_gateway: StartGateway) -> None:
+        running: Running = await start_gateway(f"127.0.0.1:{free_port()}")
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(HELLO, timeout=0.1)
+        assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await wait_until_async(lambda: len(running.link.streams) == 0, description="no stream", every_s=0.005)
+
+
+class TestFindingTheLeader:
+    async def test_not_leader_is_followed(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway, start_scheduler: StartGateway
+    ) -> None:
+        standby: FakeScheduler = await start_scheduler()
+        standby.leader = scheduler.address
+        running: Running = await start_gateway(standby.address)
+        call = running.stub.Generate(HELLO)
+        scheduler.commit(await scheduler.submitted(), tokens(0, 1), Kind.KIND_LENGTH)
+
+        assert list((await call).token_ids) == tokens(0, 1)
+        assert standby.all_heard("submit") == []
+
+    async def test_a_standby_that_knows_no_leader_is_passed_over(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway, start_scheduler: StartGateway
+    ) -> None:
+        standby: FakeScheduler = await start_scheduler()
+        standby.leader = ""
+        running: Running = await start_gateway(standby.address, f"127.0.0.1:{free_port()}", scheduler.address)
+
+        await asyncio.wait_for(running.link.greeted.wait(), 10)
+        assert running.link.connected
+
+    async def test_two_standbys_that_name_each_other_do_not_catch_it(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway, start_scheduler: StartGateway
+    ) -> None:
+        one: FakeScheduler = await start_scheduler()
+        two: FakeScheduler = await start_scheduler()
+        one.leader, two.leader = two.address, one.address
+        running: Running = await start_gateway(one.address, two.address, scheduler.address)
+
+        await asyncio.wait_for(running.link.greeted.wait(), 10)
+
+    async def test_a_leader_that_steps_down_is_left_for_the_one_it_names(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 2))
+        events = await read_tokens(call, 2)
+        successor: FakeScheduler = await start_scheduler(scheduler.record, epoch="2-b")
+        scheduler.leader = successor.address
+        scheduler.say(Reply(not_leader=link_pb2.NotLeader(leader_address=successor.address)), epoch="")
+        await successor.wait_heard("attach")
+        successor.commit(request_id, tokens(2, 4), Kind.KIND_LENGTH)
+
+        assert ids_of(events + await rest(call)) == tokens(0, 4)
+
+    @pytest.mark.parametrize("wrong", [{"shard": "s7"}, {"epoch": ""}])
+    async def test_a_scheduler_that_cannot_be_ours_is_not_used(
+        self, start_gateway: StartGateway, start_scheduler: StartGateway, wrong: dict[str, str]
+    ) -> None:
+        stranger: FakeScheduler = await start_scheduler(**wrong)
+        running: Running = await start_gateway(stranger.address)
+        await stranger.wait_heard("hello", 2)
+
+        assert not running.link.greeted.is_set()
+
+    async def test_the_hello_says_who_speaks_which_protocol(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        hello = scheduler.all_heard("hello")[0]
+
+        assert list(hello.protocol_versions) == [1]
+        assert hello.gateway_id == running.link.gateway_id
+        assert metrics.value("laps_sd_gateway_link_up", {"shard": "s0"}) == 1
+
+
+class TestTheLeaderEpoch:
+    async def test_messages_of_another_one_are_refused(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        await call.read()
+        stale = metrics.value("laps_sd_gateway_link_stale_messages_total", {"shard": "s0"})
+        scheduler.say(delivery(request_id, 0, [99, 98]), epoch="0-old")
+        scheduler.commit(request_id, tokens(0, 3), Kind.KIND_LENGTH)
+
+        assert ids_of(await rest(call)) == tokens(0, 3)
+        assert metrics.value("laps_sd_gateway_link_stale_messages_total", {"shard": "s0"}) == stale + 1
+
+    async def test_a_new_greeting_brings_a_new_one_and_everything_is_attached_again(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 2))
+        events = await read_tokens(call, 2)
+        hello = link_pb2.SchedulerHello(shard="s0", protocol_version=1)
+        scheduler.epoch = "2-b"
+        scheduler.say(Reply(hello=hello))
+        attach = await scheduler.wait_heard("attach")
+        scheduler.commit(request_id, tokens(2, 4), Kind.KIND_LENGTH)
+
+        assert attach.from_token == 2
+        assert ids_of(events + await rest(call)) == tokens(0, 4)
+
+
+class TestDeliveries:
+    async def test_what_was_seen_is_dropped_and_what_is_new_is_taken(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        await call.read()
+        scheduler.say(delivery(request_id, 0, tokens(0, 3)))
+        scheduler.say(delivery(request_id, 0, tokens(0, 2)))
+        scheduler.say(delivery(request_id, 1, tokens(1, 5)))
+        scheduler.say(delivery(request_id, 5, [], end=link_pb2.RequestEnd(kind=Kind.KIND_STOP)))
+
+        assert ids_of(await rest(call)) == tokens(0, 5)
+
+    async def test_a_gap_is_read_again(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 2))
+        events = await read_tokens(call, 2)
+        scheduler.commit(request_id, tokens(2, 5), deliver=False)
+        scheduler.commit(request_id, tokens(5, 7), Kind.KIND_LENGTH)
+        attach = await scheduler.wait_heard("attach")
+
+        assert attach.from_token == 2
+        assert ids_of(events + await rest(call)) == tokens(0, 7)
+
+    async def test_of_requests_that_nobody_waits_for_are_ignored(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        scheduler.say(delivery("s0.nobody", 0, [70]))
+        scheduler.say(delivery("s0.nobody", 0, [70], attachment_id="unknown"))
+        call = running.stub.Generate(HELLO)
+        scheduler.commit(await scheduler.submitted(), tokens(0, 1), Kind.KIND_LENGTH)
+
+        assert list((await call).token_ids) == tokens(0, 1)
+
+    async def test_an_attachment_that_cannot_be_made_now_is_tried_again(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 3), Kind.KIND_LENGTH)
+        await rest(call)
+        scheduler.attach_results = [Result.RESULT_UNAVAILABLE, Result.RESULT_UNAVAILABLE]
+        resumed = await rest(running.stub.Resume(ResumeRequest(request_id=request_id)))
+
+        assert ids_of(resumed) == tokens(0, 3)
+        assert len(scheduler.all_heard("attach")) == 3
+
+
+class TestSilence:
+    async def test_a_silent_leader_is_given_up(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        running: Running = await start_gateway(scheduler.address, link_silence_s=0.4)
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 2))
+        events = await read_tokens(call, 2)
+        scheduler.heartbeats = False
+        await scheduler.wait_heard("hello", 2)
+        scheduler.heartbeats = True
+        await scheduler.wait_heard("attach")
+        scheduler.commit(request_id, tokens(2, 4), Kind.KIND_LENGTH)
+
+        assert ids_of(events + await rest(call)) == tokens(0, 4)
+
+    async def test_the_gateway_itself_is_never_silent(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        one = await scheduler.wait_heard("heartbeat", 1)
+        two = await scheduler.wait_heard("heartbeat", 2)
+
+        assert two.sent_ms > one.sent_ms
+
+
+async def test_the_link_ends_when_it_is_told_to_even_while_it_breaks(start_scheduler: StartGateway) -> None:
+    for turns in range(60):
+        scheduler: FakeScheduler = await start_scheduler()
+        link = ShardLink(fast_settings((scheduler.address,)), "s0")
+        run = asyncio.create_task(link.run())
+        await asyncio.wait_for(link.greeted.wait(), 10)
+        killing = asyncio.create_task(scheduler.kill())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        run.cancel()
+        done, _ = await asyncio.wait([run], timeout=5)
+        await killing
+
+        assert done, f"still running, {turns} turns of the loop after the scheduler died"
+
+
+class TestARecordThatForgot:
+    async def test_gets_the_request_again_with_the_tokens_that_were_shown(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        call = running.stub.GenerateStream(GenerateRequest(text="x", sampling=SamplingParams(max_tokens=9)))
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 4))
+        events = await read_tokens(call, 4)
+        await scheduler.kill()
+        empty: FakeScheduler = await start_scheduler(Record(), port=scheduler.port, epoch="2-b")
+        again = await empty.wait_heard("submit")
+        empty.commit(request_id, tokens(4, 6), Kind.KIND_LENGTH)
+        events += await rest(call)
+
+        assert again.request_id == request_id
+        assert list(again.shown_ids) == tokens(0, 4)
+        assert again.specification.seed == events[0].accepted.seed
+        assert ids_of(events) == tokens(0, 6)
+
+    async def test_a_full_queue_lets_it_wait(
+        self, running: Running, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 2))
+        events = await read_tokens(call, 2)
+        await scheduler.kill()
+        empty: FakeScheduler = FakeScheduler(Record(), epoch="2-b")
+        empty.refuse = link_pb2.SubmitRefused(reason=link_pb2.SubmitRefused.REASON_QUEUE_FULL)
+        try:
+            await empty.start(scheduler.port)
+            await empty.wait_heard("submit")
+            empty.refuse = None
+            await empty.submitted()
+            empty.commit(request_id, tokens(2, 3), Kind.KIND_LENGTH)
+
+            assert ids_of(events + await rest(call)) == tokens(0, 3)
+        finally:
+            await empty.kill()
+
+    async def test_ends_a_resumed_stream_that_nobody_can_restore(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway, start_scheduler: StartGateway
+    ) -> None:
+        submitting: Running = await start_gateway(scheduler.address)
+        resuming: Running = await start_gateway(scheduler.address, restore_s=0.1)
+        call = submitting.stub.GenerateStream(GenerateRequest(text="x", idempotency_key="k"))
+        request_id = await scheduler.submitted()
+        resumed = resuming.stub.Resume(ResumeRequest(request_id=request_id))
+        await resumed.read()
+        call.cancel()
+        await scheduler.wait_heard("detach")
+        await scheduler.kill()
+        await start_scheduler(Record(), port=scheduler.port, epoch="2-b")
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await rest(resumed)
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "was lost" in (error.value.details() or "")

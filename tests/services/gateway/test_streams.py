@@ -1,0 +1,252 @@
+"""The registry of streams without a link: whatever is delivered in whatever order, tokens come out once each, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gateway.streams import ASK_AGAIN_S, Streams
+from laps_sd.errors import Unavailable
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+
+LENGTH = 40
+BUFFER = 7
+TOKENS = [1000 + n for n in range(LENGTH)]
+
+
+class AnyDelivery(RuleBasedStateMachine):
+    """A scheduler that repeats, skips, overlaps, forgets to answer and breaks off, and a client that reads when it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.streams = Streams(buffer_tokens=BUFFER, restore_s=5)
+        submit = link_pb2.Submit(
+            request_id="s0.a", tenant="t", specification=link_pb2.Specification(prompt_ids=[1])
+        )
+        self.stream, message = self.streams.submit(submit, attachment_id="g/1", deadline=None, now=0)
+        self.questions = [message]
+        self.read: list[int] = []
+        self.ended = False
+        self._answer_submit(message.submit)
+
+    def _answer_submit(self, submit: link_pb2.Submit) -> None:
+        reply = link_pb2.SubmitReply(submission_id=submit.submission_id)
+        reply.accepted.request_id = submit.request_id
+        self.streams.on_submit_reply(reply, self.now)
+
+    def _deliver(self, first: int, count: int) -> None:
+        last = min(LENGTH, first + count)
+        delivery = link_pb2.Delivery(request_id="s0.a", first_token=first, token_ids=TOKENS[first:last])
+        if last == LENGTH:
+            delivery.end.kind = link_pb2.RequestEnd.KIND_LENGTH
+        self.questions += self.streams.on_delivery(delivery, self.now)
+
+    @rule(first=st.integers(0, LENGTH), count=st.integers(0, 12))
+    def something_is_delivered(self, first: int, count: int) -> None:
+        self._deliver(first, count)
+
+    @rule(count=st.integers(1, 12))
+    def the_next_is_delivered(self, count: int) -> None:
+        self._deliver(self.stream.next_token, count)
+
+    @rule()
+    def the_client_reads(self) -> None:
+        batch, messages = self.streams.take(self.stream, self.now)
+        self.questions += messages
+        assert batch.first_token == len(self.read)
+        self.read += batch.token_ids
+        self.ended = self.ended or batch.end is not None
+
+    @rule()
+    def the_link_is_new(self) -> None:
+        self.questions = self.streams.reconnected(self.now)
+
+    @rule(passed=st.floats(0.1, 10))
+    def time_passes(self, passed: float) -> None:
+        self.now += passed
+        self.questions += self.streams.tick(self.now)
+
+    @precondition(lambda self: self.questions)
+    @rule(data=st.data())
+    def an_attach_is_answered(self, data: Any) -> None:
+        question = self.questions.pop(data.draw(st.integers(0, len(self.questions) - 1)))
+        if question.WhichOneof("message") == "attach":
+            result = data.draw(
+                st.sampled_from(
+                    [link_pb2.AttachReply.RESULT_ATTACHED, link_pb2.AttachReply.RESULT_UNAVAILABLE]
+                )
+            )
+            reply = link_pb2.AttachReply(attach_id=question.attach.attach_id, result=result)
+            self.questions += self.streams.on_attach_reply(reply, self.now)
+            if result == link_pb2.AttachReply.RESULT_ATTACHED:
+                self._deliver(question.attach.from_token, data.draw(st.integers(0, LENGTH)))
+
+    @invariant()
+    def what_was_read_is_the_beginning_of_the_output(self) -> None:
+        assert self.read == TOKENS[: len(self.read)]
+        assert len(self.stream.waiting.token_ids) <= BUFFER
+        assert self.stream.next_token == len(self.read) + len(self.stream.waiting.token_ids)
+        assert not self.ended or len(self.read) == LENGTH
+
+    def teardown(self) -> None:
+        """From wherever it stands, a scheduler that behaves and a client that reads bring it to the end."""
+        for _ in range(LENGTH + 10):
+            self.the_link_is_new()
+            for question in self.questions:
+                if question.WhichOneof("message") == "attach":
+                    reply = link_pb2.AttachReply(
+                        attach_id=question.attach.attach_id, result=link_pb2.AttachReply.RESULT_ATTACHED
+                    )
+                    self.streams.on_attach_reply(reply, self.now)
+                    self._deliver(question.attach.from_token, LENGTH)
+            self.questions = []
+            self.the_client_reads()
+        assert self.read == TOKENS
+        assert self.ended
+        assert self.streams.close(self.stream) == []
+        assert len(self.streams) == 0
+        assert not self.streams._by_request
+        assert not self.streams._submissions
+        assert not self.streams._attaches
+        assert not self.streams._retries
+
+
+TestAnyDelivery = AnyDelivery.TestCase
+TestAnyDelivery.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def accepted_streams(**changes: Any) -> tuple[Streams, Any]:
+    streams = Streams(buffer_tokens=10, restore_s=5, **changes)
+    submit = link_pb2.Submit(request_id="s0.a", tenant="t", specification=link_pb2.Specification(seed=3))
+    stream, message = streams.submit(submit, attachment_id="g/1", deadline=None, now=0)
+    reply = link_pb2.SubmitReply(submission_id=message.submit.submission_id)
+    reply.accepted.request_id = "s0.a"
+    streams.on_submit_reply(reply, 0)
+    return streams, stream
+
+
+def test_an_attach_that_is_never_answered_is_sent_again() -> None:
+    streams, stream = accepted_streams()
+    (message,) = streams.reconnected(1.0)
+
+    assert streams.tick(1.0 + ASK_AGAIN_S / 2) == []
+    (again,) = streams.tick(1.0 + ASK_AGAIN_S)
+    assert again.attach.attach_id != message.attach.attach_id
+    assert again.attach.from_token == stream.next_token
+
+
+def test_only_the_newest_attach_of_a_stream_counts() -> None:
+    streams, stream = accepted_streams()
+    (old,) = streams.reconnected(1.0)
+    (new,) = streams.reconnected(2.0)
+    not_found = link_pb2.AttachReply(
+        attach_id=old.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
+    )
+
+    assert streams.on_attach_reply(not_found, 2.0) == []
+    assert not stream.restoring
+    assert stream.attach_id == new.attach.attach_id
+
+
+def test_a_stream_that_is_over_asks_for_nothing() -> None:
+    streams, stream = accepted_streams()
+    end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_STOP)
+    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", end=end), 1.0)
+
+    assert streams.reconnected(2.0) == []
+    assert streams.close(stream) == []
+
+
+def test_closing_twice_is_closing_once() -> None:
+    streams, stream = accepted_streams()
+
+    assert len(streams.close(stream)) == 1
+    assert streams.close(stream) == []
+
+
+def test_the_deadline_that_is_left_travels_with_every_submission() -> None:
+    streams = Streams(buffer_tokens=10, restore_s=5)
+    _, message = streams.submit(
+        link_pb2.Submit(request_id="s0.a"), attachment_id="g/1", deadline=10.0, now=4.0
+    )
+    (again,) = streams.reconnected(7.0)
+    (late,) = streams.reconnected(12.0)
+
+    assert message.submit.deadline_in_ms == 6000
+    assert again.submit.deadline_in_ms == 3000
+    assert late.submit.deadline_in_ms == 1
+
+
+def test_a_restored_request_whose_key_leads_elsewhere_is_lost() -> None:
+    streams, stream = accepted_streams()
+    (attach,) = streams.reconnected(1.0)
+    not_found = link_pb2.AttachReply(
+        attach_id=attach.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
+    )
+    (again,) = streams.on_attach_reply(not_found, 1.0)
+    reply = link_pb2.SubmitReply(submission_id=again.submit.submission_id)
+    reply.accepted.request_id = "s0.other"
+    reply.accepted.attached_to_existing = True
+    streams.on_submit_reply(reply, 1.0)
+
+    assert isinstance(stream.failure, Unavailable)
+
+
+class TestAClientThatLeavesBeforeTheAnswer:
+    """The scheduler may hear the Detach before there is anything to detach, so it hears it again."""
+
+    def test_is_detached_from_the_request_that_its_key_led_to(self) -> None:
+        streams = Streams(buffer_tokens=10, restore_s=5)
+        stream, _ = streams.submit(
+            link_pb2.Submit(request_id="s0.a"), attachment_id="g/1", deadline=None, now=0
+        )
+        (first,) = streams.close(stream)
+        reply = link_pb2.SubmitReply(submission_id=1)
+        reply.accepted.request_id = "s0.earlier"
+        (second,) = streams.on_submit_reply(reply, 1.0)
+
+        assert first.detach == link_pb2.Detach(request_id="s0.a", attachment_id="g/1")
+        assert second.detach == link_pb2.Detach(request_id="s0.earlier", attachment_id="g/1")
+        assert streams.on_submit_reply(reply, 1.0) == []
+
+    def test_is_detached_once_its_attachment_was_made(self) -> None:
+        streams = Streams(buffer_tokens=10, restore_s=5)
+        stream, message = streams.attach("s0.a", tenant="t", attachment_id="g/1", now=0)
+        streams.close(stream)
+        reply = link_pb2.AttachReply(
+            attach_id=message.attach.attach_id, result=link_pb2.AttachReply.RESULT_ATTACHED
+        )
+        (again,) = streams.on_attach_reply(reply, 1.0)
+
+        assert again.detach == link_pb2.Detach(request_id="s0.a", attachment_id="g/1")
+
+    def test_is_forgotten_when_nothing_was_made(self) -> None:
+        streams = Streams(buffer_tokens=10, restore_s=5)
+        submitting, _ = streams.submit(
+            link_pb2.Submit(request_id="s0.a"), attachment_id="g/1", deadline=None, now=0
+        )
+        attaching, message = streams.attach("s0.b", tenant="t", attachment_id="g/2", now=0)
+        streams.close(submitting)
+        streams.close(attaching)
+        refused = link_pb2.SubmitReply(submission_id=1, refused=link_pb2.SubmitRefused())
+        not_found = link_pb2.AttachReply(
+            attach_id=message.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
+        )
+
+        assert streams.on_submit_reply(refused, 1.0) == []
+        assert streams.on_attach_reply(not_found, 1.0) == []
+        assert not streams._left
+
+    def test_a_new_link_knows_nothing_of_it(self) -> None:
+        streams = Streams(buffer_tokens=10, restore_s=5)
+        stream, _ = streams.submit(
+            link_pb2.Submit(request_id="s0.a"), attachment_id="g/1", deadline=None, now=0
+        )
+        streams.close(stream)
+
+        assert streams.reconnected(1.0) == []
+        assert not streams._left

@@ -1,0 +1,149 @@
+"""What a gateway reads about a model, and how it turns prompts into tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from gateway.app import load_configured_model
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import ChatTemplate, ModelFiles, ModelFilesError, TemplateRefused, load_model
+from laps_sd.errors import StartupError
+from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
+from tests.services.gateway.conftest import CONTEXT, Running, write_model
+from tests.services.gateway.reading import violations
+
+DEMO = Path(__file__).parents[3] / "worker_svc" / "demo" / "target"
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, special_tokens={"bos_token": "<s>"}, where="here")
+
+
+class TestModelFiles:
+    def test_tell_context_vocabulary_and_ends(self, model: ModelFiles) -> None:
+        assert model.context_tokens == CONTEXT
+        assert model.vocab_size == 320
+        assert model.eos_ids == {model.tokenizer.token_to_id("<|end|>")}
+        assert model.eos_ids < model.silent_ids
+
+    def test_plain_text_gets_a_begin_token_and_rendered_text_does_not(self, model: ModelFiles) -> None:
+        begin = model.tokenizer.token_to_id("<|begin|>")
+
+        assert model.encode_text("hi")[0] == begin
+        assert model.encode_text("hi")[1:] == model.encode_rendered("hi")
+        assert model.encode_rendered("<|begin|>hi") == model.encode_text("hi")
+
+    async def test_a_long_text_is_tokenized_in_a_thread_to_the_same_ids(self, model: ModelFiles) -> None:
+        text = "the quick brown fox " * 1000
+
+        assert await model.encode_off_loop(text, rendered=False) == model.encode_text(text)
+
+    def test_a_limit_set_by_hand_wins(self, model_dir: Path) -> None:
+        assert load_model(model_dir, name="tiny", context_tokens=64).context_tokens == 64
+
+    def test_the_shipped_model_can_be_read(self) -> None:
+        demo = load_model(DEMO, name="laps-sd-demo")
+
+        assert demo.template is not None
+        rendered = demo.template.render([{"role": "user", "content": "hi"}])
+        assert demo.decode(demo.encode_rendered(rendered)) == rendered
+        assert demo.encode_rendered(rendered)[0] == demo.encode_text("x")[0]
+
+    def test_without_a_directory_the_shipped_model_is_served(self) -> None:
+        assert load_configured_model(GatewaySettings()).name == "laps-sd-demo"
+
+    @pytest.mark.parametrize(
+        ("name", "content", "problem"),
+        [
+            ("tokenizer.json", None, "there is no such file"),
+            ("tokenizer.json", "{}", "not a tokenizer"),
+            ("config.json", "{", "not valid JSON"),
+            ("config.json", "[]", "JSON object"),
+            ("config.json", "{}", "max_position_embeddings is missing"),
+            ("chat_template.jinja", "{% for %}", "not valid Jinja"),
+            ("tokenizer_config.json", json.dumps({"chat_template": "{{ x"}), "not valid Jinja"),
+            ("tokenizer_config.json", json.dumps({"chat_template": 3}), "must be a text"),
+        ],
+    )
+    def test_a_file_that_cannot_be_used_is_named(
+        self, tmp_path: Path, name: str, content: str | None, problem: str
+    ) -> None:
+        directory = write_model(tmp_path)
+        if content is None:
+            (directory / name).unlink()
+        else:
+            (directory / name).write_text(content)
+
+        with pytest.raises(ModelFilesError, match=problem) as error:
+            load_model(directory, name="tiny")
+        assert name in str(error.value)
+
+    def test_the_process_does_not_start_without_them(self, tmp_path: Path) -> None:
+        with pytest.raises(StartupError, match="LAPS_SD_TOKENIZER_DIR"):
+            load_configured_model(GatewaySettings(model="mine"))
+        with pytest.raises(StartupError, match=r"tokenizer\.json"):
+            load_configured_model(GatewaySettings(tokenizer_dir=tmp_path))
+
+
+class TestChatTemplate:
+    def test_a_file_of_its_own_wins(self, tmp_path: Path) -> None:
+        directory = write_model(tmp_path)
+        (directory / "chat_template.jinja").write_text("{{ messages | length }}{{ eos_token }}")
+        read = load_model(directory, name="tiny")
+
+        assert read.template is not None
+        assert read.template.render([{"role": "user", "content": "hi"}]) == "1<|end|>"
+
+    def test_of_several_the_default_is_taken(self, tmp_path: Path) -> None:
+        directory = write_model(tmp_path)
+        named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+        (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        read = load_model(directory, name="tiny")
+
+        assert read.template is not None
+        assert read.template.render([]) == "d"
+
+    def test_a_model_may_have_none(self, tmp_path: Path) -> None:
+        assert load_model(write_model(tmp_path, template=None), name="tiny").template is None
+
+    def test_has_what_templates_of_models_use(self) -> None:
+        source = (
+            "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+            "{{ m | tojson }}{% endfor %}{{ strftime_now('%Y') | length }}"
+        )
+        rendered = template(source).render(
+            [{"role": "user", "content": "é<"}, {"role": "user", "content": "no"}]
+        )
+
+        assert rendered == '<s>{"role": "user", "content": "é<"}4'
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ raise_exception('only one') }}",
+            "{{ messages[5].content.x }}",
+            "{{ 1 / 0 }}",
+            "{{ messages + 3 }}",
+            "{{ ''.__class__.__mro__ }}",
+            "{{ messages.append(1) }}",
+            "{% for i in range(1000000) %}{% endfor %}",
+        ],
+    )
+    def test_whatever_goes_wrong_inside_is_a_refusal(self, source: str) -> None:
+        with pytest.raises(TemplateRefused):
+            template(source).render([{"role": "user", "content": "hi"}])
+
+    async def test_a_refusal_reaches_the_client_as_an_invalid_argument(self, running: Running) -> None:
+        messages = ChatMessages(messages=[ChatMessage(role="assistant", content="me first")])
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(messages=messages))
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert violations(error.value) == [
+            ("messages", "do not fit the chat template: the assistant cannot begin")
+        ]

@@ -1,0 +1,238 @@
+"""Every limit is named, with its field, by the refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import ModelFiles
+from gateway.validation import body_hash, check_request, complete, shard_of, valid_traceparent
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1.inference_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    GenerateRequest,
+    SamplingParams,
+    Speculation,
+    TokenIds,
+)
+from tests.services.gateway.conftest import CONTEXT
+
+SETTINGS = GatewaySettings(
+    model="tiny",
+    max_prompt_characters=1000,
+    max_messages=3,
+    max_output_tokens=500,
+    default_max_tokens=100,
+    max_priority=5,
+)
+
+
+def sampling(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(text="x", sampling=SamplingParams(**fields))
+
+
+def messages(*pairs: tuple[str, str]) -> GenerateRequest:
+    return GenerateRequest(
+        messages=ChatMessages(messages=[ChatMessage(role=role, content=content) for role, content in pairs])
+    )
+
+
+REFUSED: list[tuple[GenerateRequest, str, str]] = [
+    (GenerateRequest(), "prompt", "one of text, messages, token_ids"),
+    (GenerateRequest(text=""), "text", "empty"),
+    (GenerateRequest(text="x" * 1001), "text", "at most 1000 characters"),
+    (GenerateRequest(text="x", model="other"), "model", "'tiny'"),
+    (messages(), "messages.messages", "empty"),
+    (
+        messages(("user", "a"), ("user", "b"), ("user", "c"), ("user", "d")),
+        "messages.messages",
+        "at most 3, got 4",
+    ),
+    (
+        messages(("user", "a"), ("tool", "b")),
+        "messages.messages[1].role",
+        "system, user, assistant, got 'tool'",
+    ),
+    (messages(("user", "")), "messages.messages", "with content"),
+    (
+        messages(("user", "a" * 600), ("user", "b" * 600)),
+        "messages.messages",
+        "at most 1000 characters in all, got 1200",
+    ),
+    (GenerateRequest(token_ids=TokenIds()), "token_ids.ids", "empty"),
+    (GenerateRequest(token_ids=TokenIds(ids=[1, 320])), "token_ids.ids[1]", "from 0 to 319, got 320"),
+    (sampling(max_tokens=0), "sampling.max_tokens", "from 1 to 500, got 0"),
+    (sampling(max_tokens=501), "sampling.max_tokens", "from 1 to 500, got 501"),
+    (sampling(temperature=-0.5), "sampling.temperature", "from 0 to 100, got -0.5"),
+    (sampling(temperature=float("nan")), "sampling.temperature", "got nan"),
+    (sampling(temperature=float("inf")), "sampling.temperature", "got inf"),
+    (sampling(top_p=0), "sampling.top_p", "above 0 and at most 1, got 0"),
+    (sampling(top_p=1.5), "sampling.top_p", "above 0 and at most 1, got 1.5"),
+    (sampling(top_p=float("nan")), "sampling.top_p", "got nan"),
+    (sampling(top_k=2**31), "sampling.top_k", "at most 2147483647"),
+    (sampling(stop=["x"] * 17), "sampling.stop", "at most 16 texts, got 17"),
+    (sampling(stop=["x", ""]), "sampling.stop[1]", "1 to 256 characters, got 0"),
+    (sampling(stop=["x" * 257]), "sampling.stop[0]", "1 to 256 characters, got 257"),
+    (
+        GenerateRequest(text="x", idempotency_key="k" * 129),
+        "idempotency_key",
+        "at most 128 characters, got 129",
+    ),
+    (GenerateRequest(text="x", idempotency_key="a\nb"), "idempotency_key", "printable"),
+    (GenerateRequest(text="x", workload_class="c" * 65), "workload_class", "at most 64 characters, got 65"),
+    (GenerateRequest(text="x", workload_class="a b"), "workload_class", "letters, digits"),
+    (GenerateRequest(text="x", priority=6), "priority", "from -5 to 5, got 6"),
+    (GenerateRequest(text="x", priority=-6), "priority", "from -5 to 5, got -6"),
+    (GenerateRequest(text="x", time_limit_ms=0), "time_limit_ms", "from 1 to 86400000, got 0"),
+    (GenerateRequest(text="x", time_limit_ms=86_400_001), "time_limit_ms", "from 1 to 86400000"),
+    (GenerateRequest(text="x", expected_output_tokens=0), "expected_output_tokens", "at least 1"),
+    (GenerateRequest(text="x", logprobs=21), "logprobs", "at most 20, got 21"),
+    (GenerateRequest(text="x", speculation=Speculation(mode=9)), "speculation.mode", "got 9"),  # type: ignore[arg-type]
+    (
+        GenerateRequest(text="x", speculation=Speculation(max_draft_tokens=65)),
+        "speculation.max_draft_tokens",
+        "at most 64, got 65",
+    ),
+    (
+        GenerateRequest(text="x", speculation=Speculation(mode=Speculation.MODE_OFF, max_draft_tokens=2)),
+        "speculation.max_draft_tokens",
+        "MODE_OFF",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "limit"), REFUSED, ids=[f"{field}: {limit}" for _, field, limit in REFUSED]
+)
+def test_a_refusal_names_field_and_limit(
+    model: ModelFiles, request_: GenerateRequest, field: str, limit: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_request(request_, SETTINGS, model)
+
+    ((named, description),) = refused.value.violations
+    assert named == field
+    assert limit in description
+
+
+ACCEPTED = [
+    GenerateRequest(text="x"),
+    GenerateRequest(
+        text="x", model="tiny", priority=5, time_limit_ms=1, logprobs=20, workload_class="a.b/c:d-e_f"
+    ),
+    messages(("system", ""), ("user", "hi")),
+    GenerateRequest(token_ids=TokenIds(ids=[0, 319])),
+    sampling(max_tokens=500, temperature=0, top_p=1, top_k=0, seed=2**64 - 1, stop=["x" * 256] * 16),
+    GenerateRequest(text="x", speculation=Speculation(mode=Speculation.MODE_OFF, max_draft_tokens=0)),
+    GenerateRequest(text="x", speculation=Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=64)),
+    GenerateRequest(text="\x00", idempotency_key="k" * 128),
+]
+
+
+@pytest.mark.parametrize("request_", ACCEPTED, ids=range(len(ACCEPTED)))
+def test_what_is_at_its_limit_passes(model: ModelFiles, request_: GenerateRequest) -> None:
+    check_request(request_, SETTINGS, model)
+
+
+def test_messages_need_a_template(model: ModelFiles) -> None:
+    with pytest.raises(InvalidArgument, match="has no chat template"):
+        check_request(messages(("user", "hi")), SETTINGS, dataclasses.replace(model, template=None))
+
+
+class TestTheContext:
+    @pytest.fixture
+    def completed(self, model: ModelFiles) -> Callable[..., Any]:
+        def run(request: GenerateRequest, prompt_tokens: int, settings: GatewaySettings = SETTINGS) -> Any:
+            return complete(
+                request,
+                [70] * prompt_tokens,
+                settings=settings,
+                model=model,
+                request_id="s0.a",
+                tenant="t",
+                fallback_seed=9,
+            )
+
+        return run
+
+    def test_leaves_room_for_one_token(self, completed: Callable[..., Any]) -> None:
+        assert completed(GenerateRequest(text="x"), CONTEXT - 1).specification.max_tokens == 1
+        with pytest.raises(
+            InvalidArgument, match=f"text must be at most {CONTEXT - 1} tokens.*got {CONTEXT}"
+        ):
+            completed(GenerateRequest(text="x"), CONTEXT)
+
+    def test_bounds_max_tokens(self, completed: Callable[..., Any]) -> None:
+        left = CONTEXT - 10
+        assert completed(sampling(max_tokens=left), 10).specification.max_tokens == left
+        with pytest.raises(
+            InvalidArgument, match=f"sampling.max_tokens must be at most {left} behind a prompt of 10"
+        ):
+            completed(sampling(max_tokens=left + 1), 10)
+
+    def test_bounds_the_default(self, completed: Callable[..., Any]) -> None:
+        assert completed(GenerateRequest(text="x"), 10).specification.max_tokens == 100
+        assert completed(GenerateRequest(text="x"), CONTEXT - 20).specification.max_tokens == 20
+
+    def test_needs_a_prompt(self, completed: Callable[..., Any]) -> None:
+        with pytest.raises(InvalidArgument, match="text must make at least one token"):
+            completed(GenerateRequest(text="x"), 0)
+
+
+def test_the_seed_of_the_client_wins_even_when_it_is_zero(model: ModelFiles) -> None:
+    for request, seed in ((sampling(seed=0), 0), (GenerateRequest(text="x"), 9)):
+        submit = complete(
+            request, [1], settings=SETTINGS, model=model, request_id="s0.a", tenant="t", fallback_seed=9
+        )
+        assert submit.specification.seed == seed
+
+
+class TestBodyHash:
+    def test_is_of_the_body_as_it_was_sent(self) -> None:
+        plain = GenerateRequest(text="x")
+
+        assert body_hash(plain) == body_hash(GenerateRequest(text="x", idempotency_key="k"))
+        assert len(body_hash(plain)) == 32
+        for other in (
+            GenerateRequest(text="y"),
+            GenerateRequest(text="x", priority=0),
+            GenerateRequest(text="x", keep=True),
+            sampling(temperature=1),
+        ):
+            assert body_hash(other) != body_hash(plain)
+
+    def test_leaves_the_request_alone(self) -> None:
+        request = GenerateRequest(text="x", idempotency_key="k")
+        body_hash(request)
+
+        assert request.idempotency_key == "k"
+
+
+def test_the_shard_is_the_beginning_of_the_id() -> None:
+    assert shard_of("s0.abc") == "s0"
+
+
+@pytest.mark.parametrize("value", ["", "nonsense", "00-xyz-1-01"])
+def test_a_trace_context_that_is_none_is_dropped(value: str) -> None:
+    assert valid_traceparent(value) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"scheduler_seeds": ()}, "LAPS_SD_SCHEDULER_SEEDS"),
+        ({"scheduler_seeds": ("nowhere",)}, "host:port"),
+        ({"shard": "a.b"}, "LAPS_SD_SHARD"),
+        ({"model": ""}, "LAPS_SD_MODEL"),
+        ({"heartbeat_s": 5.0}, "LAPS_SD_LINK_SILENCE_S"),
+        ({"backoff_min_s": 3.0}, "LAPS_SD_BACKOFF_MAX_S"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Exception, match=problem):
+        GatewaySettings(**changes)
