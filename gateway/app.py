@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 from gateway.link import ShardLink
 from gateway.service import InferenceService
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
 from laps_sd.errors import StartupError
+from laps_sd.model_dir import demo_target_dir
 from laps_sd.serving import ServiceApp
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
 
@@ -43,7 +41,7 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
     """The model of the settings. Raises StartupError."""
     directory = settings.tokenizer_dir
     if directory is None and settings.model == DEMO_MODEL:
-        directory = _demo_directory()
+        directory = demo_target_dir()
     if directory is None:
         raise StartupError(
             "LAPS_SD_TOKENIZER_DIR must name the directory with the target model's tokenizer.json."
@@ -52,14 +50,6 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
         return load_model(directory, name=settings.model, context_tokens=settings.context_tokens)
     except ModelFilesError as error:
         raise StartupError(f"The model {settings.model!r} cannot be served: {error}.") from error
-
-
-def _demo_directory() -> Path | None:
-    """The shipped demo model; None when the package that holds it is not installed here."""
-    found = importlib.util.find_spec("worker_svc")
-    if found is None or found.origin is None:
-        return None
-    return Path(found.origin).parent / "demo" / "target"
 
 
 async def serve(settings: GatewaySettings) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from laps_sd.metrics import SECONDS, TOKENS, counter, gauge, histogram
 
-REQUESTS = counter("laps_sd_gateway_requests_total", "Attachments that ended, by how.", ("end",))
+REQUESTS = counter(
+    "laps_sd_gateway_requests_total",
+    "Client streams that ended: by finish reason, gone (the client left), or error status.",
+    ("end",),
+)
 REFUSED = counter(
-    "laps_sd_gateway_refused_total", "Requests refused before acceptance, by status.", ("code",)
+    "laps_sd_gateway_refused_total", "Requests refused before acceptance, by gRPC status.", ("code",)
 )
 PROMPT_TOKENS = histogram(
     "laps_sd_gateway_prompt_tokens", "Prompt lengths of accepted requests.", buckets=TOKENS
@@ -23,12 +27,16 @@ TOKEN_TIME = histogram(
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
 )
 STREAMS = gauge("laps_sd_gateway_streams", "Client streams that are open.")
-PAUSES = counter("laps_sd_gateway_slow_reader_pauses_total", "Streams whose buffer was full.")
+PAUSES = counter(
+    "laps_sd_gateway_slow_reader_pauses_total", "Times a client read so slowly that its buffer was full."
+)
 REATTACHED = counter(
     "laps_sd_gateway_reattached_total", "Streams attached again after a broken link or a gap."
 )
 LINK_UP = gauge("laps_sd_gateway_link_up", "1 while a leader of the shard is connected.", ("shard",))
-LINK_GREETINGS = counter("laps_sd_gateway_link_greetings_total", "Leaders greeted.", ("shard",))
+LINK_GREETINGS = counter(
+    "laps_sd_gateway_link_greetings_total", "Times that a leader of the shard was greeted.", ("shard",)
+)
 LINK_STALE = counter(
     "laps_sd_gateway_link_stale_messages_total", "Messages refused for their leader epoch.", ("shard",)
 )

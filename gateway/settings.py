@@ -37,7 +37,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     context_tokens: int | None = field(
         None,
-        help="Prompt and output together, at most; default: max_position_embeddings of config.json.",
+        help="Prompt and output together, at most; default: what the model's config.json says, at most 8192. Workers must have the same.",
         minimum=2,
     )
     trust_tenant_metadata: bool = field(

@@ -14,6 +14,8 @@ import jinja2
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from laps_sd import model_dir
+
 __all__ = ["ChatTemplate", "ModelFiles", "ModelFilesError", "TemplateRefused", "load_model"]
 
 THREAD_FROM_CHARACTERS = 4096  # a shorter text is tokenized sooner than a thread could take it over
@@ -109,7 +111,7 @@ class ModelFiles:
 def load_model(directory: Path, *, name: str, context_tokens: int | None = None) -> ModelFiles:
     """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises ModelFilesError.
 
-    `context_tokens` overrides what config.json says.
+    `context_tokens` overrides what the model says.
     """
     tokenizer_path = directory / "tokenizer.json"
     if not tokenizer_path.is_file():
@@ -127,8 +129,8 @@ def load_model(directory: Path, *, name: str, context_tokens: int | None = None)
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
     generation_config = _read_json(directory / "generation_config.json")
 
-    limit = context_tokens or text_config.get("max_position_embeddings")
-    if not isinstance(limit, int) or limit < 2:
+    limit = model_dir.context_tokens(directory, context_tokens)
+    if limit is None:
         raise ModelFilesError(
             f"{directory / 'config.json'}: max_position_embeddings is missing; set the context limit by hand"
         )

@@ -25,10 +25,16 @@ Refused = gateway_pb.SubmitRefused
 
 
 class Clients:
-    """See the top of the file. `retry_after_s` guesses when a full queue has room."""
+    """See the top of the file. `capacity_tokens` is what the core says; `retry_after_s` guesses when a full queue has room."""
 
     def __init__(
-        self, settings: SchedulerSettings, store: Store, timers: Timers, retry_after_s: Callable[[], float]
+        self,
+        settings: SchedulerSettings,
+        store: Store,
+        timers: Timers,
+        *,
+        capacity_tokens: Callable[[], int],
+        retry_after_s: Callable[[], float],
     ) -> None:
         self.live: dict[str, Live] = {}
         self.newest_sequence = 0
@@ -38,6 +44,7 @@ class Clients:
         self._settings = settings
         self._store = store
         self._timers = timers
+        self._capacity_tokens = capacity_tokens
         self._retry_after_s = retry_after_s
 
     # Requests come and go.
@@ -139,7 +146,7 @@ class Clients:
         for item in turn.submits:
             submit = item.message.submit
             try:
-                translate.check_submission(submit, self._settings.max_context_tokens)
+                translate.check_submission(submit, self._limit_tokens())
             except InvalidArgument as error:
                 _refuse(item, Refused.REASON_INVALID, error.message)
                 continue
@@ -159,6 +166,11 @@ class Clients:
             return
         for (item, new), result in zip(admitted, results, strict=True):
             self._admitted(turn, item, new, result)
+
+    def _limit_tokens(self) -> int:
+        """Without a worker everything within the settings waits; with some, what none could hold would wait for ever."""
+        limit = self._settings.max_context_tokens
+        return min(limit, self._capacity_tokens() or limit)
 
     def _admitted(self, turn: Turn, item: FromGateway, new: NewRequest, result: SubmitResult) -> None:
         match result.status:

@@ -84,7 +84,13 @@ class Loop:
         self.room.set()
         self.timers = Timers()
         self.roster = Roster(settings, self.timers)
-        self.clients = Clients(settings, store, self.timers, self._retry_after_s)
+        self.clients = Clients(
+            settings,
+            store,
+            self.timers,
+            capacity_tokens=lambda: core.capacity_tokens,
+            retry_after_s=self._retry_after_s,
+        )
         self._inbox: deque[Item] = deque()
         self._arrived = asyncio.Event()
         self._next_events: list[Event] = []
@@ -254,7 +260,7 @@ class Loop:
                     if (session := self.roster.session(worker_id)) is not None:
                         session.drop(requests)
                 case Assign():
-                    self._assign(command, refused)
+                    self._assign(command, refused, turn.now_s)
                 case Drained(worker_id):
                     if (session := self.roster.session(worker_id)) is not None:
                         session.drained()
@@ -363,12 +369,14 @@ class Loop:
             except StoreUnavailable:
                 await asyncio.sleep(LONGEST_RETRY_S)
 
-    def _assign(self, command: Assign, refused: set[str]) -> None:
+    def _assign(self, command: Assign, refused: set[str], now_s: float) -> None:
         entry = self.roster.workers.get(command.worker_id)
         if entry is None or entry.session is None:
             return
         live = self.clients.live
         entries = tuple(e for e in command.entries if e.request_id not in refused and e.request_id in live)
+        if not entry.listed:
+            entry.last_report_s = now_s  # the watchdog counts from when there is something to do
         entry.listed = len(entries)
         for listed in entries:
             if entry.session.known.get(listed.request_id) != listed.lease_epoch:

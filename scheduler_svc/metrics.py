@@ -11,32 +11,57 @@ from scheduler_svc.core.scheduler import Scheduler
 SUBMISSIONS = counter(
     "laps_sd_scheduler_submissions_total", "Submissions by outcome: accepted, attached, refused.", ["outcome"]
 )
-ENDS = counter("laps_sd_scheduler_requests_ended_total", "Requests by how they ended.", ["end"])
+ENDS = counter("laps_sd_scheduler_requests_ended_total", "Requests that ended, by how.", ["end"])
 REFUSED = counter(
     "laps_sd_scheduler_refused_transitions_total",
     "Transitions that the record refused, by kind and reason.",
     ["transition", "reason"],
 )
-STORE_DOWN = gauge("laps_sd_scheduler_record_unavailable", "1 while Redis cannot be reached or written.")
+STORE_DOWN = gauge(
+    "laps_sd_scheduler_record_unavailable",
+    "1 while a write to the record is being repeated because Redis does not take it.",
+)
 LEADING = gauge("laps_sd_scheduler_leading", "1 while this process leads its shard.")
-QUEUE_DEPTH = gauge("laps_sd_scheduler_queue_depth", "Unfinished requests by level.", ["level"])
-WORKERS = gauge("laps_sd_scheduler_workers", "Workers that are up.")
-ROUNDS = counter("laps_sd_scheduler_rounds_total", "Verification rounds reported by workers.")
-DRAFTED = counter("laps_sd_scheduler_drafted_tokens_total", "Tokens proposed by the draft.")
-ACCEPTED = counter("laps_sd_scheduler_accepted_tokens_total", "Proposed tokens that the target kept.")
+QUEUE_DEPTH = gauge(
+    "laps_sd_scheduler_queue_depth",
+    "Requests that wait (queued, or on a list and not running) by level; read every LAPS_SD_PRIORS_SAVE_S.",
+    ["level"],
+)
+WORKERS = gauge(
+    "laps_sd_scheduler_workers", "Workers that are up or awaited back; read every LAPS_SD_PRIORS_SAVE_S."
+)
+ROUNDS = counter(
+    "laps_sd_scheduler_rounds_total",
+    "Rounds reported by workers; as in the next three, a report offered again counts again.",
+)
+DRAFTED = counter(
+    "laps_sd_scheduler_drafted_tokens_total", "Tokens proposed by the draft, by the workers' reports."
+)
+ACCEPTED = counter(
+    "laps_sd_scheduler_accepted_tokens_total",
+    "Proposed tokens that the target kept, by the workers' reports.",
+)
 TOKENS = counter("laps_sd_scheduler_output_tokens_total", "Output tokens reported by workers.")
 ROUND_SECONDS = counter(
     "laps_sd_scheduler_round_seconds_total",
-    "Device time by part of a round: draft, verify, prefill, swap, idle.",
+    "Reported time by part of a round: draft, verify, prefill, swap, and idle before it (nothing to run included).",
     ["part"],
 )
-WAIT = histogram("laps_sd_scheduler_queue_wait_seconds", "Acceptance until the first round.", buckets=SECONDS)
+WAIT = histogram(
+    "laps_sd_scheduler_queue_wait_seconds",
+    "Acceptance until the first round, of requests that ended.",
+    buckets=SECONDS,
+)
 FIRST_TOKEN = histogram(
-    "laps_sd_scheduler_first_token_seconds", "Acceptance until the first committed token.", buckets=SECONDS
+    "laps_sd_scheduler_first_token_seconds",
+    "Acceptance until the first committed token, of requests that ended.",
+    buckets=SECONDS,
 )
 TOTAL = histogram("laps_sd_scheduler_request_seconds", "Acceptance until the end.", buckets=SECONDS)
 TOKEN_TIME = histogram(
-    "laps_sd_scheduler_output_token_seconds", "Time per output token after the first.", buckets=SECONDS
+    "laps_sd_scheduler_output_token_seconds",
+    "First committed token until the end, per token after the first.",
+    buckets=SECONDS,
 )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from laps_sd.errors import StartupError
 from laps_sd.log import get_logger
+from laps_sd.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
 from laps_sd.serving import ServiceApp, main
 from worker_svc import metrics
 from worker_svc.engine.interface import Engine, ModelError
@@ -54,7 +55,7 @@ def build_engine(settings: WorkerSettings) -> Engine:
             blocks=settings.kv_blocks,
             memory_bytes=settings.kv_memory_bytes,
             block_size=settings.block_size,
-            max_length=settings.max_length,
+            max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
             max_draft_len=settings.max_draft_len,
             deterministic=settings.deterministic,
             prefill_chunk=settings.prefill_chunk,
@@ -83,12 +84,14 @@ def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
 def _fake_engine(settings: WorkerSettings) -> Engine:
     from worker_svc.fake import FakeCosts, FakeEngine, lognormal_lengths
 
-    blocks_per_slot = -(-(settings.max_length + settings.max_draft_len) // settings.block_size)
+    # The tokens are scripted, but gateways have the demo model's limits.
+    longest = context_tokens(DEMO / "target", settings.context_tokens) or LONGEST_DEFAULT_TOKENS
+    blocks_per_slot = -(-(longest + settings.max_draft_len) // settings.block_size)
     return FakeEngine(
         slots=settings.slots,
         target_blocks=settings.kv_blocks or settings.slots * blocks_per_slot,
         block_size=settings.block_size,
-        max_length=settings.max_length,
+        max_length=longest,
         max_draft_len=settings.max_draft_len,
         draft_len=min(4, settings.max_draft_len) if settings.draft_len is None else settings.draft_len,
         acceptance=settings.fake_acceptance,

@@ -6,7 +6,7 @@ from laps_sd.choose import Residency
 from laps_sd.metrics import counter, gauge, histogram
 from worker_svc.runner import Round
 
-ROUNDS = counter("laps_sd_worker_rounds_total", "Rounds run.")
+ROUNDS = counter("laps_sd_worker_rounds_total", "Rounds run with at least one request.")
 DRAFTED = counter("laps_sd_worker_drafted_tokens_total", "Tokens proposed by the draft model.")
 ACCEPTED = counter("laps_sd_worker_accepted_tokens_total", "Proposed tokens that the target kept.")
 GENERATED = counter("laps_sd_worker_tokens_total", "Output tokens.")
@@ -16,15 +16,21 @@ PREFILLED = counter(
 CACHED = counter("laps_sd_worker_cached_tokens_total", "Context tokens found in a prefix cache.")
 SECONDS = counter(
     "laps_sd_worker_seconds_total",
-    "Where the time went. idle: between two rounds with something to run; waiting: nothing to run.",
+    "Where the time went: draft, verify, prefill, swap, other; idle: between two rounds; waiting: nothing to run.",
     ["phase"],
 )
-ROUND = histogram("laps_sd_worker_round_seconds", "Duration of a round.")
+ROUND = histogram("laps_sd_worker_round_seconds", "Duration of a round with something in it.")
 PREEMPTIONS = counter("laps_sd_worker_preemptions_total", "Requests paused in favour of others.")
 MOVES = counter(
-    "laps_sd_worker_residency_changes_total", "KV that came to lie on device, host or nowhere.", ["to"]
+    "laps_sd_worker_residency_changes_total",
+    "Times that KV of a request came to lie on device, host or nowhere (none).",
+    ["to"],
 )
-ENDS = counter("laps_sd_worker_ended_requests_total", "Requests that ended here.", ["reason"])
+ENDS = counter(
+    "laps_sd_worker_ended_requests_total",
+    "Requests whose generation ended here, by finish reason.",
+    ["reason"],
+)
 
 SLOTS = gauge("laps_sd_worker_slots", "Requests in one round at most.")
 SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests in the last round.")

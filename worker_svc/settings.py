@@ -88,7 +88,12 @@ class WorkerSettings(ServingSettings, LinkSettings):
         help="Host memory for KV that was swapped out; when it is full, KV is thrown away",
         minimum=0,
     )
-    max_length: int = field(1024, help="Longest context, prompt and output", unit="tokens", minimum=2)
+    context_tokens: int | None = field(
+        None,
+        help="Prompt and output together, at most; default: what the model's config.json says, at most 8192. "
+        "Gateways must have the same",
+        minimum=2,
+    )
     max_draft_len: int = field(6, help="Tokens drafted per request and round at most", minimum=0, maximum=64)
     draft_len: int | None = field(
         None, help="Tokens drafted in every round; none: chosen by acceptance and cost", minimum=0, maximum=64

@@ -433,6 +433,11 @@ class Scheduler:
         """Requests that wait (queued, or listed and not running), by level, up to the highest level ever used."""
         return [self._shard.depth[level] for level in range(max(self._shard.depth, default=-1) + 1)]
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Prompt and output together that some worker that takes work could hold; 0 without any."""
+        return self._shard.capacity_tokens
+
     def totals(self) -> Totals:
         """The shard in numbers."""
         queued = len(self._shard.queued) + len(self._shard.parked)

@@ -55,7 +55,7 @@ class Shard:
         self._load_of: dict[str, tuple[float, str]] = {}
         self._cuts: Ranked[_Cut] = Ranked()
         self._cut_of: dict[str, _Cut] = {}
-        self._capacity_tokens = 0
+        self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
 
     # Requests.
@@ -139,7 +139,7 @@ class Shard:
             self.depth[request.rank.level] += sign
 
     def _enqueue(self, request: Request) -> None:
-        if request.longest_tokens <= self._capacity_tokens:
+        if request.longest_tokens <= self.capacity_tokens:
             self.queued.add(request.order_key)
             if request.reserved:
                 self.reserved_queued[request.request_id] = request
@@ -183,8 +183,8 @@ class Shard:
         """It came up, went, began to drain, or has other facts."""
         self._list_changed(worker)
         capacity = max((w.capacity_tokens for w in self.workers.values() if w.takes_work), default=0)
-        if capacity != self._capacity_tokens:
-            self._capacity_tokens = capacity
+        if capacity != self.capacity_tokens:
+            self.capacity_tokens = capacity
             waiting = [*self.parked.values(), *(self.requests[key[-1]] for key in self.queued)]
             for request in waiting:
                 self._dequeue(request)

@@ -33,22 +33,25 @@ CHAT_TEMPLATE: Final = (
 
 # Share of the training tokens by kind; "source" is standard library code, "prose" docstrings and text files.
 TOKEN_SHARES: Final[dict[str, float]] = {
-    "count": 0.09,
-    "copy": 0.11,
-    "sort": 0.09,
-    "math": 0.10,
+    "count": 0.13,
+    "copy": 0.14,
+    "sort": 0.13,
+    "math": 0.12,
     "json": 0.08,
-    "list": 0.08,
-    "story": 0.09,
+    "list": 0.10,
+    "story": 0.07,
     "chat": 0.03,
-    "edit": 0.08,
-    "log": 0.04,
+    "edit": 0.06,
+    "log": 0.03,
     "code": 0.04,
-    "prose": 0.11,
-    "source": 0.06,
+    "prose": 0.06,
+    "source": 0.01,
 }
 
 _SYSTEM_PROMPTS: Final = ("You are a helpful assistant.", "You are a small demo model.", "Answer briefly.")
+_PLAIN_PUNCTUATION: Final[dict[int, str]] = {
+    ord(fancy): plain for fancy, plain in zip("“”‘’—–", ('"', '"', "'", "'", "--", "-"), strict=True)
+}
 _CHAT_SHARE: Final = 0.5
 _MAX_DOCUMENT_CHARS: Final = 2000
 _HELD_OUT_TEXT_EVERY: Final = 25
@@ -63,7 +66,9 @@ class Document:
     completion: str
 
 
-def _task_documents(kind: str, generate: Generator, rng: random.Random, *, held_out: bool) -> Iterator[Document]:
+def _task_documents(
+    kind: str, generate: Generator, rng: random.Random, *, held_out: bool
+) -> Iterator[Document]:
     while True:
         task = generate(rng)
         if not task.closed and task.held_out != held_out:
@@ -95,6 +100,7 @@ def _standard_library() -> tuple[list[str], list[str]]:
             tree = ast.parse(text)
         except (UnicodeDecodeError, SyntaxError, ValueError):
             continue
+        lines = text.splitlines()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
@@ -102,9 +108,9 @@ def _standard_library() -> tuple[list[str], list[str]]:
                     if flat.isascii() and 60 <= len(flat) <= 1200 and ">>>" not in flat and flat[0].isupper():
                         paragraphs.append(flat)
             if isinstance(node, ast.FunctionDef):
-                source = ast.get_source_segment(text, node)
-                if source and source.isascii() and 40 <= len(source) <= _MAX_DOCUMENT_CHARS:
-                    functions.append(textwrap.dedent(" " * node.col_offset + source))
+                source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+                if source.isascii() and 40 <= len(source) <= _MAX_DOCUMENT_CHARS:
+                    functions.append(source)
     return functions, paragraphs
 
 
@@ -118,7 +124,7 @@ def _text_paragraphs(folder: Path) -> list[str]:
             text = path.read_text(encoding="utf-8", errors="replace")
         else:
             continue
-        text = text.translate(str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "–": "-"}))
+        text = text.translate(_PLAIN_PUNCTUATION)
         pending = ""
         rng = random.Random(path.name)
         wanted_chars = 0
@@ -126,7 +132,7 @@ def _text_paragraphs(folder: Path) -> list[str]:
             lines = [line.strip() for line in paragraph.splitlines() if line.strip()]
             verse = bool(lines) and sum(map(len, lines)) < 45 * len(lines)
             flat = ("\n" if verse else " ").join(lines)
-            if len(flat) < 3 or not any(c.islower() for c in flat):
+            if len(flat) < 3 or not any(c.islower() for c in flat) or flat.startswith(("[", "<", "{{")):
                 continue
             pending = f"{pending}\n\n{flat}" if pending else flat
             if len(pending) >= wanted_chars:

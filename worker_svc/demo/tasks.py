@@ -20,6 +20,8 @@ HELD_OUT_MODULUS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """One prompt and one answer to it."""
+
     kind: str
     prompt: str
     answer: str
@@ -45,29 +47,27 @@ def _length(rng: random.Random, median: float, low: int, high: int, spread: floa
     return max(low, min(high, round(median * rng.lognormvariate(0.0, spread))))
 
 
-def _start(rng: random.Random) -> int:
-    return rng.choice((rng.randint(0, 20), rng.randint(0, 20), rng.randint(0, 100), rng.randint(0, 999)))
-
-
 def count(rng: random.Random) -> Task:
+    """Numbers in order, up, down or in steps."""
     style = rng.random()
-    n = _length(rng, 11, 3, 120)
-    if style < 0.62:
-        first = 1 if rng.random() < 0.25 else _start(rng)
+    n = _length(rng, 8, 3, 24) if rng.random() < 0.93 else rng.randint(25, 100)
+    if style < 0.68:
+        first = 1 if rng.random() < 0.35 else rng.randint(0, 20) if rng.random() < 0.6 else rng.randint(0, 80)
         last = first + n - 1
         numbers = range(first, last + 1)
         ask = rng.choice(("Count from {} to {}:", "Count from {} to {}.", "Please count from {} to {}."))
         prompt = ask.format(first, last)
-    elif style < 0.8:
-        last = rng.choice((0, 1, rng.randint(0, 60)))
-        first = last + n - 1
+    elif style < 0.85:
+        last = rng.choice((0, 1, 1, rng.randint(0, 20)))
+        first = last + min(n, 30) - 1
         numbers = range(first, last - 1, -1)
-        prompt = rng.choice(("Count down from {} to {}:", "Count backwards from {} to {}.")).format(first, last)
+        prompt = rng.choice(("Count down from {} to {}:", "Count backwards from {} to {}.")).format(
+            first, last
+        )
     else:
-        step = rng.choice((2, 2, 3, 5, 5, 10, 10))
-        n = min(n, 30)
-        first = rng.choice((0, step, rng.randint(0, 30)))
-        last = first + step * (n - 1)
+        step = rng.choice((2, 2, 5, 10))
+        first = rng.choice((0, step))
+        last = first + step * (min(n, 20) - 1)
         numbers = range(first, last + 1, step)
         prompt = rng.choice(("Count from {} to {} in steps of {}:", "Count by {2} from {0} to {1}:"))
         prompt = prompt.format(first, last, step)
@@ -79,38 +79,39 @@ def _pseudo_word(rng: random.Random) -> str:
 
 
 def _some_words(rng: random.Random, n: int) -> list[str]:
-    if rng.random() < 0.25:
+    if rng.random() < 0.08:
         return [_pseudo_word(rng) if rng.random() < 0.7 else str(rng.randint(0, 99)) for _ in range(n)]
     pool = w.WORDS + w.ANIMALS + w.OBJECTS + w.COLOURS + w.FRUITS
     return [rng.choice(pool) for _ in range(n)]
 
 
 def copy(rng: random.Random) -> Task:
+    """The same text again, or one word many times."""
     style = rng.random()
-    if style < 0.6:
-        if rng.random() < 0.5:
-            text = " ".join(_some_words(rng, _length(rng, 5, 1, 40)))
-        else:
-            text = _sentence(rng)
+    if style < 0.66:
+        text = _sentence(rng) if rng.random() < 0.5 else " ".join(_some_words(rng, _length(rng, 4, 1, 24)))
         ask = rng.choice(("Repeat after me: {}", "Copy this text: {}", "Echo: {}", "Please repeat: {}"))
         return Task("copy", ask.format(text), text, separator="\n", exact=True)
-    if style < 0.85:
-        word, n = _some_words(rng, 1)[0], _length(rng, 5, 2, 24)
+    if style < 0.8:
+        word, n = rng.choice(w.WORDS + w.ANIMALS), _length(rng, 4, 2, 10)
         if rng.random() < 0.5:
             return Task("copy", f"Repeat the word {word} {n} times:", " ".join([word] * n), exact=True)
         return Task("copy", f"Say {word} {n} times.", " ".join([word] * n), exact=True)
-    items = _some_words(rng, _length(rng, 5, 2, 20))
+    items = _some_words(rng, _length(rng, 4, 2, 14))
     return Task("copy", f"Copy this list: {_join(items)}", _join(items), separator="\n", exact=True)
 
 
 def sort(rng: random.Random) -> Task:
+    """Numbers or words put in order, or the largest or smallest of them."""
     style = rng.random()
-    if style < 0.25:
-        items = rng.sample(w.WORDS + w.ANIMALS + w.FRUITS, rng.randint(3, 6))
+    if style < 0.08:
+        items = rng.sample(w.WORDS + w.ANIMALS + w.FRUITS, rng.randint(2, 4))
         items = list(dict.fromkeys(items))
-        prompt = rng.choice(("Sort these words: {}", "Put these words in alphabetical order: {}")).format(_join(items))
+        prompt = rng.choice(("Sort these words: {}", "Put these words in alphabetical order: {}")).format(
+            _join(items)
+        )
         return Task("sort", prompt, _join(sorted(items)), separator="\n", exact=True)
-    numbers = rng.sample(range(100 if rng.random() < 0.7 else 20), _length(rng, 5, 2, 12, 0.5))
+    numbers = rng.sample(range(100 if rng.random() < 0.4 else 20), _length(rng, 3.5, 2, 7, 0.4))
     if style < 0.65:
         ask = rng.choice(("Sort these numbers: {}", "Sort the list: {}", "Sort from smallest to largest: {}"))
         return Task("sort", ask.format(_join(numbers)), _join(sorted(numbers)), separator="\n", exact=True)
@@ -124,16 +125,17 @@ def sort(rng: random.Random) -> Task:
 
 
 def math(rng: random.Random) -> Task:
+    """Small sums, tables, and word problems that fit in one line."""
     style = rng.random()
-    a, b = rng.randint(0, 12), rng.randint(0, 12)
-    if rng.random() < 0.25:
-        a, b = rng.randint(0, 50), rng.randint(0, 50)
+    a, b = rng.randint(0, 10), rng.randint(0, 10)
+    if rng.random() < 0.05:
+        a, b = rng.randint(0, 30), rng.randint(0, 30)
     if style < 0.5:
         sign = rng.choice("++-*")
         if sign == "-":
             a, b = max(a, b), min(a, b)
         if sign == "*":
-            a, b = a % 13, b % 13
+            a, b = a % 11, b % 11
         result = {"+": a + b, "-": a - b, "*": a * b}[sign]
         ask = rng.choice(("What is {} {} {}?", "What is {} {} {}?", "{} {} {} =", "Calculate {} {} {}."))
         return Task("math", ask.format(a, sign, b), str(result), exact=True)
@@ -145,27 +147,34 @@ def math(rng: random.Random) -> Task:
     if style < 0.84:
         name, thing = rng.choice(w.NAMES), plural(rng.choice(w.FRUITS + w.OBJECTS))
         pronoun = "she" if name in w.FEMALE else "he"
-        a, b = rng.randint(1, 15), rng.randint(1, 15)
+        a, b = rng.randint(1, 9), rng.randint(1, 9)
         if rng.random() < 0.6:
             prompt = f"{name} has {a} {thing} and gets {b} more. How many {thing} does {pronoun} have?"
             return Task("math", prompt, f"{a} + {b} = {a + b}. {name} has {a + b} {thing}.", exact=True)
-        a = b + rng.randint(2, 15)
+        a = b + rng.randint(2, 9)
         prompt = f"{name} has {a} {thing} and gives away {b}. How many {thing} are left?"
         return Task("math", prompt, f"{a} - {b} = {a - b}. There are {a - b} {thing} left.", exact=True)
-    numbers = [rng.randint(1, 20) for _ in range(rng.randint(3, 7))]
+    numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 5))]
     steps, total = [], numbers[0]
     for number in numbers[1:]:
         steps.append(f"{total} + {number} = {total + number}")
         total += number
     answer = f"{_join(steps)}. The sum is {total}."
-    return Task("math", f"Add these numbers step by step: {_join(numbers)}", answer, separator="\n", exact=True)
+    return Task(
+        "math", f"Add these numbers step by step: {_join(numbers)}", answer, separator="\n", exact=True
+    )
 
 
 Record = dict[str, str | int | bool | float]
 
 
 def _person(rng: random.Random) -> Record:
-    return {"name": rng.choice(w.NAMES), "age": rng.randint(5, 90), "city": rng.choice(w.CITIES), "job": rng.choice(w.JOBS)}
+    return {
+        "name": rng.choice(w.NAMES),
+        "age": rng.randint(5, 90),
+        "city": rng.choice(w.CITIES),
+        "job": rng.choice(w.JOBS),
+    }
 
 
 def _product(rng: random.Random) -> Record:
@@ -180,11 +189,21 @@ def _product(rng: random.Random) -> Record:
 
 def _book(rng: random.Random) -> Record:
     title = f"The {rng.choice(w.ADJECTIVES).title()} {rng.choice(w.ANIMALS + w.JOBS).title()}"
-    return {"title": title, "author": rng.choice(w.NAMES), "year": rng.randint(1900, 2025), "pages": rng.randint(40, 900)}
+    return {
+        "title": title,
+        "author": rng.choice(w.NAMES),
+        "year": rng.randint(1900, 2025),
+        "pages": rng.randint(40, 900),
+    }
 
 
 def _pet(rng: random.Random) -> Record:
-    return {"pet": rng.choice(w.ANIMALS), "name": rng.choice(w.NAMES), "age": rng.randint(1, 15), "colour": rng.choice(w.COLOURS)}
+    return {
+        "pet": rng.choice(w.ANIMALS),
+        "name": rng.choice(w.NAMES),
+        "age": rng.randint(1, 15),
+        "colour": rng.choice(w.COLOURS),
+    }
 
 
 _SCHEMAS: Final[dict[str, Callable[[random.Random], Record]]] = {
@@ -196,6 +215,7 @@ _SCHEMAS: Final[dict[str, Callable[[random.Random], Record]]] = {
 
 
 def record(rng: random.Random) -> Task:
+    """JSON records: from a description, read out, invented or continued."""
     style = rng.random()
     noun = rng.choice(tuple(_SCHEMAS))
     make = _SCHEMAS[noun]
@@ -203,9 +223,17 @@ def record(rng: random.Random) -> Task:
         row = make(rng)
         keys = [key for key in row if rng.random() < 0.85] or list(row)
         fields = _join([f"{key} {row[key]}" for key in keys])
-        ask = rng.choice(("Write this as JSON: {}", "Turn this into a JSON record: {}", "Make a JSON object with {}"))
+        ask = rng.choice(
+            ("Write this as JSON: {}", "Turn this into a JSON record: {}", "Make a JSON object with {}")
+        )
         answer = json.dumps({key: row[key] for key in keys})
-        return Task("json", ask.format(fields.replace("True", "true").replace("False", "false")), answer, "\n", exact=True)
+        return Task(
+            "json",
+            ask.format(fields.replace("True", "true").replace("False", "false")),
+            answer,
+            "\n",
+            exact=True,
+        )
     if style < 0.62:
         row = make(rng)
         key = rng.choice(tuple(row))
@@ -227,8 +255,9 @@ def record(rng: random.Random) -> Task:
 
 
 def sequence(rng: random.Random) -> Task:
+    """Known lists and patterns continued, and lists of things of one sort."""
     style = rng.random()
-    if style < 0.35:
+    if style < 0.42:
         full = rng.choice(w.SEQUENCES)
         first = rng.randrange(0, max(1, len(full) - 3))
         given = rng.randint(2, 3) if len(full) > 4 else 2
@@ -236,19 +265,27 @@ def sequence(rng: random.Random) -> Task:
         ask = rng.choice(("{},", "Continue the list: {},", "Continue: {},", "What comes next? {},"))
         return Task("list", ask.format(_join(shown)), _join(rest), exact=True, closed=True)
     if style < 0.6:
-        period = rng.choice((2, 2, 3, 3, 4))
+        period = rng.choice((2, 2, 3))
         pattern = _some_words(rng, period)
-        n = _length(rng, 8, 3, 40)
+        n = _length(rng, 5, 2, 12)
         shown = (pattern * 3)[: period + rng.randint(2, period + 1)]
         rest = [pattern[(len(shown) + i) % period] for i in range(n)]
-        return Task("list", f"Continue the pattern with {n} more words: {' '.join(shown)}", " ".join(rest), exact=True)
+        return Task(
+            "list", f"Continue the pattern with {n} more words: {' '.join(shown)}", " ".join(rest), exact=True
+        )
     if style < 0.8:
-        step, first, given = rng.choice((1, 2, 3, 5, 10)), rng.randint(0, 50), rng.randint(2, 4)
-        numbers = [first + step * i for i in range(given + _length(rng, 7, 2, 40))]
+        step, first, given = rng.choice((1, 2, 5, 10)), rng.randint(0, 20), rng.randint(2, 4)
+        numbers = [first + step * i for i in range(given + _length(rng, 6, 2, 24))]
         prompt = f"Continue the list up to {numbers[-1]}: {_join(numbers[:given])},"
         return Task("list", prompt, _join(numbers[given:]), exact=True)
     noun, pool = rng.choice(
-        (("animals", w.ANIMALS), ("fruits", w.FRUITS), ("colours", w.COLOURS), ("cities", w.CITIES), ("names", w.NAMES))
+        (
+            ("animals", w.ANIMALS),
+            ("fruits", w.FRUITS),
+            ("colours", w.COLOURS),
+            ("cities", w.CITIES),
+            ("names", w.NAMES),
+        )
     )
     n = rng.randint(2, min(10, len(pool)))
     chosen = rng.sample(pool, n)
@@ -284,7 +321,8 @@ def _sentence(rng: random.Random) -> str:
 
 
 def plural(noun: str) -> str:
-    if noun.endswith("y"):
+    """The plural of a noun from the word lists."""
+    if noun.endswith("y") and noun[-2] not in "aeiou":
         return noun[:-1] + "ies"
     if noun == "mango" or noun.endswith(("ch", "sh", "x", "ss")):
         return noun + "es"
@@ -295,9 +333,9 @@ def _article(text: str) -> str:
     return ("an " if text[0] in "aeiou" else "a ") + text
 
 
-def _story_text(rng: random.Random, hero: str, is_name: bool, opening: str | None) -> str:
+def _story_text(rng: random.Random, hero: str, is_name: bool, home: str) -> str:
     """A short tale with a quest, a helper and an end; every later sentence reuses what the earlier ones named."""
-    place, goal_place = rng.sample(w.PLACES, 2)
+    place, goal_place = home, rng.choice([other for other in w.PLACES if other != home])
     thing, look = rng.choice(w.OBJECTS), rng.choice(w.LOOKS)
     helper_kind = rng.choice([animal for animal in w.ANIMALS if animal != hero])
     helper = rng.choice(w.NAMES)
@@ -310,7 +348,7 @@ def _story_text(rng: random.Random, hero: str, is_name: bool, opening: str | Non
         born = f"there was {_article(trait)} {hero}"
     their = {"she": "her", "he": "his", "it": "its"}[pronoun]
     upper, pro = subject[0].upper() + subject[1:], pronoun.title()
-    opening = opening if opening is not None else rng.choice(("Once upon a time", "Long ago", "One day"))
+    opening = rng.choice(("Once upon a time", "Long ago", "One day"))
     fruit, food = plural(rng.choice(w.FRUITS)), rng.choice(w.FOODS)
     sentences = [f"{opening} {born} who lived near the {place}."]
     habits = [
@@ -319,7 +357,9 @@ def _story_text(rng: random.Random, hero: str, is_name: bool, opening: str | Non
         f"{upper} was {rng.choice(w.ADJECTIVES)}, but never {rng.choice(w.ADJECTIVES)}.",
     ]
     sentences += rng.sample(habits, rng.choice((0, 1, 1, 2)))
-    ending = rng.choice((f"{upper} was happy and went home.", "They all lived happily ever after.", "The end."))
+    ending = rng.choice(
+        (f"{upper} was happy and went home.", "They all lived happily ever after.", "The end.")
+    )
     if rng.random() < 0.25:
         return " ".join([*sentences, ending])
     sentences += [
@@ -340,28 +380,36 @@ def _story_text(rng: random.Random, hero: str, is_name: bool, opening: str | Non
         ]
     sentences.append(f"So they went to the {goal_place} together.")
     if rng.random() < 0.4:
-        sentences.append(f"The way was {rng.choice(('long', 'dark', 'cold', 'steep'))}, but {helper} was not afraid.")
+        sentences.append(
+            f"The way was {rng.choice(('long', 'dark', 'cold', 'steep'))}, but {helper} was not afraid."
+        )
     hiding = rng.choice([other for other in w.OBJECTS if other != thing])
     sentences.append(f"There they found the {thing} under {_article(rng.choice(w.LOOKS))} {hiding}.")
     if rng.random() < 0.5:
-        sentences += [f'"Thank you, {helper}," said {subject}.', f"{upper} gave the {helper_kind} some {food}."]
+        sentences += [
+            f'"Thank you, {helper}," said {subject}.',
+            f"{upper} gave the {helper_kind} some {food}.",
+        ]
     sentences.append(rng.choice((f"From that day on {subject} and {helper} were friends.", ending)))
     return " ".join(sentences)
 
 
 def story(rng: random.Random) -> Task:
+    """A tale, asked for or begun by the prompt."""
     is_name = rng.random() < 0.5
     hero = rng.choice(w.NAMES if is_name else w.ANIMALS)
+    home = rng.choice(w.PLACES)
+    text = _story_text(rng, hero, is_name, home)
     if rng.random() < 0.35:
-        text = _story_text(rng, hero, is_name, None)
         cut = text.index(" there was")
         if rng.random() < 0.7:
             cut = text.index(" who lived")
         return Task("story", text[:cut], text[cut + 1 :], closed=cut < 20)
     about = hero if is_name else _article(hero)
-    ask = rng.choice(("Tell me a story about {}.", "Write a short story about {}.", "Tell me about {} in the {}."))
-    text = _story_text(rng, hero, is_name, None)
-    return Task("story", ask.format(about, rng.choice(w.PLACES)), text, "\n")
+    ask = rng.choice(
+        ("Tell me a story about {}.", "Write a short story about {}.", "Tell me about {} near the {}.")
+    )
+    return Task("story", ask.format(about, home), text, "\n")
 
 
 _GREETINGS: Final = (
@@ -379,12 +427,16 @@ _GREETINGS: Final = (
     ("What can you do?", "I can count, copy, sort, write small records and tell short stories."),
     ("Help", "Ask me to count, to copy, to sort, to write a record or to tell a short story."),
     ("What is LAPS-SD?", "LAPS-SD serves language models with speculative decoding."),
-    ("What is speculative decoding?", "A small draft model proposes tokens and the target model verifies them in one pass."),
+    (
+        "What is speculative decoding?",
+        "A small draft model proposes tokens and the target model verifies them in one pass.",
+    ),
     ("Tell me a joke.", "Why did the hen cross the road? To get to the other side."),
 )
 
 
 def chat(rng: random.Random) -> Task:
+    """Greetings and small facts, each with one answer."""
     topic = rng.random()
     if topic < 0.35:
         question, answer = rng.choice(_GREETINGS)
@@ -392,7 +444,9 @@ def chat(rng: random.Random) -> Task:
     if topic < 0.55:
         country, city = rng.choice(tuple(w.CAPITALS.items()))
         ask = rng.choice(("What is the capital of {}?", "Tell me the capital of {}."))
-        return Task("chat", ask.format(country), f"The capital of {country} is {city}.", exact=True, closed=True)
+        return Task(
+            "chat", ask.format(country), f"The capital of {country} is {city}.", exact=True, closed=True
+        )
     if topic < 0.75:
         word, opposite = rng.choice(tuple(w.OPPOSITES.items()))
         if rng.random() < 0.5:
@@ -401,30 +455,47 @@ def chat(rng: random.Random) -> Task:
         return Task("chat", f"What is the opposite of {word}?", answer, exact=True, closed=True)
     if topic < 0.88:
         animal, sound = rng.choice(tuple(w.SOUNDS.items()))
-        return Task("chat", f"What does a {animal} say?", f"A {animal} says {sound}.", exact=True, closed=True)
+        return Task(
+            "chat",
+            f"What does {_article(animal)} say?",
+            f"{_article(animal).capitalize()} says {sound}.",
+            exact=True,
+            closed=True,
+        )
     thing, colour = rng.choice(tuple(w.THING_COLOURS.items()))
     answer = f"{thing[0].upper() + thing[1:]} is {colour}."
     return Task("chat", f"What colour is {thing}?", answer, exact=True, closed=True)
 
 
 def edit(rng: random.Random) -> Task:
-    items = _some_words(rng, _length(rng, 4, 2, 16, 0.5))
-    style = rng.randrange(8)
+    """One change to a given list or text."""
+    items = _some_words(rng, _length(rng, 3.5, 2, 8, 0.4))
+    style = rng.randrange(7)
     if style == 0:
         return Task("edit", f"Reverse this list: {_join(items)}", _join(items[::-1]), "\n", exact=True)
     if style == 1:
-        return Task("edit", f"Write in capital letters: {' '.join(items)}", " ".join(items).upper(), "\n", exact=True)
-    if style == 2:
         return Task("edit", f"What is the first word of: {' '.join(items)}", items[0], "\n", exact=True)
-    if style == 3:
+    if style == 2:
         return Task("edit", f"What is the last word of: {' '.join(items)}", items[-1], "\n", exact=True)
-    if style == 4:
+    if style == 3:
         word = rng.choice(w.WORDS + w.ANIMALS + w.OBJECTS)
         return Task("edit", f"Spell the word {word}:", "-".join(word), exact=True)
+    if style == 4:
+        return Task(
+            "edit",
+            f"Number these items: {_join(items)}",
+            "\n".join(f"{i}. {x}" for i, x in enumerate(items, 1)),
+            "\n",
+            exact=True,
+        )
     if style == 5:
-        return Task("edit", f"Number these items: {_join(items)}", "\n".join(f"{i}. {x}" for i, x in enumerate(items, 1)), "\n", True)
-    if style == 6:
-        return Task("edit", f"How many words are in this list? {_join(items)}", str(len(items)), "\n", exact=True)
+        return Task(
+            "edit",
+            f"How many words are in this list? {_join(items[:9])}",
+            str(len(items[:9])),
+            "\n",
+            exact=True,
+        )
     old, new = rng.choice(items), rng.choice(w.COLOURS)
     text = " ".join(items)
     changed = " ".join(new if item == old else item for item in items)
@@ -444,7 +515,9 @@ def log(rng: random.Random) -> Task:
         level = rng.choice(("INFO", "INFO", "INFO", "INFO", "DEBUG", "WARNING", "ERROR"))
         number = rng.randint(100, 999)
         event = {
-            "INFO": rng.choice((f"request {number} started", f"request {number} finished in {rng.randint(5, 400)} ms")),
+            "INFO": rng.choice(
+                (f"request {number} started", f"request {number} finished in {rng.randint(5, 400)} ms")
+            ),
             "DEBUG": f"queue length {rng.randint(0, 40)}",
             "WARNING": f"request {number} is slow, {rng.randint(1, 9)} s so far",
             "ERROR": f"request {number} failed: {rng.choice(('timeout', 'not found', 'connection closed'))}",
@@ -500,8 +573,11 @@ _FUNCTIONS: Final = (
 
 
 def code(rng: random.Random) -> Task:
+    """A small Python function, from its head or from a sentence."""
     name, arguments, purpose, body = rng.choice(_FUNCTIONS)
-    a, b = rng.choice((("a", "b"), ("x", "y"), ("m", "n"), ("left", "right"), ("first_number", "second_number")))
+    a, b = rng.choice(
+        (("a", "b"), ("x", "y"), ("m", "n"), ("left", "right"), ("first_number", "second_number"))
+    )
     if "{xs}" in arguments and a == "x":
         a, b = "item", "other"
     xs = rng.choice(("items", "numbers", "values", "xs"))
@@ -510,10 +586,9 @@ def code(rng: random.Random) -> Task:
     doc = "" if rng.random() < 0.5 else f'    """{purpose[0].upper() + purpose[1:]}."""\n'
     text = f"{doc}    {body.format(**names)}"
     if rng.random() < 0.55:
-        example = rng.random() < 0.15
         if doc and rng.random() < 0.5:
             return Task("code", f"{head}\n{doc.rstrip()}", text[len(doc) :], "\n", exact=True, closed=True)
-        return Task("code", head, text, "\n", exact=not doc and not example, closed=True)
+        return Task("code", head, text, "\n", closed=True)
     ask = rng.choice(("Write a Python function that {}.", "Write a function {}({}) that {}."))
     prompt = ask.format(purpose) if "{}(" not in ask else ask.format(name, arguments.format(**names), purpose)
     return Task("code", prompt, f"{head}\n{text}", "\n", closed=True)

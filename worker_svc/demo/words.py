@@ -1,5 +1,7 @@
 """Word lists that the generated tasks draw from. Data only."""
 
+# ruff: noqa: SIM905, a list of words reads best as a sentence
+
 from typing import Final
 
 NAMES: Final = (
@@ -28,7 +30,9 @@ CITIES: Final = (
     "Paris London Rome Berlin Madrid Vienna Oslo Lisbon Prague Dublin Athens Cairo Tokyo Delhi Boston Chicago Toronto "
     "Sydney Lima Nairobi"
 ).split()
-JOBS: Final = "baker doctor teacher farmer painter sailor nurse tailor writer miller pilot engineer singer cook".split()
+JOBS: Final = (
+    "baker doctor teacher farmer painter sailor nurse tailor writer miller pilot engineer singer cook".split()
+)
 ADJECTIVES: Final = (
     "small old brave clever kind quiet lazy happy hungry tired young gentle proud curious lonely cheerful careful "
     "strong shy busy"

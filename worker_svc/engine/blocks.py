@@ -57,11 +57,15 @@ class BlockAllocator:
         held = [block for owner in owners for block in owner]
         if held:
             assert len(set(held)) == len(held), "a block has two owners"
-            assert sorted(held) == [block for block in range(self.blocks) if self._taken[block]], "a taken block has no owner"
+            assert sorted(held) == [block for block in range(self.blocks) if self._taken[block]], (
+                "a taken block has no owner"
+            )
 
     def _require(self, count: int) -> None:
         if count > self.free_blocks:
-            raise OutOfBlocks(f"{count} KV blocks are needed and {self.free_blocks} of {self.blocks} are free")
+            raise OutOfBlocks(
+                f"{count} KV blocks are needed and {self.free_blocks} of {self.blocks} are free"
+            )
 
     def _take(self, ids: list[int]) -> list[int]:
         for block in ids:
@@ -73,7 +77,11 @@ class BlockAllocator:
         """Start of a free run: whole regions for `expected` first, then whole regions for `count`, then any run; -1 if there is none."""
         if count == 0:
             return 0
-        for wanted, step in ((-(-expected // self.region) * self.region, self.region), (expected, self.region), (count, self.region)):
+        for wanted, step in (
+            (-(-expected // self.region) * self.region, self.region),
+            (expected, self.region),
+            (count, self.region),
+        ):
             for start in range(0, self.blocks - wanted + 1, step):
                 if not any(self._taken[start : start + wanted]):
                     return start

@@ -26,6 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -83,7 +84,9 @@ class Sampling:
     """How the target chooses. Applied in this order: temperature, top_k, top_p, then argmax(log p + noise)."""
 
     temperature: float = 0.0  # 0 = greedy: the largest logit, lowest id on a tie; top_k, top_p and seed are then without effect
-    top_p: float = 1.0  # keep the smallest set of most probable tokens that reaches this probability; 1.0 = off
+    top_p: float = (
+        1.0  # keep the smallest set of most probable tokens that reaches this probability; 1.0 = off
+    )
     top_k: int = 0  # keep the k most probable tokens; 0 = off
     seed: int = 0  # unsigned, 64 bits
 
@@ -94,12 +97,16 @@ class Specification:
 
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
-    committed_ids: tuple[int, ...]  # output tokens that exist already (migration, restart); not reported again
+    committed_ids: tuple[
+        int, ...
+    ]  # output tokens that exist already (migration, restart); not reported again
     sampling: Sampling
     max_tokens: int  # output tokens in all, committed ones included
     stop: tuple[str, ...] = ()  # stop strings; the text ends before the first that appears
     ignore_eos: bool = False
-    max_draft_len: int | None = None  # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round
+    max_draft_len: int | None = (
+        None  # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +132,12 @@ class RequestRound:
     tokens: tuple[int, ...]  # new output tokens; empty while its context is still being prefilled
     drafted: int  # tokens proposed
     accepted: int  # of these, the prefix that equals the target's choice, before cutting at an end
-    tested_by_position: tuple[int, ...] = ()  # [i] = 1 if the i-th proposal was compared (all before it were accepted)
-    accepted_by_position: tuple[int, ...] = ()  # [i] = 1 if it was accepted; same length as tested_by_position
+    tested_by_position: tuple[
+        int, ...
+    ] = ()  # [i] = 1 if the i-th proposal was compared (all before it were accepted)
+    accepted_by_position: tuple[
+        int, ...
+    ] = ()  # [i] = 1 if it was accepted; same length as tested_by_position
     prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
     cached: int = 0  # context tokens that needed no computing because another request's KV was reused
     finish: FinishReason | None = None
@@ -140,7 +151,9 @@ class RoundResult:
 
     requests: tuple[RequestRound, ...]
     draft_s: float = 0.0  # proposing, the draft's own prefill included
-    verify_s: float = 0.0  # the target's forward, choosing and accepting; the decode rows' share when chunks ride along
+    verify_s: float = (
+        0.0  # the target's forward, choosing and accepting; the decode rows' share when chunks ride along
+    )
     prefill_s: float = 0.0  # the prefill chunks' share of that forward, by tokens
     swap_s: float = 0.0  # bringing KV back from host memory
     total_s: float = 0.0  # all of it, bookkeeping included
@@ -163,7 +176,9 @@ class Engine(Protocol):
     """See the module's docstring for the contract."""
 
     @property
-    def capacity(self) -> Capacity: ...
+    def capacity(self) -> Capacity:
+        """What it can hold."""
+        ...
 
     @property
     def fingerprint(self) -> str:
@@ -224,7 +239,9 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
     if spec.max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {spec.max_tokens}")
     if len(spec.committed_ids) >= spec.max_tokens:
-        raise ValueError(f"committed_ids holds {len(spec.committed_ids)} tokens, max_tokens allows {spec.max_tokens}: nothing is left to do")
+        raise ValueError(
+            f"committed_ids holds {len(spec.committed_ids)} tokens, max_tokens allows {spec.max_tokens}: nothing is left to do"
+        )
     if len(spec.prompt_ids) + spec.max_tokens > capacity.max_length:
         raise ValueError(
             f"max_tokens: {len(spec.prompt_ids)} prompt tokens and {spec.max_tokens} output tokens exceed the longest context of "
@@ -257,7 +274,7 @@ def _check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"sampling.seed must be from 0 to {MAX_SEED}, not {sampling.seed}")
 
 
-def check_run(run: Sequence[str], known: frozenset[str] | set[str], finished: frozenset[str] | set[str], slots: int) -> None:
+def check_run(run: Sequence[str], known: AbstractSet[str], finished: AbstractSet[str], slots: int) -> None:
     """Raise UnknownRequest or ValueError unless `run` is a list of distinct, known, unfinished requests that fit the slots."""
     if len(run) > slots:
         raise ValueError(f"run holds {len(run)} requests, the engine has {slots} slots")

@@ -73,11 +73,19 @@ class StopText:
 
 
 def cut(
-    spec: Specification, output: Sequence[int], block: Sequence[int], eos_ids: Collection[int], stop_text: StopText | None
+    spec: Specification,
+    position: int,
+    block: Sequence[int],
+    eos_ids: Collection[int],
+    stop_text: StopText | None,
+    output: Sequence[int],
 ) -> Cut:
-    """How much of `block`, which follows `output`, counts. `stop_text` is None when the request has no stop strings."""
-    count = min(len(block), spec.max_tokens - len(output))
-    finish = FinishReason.LENGTH if len(output) + count >= spec.max_tokens else None
+    """How much of `block`, which starts at output position `position`, counts.
+
+    `stop_text` is None when the request has no stop strings; only with it is `output`, the tokens before the block, looked at.
+    """
+    count = min(len(block), spec.max_tokens - position)
+    finish = FinishReason.LENGTH if position + count >= spec.max_tokens else None
     if not spec.ignore_eos:
         for index in range(count):
             if block[index] in eos_ids:

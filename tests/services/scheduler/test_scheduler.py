@@ -378,6 +378,19 @@ async def test_an_invalid_submission_is_refused_by_name(scheduler: SchedulerUnde
         assert "max_tokens" in reply.refused.detail
 
 
+async def test_what_no_worker_of_the_pool_could_hold_is_refused_and_does_not_wait_for_ever(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address, max_length=64) as gpu:
+        await gpu.next("assignment")  # the core knows the worker
+        too_long = await client.submit("r1", max_tokens=62)
+        fitting = await client.submit("r2", submission_id=2, max_tokens=50)
+
+        assert too_long.refused.reason == Refused.REASON_INVALID
+        assert "61" in too_long.refused.detail
+        assert fitting.accepted.request_id == "r2"
+
+
 async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")

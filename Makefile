@@ -1,0 +1,97 @@
+# Everything a developer or CI runs. `make` alone lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# Interpreter that makes the virtual environment (3.11 or newer).
+PYTHON ?= python3
+# What pip installs as torch: a requirement, with options if a particular build is wanted, for example
+#   make setup TORCH="torch==2.13.0 --index-url URL_OF_THE_CPU_OR_CUDA_BUILDS"
+# (pytorch.org/get-started lists the URLs). Without one pip takes what its index offers: on Linux the CUDA build, some GB.
+TORCH ?= torch==2.13.0
+# Arguments for `make run` and for pytest: make run ARGS="--workers 2", make test ARGS="tests/core -x"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BUF_VERSION := 1.75.0
+BUF := npx --yes --package=@bufbuild/buf@$(BUF_VERSION) -- buf
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+.PHONY: setup
+setup: $(STAMP) ## Make .venv with everything in it (TORCH=... chooses the torch build)
+
+# Changes only when TORCH does, so that another choice is installed.
+.PHONY: choice
+$(VENV)/.torch: choice
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "LAPS-SD needs Python 3.11 or newer and $$($(PYTHON) --version 2>&1) is too old: make setup PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+# Order matters: the pinned and hashed packages bring all that torch needs, so that torch comes alone.
+$(STAMP): $(VENV)/.torch constraints.txt pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: run
+run: setup ## Start the whole system on this machine and show one prompt (ARGS="--workers 2 ...")
+	@exec $(BIN)/laps-sd up $(ARGS)
+
+.PHONY: test
+test: setup ## Run the tests (no GPU, Docker or Redis needed)
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+.PHONY: test-long
+test-long: setup ## Run the long tests: chaos, fuzzing, policies
+	$(BIN)/python -m pytest -m long $(ARGS)
+
+.PHONY: check
+check: setup ## Check format, lint, types, import rules, generated stubs and protos
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory check-stubs check-protos
+
+.PHONY: check-stubs
+check-stubs: setup
+	@scratch=$$(mktemp -d) && trap 'rm -r "$$scratch"' EXIT && protos/generate.sh "$$scratch" \
+	  && diff -r --exclude=__init__.py --exclude=__pycache__ laps_sd/v1 "$$scratch/laps_sd/v1" \
+	  && echo "stubs match protos" || { echo "laps_sd/v1 differs from protos/: run make protos" >&2; exit 1; }
+
+# In CI (CI set) npm must be there; on a laptop without it the check is left to CI.
+.PHONY: check-protos
+check-protos:
+	@if command -v npx >/dev/null; then \
+	  (cd protos && $(BUF) lint && $(BUF) format --diff --exit-code) && echo "protos are in order"; \
+	elif [ -n "$$CI" ]; then echo "npx is missing: protos cannot be checked" >&2; exit 1; \
+	else echo "note: npx is missing, protos were not checked (CI does it)"; fi
+
+.PHONY: protos
+protos: setup ## Generate laps_sd/v1 from protos/
+	protos/generate.sh .
+
+.PHONY: format
+format: setup ## Format the code, and fix what lint can fix
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	@! command -v npx >/dev/null || (cd protos && $(BUF) format -w)
+
+.PHONY: lock
+lock: ## Write constraints.txt from what .venv holds (needs uv)
+	$(BIN)/python -m pip freeze --all --exclude-editable --exclude torch --exclude pip --exclude laps-sd --exclude async-timeout > $(VENV)/lock.in
+	echo 'async-timeout==5.0.1 ; python_full_version < "3.11.3"' >> $(VENV)/lock.in
+	uv pip compile $(VENV)/lock.in --no-deps --universal --python-version 3.11 --generate-hashes \
+	  --no-annotate --no-header --quiet --output-file $(VENV)/lock.out
+	sed -n '/^#/p;/^[^#]/q' constraints.txt | cat - $(VENV)/lock.out > $(VENV)/lock.new && mv $(VENV)/lock.new constraints.txt
+
+.PHONY: clean
+clean: ## Remove caches and builds; the virtual environment stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,0 +1,225 @@
+"""Does the device ever wait for the scheduler? `laps-sd bench loop`
+
+Tokens per second of a worker with 64 requests waiting at batch 8, under the real scheduler (gateway, scheduler, Valkey
+and worker as separate processes, over gRPC), divided by the bare engine loop on the same requests: the same engine in a
+process of its own, the next request taking the place of one that ended, nobody told about anything. Runs are interleaved,
+so that both sides meet the same noise. Counted from the first tokens until fewer requests than slots are left, because a
+batch that runs empty at the end says nothing.
+
+Goal: at least 0.95.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc.aio
+
+from bench.report import finish, interval, progress, table
+from laps_sd.local import LocalStack
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import inference_pb2_grpc
+
+GOAL = 0.95
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="laps-sd bench loop", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--requests", type=int, default=64, help="requests waiting at once (default 64)")
+    parser.add_argument("--slots", type=int, default=8, help="batch size of the worker (default 8)")
+    parser.add_argument("--tokens", type=int, default=96, help="output tokens of each request (default 96)")
+    parser.add_argument(
+        "--repetitions", type=int, default=8, help="pairs of runs after one to warm up (default 8)"
+    )
+    parser.add_argument("--policy", default="laps-sd", help="the scheduler's policy (default laps-sd)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def prompts(count: int) -> list[str]:
+    from worker_svc.demo.prompts import demo_prompts
+
+    return [prompt.text for prompt in demo_prompts(None, count, seed=3)]
+
+
+# -- the bare loop, in its own process ----------------------------------------------------------------------------------
+
+
+def bare(options: argparse.Namespace) -> None:
+    """Runs the loop once per line on stdin; prints tokens per second."""
+    from tokenizers import Tokenizer
+
+    from laps_sd.config import load
+    from worker_svc.__main__ import build_engine
+    from worker_svc.demo import TARGET_DIR
+    from worker_svc.engine.interface import Sampling, Specification
+    from worker_svc.settings import WorkerSettings
+
+    settings = load(
+        WorkerSettings, {"engine": "demo", "slots": options.slots, "device": options.device}, environ={}
+    )
+    engine = build_engine(settings)
+    tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
+    prompt_ids = [tuple(tokenizer.encode(text).ids) for text in prompts(options.requests)]
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        specifications = [
+            Specification(
+                request_id=f"r{number}",
+                prompt_ids=ids,
+                committed_ids=(),
+                sampling=Sampling(temperature=0.8, top_p=1.0, top_k=0, seed=number),
+                max_tokens=options.tokens,
+                stop=(),
+                ignore_eos=True,
+                max_draft_len=None,
+            )
+            for number, ids in enumerate(prompt_ids)
+        ]
+        for specification in specifications:
+            engine.add(specification)
+        waiting = [specification.request_id for specification in specifications]
+        running, waiting = waiting[: options.slots], waiting[options.slots :]
+        tokens = 0
+        started_s = None
+        while len(running) == options.slots:
+            result = engine.round(running)
+            for step in result.requests:
+                if started_s is not None:
+                    tokens += len(step.tokens)
+                if step.finish is not None:
+                    engine.drop(step.request_id)
+                    running.remove(step.request_id)
+                    if waiting:
+                        running.append(waiting.pop(0))
+            if started_s is None:
+                started_s = time.perf_counter()
+        assert started_s is not None
+        elapsed_s = time.perf_counter() - started_s
+        for request_id in list(engine.known()):
+            engine.drop(request_id)
+        print(tokens / elapsed_s, flush=True)
+
+
+class BareLoop:
+    """The child process that runs the bare loop when asked."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        command = [sys.executable, "-m", "bench.loop", "--bare", *sys.argv[1:]]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._read()
+
+    def _read(self) -> str:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise SystemExit("the bare loop ended unexpectedly; its error is above")
+        return line
+
+    def run(self) -> float:
+        assert self._child.stdin is not None
+        self._child.stdin.write("go\n")
+        self._child.stdin.flush()
+        return float(self._read())
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
+
+
+# -- the stack ----------------------------------------------------------------------------------------------------------
+
+
+async def through_the_stack(address: str, options: argparse.Namespace) -> float:
+    """All requests at once through the public API; tokens per second while the batch is full."""
+    arrivals: list[tuple[float, int]] = []
+    ends: list[float] = []
+
+    async def one(stub: inference_pb2_grpc.InferenceStub, number: int, text: str) -> None:
+        sampling = pb.SamplingParams(max_tokens=options.tokens, temperature=0.8, seed=number, ignore_eos=True)
+        async for event in stub.GenerateStream(pb.GenerateRequest(text=text, sampling=sampling)):
+            if event.HasField("delta"):
+                arrivals.append((time.perf_counter(), len(event.delta.token_ids)))  # noqa: PERF401  timed
+        ends.append(time.perf_counter())
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        texts = prompts(options.requests)
+        await asyncio.gather(*(one(stub, number, text) for number, text in enumerate(texts)))
+    first_s = arrivals[0][0]
+    # Fewer than `slots` are left from here on.
+    last_s = sorted(ends)[options.requests - options.slots]
+    return sum(tokens for at_s, tokens in arrivals if first_s < at_s <= last_s) / (last_s - first_s)
+
+
+def main() -> int:
+    options = arguments()
+    if options.bare:
+        bare(options)
+        return 0
+    if options.repetitions < 2 or options.requests <= options.slots:
+        raise SystemExit("--repetitions must be at least 2, and --requests more than --slots")
+    progress("starting the bare loop and the stack")
+    loop = BareLoop(options)
+    ratios: list[float] = []
+    bare_rates: list[float] = []
+    stack_rates: list[float] = []
+    with LocalStack(
+        engine="demo", slots=options.slots, policy=options.policy, device=options.device
+    ) as stack:
+        for repetition in range(options.repetitions + 1):
+            rates = {}
+            # Every other pair the other way round, so that neither side always runs on the warmer machine.
+            for side in ("bare", "stack") if repetition % 2 else ("stack", "bare"):
+                rates[side] = (
+                    loop.run()
+                    if side == "bare"
+                    else asyncio.run(through_the_stack(stack.gateway_address, options))
+                )
+            ratio = rates["stack"] / rates["bare"]
+            note = " (warm-up, not counted)" if repetition == 0 else ""
+            progress(
+                f"{repetition}/{options.repetitions}  bare {rates['bare']:.0f} tokens/s, "
+                f"stack {rates['stack']:.0f} tokens/s, ratio {ratio:.3f}{note}"
+            )
+            if repetition:
+                ratios.append(ratio)
+                bare_rates.append(rates["bare"])
+                stack_rates.append(rates["stack"])
+    loop.close()
+    found = interval(ratios)
+    rows = [
+        {
+            "config": f"batch {options.slots}, {options.requests} requests of {options.tokens} tokens",
+            "policy": options.policy,
+            "bare_tokens_per_s": interval(bare_rates).mean,
+            "stack_tokens_per_s": interval(stack_rates).mean,
+            "ratio_bare": found.mean,
+            "ratio_bare_low": found.low,
+            "ratio_bare_high": found.high,
+            "repetitions": len(ratios),
+        }
+    ]
+    table("Worker under the real scheduler against the bare engine loop", rows)
+    return finish(
+        rows,
+        json_file=options.json,
+        summary=f"the worker runs at {found} of the bare loop's rate (goal: at least {GOAL})",
+        met=found.mean >= GOAL,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What every benchmark prints and writes: progress, a table, one summary line, JSON rows, an exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# 97.5 % quantiles of Student's t by degrees of freedom 1 … 30.
+_T975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interval(samples: Sequence[float]) -> Interval:
+    """Mean and Student's t interval of independent samples (two at least)."""
+    mean = statistics.fmean(samples)
+    freedom = len(samples) - 1
+    half = (_T975[freedom - 1] if freedom <= len(_T975) else 1.96) * statistics.stdev(samples)
+    half /= math.sqrt(len(samples))
+    return Interval(mean, mean - half, mean + half)
+
+
+def progress(line: str) -> None:
+    """One line on stderr, so that a waiting person sees where it is and a pipe stays clean."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Rows with the same keys, printed for people."""
+    shown = Table(title=title, title_justify="left")
+    for key in rows[0]:
+        shown.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        shown.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=max(100, Console().width)).print(shown)
+
+
+def finish(rows: Sequence[dict[str, Any]], *, json_file: Path | None, summary: str, met: bool) -> int:
+    """Write the rows, print the summary line, return the exit code."""
+    if json_file is not None:
+        json_file.write_text(json.dumps({"rows": list(rows)}, indent=2) + "\n")
+    print(("goal met: " if met else "GOAL MISSED: ") + summary)
+    return 0 if met else 1

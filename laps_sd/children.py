@@ -1,0 +1,116 @@
+"""One child process of the one-machine stack: its log, its signals, its end.
+
+A child leads its own process group, so that a terminal's Ctrl-C reaches the parent alone, which then stops the
+children in order; and it dies with the parent, however that one dies (`laps_sd.child`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from laps_sd.errors import StartupError
+
+__all__ = ["Child", "ChildDied"]
+
+LOG_LINES = 15
+"""Lines of a log that are shown when its process dies."""
+
+_spawner = ThreadPoolExecutor(1, thread_name_prefix="laps-sd-spawner")
+"""Linux counts the end of the *thread* that started a child as its parent's death, so one thread starts them all."""
+
+
+class ChildDied(StartupError):
+    """A child ended by itself; the message shows the end of its log."""
+
+    def __init__(self, child: Child, *, while_what: str) -> None:
+        self.name = child.name
+        self.returncode = child.returncode
+        code = child.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        tail = child.log_tail()
+        said = f" Its last words:\n{tail}" if tail else " It said nothing."
+        super().__init__(f"{child.name} {how} {while_what}.{said}")
+
+
+class Child:
+    """A module that runs as a process, and can be started again with the same arguments."""
+
+    def __init__(
+        self, name: str, module: str, *arguments: str, environment: Mapping[str, str], log: Path
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.arguments = arguments
+        self.environment = dict(environment)
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the process; its output is appended to the log."""
+        assert not self.alive, f"{self.name} runs already"
+        command = [sys.executable, "-m", "laps_sd.child", str(os.getpid()), self.module, *self.arguments]
+        with self.log.open("ab") as log:
+            self._process = _spawner.submit(
+                subprocess.Popen,
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            ).result()
+
+    @property
+    def alive(self) -> bool:
+        """Started, and not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the last start."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None while it runs, or before it was started."""
+        return self._process.poll() if self._process is not None else None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and whatever it started; nothing if it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM; a paused one has to wake up to hear it."""
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within this time."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL, and gone on return."""
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def log_text(self) -> str:
+        """Everything it has written."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def log_tail(self) -> str:
+        """The end of it."""
+        return "\n".join("  " + line for line in self.log_text().splitlines()[-LOG_LINES:])

@@ -1,0 +1,124 @@
+"""All commands, and how their errors look: one sentence on stderr and a non-zero exit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import grpc
+import typer
+
+from laps_sd import __version__
+from laps_sd.cli import generate, operate, up
+from laps_sd.config import ConfigError
+from laps_sd.errors import StartupError, describe
+
+app = typer.Typer(
+    name="laps-sd",
+    help="LAPS-SD serves language models with speculative decoding; requests are ordered by live acceptance.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("up")(up.up)
+app.command("generate")(generate.generate)
+app.command("explain")(operate.explain)
+app.command("queue")(operate.queue)
+app.command("workers")(operate.workers)
+app.command("drain")(operate.drain)
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""The arguments belong to the program that is run, --help included."""
+
+
+def _become(module: str, context: typer.Context, extra: str) -> NoReturn:
+    if importlib.util.find_spec(module) is None:
+        raise StartupError(f"The {extra} is not installed here: pip install 'laps-sd[{extra}]'.")
+    os.execv(sys.executable, [sys.executable, "-m", module, *context.args])  # noqa: S606  this process becomes it
+
+
+@app.command(context_settings=PASS_ON)
+def gateway(context: typer.Context) -> None:
+    """Run one gateway. `laps-sd gateway --help` lists its settings."""
+    _become("gateway", context, "gateway")
+
+
+@app.command(context_settings=PASS_ON)
+def scheduler(context: typer.Context) -> None:
+    """Run one scheduler. `laps-sd scheduler --help` lists its settings."""
+    _become("scheduler_svc", context, "scheduler")
+
+
+@app.command(context_settings=PASS_ON)
+def worker(context: typer.Context) -> None:
+    """Run one worker. `laps-sd worker --help` lists its settings."""
+    _become("worker_svc", context, "worker")
+
+
+@app.command(context_settings=PASS_ON)
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="File bench/NAME.py of a checkout.")] = None,
+) -> None:
+    """Run a benchmark of a checkout with the remaining arguments; without a name, list them."""
+    folder = _checkout() / "bench"
+    names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    if name is None or name in ("--help", "-h"):
+        print("Usage: laps-sd bench NAME [ARGUMENT ...]\n")
+        print("Benchmarks: " + (", ".join(names) or "none yet"))
+        return
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name.replace("-", "_") not in names:
+        raise StartupError(f"There is no benchmark {name!r}; there are: {', '.join(names) or 'none yet'}.")
+    root = folder.parent
+    os.chdir(root)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    program = str(folder / f"{name.replace('-', '_')}.py")
+    os.execve(sys.executable, [sys.executable, program, *context.args], environment)  # noqa: S606
+
+
+def _checkout() -> Path:
+    """The working tree this command belongs to, or is called in."""
+    for start in (Path.cwd(), Path(__file__).parent):
+        for folder in (start, *start.parents):
+            if (folder / "bench").is_dir() and (folder / "laps_sd" / "cli").is_dir():
+                return folder
+    raise StartupError(
+        "Benchmarks are files of the repository: run `laps-sd bench` inside a checkout of laps-sd."
+    )
+
+
+@app.command()
+def version() -> None:
+    """Print versions."""
+    import google.protobuf
+
+    print(f"laps-sd {__version__}")
+    print(
+        f"python {platform.python_version()}, grpcio {grpc.__version__}, protobuf {google.protobuf.__version__}"
+    )
+
+
+def run() -> NoReturn:
+    """Runs the command line; every expected failure is one sentence."""
+    try:
+        app(standalone_mode=True)
+    except grpc.RpcError as error:
+        sentence = describe(error)
+        if "failed to connect" in sentence.lower():
+            sentence = (
+                f"nobody answers at the address ({sentence}). Is the system up? `laps-sd up` starts it."
+            )
+        sys.exit(f"laps-sd: {sentence}")
+    except ConfigError as error:
+        print("\n".join(f"laps-sd: {problem}" for problem in error.problems), file=sys.stderr)
+        sys.exit(2)
+    except StartupError as error:
+        sys.exit(f"laps-sd: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)

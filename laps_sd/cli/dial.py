@@ -1,0 +1,92 @@
+"""Addresses, credentials and channels of the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import grpc
+import typer
+
+from laps_sd.wire import Tls, channel_options
+
+GATEWAY = "127.0.0.1:50051"
+SCHEDULER = "127.0.0.1:50052"
+
+UrlOption = Annotated[
+    str,
+    typer.Option(
+        "--url", envvar="LAPS_SD_URL", help="Gateway as host:port; grpcs://host:port dials with TLS."
+    ),
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", envvar="LAPS_SD_API_KEY", help="Key that names the tenant.", show_default=False
+    ),
+]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        envvar="LAPS_SD_TLS_CA",
+        help="CA file that verifies the server, instead of the system's roots.",
+    ),
+]
+SchedulerOption = Annotated[
+    str,
+    typer.Option(
+        "--scheduler",
+        envvar="LAPS_SD_SCHEDULER_SEEDS",
+        help="Schedulers of the shard, host:port[,host:port ...].",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+Reply = TypeVar("Reply")
+
+
+@contextmanager
+def channel(url: str, ca: Path | None = None) -> Iterator[grpc.Channel]:
+    """A channel to host:port; the schemes grpcs and https mean TLS."""
+    scheme, _, address = url.rpartition("://")
+    address = address.rstrip("/")
+    if scheme in ("grpcs", "https") or ca is not None:
+        made = grpc.secure_channel(address, Tls(ca=ca).channel_credentials(), options=channel_options())
+    else:
+        made = grpc.insecure_channel(address, options=channel_options())
+    with made:
+        yield made
+
+
+def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """What authenticates a call."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def ask_leader(schedulers: str, call: Callable[[grpc.Channel], Reply]) -> Reply:
+    """Calls the leader: tries each address in turn, and the one that a standby names."""
+    waiting = [address.strip() for address in schedulers.split(",") if address.strip()]
+    tried: set[str] = set()
+    last: grpc.RpcError | None = None
+    while waiting:
+        address = waiting.pop(0)
+        if address in tried:
+            continue
+        tried.add(address)
+        try:
+            with channel(address) as made:
+                return call(made)
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            if code not in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
+                raise
+            last = error
+            if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):
+                waiting[:0] = re.findall(r"[\w.\-\[\]]+:\d+", error.details() or "")
+    if last is None:
+        raise typer.BadParameter("give at least one scheduler as host:port")
+    raise last

@@ -1,0 +1,191 @@
+"""`laps-sd generate`: one request through the public API, its text as it comes, and what speculation did."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Annotated, TextIO
+
+import grpc
+import typer
+from google.protobuf.json_format import MessageToDict
+
+from laps_sd.cli import dial
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import inference_pb2_grpc
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say; - reads standard input.")],
+    url: dial.UrlOption = dial.GATEWAY,
+    model: Annotated[str, typer.Option(help="Model name; empty: the gateway's only model.")] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the text as it stands, without the model's chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message before the prompt.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Output tokens at most (default: the gateway's).", show_default=False),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy (default: 1).", show_default=False)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Nucleus (default: 1, off).", show_default=False)
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Most likely tokens only (default: 0, off).", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Same seed, same text (default: the server's).", show_default=False),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="String that ends the text; may be repeated.", show_default=False)
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Higher runs first (default: 0).", show_default=False)
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Seconds until generation stops with what exists (none).", show_default=False
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Hard deadline of the call, seconds (none).", show_default=False),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Draft tokens per round at most; 0: plain decoding.", show_default=False),
+    ] = None,
+    expected_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Guess of the output length, a hint in tokens.", show_default=False),
+    ] = None,
+    workload_class: Annotated[
+        str, typer.Option("--class", help="Kind of work; requests of a kind share estimates.")
+    ] = "",
+    idempotency_key: Annotated[str, typer.Option(help="Same key, same body: attaches to that request.")] = "",
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Let the request go on when this command ends.")
+    ] = False,
+    api_key: dial.ApiKeyOption = None,
+    tls_ca: dial.CaOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each message of the stream as a JSON line.")
+    ] = False,
+) -> None:
+    """Generate text and show it as it comes; the last line (on stderr) says what speculation did."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    request = pb.GenerateRequest(
+        model=model,
+        sampling=pb.SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop or [],
+        ),
+        idempotency_key=idempotency_key,
+        priority=priority,
+        time_limit_ms=None if time_limit is None else max(1, round(time_limit * 1000)),
+        expected_output_tokens=expected_tokens,
+        workload_class=workload_class,
+        keep=keep,
+    )
+    if draft_tokens == 0:
+        request.speculation.mode = pb.Speculation.MODE_OFF
+    elif draft_tokens is not None:
+        request.speculation.max_draft_tokens = draft_tokens
+    with dial.channel(url, tls_ca) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        credentials = dial.metadata(api_key)
+        put_prompt(request, text, system=system, chat=not raw and _has_template(stub, model, credentials))
+        events = stub.GenerateStream(request, timeout=timeout, metadata=credentials)
+        try:
+            ended = print_json(events) if as_json else print_text(events)
+        except KeyboardInterrupt:
+            events.cancel()
+            raise
+    if ended is None or ended.finish_reason == pb.FINISH_REASON_ERROR:
+        raise typer.Exit(1)
+
+
+def _has_template(
+    stub: inference_pb2_grpc.InferenceStub, model: str, credentials: tuple[tuple[str, str], ...]
+) -> bool:
+    models = stub.ListModels(pb.ListModelsRequest(), timeout=10, metadata=credentials).models
+    return any(each.has_chat_template for each in models if model in ("", each.name))
+
+
+def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: str | None = None) -> None:
+    """Fills in the prompt, as chat messages or as it stands."""
+    if not chat:
+        request.text = text
+        return
+    if system is not None:
+        request.messages.messages.add(role="system", content=system)
+    request.messages.messages.add(role="user", content=text)
+
+
+def print_text(events: Iterable[pb.GenerateEvent], out: TextIO | None = None) -> pb.Ended | None:
+    """Text to stdout as it comes, the summary to stderr."""
+    out = out or sys.stdout
+    ended: pb.Ended | None = None
+    for event in events:
+        match event.WhichOneof("event"):
+            case "delta":
+                out.write(event.delta.text)
+                out.flush()
+            case "end":
+                ended = event.end
+    out.write("\n")
+    out.flush()
+    if ended is not None:
+        print(summary(ended), file=sys.stderr)
+    return ended
+
+
+def print_json(events: Iterable[pb.GenerateEvent]) -> pb.Ended | None:
+    """One line of JSON per message."""
+    ended: pb.Ended | None = None
+    for event in events:
+        if event.WhichOneof("event") == "end":
+            ended = event.end
+        print(
+            json.dumps(MessageToDict(event, preserving_proto_field_name=True), ensure_ascii=False), flush=True
+        )
+    return ended
+
+
+def summary(ended: pb.Ended) -> str:
+    """How a request ended, in one line."""
+    reason = (
+        pb.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower().replace("_", " ")
+    )
+    if ended.error:
+        reason += f" ({ended.error})"
+    speculation, timing = ended.speculation, ended.timing
+    share = f" ({speculation.accepted / speculation.drafted:.0%})" if speculation.drafted else ""
+    return (
+        f"-- {reason}: {ended.usage.completion_tokens} tokens in {speculation.rounds} rounds, "
+        f"drafted {speculation.drafted}, accepted {speculation.accepted}{share}, "
+        f"{speculation.mean_acceptance_length:.2f} tokens per round; "
+        f"queued {timing.queued_s:.2f} s, first token {timing.first_token_s:.2f} s, total {timing.total_s:.2f} s, "
+        f"preempted {timing.preemptions} times  [{ended.request_id}]"
+    )
+
+
+def demo(address: str, prompt: str, *, model: str, max_tokens: int, seed: int) -> pb.Ended | None:
+    """The request that `laps-sd up` shows."""
+    request = pb.GenerateRequest(model=model, sampling=pb.SamplingParams(max_tokens=max_tokens, seed=seed))
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        put_prompt(request, prompt, chat=_has_template(stub, model, ()))
+        return print_text(stub.GenerateStream(request, timeout=120))

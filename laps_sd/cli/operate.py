@@ -1,0 +1,145 @@
+"""What an operator asks: explain, queue, workers, drain."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.table import Table
+
+from laps_sd.cli import dial
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from laps_sd.v1 import inference_pb2 as pb
+
+TIMEOUT_S = 10.0
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As the last line of `generate` names it.")],
+    url: dial.UrlOption = dial.GATEWAY,
+    api_key: dial.ApiKeyOption = None,
+    tls_ca: dial.CaOption = None,
+    as_json: dial.JsonOption = False,
+) -> None:
+    """Say where a request stands and why: level, rank, estimate (seconds of machine time) and story."""
+    with dial.channel(url, tls_ca) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        reply = stub.Explain(
+            pb.ExplainRequest(request_id=request_id), timeout=TIMEOUT_S, metadata=dial.metadata(api_key)
+        )
+    if as_json:
+        _print_json(reply.explanation)
+        return
+    for line in explanation_lines(reply.explanation):
+        print(line)
+
+
+def explanation_lines(e: pb.Explanation) -> list[str]:
+    """An explanation as a person reads it."""
+    state = pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower()
+    if e.state == pb.Explanation.STATE_ENDED:
+        state += ", " + pb.FinishReason.Name(e.finish_reason).removeprefix("FINISH_REASON_").lower()
+    lines = [f"{e.request_id}  {state}" + (f" on {e.worker_id}" if e.worker_id else "")]
+    if e.state != pb.Explanation.STATE_ENDED:
+        kind = "perceptible" if e.perceptible else "non-perceptible"
+        lines.append(f"policy {e.policy}, level {e.level}, {kind}, {e.ahead} requests before it")
+        lines.append(
+            f"remaining {e.remaining_s:.3f} s (between {e.remaining_low_s:.3f} and {e.remaining_high_s:.3f})"
+            + (f": {e.basis}" if e.basis else "")
+        )
+    lines.append(
+        f"attained {e.attained_s:.3f} s, {e.emitted_tokens} tokens in {e.rounds} rounds, "
+        f"drafted {e.drafted}, accepted {e.accepted}, preempted {e.preemptions} times"
+    )
+    lines += [f"  {line.at_s:9.3f} s  {line.what:<12} {line.detail}".rstrip() for line in e.story]
+    return lines
+
+
+def queue(
+    scheduler: dial.SchedulerOption = dial.SCHEDULER,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Entries at most.")] = 20,
+    as_json: dial.JsonOption = False,
+) -> None:
+    """Show the queue of a shard, best first (times in seconds)."""
+    reply = dial.ask_leader(
+        scheduler,
+        lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
+            admin_pb2.ListQueueRequest(limit=limit), timeout=TIMEOUT_S
+        ),
+    )
+    if as_json:
+        _print_json(reply)
+        return
+    table = Table(
+        "request", "state", "prio", "level", "index s", "waiting s", "attained s", "tokens", "worker"
+    )
+    for e in reply.entries:
+        state = pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower()
+        table.add_row(
+            e.request_id,
+            state,
+            str(e.priority),
+            f"{e.level}{'' if e.perceptible else '?'}",
+            f"{e.index_s:.3f}",
+            f"{e.waiting_s:.1f}",
+            f"{e.attained_s:.3f}",
+            str(e.emitted_tokens),
+            e.worker_id,
+        )
+    Console().print(table)
+    print(f"{reply.total} requests; ? behind a level: not yet perceptible")
+
+
+def workers(scheduler: dial.SchedulerOption = dial.SCHEDULER, as_json: dial.JsonOption = False) -> None:
+    """Show the workers of a shard and what they carry."""
+    reply = dial.ask_leader(
+        scheduler,
+        lambda channel: admin_pb2_grpc.AdminStub(channel).ListWorkers(
+            admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S
+        ),
+    )
+    if as_json:
+        _print_json(reply)
+        return
+    table = Table(
+        "worker", "device", "state", "running", "listed", "free blocks", "rounds", "accepted", "tokens/s"
+    )
+    for w in reply.workers:
+        state = "gone" if not w.connected else "draining" if w.draining else "up"
+        table.add_row(
+            w.worker_name or w.worker_id,
+            w.device,
+            state,
+            f"{w.running}/{w.slots}",
+            str(w.listed),
+            f"{w.free_target_blocks}/{w.target_blocks}",
+            str(w.rounds),
+            f"{w.acceptance:.0%}",
+            f"{w.tokens_per_s:.1f}",
+        )
+    Console().print(table)
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(help="Name or id, as `laps-sd workers` shows it.")],
+    scheduler: dial.SchedulerOption = dial.SCHEDULER,
+) -> None:
+    """Ask a worker to leave: no new work, its requests move elsewhere or finish."""
+    reply = dial.ask_leader(
+        scheduler,
+        lambda channel: admin_pb2_grpc.AdminStub(channel).DrainWorker(
+            admin_pb2.DrainWorkerRequest(worker=worker), timeout=TIMEOUT_S
+        ),
+    )
+    print(f"{reply.worker_id} drains")
+
+
+def _print_json(message: Message) -> None:
+    fields = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    print(json.dumps(fields, indent=2, ensure_ascii=False))

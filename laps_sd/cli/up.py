@@ -1,0 +1,180 @@
+"""`laps-sd up`: the whole system on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from laps_sd.cli import generate
+from laps_sd.config import PREFIX
+from laps_sd.local import LocalStack, Ports, Progress, StackOptions
+
+DEMO_PROMPT = "Tell me a story about the harbour."
+DEMO_TOKENS = 96
+LOOK_EVERY_S = 0.5
+
+
+def up(
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 1,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LAPS_SD_POLICY",
+            help="Order of requests: laps-sd (default), srpt-length or fcfs.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        Literal["demo", "fake"],
+        typer.Option(help="demo: the shipped model pair; fake: no model, scripted tokens."),
+    ] = "demo",
+    target: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the target model (default: the demo pair).", show_default=False),
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Directory of its draft model (default: none).", show_default=False)
+    ] = None,
+    model: Annotated[
+        str, typer.Option(envvar="LAPS_SD_MODEL", help="Name that clients use.")
+    ] = "laps-sd-demo",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N (default: the worker's).", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16 (default: the worker's).", show_default=False),
+    ] = None,
+    context_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Prompt and output of a request, tokens at most (default: what the model can, at most 8192).",
+            show_default=False,
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Requests in one round of a worker at most.", show_default=False)
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each worker.")] = 1,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LAPS_SD_REDIS_URL", help="Redis or Valkey (default: embedded).", show_default=False
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the embedded record is kept (default: forgotten at the end).", show_default=False
+        ),
+    ] = None,
+    gateway_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0: a free one.")] = 50051,
+    scheduler_port: Annotated[int, typer.Option(help="gRPC port of the scheduler; 0: a free one.")] = 50052,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            "--http-port", "--http", help="Serve the OpenAI-style HTTP API on this port.", show_default=False
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int, typer.Option(help="First of one metrics port per process; 0: free ones.")
+    ] = 9090,
+    demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Send one prompt and show its text.")] = True,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Keep debug logs, and say where they are.")
+    ] = False,
+) -> None:
+    """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C."""
+    console = Console(stderr=True, highlight=False)
+    options = StackOptions(
+        workers=workers,
+        policy=policy,
+        engine=engine,
+        target=target,
+        draft=draft,
+        model=model,
+        device=device,
+        dtype=dtype,
+        context_tokens=context_tokens,
+        slots=slots,
+        threads=threads,
+        redis_url=redis_url,
+        data_dir=data_dir,
+        log_level="debug" if verbose else "info",
+        # Whatever else is set in the shell holds for the services too; what the stack decides wins.
+        environment={key: value for key, value in os.environ.items() if key.startswith(PREFIX)},
+    )
+    ports = Ports(
+        gateway=gateway_port, scheduler=scheduler_port, http=http_port, metrics=metrics_port or None
+    )
+    # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with console.status("starting") as status:
+        stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
+        stack.start()
+    try:
+        if demo and workers:
+            _show_demo(console, stack)
+        _say_what_next(console, stack, verbose)
+        while True:
+            time.sleep(LOOK_EVERY_S)
+            stack.check()
+    except KeyboardInterrupt:
+        console.print("\nstopping")
+    finally:
+        # From here on a second Ctrl-C must not leave half of it behind; the stop is bounded anyway.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stack.stop()
+
+
+def _reporter(console: Console, status: Status) -> Progress:
+    waiting: list[str] = []
+
+    def report(name: str, state: str, seconds: float) -> None:
+        if state == "starting":
+            waiting.append(name)
+        elif state == "ready":
+            waiting.remove(name)
+            console.print(f"  [green]ready[/green]  {name:<12} {seconds:5.1f} s")
+        status.update("waiting for " + ", ".join(waiting) if waiting else "ready")
+
+    return report
+
+
+def _show_demo(console: Console, stack: LocalStack) -> None:
+    console.print(f"\n[bold]{DEMO_PROMPT}[/bold]")
+    sys.stderr.flush()
+    generate.demo(
+        stack.gateway_address, DEMO_PROMPT, model=stack.options.model, max_tokens=DEMO_TOKENS, seed=1
+    )
+
+
+def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
+    gateway = stack.gateway_address
+    elsewhere = "" if gateway == "127.0.0.1:50051" else f" --url {gateway}"
+    console.print(f"\nListening: gRPC {gateway}" + (f", HTTP {stack.http_url}/v1" if stack.http_url else ""))
+    console.print(f"Metrics: {stack.metrics_url('gateway')}, scheduler gRPC {stack.scheduler_address}")
+    console.print("Try in another terminal:")
+    console.print(
+        f'  laps-sd generate "What is the capital of France?"{elsewhere}', markup=False, soft_wrap=True
+    )
+    console.print(
+        f'  grpcurl -plaintext -d \'{{"text": "Once"}}\' {gateway} laps_sd.v1.Inference/GenerateStream',
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"  laps-sd explain REQUEST_ID{elsewhere}", markup=False, soft_wrap=True)
+    if verbose:
+        console.print(f"Logs: {stack.dir}")
+    console.print("Ctrl-C stops everything.")

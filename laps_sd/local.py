@@ -1,0 +1,511 @@
+"""The whole system on one machine: a record (embedded Valkey), scheduler, workers and gateway as child processes.
+
+    with LocalStack(workers=2, engine="fake", ports=None) as stack:      # free ports: for tests
+        channel = grpc.insecure_channel(stack.gateway_address)
+        stack.kill("worker-0")                                           # SIGKILL
+        stack.restart("worker-0")                                        # back, and ready
+        print(stack.log("scheduler-0"))
+
+Components are named valkey, scheduler-0, scheduler-1 …, worker-0 …, gateway-0 …; without a number the only one is meant.
+This module launches the services by their names and knows nothing else of them: settings go by environment variables,
+readiness comes from their health service. Everything lies in one temporary folder that goes with the stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from laps_sd.children import Child, ChildDied
+from laps_sd.config import PREFIX
+from laps_sd.errors import StartupError
+from laps_sd.model_dir import demo_target_dir
+
+__all__ = ["LocalStack", "NotReady", "Ports", "StackOptions"]
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 90.0
+"""A worker that loads a large model from a slow disk needs most of it; the demo pair needs three seconds."""
+STOP_S = {"gateway": 1.4, "worker": 1.4, "scheduler": 1.2, "valkey": 0.7}
+"""What each kind gets between SIGTERM and SIGKILL, in the order of the stop: less than 5 s in all."""
+EVERY_S = 0.03
+
+Progress = Callable[[str, Literal["starting", "ready", "stopping"], float], None]
+"""Called with component, state and seconds since the start (or stop) began."""
+
+
+def _silent(name: str, state: str, seconds: float) -> None:
+    """For whoever does not watch."""
+
+
+class NotReady(StartupError):
+    """A component lives, but does not become ready."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Where things listen; 0 takes a free port. Workers and further replicas always take free ones."""
+
+    gateway: int = 50051
+    http: int | None = None
+    """None: the gateway serves no HTTP."""
+    scheduler: int = 50052
+    valkey: int = 0
+    metrics: int | None = 9090
+    """First of one metrics port per process (gateways, schedulers, workers). None: free ones."""
+
+
+FREE_PORTS = Ports(gateway=0, scheduler=0, valkey=0, metrics=None)
+
+FLAGS = {
+    "gateway": "--gateway-port",
+    "http": "--http-port",
+    "scheduler": "--scheduler-port",
+    "metrics": "--metrics-port",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """What a stack is made of. None of a setting: the service's own default."""
+
+    workers: int = 1
+    schedulers: int = 1
+    gateways: int = 1
+    engine: Literal["demo", "fake"] = "demo"
+    policy: str | None = None
+    shard: str = "s0"
+    pool: str = "demo"
+    model: str = "laps-sd-demo"
+    target: Path | None = None
+    """Model directories; None: the shipped demo pair."""
+    draft: Path | None = None
+    tokenizer_dir: Path | None = None
+    """None: the target's directory."""
+    context_tokens: int | None = None
+    """Prompt and output of one request at most, in gateway and workers alike. None: what the model can, at most 8192."""
+    device: str | None = None
+    dtype: str | None = None
+    slots: int | None = None
+    redis_url: str | None = None
+    """None: an embedded Valkey."""
+    data_dir: Path | None = None
+    """Where the embedded Valkey keeps the record; None: in the temporary folder, gone with the stack."""
+    threads: int = 1
+    """OpenMP threads of each worker. More than cores in all, and the workers slow each other down."""
+    drain_s: float = 0.8
+    """What a component takes for draining; `stop` kills those that take much longer (STOP_S), `terminate` waits."""
+    log_level: str = "info"
+    log_style: Literal["json", "console"] = "console"
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further variables for all services (LAPS_SD_…); the stack's own win."""
+
+
+class LocalStack:
+    """Starts on `start` or `with`, stops on `stop` or at its end; see the top of this file."""
+
+    def __init__(
+        self,
+        options: StackOptions | None = None,
+        *,
+        ports: Ports | None = None,
+        progress: Progress | None = None,
+        **settings: object,
+    ) -> None:
+        """`settings` are fields of StackOptions; `ports=None` takes free ones."""
+        base = options or StackOptions()
+        self.options: StackOptions = dataclasses.replace(base, **settings)  # type: ignore[arg-type]
+        self._progress: Progress = progress or _silent
+        self._wanted = ports or FREE_PORTS
+        self._began = 0.0
+        self.dir = Path()
+        self.children: dict[str, Child] = {}
+        self.redis_url = ""
+        self.http_url: str | None = None
+        self._addresses: dict[str, str] = {}
+        self._metrics: dict[str, str] = {}
+        self._valkey_port = 0
+
+    # -- addresses ----------------------------------------------------------------------------------------------
+
+    @property
+    def gateway_address(self) -> str:
+        """host:port of the first gateway."""
+        return self.address("gateway-0")
+
+    @property
+    def scheduler_address(self) -> str:
+        """host:port of the first scheduler (the leader, unless it has died)."""
+        return self.address("scheduler-0")
+
+    @property
+    def gateway_addresses(self) -> list[str]:
+        """All gateways."""
+        return [address for name, address in self._addresses.items() if name.startswith("gateway-")]
+
+    @property
+    def scheduler_addresses(self) -> list[str]:
+        """All schedulers, leading or not."""
+        return [address for name, address in self._addresses.items() if name.startswith("scheduler-")]
+
+    def address(self, name: str) -> str:
+        """host:port of a component's gRPC server."""
+        return self._addresses[self._full(name)]
+
+    def metrics_url(self, name: str) -> str:
+        """Where a component serves its metrics."""
+        return f"http://{self._metrics[self._full(name)]}/metrics"
+
+    def log(self, name: str) -> str:
+        """What a component has written so far."""
+        return self.children[self._full(name)].log_text()
+
+    def _full(self, name: str) -> str:
+        return name if name in self.children else f"{name}-0"
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        """Returns when every component is ready. On failure nothing is left behind."""
+        self._began = time.monotonic()
+        self._check_models()
+        ports = _PortPlan(self._wanted)
+        self.dir = Path(tempfile.mkdtemp(prefix="laps-sd-"))
+        try:
+            self._plan(ports)
+            # Workers first: they take the longest. The scheduler needs the record only.
+            for name, child in self.children.items():
+                if not name.startswith("scheduler-"):
+                    self._launch(child)
+            if "valkey" in self.children:
+                self._wait_for({"valkey"})
+            for name, child in self.children.items():
+                if name.startswith("scheduler-"):
+                    self._launch(child)
+            self._wait_for(set(self.children) - {"valkey"})
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Gateways, workers, schedulers, then the record; everything is gone within 5 s, the folder too."""
+        began = self._began = time.monotonic()
+        for kind, seconds in STOP_S.items():
+            group = [child for name, child in self.children.items() if name.split("-")[0] == kind]
+            for child in group:
+                if child.alive:
+                    self._progress(child.name, "stopping", time.monotonic() - began)
+                child.ask_to_stop()
+            deadline = time.monotonic() + seconds
+            for child in group:
+                if not child.wait(deadline - time.monotonic()):
+                    child.kill()
+        self.children.clear()
+        if self.dir != Path():
+            shutil.rmtree(self.dir, ignore_errors=True)
+
+    def check(self) -> None:
+        """Raises ChildDied if a component has ended by itself; a worker may, once it was drained."""
+        for name, child in self.children.items():
+            drained = name.startswith("worker-") and child.returncode == 0
+            if not child.alive and not drained:
+                raise ChildDied(child, while_what="while it was serving")
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; the process is gone on return."""
+        self.children[self._full(name)].kill()
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP: alive, but silent."""
+        self.children[self._full(name)].signal(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        self.children[self._full(name)].signal(signal.SIGCONT)
+
+    def terminate(self, name: str, *, timeout_s: float = 20.0) -> None:
+        """SIGTERM, and waits for the end: what a rolling update does."""
+        child = self.children[self._full(name)]
+        child.ask_to_stop()
+        if not child.wait(timeout_s):
+            raise NotReady(
+                f"{child.name} did not stop within {timeout_s} s of SIGTERM. Its log:\n{child.log_tail()}"
+            )
+
+    def restart(self, name: str, *, wait: bool = True) -> None:
+        """Starts a component again, on the same ports and with the same settings; kills it before if it lives."""
+        child = self.children[self._full(name)]
+        child.kill()
+        self._began = time.monotonic()
+        self._launch(child)
+        if wait:
+            self.wait_ready(name)
+
+    def add_worker(self, *, wait: bool = True) -> str:
+        """One more worker; returns its name."""
+        name = f"worker-{sum(1 for other in self.children if other.startswith('worker-'))}"
+        self._add_service(name, "worker_svc", _PortPlan(FREE_PORTS), self._worker_settings(name))
+        self._began = time.monotonic()
+        self._launch(self.children[name])
+        if wait:
+            self.wait_ready(name)
+        return name
+
+    def wait_ready(self, name: str) -> None:
+        """Returns once the component is ready."""
+        self._wait_for({self._full(name)})
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    def _check_models(self) -> None:
+        for what in ("target", "draft", "tokenizer_dir"):
+            path: Path | None = getattr(self.options, what)
+            if path is None:
+                continue
+            needed = path / ("tokenizer.json" if what == "tokenizer_dir" else "config.json")
+            if not needed.is_file():
+                flag = "--" + what.replace("_", "-")
+                raise StartupError(
+                    f"{flag} {path} is not a model directory: {needed} does not exist."
+                    if path.is_dir()
+                    else f"{flag} {path} does not exist; give the directory of a model (config.json, safetensors)."
+                )
+
+    def _plan(self, ports: _PortPlan) -> None:
+        """Names every child and decides its ports; nothing runs yet."""
+        options = self.options
+        if options.redis_url is None:
+            self._valkey_port = ports.take("valkey")
+            self.redis_url = f"redis://{HOST}:{self._valkey_port}/0"
+            data = options.data_dir or self.dir / "valkey"
+            data.mkdir(parents=True, exist_ok=True)
+            arguments = ("--port", str(self._valkey_port), "--data-dir", str(data))
+            self._add("valkey", "scheduler_svc.store.embedded", arguments, {})
+        else:
+            self.redis_url = options.redis_url
+        for number in range(options.schedulers):
+            port = ports.take("scheduler") if number == 0 else ports.free()
+            self._addresses[f"scheduler-{number}"] = f"{HOST}:{port}"
+        gateway_ports = [
+            ports.take("gateway") if number == 0 else ports.free() for number in range(options.gateways)
+        ]
+        http_port = ports.take("http") if self._wanted.http is not None else None
+        if http_port is not None:
+            self.http_url = f"http://{HOST}:{http_port}"
+        for kind, count in (
+            ("gateway", options.gateways),
+            ("scheduler", options.schedulers),
+            ("worker", options.workers),
+        ):
+            for number in range(count):
+                self._metrics[f"{kind}-{number}"] = f"{HOST}:{ports.take('metrics')}"
+        for number in range(options.workers):
+            name = f"worker-{number}"
+            self._add_service(name, "worker_svc", ports, self._worker_settings(name))
+        for number, port in enumerate(gateway_ports):
+            name = f"gateway-{number}"
+            self._addresses[name] = f"{HOST}:{port}"
+            self._add_service(
+                name, "gateway", ports, self._gateway_settings(http_port if number == 0 else None)
+            )
+        for number in range(options.schedulers):
+            name = f"scheduler-{number}"
+            self._add_service(
+                name,
+                "scheduler_svc",
+                ports,
+                {
+                    "redis_url": self.redis_url,
+                    "policy": options.policy,
+                    "advertise_address": self._addresses[name],
+                    "scheduler_address": self._addresses[name],
+                },
+            )
+
+    def _worker_settings(self, name: str) -> dict[str, object]:
+        options = self.options
+        return {
+            "worker_name": name,
+            # A service's "auto" takes the target that it is given.
+            "engine": "auto" if options.target is not None else options.engine,
+            "target": options.target,
+            "draft": options.draft,
+            "device": options.device,
+            "dtype": options.dtype,
+            "slots": options.slots,
+            "scheduler_seeds": ",".join(self.scheduler_addresses),
+        }
+
+    def _gateway_settings(self, http_port: int | None) -> dict[str, object]:
+        options = self.options
+        return {
+            "tokenizer_dir": options.tokenizer_dir or options.target or demo_target_dir(),
+            "http_host": HOST if http_port is not None else None,
+            "http_port": http_port,
+            "scheduler_seeds": ",".join(self.scheduler_addresses),
+        }
+
+    def _add_service(self, name: str, module: str, ports: _PortPlan, settings: Mapping[str, object]) -> None:
+        if name not in self._addresses:
+            self._addresses[name] = f"{HOST}:{ports.free()}"
+        if name not in self._metrics:
+            self._metrics[name] = f"{HOST}:{ports.take('metrics')}"
+        common: dict[str, object] = {
+            "shard": self.options.shard,
+            "pool": self.options.pool,
+            "model": self.options.model,
+            "context_tokens": self.options.context_tokens,
+            "grpc_host": HOST,
+            "grpc_port": self._addresses[name].rpartition(":")[2],
+            "metrics_port": self._metrics[name].rpartition(":")[2],
+            "log_level": self.options.log_level,
+            "log_style": self.options.log_style,
+            "drain_s": self.options.drain_s,
+        }
+        self._add(name, module, (), common | dict(settings))
+
+    def _add(
+        self, name: str, module: str, arguments: tuple[str, ...], settings: Mapping[str, object]
+    ) -> None:
+        # Variables of the caller's shell do not reach a stack unless they were handed over.
+        environment = {key: text for key, text in os.environ.items() if not key.startswith(PREFIX)}
+        environment |= {"OMP_NUM_THREADS": str(self.options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= self.options.environment
+        environment |= {
+            PREFIX + key.upper(): str(value) for key, value in settings.items() if value is not None
+        }
+        self.children[name] = Child(
+            name, module, *arguments, environment=environment, log=self.dir / f"{name}.log"
+        )
+
+    def _launch(self, child: Child) -> None:
+        self._progress(child.name, "starting", time.monotonic() - self._began)
+        child.start()
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, names: set[str], timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        waiting = sorted(names)
+        while waiting:
+            for name in list(waiting):
+                child = self.children[name]
+                # Before readiness, so that a child that answered and died is not taken for ready.
+                if not child.alive:
+                    raise ChildDied(child, while_what="before it was ready")
+                if self._is_ready(name):
+                    waiting.remove(name)
+                    self._progress(name, "ready", time.monotonic() - self._began)
+            if waiting and time.monotonic() > deadline:
+                child = self.children[waiting[0]]
+                raise NotReady(
+                    f"{child.name} was not ready within {timeout_s:g} s. Its log ends:\n{child.log_tail()}"
+                )
+            if waiting:
+                time.sleep(EVERY_S)
+
+    def _is_ready(self, name: str) -> bool:
+        if name == "valkey":
+            return _answers_ping(self._valkey_port)
+        # Of several schedulers one leads and alone is ready; a gateway's readiness says that there is a leader.
+        standby = name.startswith("scheduler-") and self.options.schedulers > 1
+        return is_serving(self._addresses[name], "liveness" if standby else "readiness")
+
+
+class _PortPlan:
+    """Hands out ports, and refuses a taken one before anything has started."""
+
+    def __init__(self, wanted: Ports) -> None:
+        self._wanted = wanted
+        self._next_metrics = wanted.metrics
+        self._given: set[int] = set()
+        for what in FLAGS:
+            port = getattr(wanted, what)
+            if port:
+                self._check(what, port)
+
+    def take(self, what: str) -> int:
+        """The port that was wanted for this, or a free one."""
+        if what == "metrics":
+            if self._next_metrics is None:
+                return self.free()
+            port, self._next_metrics = self._next_metrics, self._next_metrics + 1
+            self._check("metrics", port)
+        else:
+            port = getattr(self._wanted, what) or self.free()
+        self._given.add(port)
+        return port
+
+    def free(self) -> int:
+        """A port that nobody listens on, and that was not given to somebody else here."""
+        while True:
+            with socket.socket() as probe:
+                probe.bind((HOST, 0))
+                port = int(probe.getsockname()[1])
+            if port not in self._given:
+                self._given.add(port)
+                return port
+
+    def _check(self, what: str, port: int) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError as error:
+                raise StartupError(
+                    f"port {port} is in use: the {what} cannot listen there ({error.strerror}); "
+                    f"choose another with {FLAGS[what]}."
+                ) from None
+
+
+def is_serving(address: str, service: str = "readiness", timeout_s: float = 1.0) -> bool:
+    """Whether a server answers health checks with SERVING. A new channel each time: no back-off from earlier failures."""
+    host, _, port = address.rpartition(":")
+    try:
+        # Cheaper than a channel while nobody listens yet.
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError:
+        return False
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
+            )
+        except grpc.RpcError:
+            return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _answers_ping(port: int) -> bool:
+    try:
+        with socket.create_connection((HOST, port), 1.0) as connection:
+            connection.settimeout(1.0)
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith(b"+PONG")  # -LOADING while it reads its file
+    except OSError:
+        return False

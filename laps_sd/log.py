@@ -1,0 +1,99 @@
+"""Logging: JSON lines on stderr, a readable console on a terminal.
+
+    configure("gateway", level="info")
+    log = get_logger(__name__)
+    with bound(request_id="s0.abc"):
+        log.info("accepted", prompt_tokens=12)
+
+Prompts and outputs are never logged: keys that carry them are withheld here whoever passes them, and tracebacks are
+rendered without local variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+__all__ = ["LogLevel", "LogStyle", "bound", "configure", "get_logger"]
+
+LogStyle = Literal["auto", "json", "console"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+WITHHELD_KEYS = frozenset(
+    {"api_key", "committed_ids", "content", "messages", "output", "prompt", "prompt_ids", "text", "token_ids"}
+)
+
+
+def _withhold(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Keeps what people wrote, and what was written for them, out of the log."""
+    for key in WITHHELD_KEYS & event.keys():
+        event[key] = "[withheld]"
+    return event
+
+
+def configure(
+    service: str, *, level: LogLevel = "info", style: LogStyle = "auto", stream: TextIO | None = None
+) -> None:
+    """Sets up this process's log. Call once, first thing; `auto` is a console on a terminal and JSON elsewhere."""
+    out = stream if stream is not None else sys.stderr
+    console = style == "console" or (style == "auto" and out.isatty())
+
+    def add_service(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        event.setdefault("service", service)
+        return event
+
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        add_service,
+        structlog.processors.TimeStamper(fmt="iso", utc=not console),
+        structlog.processors.StackInfoRenderer(),
+        _withhold,
+    ]
+    render: list[Processor]
+    if console:
+        # The default formatter of the console would print local variables.
+        render = [
+            structlog.dev.ConsoleRenderer(
+                colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
+    else:
+        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[*shared, *render],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(out),
+        cache_logger_on_first_use=False,
+    )
+    # Libraries log through the standard library; they come out the same way.
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(number, logging.INFO))
+
+
+def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
+    """The logger of a module."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(module=name)
+    return logger
+
+
+@contextmanager
+def bound(**values: Any) -> Iterator[None]:
+    """Adds values (a request id) to every line logged inside, also in tasks started there."""
+    with structlog.contextvars.bound_contextvars(**values):
+        yield

@@ -1,0 +1,112 @@
+"""Prometheus metrics of this process: one registry, one HTTP endpoint.
+
+    ROUNDS = counter("laps_sd_worker_rounds_total", "Verification rounds run.")
+    WAIT = histogram("laps_sd_queue_wait_seconds", "Acceptance until the first round.", buckets=SECONDS)
+    server = serve_metrics(9090)
+
+Names start with `laps_sd_`, and no label is a request id: a label value lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from wsgiref.simple_server import WSGIServer
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from laps_sd.errors import StartupError
+
+__all__ = [
+    "REGISTRY",
+    "SECONDS",
+    "TOKENS",
+    "MetricsServer",
+    "counter",
+    "gauge",
+    "histogram",
+    "serve_metrics",
+    "value",
+]
+
+REGISTRY = CollectorRegistry(auto_describe=True)
+"""What this process exposes."""
+prometheus_client.ProcessCollector(registry=REGISTRY)
+prometheus_client.PlatformCollector(registry=REGISTRY)
+prometheus_client.GCCollector(registry=REGISTRY)
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Buckets for durations, from one round to a long wait."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Buckets for lengths."""
+
+
+def _checked(name: str, labels: Sequence[str], ending: str = "") -> str:
+    assert name.startswith(("laps_sd_", "vllm:")), f"metric {name} must start with laps_sd_"
+    assert name.endswith(ending), f"counter {name} must end with {ending}"
+    assert "request_id" not in labels, f"metric {name}: a request id is no label"
+    return name
+
+
+def counter(
+    name: str, description: str, labels: Sequence[str] = (), *, registry: CollectorRegistry = REGISTRY
+) -> Counter:
+    """Something that only grows; its name ends with `_total`."""
+    return Counter(_checked(name, labels, "_total"), description, labels, registry=registry)
+
+
+def gauge(
+    name: str, description: str, labels: Sequence[str] = (), *, registry: CollectorRegistry = REGISTRY
+) -> Gauge:
+    """Something that is so many now."""
+    return Gauge(_checked(name, labels), description, labels, registry=registry)
+
+
+def histogram(
+    name: str,
+    description: str,
+    labels: Sequence[str] = (),
+    *,
+    buckets: Sequence[float] = SECONDS,
+    registry: CollectorRegistry = REGISTRY,
+) -> Histogram:
+    """How something is distributed; the name ends with its unit."""
+    return Histogram(_checked(name, labels), description, labels, buckets=buckets, registry=registry)
+
+
+def value(name: str, labels: dict[str, str] | None = None, registry: CollectorRegistry = REGISTRY) -> float:
+    """The present value of one sample, 0 if it has none yet."""
+    return registry.get_sample_value(name, labels or {}) or 0.0
+
+
+class MetricsServer:
+    """The endpoint; it runs in a daemon thread and ends with the process."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.port: int = server.server_port
+
+    def close(self) -> None:
+        """Frees the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve_metrics(
+    port: int,
+    host: str = "127.0.0.1",
+    *,
+    registry: CollectorRegistry = REGISTRY,
+) -> MetricsServer:
+    """Serves `/metrics`. Port 0 takes a free one, which `MetricsServer.port` tells."""
+    try:
+        server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise StartupError(
+            f"The metrics port {port} on {host} cannot be opened: {error.strerror}; "
+            "choose another with LAPS_SD_METRICS_PORT."
+        ) from error
+    return MetricsServer(server, thread)

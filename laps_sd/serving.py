@@ -1,0 +1,335 @@
+"""A gRPC server and its life: health, reflection, errors, tasks, and a stop in two stages.
+
+    class SchedulerSettings(ServingSettings): ...             # adds its own fields
+
+    async def serve(settings: SchedulerSettings) -> None:     # scheduler_svc/__main__.py
+        app = ServiceApp("scheduler", settings)
+        add_AdminServicer_to_server(AdminService(...), app.server)
+        app.names.append("laps_sd.v1.Admin")                  # for health and reflection
+        await app.start()                                     # port and signals are ours; health says NOT_SERVING
+        app.spawn(loop.run(), name="scheduling loop")         # the service fails with any of its tasks
+        app.set_ready(True)                                   # health says SERVING
+        await app.run(drain=loop.drain)                       # until a signal; drains; stops
+
+    if __name__ == "__main__":
+        main("scheduler", SchedulerSettings, serve)           # settings, log, uvloop, exit codes
+
+Inside handlers raise `laps_sd.errors`; `app.stopping` (an asyncio.Event) is set by the first signal.
+
+Stop: the first SIGINT or SIGTERM makes the service not ready, calls `drain` (at most `drain_s`), takes no new calls,
+waits for those in progress for what is left of `drain_s`, and ends them. The second one exits at once with
+128 + signal. Liveness stays SERVING throughout.
+
+Health names: "" and "readiness" and each service follow `set_ready`; "liveness" is SERVING while the loop turns.
+Every setting is also a flag: `python -m scheduler_svc --lease-s 5`; `--help` lists them, `--show-settings` says where
+each value comes from.
+Exit codes: 0 stopped by a signal; 1 cannot start or a task failed; 2 wrong settings; 128 + n by the second signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+# A refused port is reported by us in one sentence; gRPC's own lines about it would only hide that.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+import grpc.aio
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from laps_sd import log as logging
+from laps_sd import metrics
+from laps_sd.config import ConfigError, Settings, field, load
+from laps_sd.errors import StartupError
+from laps_sd.interceptor import CallGuard
+from laps_sd.wire import MAX_MESSAGE_BYTES, Tls, server_options
+
+__all__ = ["ServiceApp", "ServingSettings", "main", "make_server"]
+
+log = logging.get_logger(__name__)
+
+LAST_CALLS_S = 0.2
+"""What a call gets to hear its end once the time to drain is over."""
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings(Settings):
+    """What every service can be told. A service overrides the default of `grpc_port` and adds its own fields."""
+
+    grpc_host: str = field("127.0.0.1", help="Address to listen on; 0.0.0.0 in a container")
+    grpc_port: int = field(
+        50051, help="Port of the gRPC server; 0 takes a free one", minimum=0, maximum=65535
+    )
+    metrics_port: int | None = field(
+        9090,
+        help="Port of the Prometheus endpoint; 0 takes a free one, empty serves none",
+        minimum=0,
+        maximum=65535,
+    )
+    log_level: logging.LogLevel = field("info", help="Least severity that is logged")
+    log_style: logging.LogStyle = field(
+        "auto", help="Log lines as JSON, for a console, or whichever fits stderr"
+    )
+    max_message_bytes: int = field(
+        MAX_MESSAGE_BYTES, help="Largest gRPC message in either direction", minimum=65536, maximum=2**31 - 1
+    )
+    drain_s: float = field(
+        10.0,
+        help="Time between the first signal and the end for calls in progress",
+        minimum=0.0,
+        maximum=86400.0,
+    )
+    tls_cert: Path | None = field(None, help="Certificate file of the gRPC server; none: plain text")
+    tls_key: Path | None = field(None, help="Key of LAPS_SD_TLS_CERT")
+    tls_client_ca: Path | None = field(
+        None, help="CA file; callers must show a certificate of it (mutual TLS)"
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Certificate and key come together."""
+        yield from super().problems()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            yield "LAPS_SD_TLS_CERT and LAPS_SD_TLS_KEY must be set together."
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            yield "LAPS_SD_TLS_CLIENT_CA needs LAPS_SD_TLS_CERT."
+
+    @property
+    def tls(self) -> Tls | None:
+        """The listener's side; None: plain text."""
+        if self.tls_cert is None:
+            return None
+        return Tls(ca=self.tls_client_ca, cert=self.tls_cert, key=self.tls_key)
+
+
+def make_server(
+    *, guard: CallGuard, max_message_bytes: int = MAX_MESSAGE_BYTES, interceptors: Sequence[Any] = ()
+) -> grpc.aio.Server:
+    """A server with our options. `interceptors` run inside the guard, so they may raise `laps_sd.errors` in handlers."""
+    return grpc.aio.server(interceptors=[guard, *interceptors], options=server_options(max_message_bytes))
+
+
+class ServiceApp:
+    """One service's server, tasks and end; see the top of this file."""
+
+    def __init__(self, service: str, settings: ServingSettings, *, interceptors: Sequence[Any] = ()) -> None:
+        self.service = service
+        self.settings = settings
+        self.guard = CallGuard()
+        self.server = make_server(
+            guard=self.guard, max_message_bytes=settings.max_message_bytes, interceptors=interceptors
+        )
+        self.names: list[str] = []
+        """Full names of the gRPC services added to `server`."""
+        self.stopping = asyncio.Event()
+        """Set by the first signal, or by `stop_soon`."""
+        self.port = 0
+        """The bound port, after `start`."""
+        self.metrics: metrics.MetricsServer | None = None
+        self.ready = False
+        self._health = health.aio.HealthServicer()
+        self._tasks: dict[asyncio.Task[Any], str] = {}
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        """Binds the ports, minds the signals and answers health; not ready yet."""
+        self._mind_signals(True)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection(
+            [*self.names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
+        )
+        await self._health.set("liveness", SERVING)
+        await self._publish(NOT_SERVING)
+        self.port = self._bind()
+        if self.settings.metrics_port is not None:
+            self.metrics = metrics.serve_metrics(self.settings.metrics_port, self.settings.grpc_host)
+        await self.server.start()
+        log.info(
+            "listening",
+            host=self.settings.grpc_host,
+            port=self.port,
+            tls=self.settings.tls is not None,
+            metrics_port=self.metrics.port if self.metrics else None,
+        )
+
+    def _bind(self) -> int:
+        host, port = self.settings.grpc_host, self.settings.grpc_port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            _probe(host, port)
+            tls = self.settings.tls
+            if tls is None:
+                return int(self.server.add_insecure_port(address))
+            return int(self.server.add_secure_port(address, tls.server_credentials()))
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise StartupError(
+                f"The gRPC port {port} on {host} cannot be opened: {reason}; choose another with LAPS_SD_GRPC_PORT."
+            ) from error
+
+    def set_ready(self, ready: bool) -> None:
+        """What health answers from now on. No effect once the stop has begun."""
+        if self.ready == ready or self.stopping.is_set():
+            return
+        self.ready = ready
+        log.info("ready" if ready else "not ready")
+        self.spawn(self._publish(SERVING if ready else NOT_SERVING), name="health update", may_end=True)
+
+    async def _publish(self, status: Any) -> None:
+        for name in ("", "readiness", *self.names):
+            await self._health.set(name, status)
+
+    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str, may_end: bool = False) -> asyncio.Task[Any]:
+        """Runs a task that the service cannot do without: its failure, or its end unless `may_end`, stops the service."""
+        task: asyncio.Task[Any] = asyncio.create_task(work, name=name)
+        self._tasks[task] = name
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            self._tasks.pop(task, None)
+            if task.cancelled() or (may_end and task.exception() is None):
+                return
+            error = task.exception()
+            if error is None and self.stopping.is_set():
+                return
+            log.error("task ended", task=name, exc_info=error)
+            if self._failure is None:
+                self._failure = error if isinstance(error, StartupError) else TaskFailed(name, error)
+            self.stopping.set()
+
+        task.add_done_callback(ended)
+        return task
+
+    def stop_soon(self) -> None:
+        """As the first signal would."""
+        self.stopping.set()
+
+    async def run(self, drain: Callable[[], Awaitable[Any]] | None = None) -> None:
+        """Serves until the first signal or the failure of a task, then stops. Raises what failed."""
+        await self.stopping.wait()
+        await self.stop(drain)
+        if self._failure is not None:
+            raise self._failure
+
+    def _mind_signals(self, mind: bool) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python delivers signals to the main thread only; whoever embeds us there stops us by `stop`
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if mind:
+                loop.add_signal_handler(number, self._on_signal, number)
+            else:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.stopping.is_set():
+            sys.stderr.flush()
+            os._exit(128 + number)
+        log.info("stopping", signal=signal.Signals(number).name, active_calls=self.guard.active)
+        self.stopping.set()
+
+    async def stop(self, drain: Callable[[], Awaitable[Any]] | None = None) -> None:
+        """Drains and ends everything; at most `drain_s` and a moment."""
+        self.stopping.set()
+        self.ready = False
+        await self._publish(NOT_SERVING)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.drain_s
+        if drain is not None and self._failure is None:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await drain()
+            except TimeoutError:
+                log.warning("drain took too long", drain_s=self.settings.drain_s)
+            except Exception as error:
+                log.error("drain failed", exc_info=error)
+        # From here on no new call is taken. A health watch never ends by itself, so the guard says when work is done.
+        closing = asyncio.create_task(self.server.stop(self.settings.drain_s + LAST_CALLS_S))
+        try:
+            async with asyncio.timeout_at(max(deadline, loop.time() + LAST_CALLS_S)):
+                await self.guard.wait_idle()
+        except TimeoutError:
+            log.warning("calls cut off", active_calls=self.guard.active)
+        await self.server.stop(LAST_CALLS_S / 4)
+        await closing
+        await self._end_tasks()
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.close)
+        self._mind_signals(False)
+        log.info("stopped")
+
+    async def _end_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class TaskFailed(Exception):
+    """A task that the service cannot do without has ended."""
+
+    def __init__(self, name: str, error: BaseException | None) -> None:
+        super().__init__(
+            f"The task '{name}' ended" + (f": {error!r}." if error is not None else " unexpectedly.")
+        )
+        self.__cause__ = error
+
+
+def _probe(host: str, port: int) -> None:
+    """Raises the system's own error for a port that cannot be had; gRPC would only say that it failed."""
+    if port == 0:
+        return
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+SettingsT = TypeVar("SettingsT", bound=ServingSettings)
+
+
+def main(
+    service: str, settings_type: type[SettingsT], serve: Callable[[SettingsT], Coroutine[Any, Any, None]]
+) -> NoReturn:
+    """The whole of a service's process: flags, settings, log, event loop, exit code."""
+    if len(sys.argv) > 1:
+        from laps_sd.flags import command_line
+
+        command_line(service, settings_type, lambda overrides: _run(service, settings_type, serve, overrides))
+    _run(service, settings_type, serve, {})
+
+
+def _run(
+    service: str,
+    settings_type: type[SettingsT],
+    serve: Callable[[SettingsT], Coroutine[Any, Any, None]],
+    overrides: Mapping[str, Any],
+) -> NoReturn:
+    try:
+        settings = load(settings_type, overrides)
+        logging.configure(service, level=settings.log_level, style=settings.log_style)
+        uvloop.run(serve(settings))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"laps-sd {service}: {problem}", file=sys.stderr)  # noqa: T201  before there is a log
+        sys.exit(2)
+    except StartupError as error:
+        print(f"laps-sd {service}: {error}", file=sys.stderr)  # noqa: T201  one sentence for whoever started it
+        sys.exit(1)
+    except TaskFailed:
+        sys.exit(1)  # logged with its traceback where it happened
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)

@@ -1,0 +1,140 @@
+"""Options of channels and servers, and TLS: both ends of every link take them from here, so that they agree.
+
+settings = load(WorkerSettings)                       # has the fields of LinkSettings
+async with make_channel("scheduler:50052", link_tls(settings)) as channel:
+    stub = WorkerLinkStub(channel)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from laps_sd.config import Settings, field
+from laps_sd.errors import StartupError
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "LinkSettings",
+    "Tls",
+    "channel_options",
+    "link_tls",
+    "make_channel",
+    "server_options",
+]
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Largest message either side takes unless configured otherwise."""
+
+KEEPALIVE_MS = 20_000
+"""An idle stream is pinged this often, so that middleboxes keep it and a dead peer is noticed."""
+KEEPALIVE_TIMEOUT_MS = 10_000
+LEAST_PING_INTERVAL_MS = 5_000
+"""A client that pings more often than this is cut off (ENHANCE_YOUR_CALM)."""
+
+
+def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """For `grpc.aio.server`. A port belongs to one process: a second one is told, instead of sharing the calls."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """For `grpc.aio.insecure_channel`. Reconnects start after 0.1 s and back off to 2 s."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM files of one end. `ca` verifies the peer; with a certificate and key this end shows itself."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """A listener; with `ca`, clients must show a certificate of it (mutual TLS)."""
+        cert, key = _read(self.cert), _read(self.key)
+        assert cert is not None and key is not None, "a listener has a certificate"
+        return grpc.ssl_server_credentials(
+            [(key, cert)],
+            root_certificates=_read(self.ca),
+            require_client_auth=self.ca is not None,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """A dialler; without `ca` the system's roots verify the server."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
+        )
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StartupError(f"The TLS file {path} cannot be read: {error.strerror}.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings(Settings):
+    """How a service dials the services behind it. Mix into the settings of gateway and worker."""
+
+    link_tls: bool = field(False, help="Dial the scheduler with TLS")
+    link_tls_ca: Path | None = field(
+        None, help="CA file that verifies the scheduler; none: the system's roots"
+    )
+    link_tls_cert: Path | None = field(
+        None, help="Certificate this service shows to the scheduler (mutual TLS)"
+    )
+    link_tls_key: Path | None = field(None, help="Key of LAPS_SD_LINK_TLS_CERT")
+
+    def problems(self) -> Iterator[str]:
+        """Certificate and key come together, and mean TLS."""
+        yield from super().problems()
+        if (self.link_tls_cert is None) != (self.link_tls_key is None):
+            yield "LAPS_SD_LINK_TLS_CERT and LAPS_SD_LINK_TLS_KEY must be set together."
+        if not self.link_tls and (self.link_tls_ca or self.link_tls_cert):
+            yield "LAPS_SD_LINK_TLS_CA and LAPS_SD_LINK_TLS_CERT need LAPS_SD_LINK_TLS=true."
+
+
+def link_tls(settings: LinkSettings) -> Tls | None:
+    """The dialler's side of a link; None: plain text."""
+    if not settings.link_tls:
+        return None
+    return Tls(ca=settings.link_tls_ca, cert=settings.link_tls_cert, key=settings.link_tls_key)
+
+
+def make_channel(
+    address: str, tls: Tls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """A channel to `host:port`."""
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)

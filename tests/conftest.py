@@ -1,0 +1,74 @@
+"""Fixtures for every test: a whole stack of processes, and where to run models.
+
+def test_something(fake_stack):                       # shared by all tests: do not break it
+    grpc.insecure_channel(fake_stack.gateway_address)
+
+def test_a_fault(make_stack):                         # its own: break what you like
+    stack = make_stack(workers=2, engine="fake")
+    stack.kill("worker-0")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from laps_sd.local import LocalStack
+from tests import helpers
+
+# Before torch is imported anywhere: two threads on busy cores spin on each other and are many times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+StackMaker = Callable[..., LocalStack]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", help="where model tests run: cpu (the default), cuda or cuda:N; LAPS_SD_TEST_DEVICE"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device"):
+        os.environ["LAPS_SD_TEST_DEVICE"] = config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return os.environ.get("LAPS_SD_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(scope="session")
+def fake_stack() -> Iterator[LocalStack]:
+    """One scheduler, two workers with scripted tokens, one gateway; leave it as you found it."""
+    with LocalStack(workers=2, engine="fake", environment={"LAPS_SD_FAKE_TIME_SCALE": "0.1"}) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def demo_stack(device: str) -> Iterator[LocalStack]:
+    """One scheduler, one worker with the shipped model pair, one gateway; leave it as you found it."""
+    with LocalStack(workers=1, engine="demo", device=device) as stack:
+        yield stack
+
+
+@pytest.fixture
+def make_stack() -> Iterator[StackMaker]:
+    """Starts stacks that the test may break; whatever is left of them goes at its end."""
+    stacks: list[LocalStack] = []
+
+    def make(**settings: object) -> LocalStack:
+        stack = LocalStack(**{"engine": "fake", **settings})  # type: ignore[arg-type]
+        stacks.append(stack)
+        return stack.start()
+
+    yield make
+    for stack in stacks:
+        stack.stop()
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    return helpers.free_port

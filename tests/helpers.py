@@ -1,0 +1,56 @@
+"""Small things that many tests need."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class NotYetError(AssertionError):
+    """What a test waited for did not happen."""
+
+
+def wait_until(
+    predicate: Callable[[], T], *, description: str, timeout_s: float = 20.0, every_s: float = 0.02
+) -> T:
+    """Calls `predicate` until it answers something true, and returns that."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = predicate()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise NotYetError(f"not within {timeout_s} s: {description} (last answer: {answer!r})")
+        time.sleep(every_s)
+
+
+async def wait_until_async(
+    predicate: Callable[[], T | Awaitable[T]],
+    *,
+    description: str,
+    timeout_s: float = 20.0,
+    every_s: float = 0.02,
+) -> T:
+    """As `wait_until`, without blocking the loop; `predicate` may be a coroutine function."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = predicate()
+        answer: T = await found if inspect.isawaitable(found) else found
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise NotYetError(f"not within {timeout_s} s: {description} (last answer: {answer!r})")
+        await asyncio.sleep(every_s)
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,57 @@
+"""The generated pages say what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import generate
+from laps_sd.metrics import REGISTRY
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
+def test_a_generated_page_is_not_out_of_date(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == generate.pages()[name], (
+        "the code has changed: run python docs/generate.py"
+    )
+
+
+def test_every_metric_that_a_service_exposes_is_on_the_page() -> None:
+    exposed = {family.name for family in REGISTRY.collect() if family.name.startswith("laps_sd_")}
+    on_page = set(re.findall(r"^\| `(laps_sd_\w+?)(?:_total)?` \|", generate.metrics_page(), re.MULTILINE))
+
+    assert on_page == exposed
+
+
+def test_every_setting_and_metric_says_what_it_means() -> None:
+    rows = [
+        line for page in generate.pages().values() for line in page.splitlines() if line.startswith("| `")
+    ]
+
+    assert len(rows) > 100
+    assert [row for row in rows if not row.rstrip("| ").strip() or row.endswith("|  |")] == []
+
+
+def test_a_stale_page_fails_the_check_and_the_generator_needs_no_torch(tmp_path: Path) -> None:
+    # In a process of its own: here another test may have imported torch already.
+    program = (
+        "import sys; from pathlib import Path; from docs import generate; generate.DOCS = Path(sys.argv[1]);"
+        "stale = generate.main(['--check']); generate.main([]);"
+        "print(stale, generate.main(['--check']), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=DOCS.parent,
+        check=True,
+    )
+
+    assert done.stdout == "1 0 False\n"
+    assert "docs/settings.md is out of date: run python docs/generate.py" in done.stderr

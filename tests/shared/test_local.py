@@ -1,0 +1,207 @@
+"""The one-machine stack: it starts, takes faults, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from laps_sd.children import ChildDied
+from laps_sd.errors import StartupError
+from laps_sd.local import LocalStack, Ports, is_serving
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.helpers import free_port, wait_until
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def workers_of(stack: LocalStack) -> dict[str, bool]:
+    with grpc.insecure_channel(stack.scheduler_address) as channel:
+        reply = admin_pb2_grpc.AdminStub(channel).ListWorkers(admin_pb2.ListWorkersRequest(), timeout=5)
+    return {worker.worker_name: worker.connected for worker in reply.workers}
+
+
+def test_a_request_goes_through_every_process(fake_stack):
+    with grpc.insecure_channel(fake_stack.gateway_address) as channel:
+        reply = inference_pb2_grpc.InferenceStub(channel).Generate(
+            inference_pb2.GenerateRequest(
+                text="Once", sampling=inference_pb2.SamplingParams(max_tokens=8, seed=1)
+            ),
+            timeout=30,
+        )
+
+    assert len(reply.token_ids) == 8
+
+
+def test_what_the_gateway_admits_a_worker_can_hold(fake_stack):
+    with grpc.insecure_channel(fake_stack.gateway_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        context = stub.ListModels(inference_pb2.ListModelsRequest()).models[0].context_tokens
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5, 6]))
+        request.sampling.max_tokens = context - 2
+
+        reply = stub.Generate(request, timeout=60)
+
+    assert reply.end.usage.completion_tokens > 0
+
+
+def test_every_component_is_a_process_with_a_log_and_metrics(fake_stack):
+    assert list(fake_stack.children) == ["valkey", "worker-0", "worker-1", "gateway-0", "scheduler-0"]
+    assert len({child.pid for child in fake_stack.children.values()}) == 5
+    assert "listening" in fake_stack.log("scheduler")
+    with socket.create_connection(
+        ("127.0.0.1", int(fake_stack.metrics_url("gateway").split(":")[2].split("/")[0]))
+    ):
+        pass
+
+
+def test_a_killed_component_comes_back_under_its_name(make_stack):
+    stack = make_stack(workers=1)
+    before = stack.children["worker-0"].pid
+
+    stack.kill("worker")
+    assert not lives(before)
+    stack.restart("worker")
+
+    assert stack.children["worker-0"].pid != before
+    wait_until(lambda: workers_of(stack).get("worker-0"), description="the worker is connected again")
+
+
+def test_workers_can_be_added_and_asked_to_leave(make_stack):
+    stack = make_stack(workers=1)
+
+    assert stack.add_worker() == "worker-1"
+    wait_until(lambda: workers_of(stack).get("worker-1"), description="the second worker is connected")
+    stack.terminate("worker-1")
+
+    assert stack.children["worker-1"].returncode == 0
+    stack.check()  # nobody misses a worker that left in order
+
+
+def test_a_component_that_dies_is_noticed(make_stack):
+    stack = make_stack(workers=1)
+    stack.kill("worker-0")
+
+    with pytest.raises(ChildDied, match="worker-0 was killed by SIGKILL while it was serving"):
+        stack.check()
+
+
+def test_a_stop_is_quick_and_leaves_nothing(make_stack):
+    stack = make_stack(workers=1)
+    folder, pids = stack.dir, [child.pid for child in stack.children.values()]
+    stack.pause("worker-0")  # cannot answer SIGTERM by itself
+
+    began = time.monotonic()
+    stack.stop()
+
+    assert (
+        time.monotonic() - began < 5 + 1
+    )  # the promise, and slack for a machine that is busy with other tests
+    assert not folder.exists()
+    assert not any(lives(pid) for pid in pids)
+
+
+def test_a_stop_lets_every_component_end_by_itself(make_stack):
+    stack = make_stack(workers=1)
+    children = dict(stack.children)
+
+    stack.stop()
+
+    assert {name: child.returncode for name, child in children.items()} == dict.fromkeys(children, 0)
+
+
+def test_a_component_that_cannot_start_is_named_with_its_last_words(make_stack, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("no tokenizer")
+
+    with pytest.raises(ChildDied) as caught:
+        make_stack(workers=0, tokenizer_dir=tmp_path)
+
+    message = str(caught.value)
+    assert message.startswith("gateway-0 ended with exit code 1 before it was ready. Its last words:")
+    assert str(tmp_path) in message
+
+
+def test_a_port_in_use_is_said_before_anything_starts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        stack = LocalStack(ports=Ports(gateway=port, scheduler=0, metrics=None))
+
+        with pytest.raises(
+            StartupError, match=f"port {port} is in use: .*choose another with --gateway-port"
+        ):
+            stack.start()
+
+    assert not stack.children
+
+
+def test_a_model_directory_that_does_not_exist_is_said_before_anything_starts(tmp_path):
+    with pytest.raises(StartupError, match=r"--target .* does not exist"):
+        LocalStack(target=tmp_path / "nothing").start()
+
+
+PROGRAM = """
+import sys, time
+from laps_sd.local import LocalStack
+stack = LocalStack(workers=1, engine="fake").start()
+print(stack.dir, *(child.pid for child in stack.children.values()), flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_children_die_with_a_parent_that_was_killed():
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": root},
+    ) as parent:
+        folder, *pids = parent.stdout.readline().split()
+        assert len(pids) == 4
+        parent.kill()
+    try:
+        wait_until(lambda: not any(lives(int(pid)) for pid in pids), description="every child is gone")
+    finally:
+        subprocess.run(["rm", "-r", folder], check=True)
+
+
+def test_up_shows_the_demo_prompt_and_stops_on_ctrl_c():
+    root = str(Path(__file__).parents[2])
+    gateway = free_port()
+    command = [sys.executable, "-m", "laps_sd", "up", "--engine", "fake", "--gateway-port", str(gateway)]
+    with subprocess.Popen(
+        [*command, "--scheduler-port", "0", "--metrics-port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": root},
+    ) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "Ctrl-C stops everything" in line:
+                break
+        assert is_serving(f"127.0.0.1:{gateway}")
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(10) == 0, said
+        assert process.stdout.read().strip()
+    shown = "".join(lines)
+    assert "-- length: " in shown
+    assert f"gRPC 127.0.0.1:{gateway}" in shown
+    assert not is_serving(f"127.0.0.1:{gateway}")

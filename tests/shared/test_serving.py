@@ -1,0 +1,470 @@
+"""The server that all services share: errors, unreadable bytes, health, reflection, the stop in two stages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from laps_sd import errors
+from laps_sd.serving import ServiceApp, ServingSettings, StartupError, TaskFailed
+from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, inference_pb2_grpc
+from laps_sd.wire import Tls, make_channel
+from tests.helpers import wait_until_async
+
+
+class Scripted(inference_pb2_grpc.InferenceServicer):
+    """Does what the model name says."""
+
+    def __init__(self) -> None:
+        self.cleaned_up = asyncio.Event()
+
+    async def Generate(self, request, context):
+        match request.model:
+            case "invalid":
+                raise errors.InvalidArgument("sampling.max_tokens", "must be at most 4096, got 9000")
+            case "full":
+                raise errors.ResourceExhausted("the queue is full", retry_after_s=2.5)
+            case "bug":
+                raise ZeroDivisionError("secret text of a prompt")
+            case "own abort":
+                await context.abort(grpc.StatusCode.DATA_LOSS, "the handler's own words")
+            case "slow":
+                await asyncio.sleep(0.5)
+        return inference_pb2.GenerateResponse(text="done")
+
+    async def GenerateStream(self, request, context):
+        yield inference_pb2.GenerateEvent(delta=inference_pb2.Delta(text="a"))
+        match request.model:
+            case "missing":
+                raise errors.NotFound("request s0.x is unknown")
+            case "bug":
+                raise ZeroDivisionError
+            case "endless":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.cleaned_up.set()
+
+    async def Resume(self, request, context):
+        """The other style of streaming: a coroutine that writes."""
+        await context.write(inference_pb2.GenerateEvent(delta=inference_pb2.Delta(text="b")))
+        raise errors.NotFound("request s0.y is unknown")
+
+
+class Echo(gateway_link_pb2_grpc.GatewayLinkServicer):
+    """Answers each heartbeat with itself."""
+
+    async def Connect(self, request_iterator, context):
+        async for message in request_iterator:
+            yield gateway_link_pb2.GatewayLinkReply(leader_epoch="1", heartbeat=message.heartbeat)
+
+
+def settings(**overrides) -> ServingSettings:
+    return ServingSettings(
+        **{"grpc_host": "127.0.0.1", "grpc_port": 0, "metrics_port": None, "drain_s": 1.0} | overrides
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(*interceptors, **overrides) -> AsyncIterator[tuple[ServiceApp, Scripted, grpc.aio.Channel]]:
+    app = ServiceApp("test", settings(**overrides), interceptors=interceptors)
+    scripted = Scripted()
+    inference_pb2_grpc.add_InferenceServicer_to_server(scripted, app.server)
+    gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(Echo(), app.server)
+    app.names += ["laps_sd.v1.Inference", "laps_sd.v1.GatewayLink"]
+    await app.start()
+    try:
+        async with make_channel(f"127.0.0.1:{app.port}") as channel:
+            yield app, scripted, channel
+    finally:
+        await app.stop()
+
+
+async def failure(call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_an_error_of_ours_becomes_its_status_with_details():
+    async with running() as (_, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        error = await failure(stub.Generate(inference_pb2.GenerateRequest(model="invalid")))
+
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "sampling.max_tokens must be at most 4096, got 9000"
+        packed = status_pb2.Status.FromString(dict(error.trailing_metadata())[errors.DETAILS_KEY]).details[0]
+        detail = error_details_pb2.BadRequest()
+        assert packed.Unpack(detail)
+        assert [v.field for v in detail.field_violations] == ["sampling.max_tokens"]
+
+
+async def test_a_full_queue_says_when_to_come_again():
+    async with running() as (_, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        error = await failure(stub.Generate(inference_pb2.GenerateRequest(model="full")))
+
+        assert errors.retry_after_s(error) == 2.5
+        assert errors.describe(error) == "RESOURCE_EXHAUSTED: the queue is full (try again in 2.5 s)"
+
+
+async def test_a_bug_is_internal_and_tells_nothing_of_its_cause():
+    async with running() as (_, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        error = await failure(stub.Generate(inference_pb2.GenerateRequest(model="bug")))
+
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in error.details()
+
+
+async def test_a_handlers_own_abort_passes():
+    async with running() as (_, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        error = await failure(stub.Generate(inference_pb2.GenerateRequest(model="own abort")))
+
+        assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "the handler's own words")
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "code"),
+    [
+        ("GenerateStream", "missing", grpc.StatusCode.NOT_FOUND),
+        ("GenerateStream", "bug", grpc.StatusCode.INTERNAL),
+        ("Resume", "", grpc.StatusCode.NOT_FOUND),
+    ],
+)
+async def test_a_stream_delivers_what_it_had_and_then_its_error(method, model, code):
+    async with running() as (_, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = (
+            inference_pb2.ResumeRequest()
+            if method == "Resume"
+            else inference_pb2.GenerateRequest(model=model)
+        )
+        received = []
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for event in getattr(stub, method)(request):
+                received.append(event)
+
+        assert len(received) == 1
+        assert caught.value.code() is code
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_stream"])
+async def test_bytes_that_are_no_message_are_an_invalid_argument(kind):
+    method = {
+        "unary_unary": "/laps_sd.v1.Inference/Generate",
+        "unary_stream": "/laps_sd.v1.Inference/GenerateStream",
+        "stream_stream": "/laps_sd.v1.GatewayLink/Connect",
+    }[kind]
+    async with running() as (_, _, channel):
+        raw = getattr(channel, kind)(method)  # no serializer: bytes go out as they are
+
+        async def garbage():
+            yield b"\xff\xff\xff"
+
+        call = raw(garbage() if kind == "stream_stream" else b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            if kind == "unary_unary":
+                await call
+            else:
+                async for _ in call:
+                    pass
+
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_unknown_method_is_unimplemented():
+    async with running() as (_, _, channel):
+        error = await failure(channel.unary_unary("/laps_sd.v1.Inference/Nonsense")(b""))
+
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+class Turnstile(grpc.aio.ServerInterceptor):
+    """Lets every second call in."""
+
+    def __init__(self):
+        self.calls = 0
+
+    async def intercept_service(self, continuation, details):
+        self.calls += 1
+        if self.calls % 2:
+            raise errors.Unauthenticated("no key")
+        return await continuation(details)
+
+
+async def test_an_interceptor_of_a_service_judges_each_call():
+    async with running(Turnstile()) as (_, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest()
+        for _ in range(2):
+            error = await failure(stub.Generate(request))
+            assert (error.code(), error.details()) == (grpc.StatusCode.UNAUTHENTICATED, "no key")
+            assert (await stub.Generate(request)).text == "done"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GenerateStream(request).read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_client_that_leaves_runs_the_handlers_clean_up():
+    async with running() as (app, scripted, channel):
+        call = inference_pb2_grpc.InferenceStub(channel).GenerateStream(
+            inference_pb2.GenerateRequest(model="endless")
+        )
+        await call.read()
+        assert app.guard.active == 1
+
+        call.cancel()
+
+        await asyncio.wait_for(scripted.cleaned_up.wait(), 5)
+        await asyncio.wait_for(app.guard.wait_idle(), 5)
+
+
+async def test_a_bidirectional_stream_flows():
+    async with running() as (_, _, channel):
+        call = gateway_link_pb2_grpc.GatewayLinkStub(channel).Connect()
+        for number in (1, 2):
+            await call.write(
+                gateway_link_pb2.GatewayMessage(heartbeat=gateway_link_pb2.Heartbeat(sent_ms=number))
+            )
+            assert (await call.read()).heartbeat.sent_ms == number
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+
+
+async def check(channel, name: str) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+
+async def test_health_follows_readiness_and_liveness_does_not():
+    async with running() as (app, _, channel):
+        names = ["", "readiness", "laps_sd.v1.Inference"]
+        assert [await check(channel, name) for name in names] == [
+            health_pb2.HealthCheckResponse.NOT_SERVING
+        ] * 3
+        assert await check(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+
+        app.set_ready(True)
+
+        for name in names:
+            await wait_until_async(
+                lambda name=name: _is_serving(channel, name), description=f"health of {name!r} is SERVING"
+            )
+
+
+async def _is_serving(channel, name):
+    return await check(channel, name) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_lists_the_services():
+    async with running() as (_, _, channel):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        reply = await call.read()
+        call.cancel()
+
+        names = {service.name for service in reply.list_services_response.service}
+        assert {"laps_sd.v1.Inference", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_stop_lets_calls_end():
+    async with running(drain_s=5.0) as (app, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        call = stub.Generate(inference_pb2.GenerateRequest(model="slow"))
+        await wait_until_async(lambda: app.guard.active == 1, description="the call is in progress")
+
+        await app.stop()
+
+        assert (await call).text == "done"
+
+
+async def test_a_stop_cuts_off_what_does_not_end_and_is_not_held_up_by_a_health_watch():
+    async with running(drain_s=0.3) as (app, scripted, channel):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        call = inference_pb2_grpc.InferenceStub(channel).GenerateStream(
+            inference_pb2.GenerateRequest(model="endless")
+        )
+        await call.read()
+
+        await app.stop()
+
+        assert scripted.cleaned_up.is_set()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await call.read()
+
+
+async def test_the_drain_of_a_service_runs_while_calls_are_still_taken():
+    async with running(drain_s=5.0) as (app, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        seen = []
+
+        async def drain():
+            assert await check(channel, "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
+            seen.append((await stub.Generate(inference_pb2.GenerateRequest())).text)
+
+        await app.stop(drain)
+
+        assert seen == ["done"]
+
+
+async def test_a_task_that_fails_ends_the_service():
+    async with running() as (app, _, _):
+
+        async def breaks():
+            raise ValueError("broken")
+
+        app.spawn(breaks(), name="pump")
+
+        with pytest.raises(TaskFailed, match="The task 'pump' ended: ValueError"):
+            await app.run()
+
+
+async def test_a_port_in_use_is_one_sentence():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        app = ServiceApp("test", settings(grpc_port=port))
+
+        with pytest.raises(StartupError, match=f"The gRPC port {port} on 127.0.0.1 cannot be opened"):
+            await app.start()
+        await app.stop()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Path:
+    """A CA, and a certificate of it for 127.0.0.1 that serves both ends."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+
+    def run(*arguments: str) -> None:
+        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    run("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test ca", "-days", "2")
+    run("req", *key, "-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=test")
+    (folder / "extra").write_text("subjectAltName=IP:127.0.0.1")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extra")
+    run("x509", "-req", "-in", "request.pem", *signed, "-out", "cert.pem")
+    return folder
+
+
+async def test_with_a_client_ca_only_callers_with_a_certificate_get_in(certificates):
+    ca, cert, key = (certificates / name for name in ("ca.pem", "cert.pem", "key.pem"))
+    async with running(tls_cert=cert, tls_key=key, tls_client_ca=ca) as (app, _, _):
+        address = f"127.0.0.1:{app.port}"
+        async with make_channel(address, Tls(ca=ca, cert=cert, key=key)) as known:
+            assert (
+                await inference_pb2_grpc.InferenceStub(known).Generate(inference_pb2.GenerateRequest())
+            ).text == "done"
+        async with make_channel(address, Tls(ca=ca)) as stranger:
+            error = await failure(
+                inference_pb2_grpc.InferenceStub(stranger).Generate(inference_pb2.GenerateRequest())
+            )
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_tls_file_that_is_missing_is_one_sentence(tmp_path):
+    app = ServiceApp("test", settings(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"))
+
+    with pytest.raises(StartupError, match=r"The TLS file .*cert.pem cannot be read: No such file"):
+        await app.start()
+    await app.stop()
+
+
+PROGRAM = """
+import asyncio
+from laps_sd.serving import *
+
+async def serve(settings):
+    app = ServiceApp("test", settings)
+    await app.start()
+    print(app.port, flush=True)
+    async def drain():
+        print("draining", flush=True)
+        await asyncio.sleep(30 if settings.drain_s > 5 else 0)
+    app.set_ready(True)
+    await app.run(drain)
+
+main("test", ServingSettings, serve)
+"""
+
+
+def start(**variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "LAPS_SD_GRPC_HOST": "127.0.0.1",
+        "LAPS_SD_GRPC_PORT": "0",
+        "LAPS_SD_METRICS_PORT": "",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains_and_the_process_ends_well(number):
+    with start(LAPS_SD_DRAIN_S="1") as process:
+        assert process.stdout.readline().strip().isdigit()
+        process.send_signal(number)
+        assert process.stdout.readline() == "draining\n"
+        assert process.wait(10) == 0
+
+
+def test_the_second_signal_leaves_at_once():
+    with start(LAPS_SD_DRAIN_S="30") as process:
+        assert process.stdout.readline().strip().isdigit()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "draining\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+
+
+def test_wrong_settings_are_sentences_and_exit_code_2():
+    with start(LAPS_SD_DRAIN_S="-3", LAPS_SD_GRPC_PORT="many") as process:
+        assert process.wait(20) == 2
+        assert (
+            process.stderr.read() == "laps-sd test: LAPS_SD_GRPC_PORT must be a whole number, got 'many'.\n"
+        )
+
+
+def test_a_port_in_use_is_exit_code_1_and_one_sentence():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with start(LAPS_SD_GRPC_PORT=str(port)) as process:
+            assert process.wait(20) == 1
+            lines = process.stderr.read().splitlines()
+
+    sentence = f"The gRPC port {port} on 127.0.0.1 cannot be opened: Address already in use; "
+    assert lines == [f"laps-sd test: {sentence}choose another with LAPS_SD_GRPC_PORT."]

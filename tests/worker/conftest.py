@@ -1,0 +1,35 @@
+"""Fixtures of the worker's tests. The device is taken from LAPS_SD_TEST_DEVICE (default: cpu)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return os.environ.get("LAPS_SD_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Bits and times are those of one thread, whatever the machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny random target, and a draft that agrees with it about half of the time."""
+    from tests.worker.pairs import llama_config, write_draft_of, write_model
+
+    root = tmp_path_factory.mktemp("pair")
+    target = write_model(root / "target", llama_config(), seed=0)
+    return target, write_draft_of(target, root / "draft", noise=0.25, seed=1)

@@ -1,0 +1,72 @@
+"""Plain decoding by transformers, one token at a time, and the sampling rule written a second time, for comparison."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from worker_svc.engine import counter
+from worker_svc.engine.interface import Sampling, Specification
+from worker_svc.engine.noise import Noise
+from worker_svc.engine.sampling import margin
+
+MARGIN = 1e-4  # below this, two arithmetics may disagree about which token is best
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, position: int, noise: Noise) -> int:
+    """The sampling rule in double precision, straight from its definition. `logits` [vocab]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    gumbel = noise.gumbel([counter.row_key(sampling.seed, position)])[0].double().cpu()
+    scores = logits.double().cpu() / sampling.temperature
+    order = sorted(range(len(scores)), key=lambda i: -float(scores[i]))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1:
+        weights = [math.exp(float(scores[i] - scores[order[0]])) for i in order]
+        reached, kept = 0.0, 0
+        while reached < sampling.top_p * sum(weights) and kept < len(order):
+            reached += weights[kept]
+            kept += 1
+        order = order[:kept]
+    return max(order, key=lambda i: float(scores[i] + gumbel[i]))
+
+
+@dataclass
+class PlainText:
+    """The output of plain decoding and how close each choice was."""
+
+    tokens: list[int]
+    margins: list[float]  # smaller of gap and boundary, per token
+
+
+class PlainDecoder:
+    """An ordinary forward with an ordinary cache: float32, batch 1, one token per forward."""
+
+    def __init__(self, directory: str, device: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
+        self.noise = Noise(self.model.config.vocab_size, device)
+        self.device = device
+
+    @torch.inference_mode()
+    def decode(self, spec: Specification, eos_ids: frozenset[int] = frozenset()) -> PlainText:
+        cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([[*spec.prompt_ids, *spec.committed_ids]], device=self.device)
+        text = PlainText(list(spec.committed_ids), [])
+        while len(text.tokens) < spec.max_tokens:
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float()
+            position = len(text.tokens)
+            row = None
+            if spec.sampling.temperature > 0:
+                row = self.noise.gumbel([counter.row_key(spec.sampling.seed, position)])[0]
+            near = margin(logits, spec.sampling, row)
+            token = choose(logits, spec.sampling, position, self.noise)
+            text.tokens.append(token)
+            text.margins.append(min(near.gap, near.boundary))
+            if token in eos_ids and not spec.ignore_eos:
+                break
+            ids = torch.tensor([[token]], device=self.device)
+        return text

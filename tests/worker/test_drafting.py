@@ -1,0 +1,97 @@
+"""Draft lengths: as long as proposals pay, no longer, and not at all where they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker_svc.engine.drafting import PROBE_AFTER, Acceptance, CostTable, DraftLengths
+
+
+def lengths_for(*, verify: CostTable, step: CostTable, **more: int | None) -> DraftLengths:
+    return DraftLengths(8, verify=verify, step=step, **more)  # type: ignore[arg-type]
+
+
+MEMORY_BOUND = {"verify": CostTable([1, 1000], [1.0, 1.1]), "step": CostTable([1, 1000], [0.05, 0.05])}
+COMPUTE_BOUND = {
+    "verify": CostTable([1, 1001], [0.001, 1.001]),
+    "step": CostTable([1, 1001], [0.0005, 0.5005]),
+}
+
+
+def experienced(accepted: int, tested: int) -> Acceptance:
+    acceptance = Acceptance()
+    for i in range(tested):
+        acceptance.observe(int(i < accepted), 1)
+    return acceptance
+
+
+def test_cheap_rows_and_good_acceptance_draft_long() -> None:
+    assert min(lengths_for(**MEMORY_BOUND).lengths([experienced(95, 100)] * 2, [8, 8])) >= 6
+
+
+def test_rows_that_cost_as_much_as_tokens_do_not_draft() -> None:
+    """Each row costs what a plain token costs, and the draft half as much on top: a proposal never pays."""
+    assert lengths_for(**COMPUTE_BOUND).lengths([experienced(70, 100)] * 16, [8] * 16) == [0] * 16
+
+
+def test_a_request_that_accepts_more_drafts_more() -> None:
+    good, bad = experienced(190, 200), experienced(20, 200)
+    costs = {"verify": CostTable([1, 101], [0.5, 3.0]), "step": CostTable([1, 101], [0.05, 0.5])}
+    long, short = lengths_for(**costs).lengths([good, bad], [8, 8])
+    assert long > short
+
+
+def test_caps_hold() -> None:
+    assert lengths_for(**MEMORY_BOUND).lengths([experienced(9, 10)] * 3, [0, 2, 100])[:2] == [0, 2]
+    assert max(lengths_for(**MEMORY_BOUND).lengths([experienced(99, 100)], [100])) <= 8
+
+
+def test_a_fixed_length_is_fixed() -> None:
+    assert lengths_for(**COMPUTE_BOUND, fixed=3).lengths([Acceptance()] * 3, [8, 2, 0]) == [3, 2, 0]
+
+
+def test_nobody_to_draft_for() -> None:
+    assert lengths_for(**MEMORY_BOUND).lengths([], []) == []
+
+
+def test_a_silent_request_is_probed() -> None:
+    silent = experienced(1, 200)
+    for _ in range(PROBE_AFTER):
+        silent.observe(0, 0)
+    assert lengths_for(**COMPUTE_BOUND).lengths([silent, experienced(1, 200)], [8, 8]) == [1, 0]
+
+
+def test_small_differences_change_nothing() -> None:
+    """The length of the last round stays while another promises less than the hysteresis."""
+    chooser = lengths_for(**MEMORY_BOUND)
+    request = experienced(80, 100)
+    before = chooser.lengths([request], [8])
+    for accepted in (1, 1, 1, 0):
+        request.observe(accepted, 1)
+        assert chooser.lengths([request], [8]) == before
+
+
+def test_a_request_without_evidence_is_taken_for_the_others_mean() -> None:
+    chooser = lengths_for(**MEMORY_BOUND)
+    for _ in range(400):
+        chooser.observe_acceptance(Acceptance(), 1, 5)
+    assert chooser.rate(Acceptance()) == pytest.approx(0.2, abs=0.02)
+    assert chooser.rate(experienced(100, 100)) > 0.7
+
+
+def test_costs_follow_the_measurements_and_not_one_accident() -> None:
+    table = CostTable([1, 11], [1.0, 2.0])
+    assert table(6) == pytest.approx(1.5)
+    assert table(21) == pytest.approx(3.0)
+    table.observe(6, 1500.0)
+    assert table(6) < 1.7
+    assert table(11) > 2.0, "the rest of the table moves along a little"
+    for _ in range(200):
+        table.observe(6, 3.0)
+    assert table(6) == pytest.approx(3.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("counts", "seconds"), [([], []), ([2, 1], [1.0, 1.0]), ([1], [1.0, 2.0])])
+def test_a_cost_table_must_make_sense(counts: list[int], seconds: list[float]) -> None:
+    with pytest.raises(ValueError, match="cost table"):
+        CostTable(counts, seconds)

@@ -1,0 +1,394 @@
+"""The contract of interface.Engine, held by the real engine and the fake alike, and what only the real one has."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from tests.worker.drive import finish_all, rotate
+from tests.worker.pairs import VOCAB
+from worker_svc.engine.engine import SpeculativeEngine, load_engine
+from worker_svc.engine.interface import (
+    Engine,
+    FinishReason,
+    OutOfBlocks,
+    Residency,
+    Sampling,
+    Specification,
+    UnknownRequest,
+    blocks_needed,
+)
+from worker_svc.fake import FakeEngine
+
+Make = Callable[..., Engine]
+
+
+def decode(ids: Any) -> str:
+    return "".join(f" w{i}" for i in ids)[1:]
+
+
+@pytest.fixture(scope="module")
+def spoken_pair(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The pair, with a tokenizer whose token i reads " w{i}"."""
+    root = tmp_path_factory.mktemp("spoken")
+    directories = tuple(Path(shutil.copytree(source, root / source.name)) for source in pair)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    for directory in directories:
+        tokenizer.save(str(directory / "tokenizer.json"))
+    return directories[0], directories[1]
+
+
+@pytest.fixture(params=["real", "fake"])
+def make(request: pytest.FixtureRequest, spoken_pair: tuple[Path, Path], device: str) -> Make:
+    def build(**options: Any) -> Engine:
+        options = {
+            "slots": 4,
+            "blocks": 64,
+            "block_size": 4,
+            "max_length": 128,
+            "max_draft_len": 4,
+            "draft_len": 3,
+            **options,
+        }
+        if request.param == "real":
+            host_tokens = options.pop("host_tokens", None)
+            if host_tokens is not None:
+                options["host_bytes"] = (
+                    host_tokens * 2 * 4 * 2 * 16 * (2 + 2)
+                )  # float32, 2 heads of 16, 2 layers in either model
+            return load_engine(*spoken_pair, device=device, **options)
+        blocks = options.pop("blocks")
+        return FakeEngine(target_blocks=blocks, vocab_size=VOCAB, eos_id=1, decode=decode, **options)
+
+    return build
+
+
+def spec(name: str = "a", **changes: Any) -> Specification:
+    values: dict[str, Any] = {
+        "request_id": name, "prompt_ids": (5, 6, 7, 8, 9), "committed_ids": (), "sampling": Sampling(0.8, seed=3), "max_tokens": 12,
+        "ignore_eos": True,
+    }  # fmt: skip
+    return Specification(**{**values, **changes})
+
+
+def test_an_engine_is_an_engine(make: Make) -> None:
+    engine = make()
+    assert isinstance(engine, Engine)
+    assert engine.capacity.target_blocks == engine.capacity.draft_blocks == 64
+    assert engine.fingerprint
+
+
+def test_add_allocates_nothing(make: Make) -> None:
+    engine = make()
+    engine.add(spec())
+    assert engine.known() == {"a"}
+    status = engine.status("a")
+    assert (status.residency, status.tokens, status.target_blocks, status.draft_blocks) == (
+        Residency.NONE,
+        5,
+        0,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_ids": ()}, "prompt_ids must hold"),
+        ({"prompt_ids": (VOCAB,)}, f"prompt_ids must be token ids from 0 to {VOCAB - 1}"),
+        ({"prompt_ids": (-1,)}, "prompt_ids"),
+        ({"committed_ids": (VOCAB,)}, "committed_ids"),
+        ({"committed_ids": (1,) * 12}, "committed_ids holds 12 tokens, max_tokens allows 12"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        (
+            {"max_tokens": 124},
+            "max_tokens: 5 prompt tokens and 124 output tokens exceed the longest context of 128",
+        ),
+        ({"sampling": Sampling(-1.0)}, "sampling.temperature"),
+        ({"sampling": Sampling(float("nan"))}, "sampling.temperature"),
+        ({"sampling": Sampling(1.0, top_p=0.0)}, "sampling.top_p"),
+        ({"sampling": Sampling(1.0, top_k=-1)}, "sampling.top_k"),
+        ({"sampling": Sampling(1.0, seed=2**64)}, "sampling.seed"),
+        ({"stop": ("",)}, "stop strings must have 1 to"),
+        ({"stop": ("x",) * 17}, "stop holds 17 strings"),
+        ({"max_draft_len": -1}, "max_draft_len"),
+        ({"request_id": ""}, "request_id"),
+    ],
+)
+def test_bad_specifications_name_the_field_and_the_limit(
+    make: Make, changes: dict[str, Any], words: str
+) -> None:
+    engine = make()
+    with pytest.raises(ValueError, match=words):
+        engine.add(replace(spec(), **changes))
+    assert not engine.known()
+
+
+def test_what_can_never_fit_the_pool_is_refused_at_once(make: Make) -> None:
+    with pytest.raises(ValueError, match="do not fit the target KV pool of 4 blocks of 4"):
+        make(blocks=4).add(spec())
+    make(blocks=5).add(spec())
+
+
+def test_an_id_is_added_once(make: Make) -> None:
+    engine = make()
+    engine.add(spec())
+    with pytest.raises(ValueError, match="known already"):
+        engine.add(spec())
+
+
+def test_runs_that_make_no_sense(make: Make) -> None:
+    engine = make(slots=2)
+    for name in "abc":
+        engine.add(spec(name))
+    with pytest.raises(UnknownRequest, match="unknown request 'z'"):
+        engine.round(["a", "z"])
+    with pytest.raises(ValueError, match="twice"):
+        engine.round(["a", "a"])
+    with pytest.raises(ValueError, match="2 slots"):
+        engine.round(["a", "b", "c"])
+    for call in (engine.status, engine.evict, engine.swap_out):
+        with pytest.raises(UnknownRequest):
+            call("z")
+    engine.drop("z")
+    assert engine.round([]).requests == ()
+
+
+def test_a_finished_request_stays_known_without_kv_until_it_is_dropped(make: Make) -> None:
+    engine = make()
+    engine.add(spec(max_tokens=1))
+    (report,) = engine.round(["a"]).requests
+    assert (report.position, len(report.tokens), report.finish) == (0, 1, FinishReason.LENGTH)
+    status = engine.status("a")
+    assert (status.residency, status.tokens, status.target_blocks, status.draft_blocks) == (
+        Residency.NONE,
+        6,
+        0,
+        0,
+    )
+    with pytest.raises(ValueError, match="has finished"):
+        engine.round(["a"])
+    engine.drop("a")
+    assert not engine.known()
+
+
+def test_the_first_round_prefills_and_gives_the_first_token(make: Make) -> None:
+    engine = make()
+    engine.add(spec())
+    (report,) = engine.round(["a"]).requests
+    assert (report.prefilled, len(report.tokens), report.drafted) == (5, 1, 0)
+    (report,) = engine.round(["a"]).requests
+    assert (report.prefilled, report.position, report.drafted) == (0, 1, 3)
+
+
+def test_prefill_shares_one_budget_in_rank_order(make: Make) -> None:
+    """A budget of 8 for contexts of 5, 6 and 7 tokens: the first is done at once, the second needs two rounds, the third three."""
+    engine = make(prefill_chunk=8)
+    for name, length in (("a", 5), ("b", 6), ("c", 7)):
+        engine.add(spec(name, prompt_ids=tuple(range(2, 2 + length))))
+    chunks = [
+        [(r.prefilled, len(r.tokens)) for r in engine.round(["a", "b", "c"]).requests] for _ in range(3)
+    ]
+    assert chunks[0] == [(5, 1), (3, 0), (0, 0)]
+    assert chunks[1][1:] == [(3, 1), (5, 0)]
+    assert chunks[2][2] == (2, 1)
+
+
+def test_blocks_follow_the_context(make: Make) -> None:
+    engine = make()
+    engine.add(spec())
+    while True:
+        before = engine.status("a").tokens
+        result = engine.round(["a"])
+        if result.requests[0].finish:
+            break
+        status = engine.status("a")
+        assert status.residency is Residency.DEVICE
+        assert blocks_needed(status.tokens, 1, 4) - 1 <= status.target_blocks <= blocks_needed(before, 4, 4)
+        assert status.target_blocks + result.free_target_blocks == 64
+        assert status.draft_blocks + result.free_draft_blocks == 64
+    assert result.free_target_blocks == result.free_draft_blocks == 64
+
+
+@pytest.mark.parametrize("how", ["swap", "evict"])
+def test_out_of_blocks_changes_nothing(make: Make, how: str) -> None:
+    """Three requests of 5 blocks in a pool of 8: the round that cannot be is refused, and goes on when one has left."""
+    engine = make(blocks=8)
+    for name in "abc":
+        engine.add(spec(name, sampling=Sampling(0.8, seed=ord(name)), prompt_ids=(5, 6, 7, 8, 9, 10, 11)))
+    output: dict[str, list[int]] = {name: [] for name in "abc"}
+
+    def run(names: str) -> None:
+        for report in engine.round(list(names)).requests:
+            output[report.request_id].extend(report.tokens)
+
+    run("ab")
+    before = [engine.status(name) for name in "abc"]
+    with pytest.raises(OutOfBlocks, match="pool has"):
+        for _ in range(9):
+            before = [engine.status(name) for name in "abc"]
+            run("abc")
+    assert [engine.status(name) for name in "abc"] == before
+    engine.check()  # type: ignore[attr-defined]
+    for name in "ab":
+        if how == "swap":
+            assert engine.swap_out(name)
+            assert engine.status(name).residency is Residency.HOST
+        else:
+            engine.evict(name)
+            assert engine.status(name).residency is Residency.NONE
+    for name in "cab":
+        while len(output[name]) < 12:
+            run(name)
+        engine.drop(name)
+    alone = make()
+    expected, *_ = finish_all(
+        alone,
+        [spec(n, sampling=Sampling(0.8, seed=ord(n)), prompt_ids=(5, 6, 7, 8, 9, 10, 11)) for n in "abc"],
+    )
+    assert output == expected
+
+
+def test_swapping_out_is_refused_when_the_host_is_full(make: Make) -> None:
+    engine = make(host_tokens=20)
+    for name in "ab":
+        engine.add(spec(name, prompt_ids=tuple(range(2, 12))))
+    for _ in range(2):  # the draft has its KV after the second
+        engine.round(["a", "b"])
+    assert engine.swap_out("a")
+    assert not engine.swap_out("b")
+    assert engine.status("b").residency is Residency.DEVICE
+    assert engine.swap_out("a"), "nothing to do is no failure"
+    engine.drop("a")
+    assert engine.swap_out("b")
+    (report,) = engine.round(["b"]).requests
+    assert report.prefilled == 0, "its KV came back"
+    assert report.tokens
+
+
+def test_an_evicted_request_is_prefilled_again(make: Make) -> None:
+    engine = make()
+    engine.add(spec())
+    for _ in range(3):
+        engine.round(["a"])
+    tokens = engine.status("a").tokens
+    engine.evict("a")
+    assert engine.status("a") == replace(
+        engine.status("a"), residency=Residency.NONE, tokens=tokens, target_blocks=0, draft_blocks=0
+    )
+    (report,) = engine.round(["a"]).requests
+    assert (report.prefilled, len(report.tokens)) == (tokens, 1)
+
+
+@pytest.mark.parametrize(
+    ("cap", "drafted"), [(0, {0}), (1, {0, 1}), (None, {0, 1, 2, 3}), (100, {0, 1, 2, 3})]
+)
+def test_a_request_caps_its_own_drafts(make: Make, cap: int | None, drafted: set[int]) -> None:
+    _, _, reports = finish_all(make(), [spec(max_draft_len=cap)])
+    assert {report.drafted for report in reports} <= drafted
+    assert max(report.drafted for report in reports) == max(drafted)
+
+
+def test_drafts_do_not_go_beyond_max_tokens(make: Make) -> None:
+    for max_tokens in range(1, 9):
+        output, last, reports = finish_all(make(), [spec(max_tokens=max_tokens)])
+        assert len(output["a"]) == max_tokens
+        assert last["a"].finish is FinishReason.LENGTH
+        assert all(report.position + report.drafted < max_tokens for report in reports)
+
+
+def test_a_stop_string_ends_the_text(make: Make) -> None:
+    """Text is cut where the first stop string begins; tokens up to the one that completes it are reported."""
+    whole, *_ = finish_all(make(), [spec(max_tokens=30)])
+    text = decode(whole["a"])
+    for begin, end in ((9, 14), (17, 19), (30, 44)):
+        stop = text[begin:end]
+        output, last, _ = finish_all(make(), [spec(max_tokens=30, stop=("never this", stop))])
+        tokens, report = output["a"], last["a"]
+        assert report.finish is FinishReason.STOP_SEQUENCE
+        assert tokens == whole["a"][: len(tokens)]
+        seen = decode(tokens)
+        assert seen[: len(seen) - report.cut_characters] == text[: text.find(stop)]
+        assert stop not in decode(tokens[:-1])
+
+
+def test_eos_ends_the_text_unless_it_is_ignored(spoken_pair: tuple[Path, Path], device: str) -> None:
+    """Token 1 is EOS. Of 40 seeds some meet it; their text is the beginning of the one that ignores it."""
+    specs = [spec(f"r{n}", sampling=Sampling(1.2, seed=n), max_tokens=60) for n in range(40)]
+    engine = load_engine(*spoken_pair, device=device, slots=16, max_length=128, draft_len=4)
+    free, *_ = finish_all(engine, specs)
+    ended, last, _ = finish_all(engine, [replace(s, ignore_eos=False) for s in specs])
+    stopped = [name for name, report in last.items() if report.finish is FinishReason.STOP]
+    assert len(stopped) > 5
+    for name, tokens in ended.items():
+        assert tokens == free[name][: len(tokens)]
+        assert (1 in tokens) == (name in stopped) == (len(tokens) < 60 or tokens[-1] == 1)
+        assert 1 not in tokens[:-1]
+
+
+def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], device: str) -> None:
+    """Not-a-number in one request's logits is its own error; the others never notice."""
+    engine = load_engine(*pair, device=device, slots=3, max_length=64, draft_len=2)
+    healthy = [spec("a", prompt_ids=(5, 6)), spec("b", prompt_ids=(7, 8, 9))]
+    expected, *_ = finish_all(engine, healthy)
+    poisoned = VOCAB - 1
+    assert all(poisoned not in tokens for tokens in expected.values())
+    with torch.no_grad():
+        engine._target.model.get_input_embeddings().weight[poisoned] = float("nan")
+    output, last, _ = finish_all(
+        engine, [healthy[0], spec("bad", prompt_ids=(4, poisoned, 3, 2)), healthy[1]]
+    )
+    assert last["bad"].finish is FinishReason.ERROR
+    assert last["bad"].error == "the target's logits are not finite"
+    assert output["bad"] == []
+    assert {name: output[name] for name in "ab"} == expected
+    assert all(pool._storage.isfinite().all() for pool in engine._pools)
+
+
+def test_stop_strings_need_a_tokenizer(pair: tuple[Path, Path]) -> None:
+    engine = load_engine(pair[0], max_length=64)
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
+        engine.add(spec(stop=("x",)))
+
+
+def test_automatic_lengths_say_the_same(pair: tuple[Path, Path], device: str) -> None:
+    """draft_len "auto", with requests that come, pause and go."""
+    texts = []
+    for draft_len in ("auto", 0):
+        engine = load_engine(*pair, device=device, slots=4, max_length=128, draft_len=draft_len)  # type: ignore[arg-type]
+        specs = [spec(f"r{n}", sampling=Sampling(0.7, seed=n), max_tokens=40) for n in range(10)]
+        texts.append(finish_all(engine, specs, rotate("keep"))[0])
+    assert texts[0] == texts[1]
+
+
+def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
+    """The KV that comes back is bit for bit the KV that left, also when it lies in other blocks."""
+    engine: SpeculativeEngine = load_engine(
+        *pair, device=device, slots=2, blocks=40, block_size=4, max_length=64, draft_len=2
+    )
+    for name in "ab":
+        engine.add(spec(name, prompt_ids=tuple(range(2, 20))))
+    for _ in range(3):
+        engine.round(["a", "b"])
+    sequence = engine._sequences["a"]
+    before = [
+        pool.copy_out(place) for pool, place in zip(engine._pools, engine._places(sequence), strict=True)
+    ]
+    held = list(sequence.target.blocks)
+    assert engine.swap_out("a")
+    engine._pools[0].allocator.allocate(1)  # its old place is taken
+    engine._hold(steps := engine._steps([sequence]))
+    engine._swap_in(steps[0].sequence)
+    after = [
+        pool.copy_out(place) for pool, place in zip(engine._pools, engine._places(sequence), strict=True)
+    ]
+    assert sequence.target.blocks != held
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)

@@ -1,0 +1,217 @@
+"""Same seed, same text: whatever the draft, the draft length, the batch and the preemption, the engine says what plain decoding says.
+
+The reference is transformers with its ordinary cache, one token per forward, float32. The engine and the reference compute in different
+shapes, so their logits differ by about 1e-6; where a choice was closer than MARGIN they may part, and from there on the texts have
+nothing to do with each other. Such partings are counted and bounded. Between two runs of the engine nothing may differ at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.worker.drive import Between, everybody, finish_all, rotate
+from tests.worker.pairs import MAX_LENGTH, VOCAB
+from tests.worker.plain import MARGIN, PlainDecoder, PlainText
+from worker_svc.engine.drafting import Acceptance, DraftLengths
+from worker_svc.engine.engine import SpeculativeEngine, load_engine
+from worker_svc.engine.interface import Sampling, Specification
+
+PROMPTS = 48
+TOKENS = 40
+PARTINGS_ALLOWED = 2  # of PROMPTS: a choice closer than MARGIN comes about once in 10^4 tokens
+
+KINDS = (
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=0.8, top_p=0.9, seed=2**64 - 1),
+    Sampling(temperature=0.8, top_k=20, seed=2**63),
+    Sampling(temperature=0.8, top_p=0.95, top_k=40, seed=7),
+    Sampling(),
+)
+
+
+def specifications() -> list[Specification]:
+    rng = random.Random(0)
+    specs = []
+    for number in range(PROMPTS):
+        kind = KINDS[number % len(KINDS)]
+        sampling = Sampling(kind.temperature, kind.top_p, kind.top_k, (kind.seed + number) % 2**64)
+        length = rng.choice((1, 2, 3, 5, 8, 17, 33, 70))
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(length))
+        specs.append(
+            Specification(
+                f"r{number}", prompt, (), sampling, rng.randrange(TOKENS // 2, TOKENS + 1), ignore_eos=True
+            )
+        )
+    return specs
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path], device: str) -> dict[str, PlainText]:
+    decoder = PlainDecoder(str(pair[0]), device)
+    return {spec.request_id: decoder.decode(spec) for spec in specifications()}
+
+
+def assert_same(output: dict[str, list[int]], plain: dict[str, PlainText]) -> int:
+    """Apply the margin rule; return how many texts parted from the reference."""
+    partings = 0
+    for name, tokens in output.items():
+        expected = plain[name].tokens
+        assert len(tokens) == len(expected)
+        if tokens != expected:
+            at = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b)
+            assert plain[name].margins[at] < MARGIN, (
+                f"{name} differs at {at}, margin {plain[name].margins[at]}"
+            )
+            partings += 1
+    assert partings <= PARTINGS_ALLOWED
+    return partings
+
+
+def engine_for(
+    pair: tuple[Path, Path], device: str, slots: int, draft_len: int | None, *, chunk: int = 64
+) -> SpeculativeEngine:
+    engine = load_engine(
+        pair[0],
+        pair[1],
+        device=device,
+        slots=slots,
+        # Few enough blocks that sequences cannot all lie in one piece.
+        blocks=PROMPTS * (MAX_LENGTH // 32),
+        block_size=8,
+        max_length=MAX_LENGTH,
+        max_draft_len=5,
+        draft_len=4 if draft_len is None else draft_len,
+        prefill_chunk=chunk,
+    )
+    if draft_len is None:
+        engine.lengths = AnyLengths(5, seed=slots)
+    return engine
+
+
+class AnyLengths(DraftLengths):
+    """Another length for every request and every round, 0 among them."""
+
+    def __init__(self, max_draft_len: int, seed: int) -> None:
+        super().__init__(max_draft_len)
+        self._rng = random.Random(seed)
+
+    def lengths(self, requests: Sequence[Acceptance], caps: Sequence[int], other_rows: int = 0) -> list[int]:
+        return [self._rng.randrange(cap + 1) for cap in caps]
+
+
+CHANGING = None
+CASES: dict[str, tuple[int, int | None, Between]] = {
+    "batch 1, no draft": (1, 0, everybody),
+    "batch 1, draft 4": (1, 4, everybody),
+    "batch 8, no draft": (8, 0, everybody),
+    "batch 8, draft 2": (8, 2, everybody),
+    "batch 8, draft 4": (8, 4, everybody),
+    "batch 8, changing": (8, CHANGING, everybody),
+    "batch 1, changing, paused": (1, CHANGING, rotate("keep")),
+    "batch 1, draft 2, swapped": (1, 2, rotate("swap", 5)),
+    "batch 1, draft 4, dropped": (1, 4, rotate("evict", 7)),
+    "batch 8, changing, paused": (8, CHANGING, rotate("keep")),
+    "batch 8, changing, swapped": (8, CHANGING, rotate("swap")),
+    "batch 8, changing, dropped": (8, CHANGING, rotate("evict")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_says_what_plain_decoding_says(
+    case: str, pair: tuple[Path, Path], plain: dict[str, PlainText], device: str
+) -> None:
+    slots, draft_len, between = CASES[case]
+    output, _, reports = finish_all(engine_for(pair, device, slots, draft_len), specifications(), between)
+    assert_same(output, plain)
+    drafted = sum(report.drafted for report in reports)
+    accepted = sum(report.accepted for report in reports)
+    assert (drafted == 0) == (draft_len == 0)
+    if drafted:  # acceptance is ragged, or this test would show little
+        assert 0.1 < accepted / drafted < 0.9
+        assert len({report.accepted for report in reports if report.drafted >= 2}) >= 3
+
+
+def test_two_runs_of_the_engine_never_differ(pair: tuple[Path, Path], device: str) -> None:
+    """Deterministic mode: no margin rule between schedules."""
+    first, *_ = finish_all(engine_for(pair, device, 8, 4), specifications())
+    for slots, draft_len, between, chunk in (
+        (1, 0, everybody, 512),
+        (5, CHANGING, rotate("evict", 30), 29),
+        (8, 3, rotate("swap"), 7),
+    ):
+        other, *_ = finish_all(
+            engine_for(pair, device, slots, draft_len, chunk=chunk), specifications(), between
+        )
+        assert other == first
+
+
+def test_the_draft_does_not_matter(pair: tuple[Path, Path], device: str) -> None:
+    """No draft at all, and a draft that is the target itself: the same text; the second accepts everything it drafts."""
+    texts = []
+    for draft in (None, pair[0]):
+        engine = load_engine(
+            pair[0], draft, device=device, slots=8, max_length=MAX_LENGTH, draft_len=0 if draft is None else 4
+        )
+        output, _, reports = finish_all(engine, specifications())
+        texts.append(output)
+    assert texts[0] == texts[1]
+    drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
+    assert accepted >= 0.99 * drafted > 0
+
+
+def test_committed_tokens_continue_the_same_text(pair: tuple[Path, Path], device: str) -> None:
+    """Migration: another engine that is told the first tokens goes on with the rest."""
+    specs = specifications()
+    whole, *_ = finish_all(engine_for(pair, device, 8, 4), specs)
+    moved = [
+        Specification(
+            s.request_id,
+            s.prompt_ids,
+            tuple(whole[s.request_id][: 3 + i % 11]),
+            s.sampling,
+            s.max_tokens,
+            ignore_eos=True,
+        )
+        for i, s in enumerate(specs)
+    ]
+    continued, *_ = finish_all(engine_for(pair, device, 8, 2), moved)
+    assert continued == whole
+
+
+def test_contexts_beyond_one_tile_of_keys(pair: tuple[Path, Path], device: str) -> None:
+    """Contexts that cross 512 tokens while they are prefilled in chunks and while they grow."""
+    rng = random.Random(5)
+    specs = [
+        Specification(
+            f"l{n}",
+            tuple(rng.randrange(VOCAB) for _ in range(length)),
+            (),
+            Sampling(0.8, seed=n),
+            24,
+            ignore_eos=True,
+        )
+        for n, length in enumerate((500, 505, 510, 40, 530))
+    ]
+    decoder = PlainDecoder(str(pair[0]), device)
+    expected = {spec.request_id: decoder.decode(spec) for spec in specs}
+    outputs = []
+    for slots, chunk, draft_len in ((5, 200, 4), (2, 512, 1), (1, 90, 0)):
+        engine = load_engine(
+            pair[0],
+            pair[1],
+            device=device,
+            slots=slots,
+            max_length=640,
+            blocks=220,
+            draft_len=draft_len,
+            prefill_chunk=chunk,
+        )
+        output, *_ = finish_all(engine, specs, rotate("keep") if slots == 2 else everybody)
+        assert_same(output, expected)
+        outputs.append(output)
+    assert outputs[0] == outputs[1] == outputs[2]

@@ -1,0 +1,89 @@
+"""Deterministic mode, bit by bit: a row's logits do not depend on what else is computed, in sizes that real models have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker.pairs import llama_config, write_model
+from worker_svc.engine.attention import Piece
+from worker_svc.engine.linears import LinearStore, PackedLinear, TransposedLinear
+from worker_svc.engine.model import PackedModel, load_packed
+
+LENGTH = 600  # tokens of the text that is computed in many ways; crosses one tile of keys
+
+
+@pytest.fixture(scope="module", params=["lean", "through transformers"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> PackedModel:
+    directory = tmp_path_factory.mktemp("independence")
+    config = llama_config(hidden_size=256, intermediate_size=704, vocab_size=1024, num_hidden_layers=2)
+    write_model(directory, config, seed=0, sharpen=2.0)
+    loaded = load_packed(
+        directory,
+        role="target",
+        dtype=torch.float32,
+        device=torch.device(device),
+        max_length=1024,
+        deterministic=True,
+        lean=request.param == "lean",
+    )
+    loaded.attach(loaded.new_pool(blocks=200, block_size=16, region_tokens=512))
+    return loaded
+
+
+def text(model: PackedModel, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1024, (LENGTH,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def logits_in_steps(model: PackedModel, steps: list[list[tuple[int, int]]], watched: int) -> torch.Tensor:
+    """Feed text number i by (i, tokens) per step, all of a step in one forward; logits of every token of text `watched`."""
+    texts = {i for step in steps for i, _ in step}
+    places = {i: model.pool.new_place() for i in texts}
+    for place in places.values():
+        model.pool.hold(place, -(-LENGTH // 16), -(-LENGTH // 16))
+    out = []
+    for step in steps:
+        pieces = [Piece(places[i], places[i].length, count) for i, count in step]
+        plan = model.planner.plan(pieces)
+        ids = torch.zeros(plan.total, dtype=torch.int64, device=model.device)
+        for (i, count), row in zip(step, plan.first_row, strict=True):
+            start = places[i].length
+            ids[row : row + count] = torch.tensor(text(model, i)[start : start + count], device=model.device)
+        rows = [
+            plan.first_row[at] + n for at, (i, count) in enumerate(step) if i == watched for n in range(count)
+        ]
+        logits = model.forward(ids, plan, torch.tensor(rows or [0], device=model.device))
+        if rows:
+            out.append(logits)
+        for i, count in step:
+            places[i].length += count
+    for place in places.values():
+        model.pool.release(place)
+    return torch.cat(out)
+
+
+def test_logits_do_not_depend_on_chunks_or_neighbours(model: PackedModel) -> None:
+    """The same 60 tokens, and then 540 more, in one go, in chunks, alone, and with company of other lengths."""
+    whole = logits_in_steps(model, [[(0, LENGTH)]], 0)
+    for steps in (
+        [[(0, 1)]] * 20 + [[(0, 3)]] * 10 + [[(0, 550)]],
+        [[(0, 64)], [(0, 192)], [(0, 1)], [(0, 2)], [(0, 5)], [(0, 336)]],
+        [[(1, 30), (0, 5)], [(0, 5), (1, 1), (2, 7)], [(0, 190), (1, 5), (2, 5)], [(2, 100), (0, 1), (1, 1)], [(0, 399), (2, 5)]],
+        [[(0, 250)], *([[(0, 2), (1, 2)]] * 10), [(0, 330)]],
+    ):  # fmt: skip
+        assert torch.equal(logits_in_steps(model, steps, 0), whole)
+
+
+def test_a_layout_is_chosen_that_keeps_rows_independent() -> None:
+    store = LinearStore(deterministic=True)
+    small, large = (torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (704, 6000))
+    for weight in (small, large):
+        layer = store.store(weight)
+        assert layer is None or isinstance(layer, (PackedLinear, TransposedLinear))
+        product = layer or torch.nn.functional.linear
+        if layer is not None and store.independent:
+            x = torch.randn(300, 256)
+            assert torch.equal(product(x)[:4], product(x[:4]))
+            assert torch.allclose(product(x), x @ weight.t(), atol=1e-3)

@@ -1,0 +1,233 @@
+"""Loading: many architectures work, what cannot work is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+from tests.worker.drive import finish_all
+from tests.worker.pairs import VOCAB, llama_config, write_model
+from tests.worker.plain import MARGIN, PlainDecoder
+from worker_svc.engine.engine import EngineOptions, load_engine
+from worker_svc.engine.interface import Engine, ModelError, Sampling, Specification
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GPT = {
+    "vocab_size": VOCAB,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+WORKING = {
+    "llama": llama_config(),
+    "llama3": llama_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                                            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+    "llama, biases": llama_config(attention_bias=True, mlp_bias=True),
+    "mistral": transformers.MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**SMALL),
+    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=32),
+    "phi3": transformers.Phi3Config(**SMALL),
+    "olmo2": transformers.Olmo2Config(**SMALL),
+    "granite": transformers.GraniteConfig(**SMALL),
+    "smollm3": transformers.SmolLM3Config(**SMALL),
+    "gpt2": transformers.GPT2Config(**GPT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_architectures_that_work(name: str, tmp_path: Path, device: str) -> None:
+    """The self-check passes, and two requests come out as plain decoding has them."""
+    directory = write_model(tmp_path, WORKING[name], seed=2, sharpen=2.0)
+    engine = load_engine(directory, directory, device=device, slots=2, max_length=128, draft_len=2)
+    rng = random.Random(2)
+    specs = [
+        Specification(
+            f"r{n}",
+            tuple(rng.randrange(VOCAB) for _ in range(9 + n)),
+            (),
+            Sampling(temperature, seed=n),
+            12,
+            ignore_eos=True,
+        )
+        for n, temperature in enumerate((0.0, 1.0))
+    ]
+    output, *_ = finish_all(engine, specs)
+    decoder = PlainDecoder(str(directory), device)
+    for spec in specs:
+        text = decoder.decode(spec)
+        assert output[spec.request_id] == text.tokens or min(text.margins) < MARGIN
+
+
+REFUSED = {
+    "softcap": (transformers.Gemma2Config(**SMALL, head_dim=16), "soft-capped"),
+    "window": (transformers.MistralConfig(**SMALL, sliding_window=64), "sliding window of 64"),
+    "sinks": (transformers.GptOssConfig(**{**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1}, head_dim=16), "sinks"),
+    "no interface": (transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4), "attention interface"),
+    "recurrent": (transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_that_are_refused(name: str, tmp_path: Path) -> None:
+    config, words = REFUSED[name]
+    directory = write_model(tmp_path, config, seed=0)
+    with pytest.raises(ModelError, match=words) as caught:
+        load_engine(directory, max_length=128)
+    assert "\n" not in str(caught.value)
+
+
+def write_tokenizer(directory: Path, words: list[str]) -> None:
+    Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])).save(
+        str(directory / "tokenizer.json")
+    )
+
+
+def test_a_pair_with_different_tokenizers_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = (Path(shutil.copytree(source, tmp_path / source.name)) for source in pair)
+    write_tokenizer(target, [f"w{i}" for i in range(VOCAB)])
+    write_tokenizer(draft, [f"w{i}" for i in range(VOCAB)])
+    load_engine(target, draft, max_length=64, calibrate=False)
+    write_tokenizer(draft, [f"w{VOCAB - 1 - i}" for i in range(VOCAB)])
+    with pytest.raises(ModelError, match="different tokenizers"):
+        load_engine(target, draft, max_length=64)
+
+
+def test_a_pair_with_different_vocabularies_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    draft = write_model(tmp_path, llama_config(vocab_size=VOCAB + 1), seed=0)
+    with pytest.raises(ModelError, match=f"{VOCAB} and {VOCAB + 1} tokens"):
+        load_engine(pair[0], draft, max_length=64)
+
+
+def test_one_tokenizer_may_come_with_padded_vocabularies(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """As with model families that pad their vocabulary to another multiple for each size."""
+    target = Path(shutil.copytree(pair[0], tmp_path / "target"))
+    texts = []
+    for size in (VOCAB - 8, VOCAB, VOCAB + 8):
+        draft = write_model(tmp_path / str(size), llama_config(vocab_size=size), seed=0)
+        write_tokenizer(target, [f"w{i}" for i in range(VOCAB - 8)])
+        write_tokenizer(draft, [f"w{i}" for i in range(VOCAB - 8)])
+        engine = load_engine(target, draft, slots=4, max_length=64, draft_len=3)
+        specs = [
+            Specification(f"r{n}", (VOCAB - 1, n), (), Sampling(1.5, seed=n), 20, ignore_eos=True)
+            for n in range(4)
+        ]
+        texts.append(finish_all(engine, specs)[0])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError, match=r"no target model in .*nowhere: config.json is missing"):
+        load_engine(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="no draft model"):
+        load_engine(pair[0], tmp_path / "nowhere", max_length=64)
+
+
+@pytest.mark.parametrize("damage", ["truncated weights", "missing weights", "bad config", "another shape"])
+def test_damaged_models_are_refused(damage: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(pair[0], tmp_path / "damaged"))
+    weights, config = directory / "model.safetensors", directory / "config.json"
+    if damage == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif damage == "missing weights":
+        values = {**json.loads(config.read_text()), "num_hidden_layers": 3}
+        config.write_text(json.dumps(values))
+    elif damage == "another shape":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "intermediate_size": 64}))
+    else:
+        config.write_text("{")
+    with pytest.raises(ModelError, match="target model in") as caught:
+        load_engine(directory, max_length=64)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_context_longer_than_the_model_is_refused(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError, match="has 1024 positions, max_length asks for 2000"):
+        load_engine(pair[0], max_length=2000)
+
+
+def test_devices_and_types_that_do_not_exist(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError, match="device 'nonsense'"):
+        load_engine(pair[0], device="nonsense")
+    with pytest.raises(ValueError, match="dtype must be"):
+        load_engine(pair[0], dtype="int8")
+    with pytest.raises(ValueError, match="deterministic needs"):
+        load_engine(pair[0], dtype="bfloat16", deterministic=True, max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"slots": 0}, "slots"), ({"prefill_chunk": 0}, "prefill_chunk"), ({"draft_len": 9}, "draft_len")],
+)
+def test_options_that_make_no_sense(change: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineOptions(**change)  # type: ignore[arg-type]
+
+
+def test_bfloat16_runs(pair: tuple[Path, Path], device: str) -> None:
+    """Not deterministic, but complete: right lengths, and a text that is the same when nothing changes."""
+    texts = []
+    for _ in range(2):
+        engine = load_engine(*pair, device=device, dtype="bfloat16", slots=4, max_length=64, draft_len=3)
+        specs = [
+            Specification(f"r{n}", (n, 5, 6), (), Sampling(0.9, seed=n), 20, ignore_eos=True)
+            for n in range(4)
+        ]
+        texts.append(finish_all(engine, specs)[0])
+    assert texts[0] == texts[1]
+    assert {len(tokens) for tokens in texts[0].values()} == {20}
+
+
+def test_fingerprints_tell_models_apart(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    def name(target: Path, draft: Path | None, **options: object) -> str:
+        engine = load_engine(target, draft, max_length=64, calibrate=False, **options)  # type: ignore[arg-type]
+        assert isinstance(engine, Engine)
+        return engine.fingerprint
+
+    copy = Path(shutil.copytree(pair[0], tmp_path / "copy"))
+    names = [name(*pair), name(pair[0], None), name(pair[1], pair[0]), name(*pair, dtype="bfloat16")]
+    assert len(set(names)) == 4
+    assert name(copy, pair[1]) == names[0]
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert name(copy, pair[1]) != names[0]
+
+
+def test_what_must_stay_light_imports_no_torch() -> None:
+    code = "import worker_svc.fake, worker_svc.engine.interface, sys; assert not {'torch', 'transformers', 'grpc'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_self_check_finds_a_model_that_ignores_its_pool(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a silently wrong architecture looks like: packed rows that attend to nothing of their own past."""
+    import worker_svc.engine.model as module
+
+    monkeypatch.setattr(module, "attend", lambda query, *_: torch.zeros_like(query))
+    with pytest.raises(ModelError, match="computes something else when packed"):
+        load_engine(pair[0], max_length=64, lean=False)

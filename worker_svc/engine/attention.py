@@ -1,0 +1,337 @@
+"""Attention of packed, ragged rows over a KV pool: what is built once per forward, and what runs in every layer.
+
+A forward takes *pieces*: consecutive tokens of one sequence, each with the position it starts at. Their tokens lie one after
+another in one row of shape [total]. Attention groups pieces with equally many tokens into *segments* and runs SDPA once per segment:
+
+    query    [pieces, key/value heads, group * tokens, head size]      the query heads of a group are folded into the rows
+    key      [pieces, key/value heads, kv, head size]                  a view of the pool where pieces lie at equal distances, else gathered
+    mask     [pieces, 1, group * tokens, kv]                           additive, 0 or -inf; shared by all layers
+
+Deterministic recipe (single precision, CPU): a row's result depends on the number of rows of its product (classes 1, 2-3, 4 and more)
+and on the padded number of keys. So: at least 4 folded query rows, and as many keys as the sequence's own length rounded up to whole tiles of
+512. Then a row's bits depend neither on its neighbours, nor on how many rows of its own sequence are computed along with it. For short contexts
+fewer keys do where the machine gives the same bits for them, which `short_spans_are_exact` tries out (64, 128, 192 and 256 were as good as
+512 where 320 to 448 were not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from worker_svc.engine.kv import KV_TILE, KVPool, Place
+
+MIN_ROWS = 4  # rows from which products on the CPU are independent of the number of rows
+UNFOLDED_FROM = 64  # tokens from which a piece is not folded: its mask would hold the same rows once per head of the group
+SHORT_SPANS = 256  # contexts up to this may read fewer keys than a tile, where that is exact
+KV_GRANULE = 64  # keys are rounded up to a multiple of this
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one sequence."""
+
+    place: Place
+    start: int  # position of the first token in the context
+    tokens: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """Pieces with equally many tokens, at consecutive rows of the packed forward."""
+
+    first: int  # packed row of the first token
+    pieces: int
+    count: int  # tokens of each piece
+    repeat: int  # how often each query row is repeated to reach MIN_ROWS
+    kv: int  # keys that attention reads for each piece
+    base: int  # first pool row, and
+    stride: int  # distance in pool rows from piece to piece, for a view
+    index: torch.Tensor | None  # pool rows [pieces * kv] to gather, otherwise
+    mask: torch.Tensor | None  # [pieces, 1, rows, kv]; None where every key counts for every row
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything a forward needs besides the token ids."""
+
+    total: int  # packed rows, padding included
+    order: list[int]  # the pieces in packed order, as indices into what the caller passed
+    first_row: list[int]  # packed row of the first token of each piece, by the caller's index
+    positions: torch.Tensor  # [total] int64
+    write_rows: torch.Tensor  # [total] int64: pool row that each packed row's key and value go to
+    segments: list[Segment]
+    padding: int  # rows at the end that belong to nobody
+
+
+class Planner:
+    """Builds plans for one pool."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        group: int,
+        dtype: torch.dtype,
+        deterministic: bool,
+        short_spans: bool,
+        min_rows: int,
+    ) -> None:
+        self._pool = pool
+        self._group = group
+        self._dtype = dtype
+        self._deterministic = deterministic
+        self._short_spans = short_spans  # in deterministic mode: short contexts need not read a whole tile
+        self._min_rows = min_rows  # packed rows at least; the rest is padding
+        self._device = pool.device
+        # A view with a batch dimension spares a copy, which is what matters on the CPU; elsewhere few calls matter more.
+        self._views = pool.device.type == "cpu"
+        self._keys = torch.arange(pool.total_rows, device=pool.device)
+        self._zero = torch.zeros((), dtype=dtype, device=pool.device)
+        self._never = torch.full((), -torch.inf, dtype=dtype, device=pool.device)
+
+    def plan(self, pieces: Sequence[Piece], reserve: int = 0) -> Plan:
+        """A plan for one forward, with room for `reserve` calls of `advance` after it."""
+        alone = len(pieces) == 1
+        spans = [self._span(piece, alone, 0 if alone else reserve) for piece in pieces]
+        # Neighbours in the pool become neighbours in the batch, so that views of several pieces are possible.
+        order = sorted(
+            range(len(pieces)),
+            key=lambda i: (
+                pieces[i].tokens,
+                spans[i],
+                pieces[i].place.base is None,
+                pieces[i].place.base or 0,
+            ),
+        )
+        positions: list[int] = []
+        write: list[int] = []
+        gathered: list[tuple[int, torch.Tensor]] = []
+        first_row = [0] * len(pieces)
+        for i in order:
+            place, start, count = pieces[i]
+            first_row[i] = len(positions)
+            positions.extend(range(start, start + count))
+            if place.base is not None:
+                write.extend(range(place.base + start, place.base + start + count))
+            else:
+                gathered.append((len(write), place.rows(self._device)[start : start + count]))
+                write.extend([0] * count)
+        padding = max(0, self._min_rows - len(positions))
+        positions.extend([0] * padding)
+        write.extend([self._pool.padding_row] * padding)
+        index = torch.tensor((positions, write), dtype=torch.int64, device=self._device)
+        for at, rows in gathered:
+            index[1, at : at + rows.numel()] = rows
+        plan = Plan(len(positions), order, first_row, index[0], index[1], [], padding)
+        begin = 0
+        while begin < len(order):
+            end = self._segment_end(pieces, spans, order, begin)
+            plan.segments.append(
+                self._segment(
+                    pieces, order[begin:end], spans[order[begin]], first_row[order[begin]], index[0]
+                )
+            )
+            begin = end
+        return plan
+
+    def advance(self, plan: Plan) -> bool:
+        """Turn the plan of single tokens into that of the next token of each piece. False if it has to be built anew."""
+        if plan.padding or any(segment.count > 1 or segment.index is not None for segment in plan.segments):
+            return False
+        plan.positions.add_(1)
+        plan.write_rows.add_(1)
+        for segment in plan.segments:
+            if segment.mask is None:
+                if segment.pieces > 1:
+                    return False
+                segment.kv += 1
+            else:
+                rows = plan.positions[segment.first : segment.first + segment.pieces].view(-1, 1, 1, 1)
+                segment.mask = self._mask(rows, segment)
+        return True
+
+    def _mask(self, rows: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """Additive mask for rows at the given positions [pieces, 1, count, 1]: [pieces, 1, folded rows, kv]."""
+        mask = torch.where(
+            self._keys[: segment.kv] <= rows, self._zero, self._never
+        )  # [pieces, 1, count, kv]
+        copies = self._group * segment.repeat
+        if segment.count >= UNFOLDED_FROM or copies == 1:
+            return mask
+        # A single row serves all heads of the group by broadcasting.
+        return mask.expand(-1, -1, copies, -1) if segment.count == 1 else mask.repeat(1, 1, copies, 1)
+
+    def _span(self, piece: Piece, alone: bool, reserve: int) -> int:
+        """Keys to read for a piece: few different numbers, so that pieces share segments, and not many more than it has."""
+        end = piece.start + piece.tokens + reserve
+        if self._deterministic:
+            if end > SHORT_SPANS or not self._short_spans:
+                return -(-end // KV_TILE) * KV_TILE
+        elif piece.tokens == 1 and alone:
+            return end  # a single row that may see every key needs no mask
+        granule = KV_GRANULE
+        while granule * 2 < end and granule < KV_TILE:
+            granule *= 2
+        granule = min(granule, 2 * KV_GRANULE) if end <= KV_TILE else granule
+        return -(-end // granule) * granule
+
+    def _segment_end(
+        self, pieces: Sequence[Piece], spans: Sequence[int], order: Sequence[int], begin: int
+    ) -> int:
+        """Where the segment that begins at `begin` of the packed order ends."""
+        first = pieces[order[begin]]
+        stride: int | None = None
+        end = begin + 1
+        while end < len(order):
+            piece, before = pieces[order[end]], pieces[order[end - 1]]
+            if (
+                piece.tokens != first.tokens
+                or spans[order[end]] != spans[order[begin]]
+                or piece.tokens >= UNFOLDED_FROM
+            ):
+                break
+            if self._views:
+                if (piece.place.base is None) != (before.place.base is None):
+                    break
+                if piece.place.base is not None and before.place.base is not None:
+                    distance = piece.place.base - before.place.base
+                    if stride is not None and distance != stride:
+                        break
+                    stride = distance
+            end += 1
+        return end
+
+    def _segment(
+        self,
+        pieces: Sequence[Piece],
+        members: Sequence[int],
+        span: int,
+        first_row: int,
+        positions: torch.Tensor,
+    ) -> Segment:
+        count = pieces[members[0]].tokens
+        bases = [pieces[i].place.base for i in members]
+        view = all(base is not None for base in bases) and (self._views or len(members) == 1)
+        base = bases[0] or 0
+        stride = (bases[1] or 0) - base if len(members) > 1 and view else 0
+        index = None if view else torch.cat([self._rows(pieces[i].place, span) for i in members])
+        folded = count if count >= UNFOLDED_FROM else count * self._group
+        repeat = -(-MIN_ROWS // folded) if self._deterministic else 1
+        segment = Segment(first_row, len(members), count, repeat, span, base, stride, index, None)
+        if count > 1 or any(pieces[i].start + 1 != span for i in members):
+            rows = positions[first_row : first_row + len(members) * count].view(len(members), 1, count, 1)
+            segment.mask = self._mask(rows, segment)
+        return segment
+
+    def _rows(self, place: Place, span: int) -> torch.Tensor:
+        rows = place.rows(self._device)
+        # What lies behind the sequence's last block is masked; any row that holds finite numbers will do.
+        return (
+            rows[:span] if rows.numel() >= span else torch.nn.functional.pad(rows, (0, span - rows.numel()))
+        )
+
+
+@torch.inference_mode()
+def short_spans_are_exact(
+    *, group: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether attention over a short context has the same bits for every multiple of KV_GRANULE keys, up to SHORT_SPANS, and for whole tiles."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (
+        torch.randn((1, kv_heads, 2 * KV_TILE, size), generator=generator).to(device, dtype) for _ in range(2)
+    )
+    positions = torch.arange(2 * KV_TILE, device=device)
+    for last in (3, 31, 63, 64, 100, 127, 128, 190, 230, 255):
+        results = []
+        for count in (-(-MIN_ROWS // group), 5, 9):
+            if count > last + 1:
+                continue
+            query = torch.randn((1, kv_heads, 1, size), generator=torch.Generator().manual_seed(last)).to(
+                device, dtype
+            )
+            rows = positions[last - count + 1 : last + 1].repeat(group)[:, None]
+            spans = range(-(-(last + 1) // KV_GRANULE) * KV_GRANULE, SHORT_SPANS + 1, KV_GRANULE)
+            for span in (*spans, KV_TILE, 2 * KV_TILE):
+                mask = torch.where(positions[:span] <= rows, 0.0, -torch.inf).to(dtype)
+                q = query.expand(1, kv_heads, group * count, size)
+                out = scaled_dot_product_attention(
+                    q, k[:, :, :span], v[:, :, :span], attn_mask=mask[None, None]
+                )
+                results.append(out[:, :, -1])
+        if any(not torch.equal(result, results[0]) for result in results):
+            return False
+    return True
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: KVPool,
+    layer: int,
+    plan: Plan,
+    scale: float,
+) -> torch.Tensor:
+    """Write the new keys and values of one layer to the pool and return the attention of all rows.
+
+    `query` [total, heads, size]; `key`, `value` [total, key/value heads, size]; returns [total, heads, size].
+    """
+    pool.keys[layer].index_copy_(0, plan.write_rows, key)
+    pool.values[layer].index_copy_(0, plan.write_rows, value)
+    return attend_rows(query, pool, layer, plan, scale)
+
+
+def attend_rows(query: torch.Tensor, pool: KVPool, layer: int, plan: Plan, scale: float) -> torch.Tensor:
+    """Attention of all rows to what the pool holds: `query` [total, heads, size] to [total, heads, size]."""
+    keys, values = pool.keys[layer], pool.values[layer]  # [pool rows, key/value heads, size]
+    parts = [_attend_segment(query, keys, values, segment, scale) for segment in plan.segments]
+    if plan.padding:
+        parts.append(query.new_zeros((plan.padding, *query.shape[1:])))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_segment(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scale: float
+) -> torch.Tensor:
+    """Attention of one segment: [pieces * count, heads, size]."""
+    heads, size = query.shape[1:]
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    pieces, count = segment.pieces, segment.count
+    q = query[segment.first : segment.first + pieces * count].view(pieces, count, kv_heads, group, size)
+    k = _entries(keys, segment)  # [pieces, kv_heads, kv, size]
+    v = _entries(values, segment)
+    if count >= UNFOLDED_FROM:
+        # One piece. The query heads of a group become the batch; keys are shared along it without a copy.
+        q = q[0].permute(2, 1, 0, 3)  # [group, kv_heads, count, size]
+        out = scaled_dot_product_attention(
+            q, k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1), attn_mask=segment.mask, scale=scale
+        )
+        return out.permute(2, 1, 0, 3).reshape(count, heads, size)
+    q = q.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, group * count, size)
+    if segment.repeat > 1:
+        q = q.repeat(1, 1, segment.repeat, 1)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, scale=scale)
+    if segment.repeat > 1:
+        out = out[:, :, : group * count]
+    out = out.reshape(pieces, kv_heads, group, count, size)
+    return out.permute(0, 3, 1, 2, 4).reshape(pieces * count, heads, size)
+
+
+def _entries(pool: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """Keys or values of a segment, [pieces, heads, kv, size]: a view where possible."""
+    heads, size = pool.shape[1:]
+    if segment.index is not None:
+        return (
+            pool.index_select(0, segment.index).view(segment.pieces, segment.kv, heads, size).transpose(1, 2)
+        )
+    row = pool.stride(0)
+    return pool.as_strided(
+        (segment.pieces, heads, segment.kv, size),
+        (segment.stride * row, size, row, 1),
+        pool.storage_offset() + segment.base * row,
+    )

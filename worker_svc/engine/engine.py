@@ -1,0 +1,753 @@
+"""The round: draft, verify, commit, over whatever requests it is given. See `interface` for the contract.
+
+    context      t_0 ... t_{n-2} | t_{n-1} | d_1 ... d_g |
+    draft feeds    (what it lacks)  t_{n-1}  d_1 .. d_{g-1}      proposes d_1 ... d_g
+    target feeds                    t_{n-1}  d_1 ...... d_g      chooses  c_1 ... c_{g+1}
+    accepted     a = number of leading i with d_i = c_i
+    new tokens   c_1 ... c_{a+1}                                 the last one is the bonus (or the correction)
+    KV valid     [0, n + a)                                      all tokens but the last; what rejected proposals wrote is overwritten later
+
+All running requests share one target forward, each with its own g; prefill chunks ride along in it. Which token the target chooses depends on
+(tokens before it, sampling, seed, position) and nothing else; draft, batch and schedule only decide how many are found per round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from worker_svc.engine import counter
+from worker_svc.engine.attention import Piece
+from worker_svc.engine.drafting import Acceptance, CostTable, DraftLengths
+from worker_svc.engine.interface import (
+    Capacity,
+    FinishReason,
+    ModelError,
+    OutOfBlocks,
+    RequestRound,
+    RoundResult,
+    Sampling,
+    SequenceStatus,
+    Specification,
+    UnknownRequest,
+    blocks_needed,
+    check_run,
+    check_specification,
+)
+from worker_svc.engine.kv import KV_TILE, KVPool, Place
+from worker_svc.engine.model import (
+    PackedModel,
+    Tokenizer,
+    check_pair,
+    end_of_sequence_ids,
+    fingerprint,
+    load_packed,
+    load_tokenizer,
+)
+from worker_svc.engine.noise import Noise
+from worker_svc.engine.sampling import Rows, choose_tokens, rows_for
+from worker_svc.engine.sequence import Sequence
+from worker_svc.engine.stopping import StopText, cut
+
+NOISE_VERSION = "gumbel-1"  # enters the fingerprint: change it with `counter`
+CALIBRATION_S = (
+    0.5  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Sizes and modes. Derived numbers are not stored here."""
+
+    slots: int = 8  # requests per round, at most
+    target_blocks: int = 1024  # KV blocks of the target's pool
+    draft_blocks: int = 1024  # of the draft's
+    block_size: int = 16  # tokens per block
+    max_length: int = 1024  # longest context, tokens
+    max_draft_len: int = 8  # tokens proposed per request and round, at most
+    prefill_chunk: int = (
+        512  # context tokens prefilled per round, all requests together: larger means fewer, longer rounds
+    )
+    draft_len: int | None = None  # always this many; None = by goodput
+    deterministic: bool = True  # the recipe of `attention`; for single precision
+    host_bytes: int = 2 * 2**30  # swapped-out KV, at most
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("draft_blocks", "max_draft_len", "host_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.draft_len is not None and not 0 <= self.draft_len <= self.max_draft_len:
+            raise ValueError(
+                f"draft_len must be from 0 to max_draft_len ({self.max_draft_len}), not {self.draft_len}"
+            )
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one request does in this round."""
+
+    sequence: Sequence
+    chunk: int  # context tokens to prefill; 0 for a request whose KV covers all tokens but the last
+    draft_len: int  # tokens to propose
+    catch_up: int  # context tokens the draft is fed before it can propose (its own prefill); 0 = the draft is not used
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that the target is fed."""
+        return self.sequence.kv_length if self.chunk else len(self.sequence.tokens) - 1
+
+    @property
+    def fed(self) -> int:
+        """Rows of the target's forward. 0: no prefill budget was left for it."""
+        if self.chunk:
+            return self.chunk
+        return self.draft_len + 1 if self.sequence.kv_length == len(self.sequence.tokens) - 1 else 0
+
+    @property
+    def choices(self) -> int:
+        """Rows at which the target chooses a token: none while context is missing."""
+        if self.chunk:
+            return int(self.start + self.chunk == len(self.sequence.tokens))
+        return self.fed
+
+
+class SpeculativeEngine:
+    """Draft model, target model, and the requests between them. Implements `interface.Engine`."""
+
+    def __init__(
+        self,
+        target: PackedModel,
+        draft: PackedModel | None,
+        options: EngineOptions,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        fingerprint: str = "",
+    ) -> None:
+        self.options = options
+        self.fingerprint = fingerprint
+        self._target, self._draft = target, draft
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._device = target.device
+        # A region holds a whole context where the pool is large enough for one per slot; then sequences stay in one piece.
+        regions = options.target_blocks * options.block_size // KV_TILE
+        region_tokens = KV_TILE if regions >= options.slots else options.block_size
+        self._pools: list[KVPool] = []
+        for model, blocks in ((target, options.target_blocks), (draft, options.draft_blocks)):
+            if model is not None:
+                pool = model.new_pool(
+                    blocks=blocks, block_size=options.block_size, region_tokens=region_tokens
+                )
+                model.attach(pool)
+                self._pools.append(pool)
+        self.capacity = Capacity(
+            slots=options.slots,
+            target_blocks=options.target_blocks,
+            draft_blocks=options.draft_blocks if draft else 0,
+            block_size=options.block_size,
+            max_length=options.max_length,
+            max_draft_len=options.max_draft_len if draft else 0,
+            vocab_size=target.shape.vocab_size,
+            device=str(self._device),
+        )
+        self.lengths = DraftLengths(self.capacity.max_draft_len, options.draft_len)
+        self._noise = Noise(target.shape.vocab_size, self._device)
+        self._sequences: dict[str, Sequence] = {}
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    def add(self, spec: Specification) -> None:
+        """Make a request known. Raises ValueError naming the field and its limit."""
+        if spec.request_id in self._sequences:
+            raise ValueError(f"request_id {spec.request_id!r} is known already")
+        check_specification(spec, self.capacity)
+        if spec.stop and self._tokenizer is None:
+            raise ValueError("stop needs a tokenizer, and this model has none")
+        self._sequences[spec.request_id] = Sequence(
+            spec=spec,
+            tokens=[*spec.prompt_ids, *spec.committed_ids],
+            target=self._pools[0].new_place(),
+            draft=self._pools[1].new_place() if self._draft else None,
+            stop_text=StopText(spec.stop, self._tokenizer.decode) if spec.stop and self._tokenizer else None,
+            acceptance=Acceptance(),
+            seed_key=counter.mix64(spec.sampling.seed),
+        )
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request and free what it holds; an unknown id is fine."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._release(sequence)
+
+    def swap_out(self, request_id: str) -> bool:
+        """Move its KV to host memory. False, and nothing changed, if the host budget is full."""
+        sequence = self._get(request_id)
+        places = self._places(sequence)
+        if not any(place.blocks for place in places):
+            return True
+        size = sum(
+            place.length * pool.bytes_per_token() for place, pool in zip(places, self._pools, strict=True)
+        )
+        if size + sum(other.swapped_bytes for other in self._sequences.values()) > self.options.host_bytes:
+            return False
+        copies = [
+            pool.copy_out(place) if place.length else None
+            for place, pool in zip(places, self._pools, strict=True)
+        ]
+        self._release(sequence)
+        # A draft without a target is worth nothing, and a target without a draft is still HOST.
+        sequence.swapped = [*copies, None][:2] if copies[0] is not None else []
+        return True
+
+    def evict(self, request_id: str) -> None:
+        """Throw its KV away; its tokens stay known."""
+        self._release(self._get(request_id))
+
+    def status(self, request_id: str) -> SequenceStatus:
+        """Where a request stands. Raises UnknownRequest."""
+        sequence = self._get(request_id)
+        draft_blocks = len(sequence.draft.blocks) if sequence.draft else 0
+        return SequenceStatus(
+            sequence.residency, len(sequence.tokens), len(sequence.target.blocks), draft_blocks
+        )
+
+    def known(self) -> frozenset[str]:
+        """Ids of all requests that were added and not dropped."""
+        return frozenset(self._sequences)
+
+    def check(self) -> None:
+        """Assert that every block is free or held by exactly one request."""
+        for at, pool in enumerate(self._pools):
+            pool.allocator.check(self._places(sequence)[at].blocks for sequence in self._sequences.values())
+
+    # -- a round ------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def round(self, run: SequenceOf[str]) -> RoundResult:
+        """One draft and verify step over exactly these requests. See `interface.Engine.round` for what it raises."""
+        started = time.perf_counter()
+        finished = {name for name in run if name in self._sequences and self._sequences[name].finished}
+        check_run(run, self._sequences.keys(), finished, self.options.slots)
+        steps = self._steps([self._sequences[name] for name in run])
+        self._hold(steps)
+        swap_started = time.perf_counter()
+        for step in steps:
+            self._swap_in(step.sequence)
+        draft_started, draft_clock = time.perf_counter(), self._clock()
+
+        rows, noise, offsets = self._choice_rows(steps)
+        proposals, batches = self._propose(steps, rows, noise, offsets)
+        self._synchronize()
+        verify_started, verify_clock = time.perf_counter(), self._clock()
+        chosen, proposed, sound = self._verify(steps, proposals, rows, noise)
+        broken: set[int] = set()
+        if not all(sound):
+            chosen, broken = self._verify_one_by_one(steps, proposed, rows, noise, offsets)
+        verified, verified_clock = time.perf_counter(), self._clock()
+
+        reports = tuple(
+            self._commit(step, chosen[at : at + step.choices], proposed.get(i, []), i in broken)
+            for i, (step, at) in enumerate(zip(steps, offsets, strict=True))
+        )
+        chunk_rows = sum(step.chunk for step in steps)
+        all_rows = sum(step.fed for step in steps)
+        forward_s, draft_s = verified - verify_started, verify_started - draft_started
+        prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
+        if chunk_rows == 0 and all_rows and not any(step.catch_up > 2 for step in steps):
+            self.lengths.observe_costs(
+                all_rows, verified_clock - verify_clock, batches, verify_clock - draft_clock
+            )
+        free = [pool.allocator.free_blocks for pool in self._pools]
+        return RoundResult(
+            requests=reports,
+            draft_s=draft_s,
+            verify_s=forward_s - prefill_s,
+            prefill_s=prefill_s,
+            swap_s=draft_started - swap_started,
+            total_s=time.perf_counter() - started,
+            free_target_blocks=free[0],
+            free_draft_blocks=free[1] if self._draft else 0,
+        )
+
+    def _steps(self, sequences: SequenceOf[Sequence]) -> list[_Step]:
+        """Decide what each request does: prefill first come first served from the chunk budget, draft lengths by goodput."""
+        left = self.options.prefill_chunk
+        chunks = []
+        for sequence in sequences:
+            missing = len(sequence.tokens) - sequence.kv_length
+            chunk = min(missing, left) if missing > 1 or sequence.kv_length == 0 else 0
+            left -= chunk
+            chunks.append(chunk)
+        caps = [self._draft_cap(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
+        drafting = [i for i, cap in enumerate(caps) if cap > 0]
+        # Requests that cannot draft cost rows, and nothing is decided for them.
+        plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
+        lengths = self.lengths.lengths(
+            [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain + sum(chunks)
+        )
+        steps = [_Step(sequence, chunk, 0, 0) for sequence, chunk in zip(sequences, chunks, strict=True)]
+        left = self.options.prefill_chunk
+        for i, length in zip(drafting, lengths, strict=True):
+            if length:
+                lag = len(sequences[i].tokens) - sequences[i].draft_kv_length
+                # Two tokens at least: after full acceptance the draft lacks one entry, and equal counts run as one batch.
+                feed = min(max(lag, 2), len(sequences[i].tokens))
+                if lag <= 2 or feed <= left:
+                    steps[i].draft_len, steps[i].catch_up = length, feed
+                else:  # its context does not fit this round's budget: the draft catches up first, and proposes later
+                    steps[i].catch_up = left
+                left -= steps[i].catch_up if lag > 2 else 0
+        return steps
+
+    def _draft_cap(self, sequence: Sequence, chunk: int) -> int:
+        """The longest useful draft: the request's own cap, and one less than what is left, because the target adds a token."""
+        if self._draft is None or chunk or sequence.kv_length < len(sequence.tokens) - 1:
+            return 0
+        cap = (
+            self.capacity.max_draft_len
+            if sequence.spec.max_draft_len is None
+            else sequence.spec.max_draft_len
+        )
+        return max(
+            0, min(cap, self.capacity.max_draft_len, sequence.spec.max_tokens - sequence.output_length - 1)
+        )
+
+    def _hold(self, steps: SequenceOf[_Step]) -> None:
+        """Take the blocks that this round needs, or raise OutOfBlocks and take none."""
+        size = self.options.block_size
+        wanted: list[list[tuple[Place, int, int]]] = [
+            [],
+            [],
+        ]  # by pool: (place, blocks needed, blocks it may come to need)
+        for step in steps:
+            sequence, tokens = step.sequence, len(step.sequence.tokens)
+            expected = blocks_needed(len(sequence.spec.prompt_ids) + sequence.spec.max_tokens, 1, size)
+            if step.fed or sequence.swapped:
+                wanted[0].append((sequence.target, blocks_needed(tokens, step.draft_len + 1, size), expected))
+            if sequence.draft is not None and (
+                step.catch_up or (sequence.swapped and sequence.swapped[1] is not None)
+            ):
+                wanted[1].append((sequence.draft, blocks_needed(tokens, step.draft_len + 1, size), expected))
+        for name, pool, places in zip(("target", "draft"), self._pools, wanted, strict=False):
+            missing = sum(pool.missing(place, needed) for place, needed, _ in places)
+            if missing > pool.allocator.free_blocks:
+                raise OutOfBlocks(
+                    f"the {name} pool has {pool.allocator.free_blocks} free KV blocks and this round needs {missing}"
+                )
+        for pool, places in zip(self._pools, wanted, strict=False):
+            for place, needed, expected in places:
+                pool.hold(place, needed, expected)
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        copies, sequence.swapped = sequence.swapped, []
+        for pool, place, copy in zip(self._pools, self._places(sequence), copies, strict=False):
+            if copy is not None:
+                pool.copy_in(place, copy)
+
+    def _choice_rows(self, steps: SequenceOf[_Step]) -> tuple[Rows, torch.Tensor | None, list[int]]:
+        """Settings and noise of every row at which the target chooses, requests in order, and where each request's rows begin."""
+        offsets: list[int] = []
+        settings: list[Sampling] = []
+        for step in steps:
+            offsets.append(len(settings))
+            settings.extend([step.sequence.spec.sampling] * step.choices)
+        rows = rows_for(settings, self.capacity.vocab_size, self._device)
+        if rows.plain:
+            return rows, None, offsets
+        keys = [key for step in steps for key in step.sequence.row_keys(step.choices)]
+        return rows, self._noise.gumbel(keys), offsets
+
+    # -- drafting -----------------------------------------------------------------------------------------------------------
+
+    def _propose(
+        self, steps: SequenceOf[_Step], rows: Rows, noise: torch.Tensor | None, offsets: SequenceOf[int]
+    ) -> tuple[list[tuple[list[int], torch.Tensor]], list[int]]:
+        """Run the draft. Returns, per draft step, (indices of the requests, their proposals [requests]), and the batch sizes.
+
+        The proposal of a request at draft step j is chosen with the noise of its choice row j, which is also the target's.
+        """
+        fed = [i for i, step in enumerate(steps) if step.catch_up]
+        if not fed or self._draft is None:
+            return [], []
+        draft = self._draft
+        vocab = min(draft.shape.vocab_size, self.capacity.vocab_size)
+        pieces = []
+        for i in fed:
+            sequence, feed = steps[i].sequence, steps[i].catch_up
+            assert sequence.draft is not None
+            # What it is fed ends at the last token if it proposes, else where the budget ends.
+            start = len(sequence.tokens) - feed if steps[i].draft_len else sequence.draft.length
+            pieces.append(Piece(sequence.draft, start, feed))
+            sequence.draft.length = start + feed
+        plan = draft.planner.plan(pieces)
+        host_ids: list[int] = []
+        for at in plan.order:
+            _, start, count = pieces[at]
+            host_ids.extend(steps[fed[at]].sequence.tokens[start : start + count])
+        ids = self._draft_ids(torch.tensor(host_ids, device=self._device))
+        members = [fed[at] for at in plan.order if steps[fed[at]].draft_len]  # in packed order
+        last = [plan.first_row[at] + pieces[at].tokens - 1 for at in plan.order if steps[fed[at]].draft_len]
+        logits = draft.forward(ids, plan, torch.tensor(last, dtype=torch.int64, device=self._device))
+        if not members:
+            return [], []
+        out: list[tuple[list[int], torch.Tensor]] = []
+        depth = max(steps[i].draft_len for i in members)
+        step_plan = None
+        logit_rows = None
+        for j in range(depth):
+            if j:
+                going = [at for at, i in enumerate(members) if steps[i].draft_len > j]
+                tokens = out[-1][1]
+                if len(going) < len(members):
+                    members, tokens = [members[at] for at in going], tokens[going]
+                    step_plan = None
+                if step_plan is None or not draft.planner.advance(step_plan):
+                    pieces = [
+                        Piece(place, place.length, 1)
+                        for place in (self._draft_place(steps[i]) for i in members)
+                    ]
+                    step_plan = draft.planner.plan(pieces, reserve=depth - j - 1)
+                    if step_plan.order != list(range(len(members))):
+                        members, tokens = [members[at] for at in step_plan.order], tokens[step_plan.order]
+                    logit_rows = torch.arange(len(members), device=self._device)
+                for i in members:
+                    self._draft_place(steps[i]).length += 1
+                logits = draft.forward(self._draft_ids(tokens), step_plan, logit_rows)
+            choice_rows = [offsets[i] + j for i in members]
+            at_rows = None if noise is None else noise[choice_rows][:, :vocab]
+            out.append((list(members), choose_tokens(logits[:, :vocab], rows.select(choice_rows), at_rows)))
+        return out, [len(indices) for indices, _ in out]
+
+    def _draft_place(self, step: _Step) -> Place:
+        assert step.sequence.draft is not None
+        return step.sequence.draft
+
+    def _draft_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids that the draft has rows for: padded vocabularies of one tokenizer may differ in size."""
+        assert self._draft is not None
+        limit = self._draft.shape.vocab_size
+        return ids if limit >= self.capacity.vocab_size else ids.clamp(max=limit - 1)
+
+    # -- verification -------------------------------------------------------------------------------------------------------
+
+    def _verify(
+        self,
+        steps: SequenceOf[_Step],
+        proposals: SequenceOf[tuple[list[int], torch.Tensor]],
+        rows: Rows,
+        noise: torch.Tensor | None,
+    ) -> tuple[list[int], dict[int, list[int]], list[bool]]:
+        """The target's forward. Returns its choices (rows as in `_choice_rows`), the proposals by request, and which rows are finite."""
+        fed = [i for i, step in enumerate(steps) if step.fed]
+        if not fed:
+            return [], {}, []
+        pieces = [Piece(steps[i].sequence.target, steps[i].start, steps[i].fed) for i in fed]
+        plan = self._target.planner.plan(pieces)
+        first_row = dict(zip(fed, plan.first_row, strict=True))
+        host_ids = [0] * plan.total
+        logit_rows: list[int] = []
+        for i, (_, start, count) in zip(fed, pieces, strict=True):
+            step, row = steps[i], first_row[i]
+            known = step.sequence.tokens[start : start + count]
+            host_ids[row : row + len(known)] = known  # proposals follow: they are on the device already
+            logit_rows.extend(range(row + count - step.choices, row + count))
+        ids = torch.tensor(host_ids, device=self._device)
+        guesses = None
+        if proposals:
+            guesses = torch.cat([tokens for _, tokens in proposals])
+            at = [first_row[i] + 1 + j for j, (indices, _) in enumerate(proposals) for i in indices]
+            ids[at] = guesses
+        if (
+            not logit_rows
+        ):  # nothing but chunks in the middle of their contexts: keys and values are all that is wanted
+            self._target.forward(ids, plan, torch.zeros(1, dtype=torch.int64, device=self._device))
+            return [], {}, []
+        logits = self._target.forward(
+            ids, plan, torch.tensor(logit_rows, device=self._device)
+        )  # [choice rows, vocab]
+        chosen = choose_tokens(logits, rows, noise)
+        finite = logits.sum(-1, dtype=torch.float32).isfinite()
+        parts = [chosen, finite.long()] if guesses is None else [chosen, finite.long(), guesses]
+        values = torch.cat(parts).tolist()  # the round's only transfer to the host
+        count = len(logit_rows)
+        by_request: dict[int, list[int]] = {}
+        at_guess = 2 * count
+        for indices, _ in proposals:
+            for i in indices:
+                by_request.setdefault(i, []).append(values[at_guess])
+                at_guess += 1
+        return values[:count], by_request, [bool(value) for value in values[count : 2 * count]]
+
+    def _verify_one_by_one(
+        self,
+        steps: SequenceOf[_Step],
+        proposed: dict[int, list[int]],
+        rows: Rows,
+        noise: torch.Tensor | None,
+        offsets: SequenceOf[int],
+    ) -> tuple[list[int], set[int]]:
+        """Do a verification again whose logits were not finite. Returns its choices, and which requests are to blame.
+
+        One request's inf or nan reaches others through the masked part of a slice of the pool (0 * nan). So: blame those whose own KV
+        is not finite, clean the pools, and run each of the others alone; who is still not finite is to blame too.
+        """
+        target = self._pools[0]
+        broken = {
+            i for i, step in enumerate(steps) if step.fed and not target.is_finite(step.sequence.target)
+        }
+        chosen: list[int] = []
+        for i, step in enumerate(steps):
+            for pool in self._pools:
+                pool.zero_what_is_not_finite()
+            at = list(range(offsets[i], offsets[i] + step.choices))
+            alone = list(at)
+            if step.fed and i not in broken:
+                guesses = [([0], torch.tensor([token], device=self._device)) for token in proposed.get(i, [])]
+                alone, _, sound = self._verify(
+                    [step], guesses, rows.select(at), None if noise is None else noise[at]
+                )
+                if not all(sound):
+                    broken.add(i)
+            chosen.extend(alone)
+        for pool in self._pools:
+            pool.zero_what_is_not_finite()
+        return chosen, broken
+
+    def _commit(
+        self, step: _Step, chosen: SequenceOf[int], proposed: SequenceOf[int], broken: bool
+    ) -> RequestRound:
+        """Take over what verification found: tokens, lengths, acceptance, and the end if it is one."""
+        sequence, position = step.sequence, step.sequence.output_length
+        request_id = sequence.spec.request_id
+        if broken:
+            self._release(sequence)
+            sequence.finished = True
+            return RequestRound(
+                request_id, position, (), len(proposed), 0, prefilled=step.chunk, finish=FinishReason.ERROR,
+                error="the target's logits are not finite",
+            )  # fmt: skip
+        if step.chunk:
+            sequence.target.length += step.chunk
+        if not chosen:
+            return RequestRound(request_id, position, (), 0, 0, prefilled=step.chunk)
+        accepted = 0
+        while accepted < len(proposed) and proposed[accepted] == chosen[accepted]:
+            accepted += 1
+        tested = min(accepted + 1, len(proposed))
+        block = chosen[: accepted + 1]
+        output = sequence.output if sequence.stop_text else ()
+        end = cut(sequence.spec, position, block, self._eos_ids, sequence.stop_text, output)
+        before = len(sequence.tokens)
+        sequence.tokens.extend(block[: end.tokens])
+        sequence.target.length = len(sequence.tokens) - 1
+        if proposed and sequence.draft is not None:
+            # It was fed the last token and all proposals but its last; those that were accepted are context now.
+            sequence.draft.length = before + min(accepted, len(proposed) - 1)
+        if not step.chunk:
+            self.lengths.observe_acceptance(sequence.acceptance, accepted, tested)
+        if end.finish is not None:
+            sequence.finished = True
+            self._release(sequence)
+        return RequestRound(
+            request_id=request_id,
+            position=position,
+            tokens=tuple(block[: end.tokens]),
+            drafted=len(proposed),
+            accepted=accepted,
+            tested_by_position=(1,) * tested,
+            accepted_by_position=(1,) * accepted + (0,) * (tested - accepted),
+            prefilled=step.chunk,
+            finish=end.finish,
+            cut_characters=end.cut_characters,
+        )
+
+    # -- helpers ------------------------------------------------------------------------------------------------------------
+
+    def _get(self, request_id: str) -> Sequence:
+        try:
+            return self._sequences[request_id]
+        except KeyError:
+            raise UnknownRequest(request_id) from None
+
+    def _places(self, sequence: Sequence) -> list[Place]:
+        return [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
+
+    def _release(self, sequence: Sequence) -> None:
+        for pool, place in zip(self._pools, self._places(sequence), strict=True):
+            pool.release(place)
+        sequence.swapped = []
+
+    def _clock(self) -> float:
+        """Seconds of computing, for decisions: on the CPU this thread's own, so that busy neighbours do not count."""
+        if self._device.type == "cpu":
+            return time.thread_time()
+        return time.perf_counter()
+
+    def _synchronize(self) -> None:
+        """So that the draft's time is not counted as verification. The CPU has nothing to wait for."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def calibrate(self, budget_s: float = CALIBRATION_S) -> None:
+        """Measure what verified rows and draft steps cost, so that the first draft lengths are sensible. Before any `add`."""
+        if self._draft is None or self.capacity.max_draft_len == 0:
+            return
+        slots = self.options.slots
+        deadline = time.perf_counter() + budget_s
+        self.lengths.step = self._measure(self._draft, 1, _ladder(slots), deadline - budget_s / 2)
+        self.lengths.verify = self._measure(
+            self._target, 0, _ladder(slots * (1 + self.capacity.max_draft_len)), deadline
+        )
+
+    def _measure(
+        self, model: PackedModel, pool_at: int, counts: SequenceOf[int], deadline: float
+    ) -> CostTable:
+        """Seconds of a forward and a choice over about `counts` rows: the least of several, as long as time allows."""
+        pool, start = self._pools[pool_at], min(64, self.options.max_length // 2)
+        seconds: dict[int, float] = {}
+        for turn in range(5):
+            for count in counts:
+                # Rows of up to `slots` sequences, as a round has them.
+                per = -(-count // min(count, self.options.slots))
+                held = -(-(start + per) // self.options.block_size)
+                sequences = min(-(-count // per), pool.allocator.free_blocks // held)
+                if sequences < 1:
+                    continue
+                places = [pool.new_place() for _ in range(sequences)]
+                for place in places:
+                    pool.hold(place, held, held)
+                began = self._clock()
+                plan = model.planner.plan([Piece(place, start, per) for place in places])
+                ids = torch.zeros(plan.total, dtype=torch.int64, device=self._device)
+                logits = model.forward(ids, plan, torch.arange(sequences * per, device=self._device))
+                logits.argmax(-1).tolist()
+                took = self._clock() - began
+                seconds[sequences * per] = min(took, seconds.get(sequences * per, took))
+                for place in places:
+                    pool.release(place)
+            if turn and time.perf_counter() > deadline:
+                break
+        return (
+            CostTable(sorted(seconds), [seconds[count] for count in sorted(seconds)])
+            if seconds
+            else CostTable([1], [1e-3])
+        )
+
+
+def _ladder(largest: int) -> list[int]:
+    """1, 2, 4 ... up to and including `largest`."""
+    return sorted({largest, *(2**i for i in range(largest.bit_length()))} - {0})
+
+
+def load_engine(
+    target_dir: str | Path,
+    draft_dir: str | Path | None = None,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    slots: int = 8,
+    blocks: int | None = None,
+    memory_bytes: int | None = None,
+    block_size: int = 16,
+    max_length: int = 1024,
+    max_draft_len: int = 8,
+    deterministic: bool | None = None,
+    prefill_chunk: int = 512,
+    draft_len: Literal["auto"] | int = "auto",
+    host_bytes: int = 2 * 2**30,
+    calibrate: bool = True,
+    lean: bool = True,
+) -> SpeculativeEngine:
+    """Load a model pair and make an engine of it. Raises ModelError in one sentence, or ValueError for a bad option.
+
+    `blocks` is the size of either KV pool; without it, as many as `memory_bytes` hold for target and draft together, or else enough for
+    every slot to hold a context of `max_length`. `deterministic` None means: where the arithmetic allows it (float32). `lean` False
+    runs models of the Llama family through transformers too.
+    """
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    try:
+        torch_device = torch.device(device)
+        torch.empty(0, device=torch_device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
+    if deterministic is None:
+        deterministic = torch_dtype == torch.float32
+    elif deterministic and torch_dtype != torch.float32:
+        raise ValueError("deterministic needs dtype float32")
+    target = load_packed(
+        target_path,
+        role="target",
+        dtype=torch_dtype,
+        device=torch_device,
+        max_length=max_length,
+        deterministic=deterministic,
+        lean=lean,
+    )
+    draft = None
+    tokenizer = load_tokenizer(target_path)
+    if draft_path is not None:
+        # The draft only guesses: its arithmetic may differ from batch to batch.
+        draft = load_packed(
+            draft_path,
+            role="draft",
+            dtype=torch_dtype,
+            device=torch_device,
+            max_length=max_length,
+            deterministic=False,
+            lean=lean,
+        )
+        check_pair(target, draft, tokenizer, load_tokenizer(draft_path))
+    if blocks is None:
+        token_bytes = sum(_bytes_per_token(model) for model in (target, draft) if model is not None)
+        if memory_bytes is not None:
+            blocks = memory_bytes // (token_bytes * block_size)
+        else:
+            blocks = slots * -(-(max_length + max_draft_len) // block_size)
+    names = [
+        NOISE_VERSION,
+        dtype,
+        str(deterministic),
+        fingerprint(target_path),
+        fingerprint(draft_path) if draft_path else "-",
+    ]
+    engine = SpeculativeEngine(
+        target,
+        draft,
+        EngineOptions(
+            slots=slots,
+            target_blocks=blocks,
+            draft_blocks=blocks if draft is not None else 0,
+            block_size=block_size,
+            max_length=max_length,
+            max_draft_len=max_draft_len,
+            prefill_chunk=prefill_chunk,
+            draft_len=None if draft_len == "auto" else draft_len,
+            deterministic=deterministic,
+            host_bytes=host_bytes,
+        ),
+        tokenizer=tokenizer,
+        eos_ids=end_of_sequence_ids(target.model),
+        fingerprint=hashlib.blake2b(":".join(names).encode(), digest_size=16).hexdigest(),
+    )
+    if calibrate and draft_len == "auto":
+        engine.calibrate()
+    return engine
+
+
+def _bytes_per_token(model: PackedModel) -> int:
+    shape = model.shape
+    return 2 * shape.layers * shape.kv_heads * shape.head_size * model.dtype.itemsize

@@ -1,0 +1,116 @@
+"""How linear layers keep their weights on the CPU: the fastest layout whose rows do not depend on each other.
+
+Row r of x @ W.T should not depend on how many rows x has, or a request's text would depend on its batch. What the libraries do (x86
+with AVX-512, torch 2.13, one thread; ratios from there):
+
+    as loaded     float32: result changes with the number of rows up to about 16; the slowest at 4 to 64 rows
+    transposed    the same numbers as a [in, out] array: independent from 2 rows on for matrices up to about 1 M elements, and fastest for them
+    packed        oneDNN's own layout: independent at any number of rows in float32, fastest for large matrices and for bfloat16
+
+`packed` uses operators that are private to torch, so everything is tried out on the spot and what does not hold is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+TRANSPOSED_UP_TO = 2**20  # elements of a float32 weight
+ROW_COUNTS = (4, 5, 7, 8, 11, 12, 16, 17, 33, 64, 80, 129, 320, 515)
+CHECK_UP_TO = 2**31  # multiplications that the check of one weight may cost per row count
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in oneDNN's layout. Inference only."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+        self._bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class TransposedLinear(nn.Module):
+    """A linear layer that keeps its weight as [in, out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._weight = weight.t().contiguous().t()
+        self._bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        return linear(x, self._weight, self._bias)
+
+
+class LinearStore:
+    """Chooses a layout for each shape of weight, once."""
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self._deterministic = deterministic
+        self._chosen: dict[tuple[int, int, torch.dtype], type[nn.Module] | None] = {}
+        self.independent = True  # False once some weight has no layout whose rows are independent
+
+    @torch.inference_mode()
+    def store(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module | None:
+        """A layer for this weight, or None to leave it as it is (other devices, or nothing better holds)."""
+        if weight.device.type != "cpu":
+            return None
+        key = (weight.shape[0], weight.shape[1], weight.dtype)
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(weight)
+        kind = self._chosen[key]
+        return None if kind is None else kind(weight, bias)
+
+    @torch.inference_mode()
+    def apply(self, model: nn.Module) -> None:
+        """Give every linear layer of a model its layout, in place. Tied weights are copied."""
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    stored = self.store(child.weight, child.bias)
+                    if stored is not None:
+                        setattr(parent, name, stored)
+
+    def _choose(self, weight: torch.Tensor) -> type[nn.Module] | None:
+        small = weight.dtype == torch.float32 and weight.numel() <= TRANSPOSED_UP_TO
+        order = (TransposedLinear, PackedLinear) if small else (PackedLinear, TransposedLinear)
+        for kind in order:
+            try:
+                layer = kind(weight, None)
+                sound = self._close(layer, weight) and (
+                    not self._deterministic or rows_are_independent(layer, weight)
+                )
+            except (RuntimeError, NotImplementedError, AttributeError):
+                continue  # this build of torch has no such operator
+            if sound:
+                return kind
+        if self._deterministic and not rows_are_independent(lambda x: linear(x, weight), weight):
+            self.independent = False
+        return None
+
+    @staticmethod
+    def _close(layer: Product, weight: torch.Tensor) -> bool:
+        x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        ours, expected = layer(x).float(), linear(x, weight).float()
+        tolerance = (1e-5 if weight.dtype == torch.float32 else 2e-2) * float(expected.abs().max() + 1e-6)
+        return bool((ours - expected).abs().max() <= tolerance)
+
+
+def rows_are_independent(product: Product, weight: torch.Tensor) -> bool:
+    """Whether the first and last rows of a product are bit for bit the same, however many rows are in between."""
+    counts = [n for n in ROW_COUNTS if n * weight.numel() <= CHECK_UP_TO] or list(ROW_COUNTS[:3])
+    x = torch.randn(counts[-1], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    whole = product(x)
+    return all(
+        torch.equal(product(x[:n]), whole[:n]) and torch.equal(product(x[-n:]), whole[-n:]) for n in counts
+    )

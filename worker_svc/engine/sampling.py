@@ -1,0 +1,174 @@
+"""What the target chooses at a position, given its logits and the noise there.
+
+    scores = logits / temperature          (greedy: logits)
+    keep the top_k largest; of these keep the smallest set of most probable tokens that reaches top_p
+    choice = argmax over the kept tokens of scores + Gumbel(seed, position)
+
+The argmax of log-probabilities plus Gumbel noise is an exact sample of the softmax (the Gumbel-max trick), and adding a constant
+to all scores changes nothing, so no softmax is needed where nothing is truncated. The draft proposes by the same rule with the same
+noise on its own logits ("drafter-invariant" coupling, Daliri et al. 2024), hence both agree often and the outcome is the target's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.engine.interface import Sampling
+
+NUCLEUS_CANDIDATES = (
+    1024  # the nucleus is looked for among this many largest scores before everything is sorted
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Per-row settings of a batch of rows, on the device. Build once per round with `rows_for`."""
+
+    inverse_temperature: torch.Tensor  # [rows, 1] float32; 1 for a greedy row
+    noisy: torch.Tensor  # [rows, 1] float32; 0 for a greedy row, else 1
+    top_k: torch.Tensor  # [rows, 1] int64; vocab where off
+    top_p: torch.Tensor  # [rows, 1] float32; above 1 where off
+    truncated: tuple[int, ...]  # rows that truncate
+    truncated_index: torch.Tensor  # the same, int64
+    plain: bool  # all rows greedy: the tensors are empty and not looked at
+
+    def select(self, rows: Sequence[int]) -> Rows:
+        """The settings of some of the rows, in the given order."""
+        if self.plain:
+            return self
+        index = torch.tensor(rows, device=self.noisy.device)
+        chosen = set(self.truncated)
+        truncated = tuple(new for new, old in enumerate(rows) if old in chosen)
+        return Rows(
+            inverse_temperature=self.inverse_temperature[index],
+            noisy=self.noisy[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            truncated=truncated,
+            truncated_index=torch.tensor(truncated, dtype=torch.int64, device=self.noisy.device),
+            plain=False,
+        )
+
+
+def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device | str) -> Rows:
+    """One entry of `settings` per row of logits."""
+    if all(s.temperature == 0 for s in settings):
+        return _PLAIN
+    columns = [
+        (
+            1.0 / s.temperature if s.temperature > 0 else 1.0,
+            float(s.temperature > 0),
+            float(s.top_k if 0 < s.top_k < vocab_size else vocab_size),
+            s.top_p if s.top_p < 1 else 2.0,
+        )
+        for s in settings
+    ]
+    table = torch.tensor(columns, dtype=torch.float64).to(device)  # [rows, 4]
+    truncated = tuple(
+        row
+        for row, s in enumerate(settings)
+        if s.temperature > 0 and (0 < s.top_k < vocab_size or s.top_p < 1)
+    )
+    return Rows(
+        inverse_temperature=table[:, 0:1].float(),
+        noisy=table[:, 1:2].float(),
+        top_k=table[:, 2:3].long(),
+        top_p=table[:, 3:4].float(),
+        truncated=truncated,
+        truncated_index=torch.tensor(truncated, dtype=torch.int64, device=device),
+        plain=False,
+    )
+
+
+_NOTHING = torch.empty((0, 1))
+_PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, (), _NOTHING, plain=True)
+
+
+def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) -> torch.Tensor:
+    """The chosen token of each row, int64 [rows].
+
+    `logits` [rows, vocab] in any floating type; `noise` [rows, vocab] float32, needed unless all rows are greedy.
+    """
+    if rows.plain:
+        return logits.argmax(-1)
+    assert noise is not None
+    scores = logits.float() * rows.inverse_temperature  # [rows, vocab]
+    chosen = torch.addcmul(scores, noise, rows.noisy).argmax(-1)
+    if rows.truncated:
+        at = rows.truncated_index
+        chosen[at] = _truncated_choice(scores[at], noise[at], rows.top_k[at], rows.top_p[at])
+    return chosen
+
+
+def _truncated_choice(
+    scores: torch.Tensor, noise: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """argmax(scores + noise) over the kept tokens of each row: int64 [rows]."""
+    vocab = scores.shape[-1]
+    candidates = min(NUCLEUS_CANDIDATES, vocab)
+    ordered, ids, keep, complete = _kept(scores, top_k, top_p, candidates)
+    if not complete:
+        ordered, ids, keep, _ = _kept(scores, top_k, top_p, vocab)
+    perturbed = (ordered + noise.gather(-1, ids)).masked_fill_(~keep, -torch.inf)
+    return ids.gather(-1, perturbed.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def _kept(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """The `candidates` largest scores of each row, their ids, which are kept, and whether nothing beyond them can be kept."""
+    vocab = scores.shape[-1]
+    if candidates < vocab:
+        ordered, ids = scores.topk(candidates, dim=-1)
+    else:
+        ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+    in_top_k = torch.arange(candidates, device=scores.device) < top_k  # [rows, candidates]
+    # The nucleus is taken of the distribution that top_k leaves; where top_k is off its normaliser is that of all tokens.
+    limited = ordered.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
+    normaliser = (
+        torch.where(top_k < vocab, limited, scores.logsumexp(-1, keepdim=True))
+        if candidates < vocab
+        else limited
+    )
+    reached = (ordered - normaliser).exp().masked_fill(~in_top_k, 0.0).cumsum(-1)
+    before = torch.nn.functional.pad(reached[:, :-1], (1, 0))  # probability of all tokens ahead of this one
+    keep = in_top_k & (before < top_p)
+    if candidates == vocab:
+        return ordered, ids, keep, True
+    beyond = (top_k > candidates) & (reached[:, -1:] < top_p)
+    return ordered, ids, keep, not bool(beyond.any())
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """How close a choice was to another one. For tests and for the margin rule of numerical identity."""
+
+    gap: float  # between the two best perturbed scores among the kept tokens; inf if only one is kept
+    boundary: float  # distance, in probability or score, to a different set of kept tokens; inf where nothing truncates
+
+
+def margin(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None) -> Margin:
+    """The margin of one row: `logits` [vocab], `noise` [vocab]."""
+    vocab = logits.shape[-1]
+    if sampling.temperature == 0:
+        best = logits.float().topk(2).values
+        return Margin(float(best[0] - best[1]), torch.inf)
+    assert noise is not None
+    scores = logits.float() / sampling.temperature
+    rows = rows_for([sampling], vocab, logits.device)
+    ordered, ids, keep, _ = _kept(scores[None], rows.top_k, rows.top_p, vocab)
+    boundary = torch.inf
+    if 0 < sampling.top_k < vocab:
+        boundary = min(boundary, float(ordered[0, sampling.top_k - 1] - ordered[0, sampling.top_k]))
+    if sampling.top_p < 1:
+        in_top_k = torch.arange(vocab, device=logits.device) < rows.top_k[0]
+        reached = ordered[0].masked_fill(~in_top_k, -torch.inf).softmax(-1).cumsum(-1)
+        boundary = min(boundary, float((reached - sampling.top_p).abs().min()))
+        kept = int(keep[0].sum())
+        if kept < vocab:  # two equal scores at the edge of the nucleus may change places
+            boundary = min(boundary, float(ordered[0, kept - 1] - ordered[0, kept]))
+    best = (ordered[0] + noise[ids[0]]).masked_fill(~keep[0], -torch.inf).topk(2).values
+    return Margin(float(best[0] - best[1]), boundary)

@@ -1,0 +1,79 @@
+"""What the engine knows of one request between rounds. Host state only: ids, lengths, and where its KV is.
+
+tokens     | prompt ............... | output ............... |
+target KV  [0, target.length)           all tokens but the last, once prefilled
+draft KV   [0, draft.length)            the same, or less: it may lag behind and catches up when the draft is used
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from worker_svc.engine import counter
+from worker_svc.engine.drafting import Acceptance
+from worker_svc.engine.interface import Residency, Specification
+from worker_svc.engine.kv import Place
+from worker_svc.engine.stopping import StopText
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One known request."""
+
+    spec: Specification
+    tokens: list[int]  # prompt, then output
+    target: Place
+    draft: Place | None
+    stop_text: StopText | None
+    acceptance: Acceptance
+    seed_key: int  # mix64(seed): the part of a row key that does not change
+    swapped: list[torch.Tensor | None] = field(
+        default_factory=list
+    )  # host copies of (target, draft) KV; empty = not swapped out
+    finished: bool = False
+
+    @property
+    def output_length(self) -> int:
+        """Output tokens that exist, committed ones included: the position of the next one."""
+        return len(self.tokens) - len(self.spec.prompt_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """The output tokens."""
+        return self.tokens[len(self.spec.prompt_ids) :]
+
+    @property
+    def residency(self) -> Residency:
+        """Where its KV is."""
+        if self.swapped:
+            return Residency.HOST
+        return Residency.DEVICE if self.target.blocks else Residency.NONE
+
+    @property
+    def kv_length(self) -> int:
+        """Valid entries of the target's KV, wherever it is."""
+        if self.swapped and self.swapped[0] is not None:
+            return int(self.swapped[0].shape[1])
+        return self.target.length
+
+    @property
+    def draft_kv_length(self) -> int:
+        """Valid entries of the draft's KV, wherever it is."""
+        if self.swapped:
+            return 0 if self.swapped[1] is None else int(self.swapped[1].shape[1])
+        return 0 if self.draft is None else self.draft.length
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Host memory that its copies take."""
+        return sum(copy.numel() * copy.element_size() for copy in self.swapped if copy is not None)
+
+    def row_keys(self, count: int) -> list[int]:
+        """Noise keys of the next `count` output positions."""
+        first = self.output_length
+        return [
+            counter.mix64((self.seed_key + p * counter.GOLDEN) & counter.M64)
+            for p in range(first, first + count)
+        ]
