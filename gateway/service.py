@@ -15,7 +15,7 @@ from gateway.link import ShardLink, deadline_of
 from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
 from gateway.streams import ClientStream
-from gateway.tokenizer import ModelFiles, TemplateRefused
+from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from gateway.validation import check_request, check_request_id, complete, shard_of, valid_traceparent
 from laps_sd.errors import InvalidArgument, LapsSdError, NotFound, ResourceExhausted
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
@@ -29,6 +29,8 @@ TENANT_KEY = "laps-sd-tenant"
 MAX_TENANT_CHARACTERS = 64
 BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 ID_CHARACTERS = 26  # 130 bits
+LONG_PROMPTS_AT_ONCE = 2
+"""Long prompts that are tokenized at the same time. A prompt of the largest size takes some hundred MiB meanwhile."""
 
 
 def new_request_id(shard: str) -> str:
@@ -60,6 +62,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._settings = settings
         self._model = model
         self._links = links
+        self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
 
     # The handlers write to the context instead of yielding: a cancelled call then runs their `finally` at once.
     # gRPC cancels a call at its deadline, so no wait here looks at it.
@@ -158,7 +161,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _prompt_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
         match request.WhichOneof("prompt"):
             case "text":
-                return await self._model.encode_off_loop(request.text, rendered=False)
+                return await self._encode(request.text, rendered=False)
             case "messages":
                 assert self._model.template is not None, "check_request refuses messages without a template"
                 messages = [
@@ -169,9 +172,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     rendered = self._model.template.render(messages)
                 except TemplateRefused as error:
                     raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
-                return await self._model.encode_off_loop(rendered, rendered=True)
+                return await self._encode(rendered, rendered=True)
             case _:
                 return list(request.token_ids.ids)
+
+    async def _encode(self, text: str, *, rendered: bool) -> list[int]:
+        if len(text) < THREAD_FROM_CHARACTERS:
+            return await self._model.encode_off_loop(text, rendered=rendered)
+        async with self._long_prompts:
+            return await self._model.encode_off_loop(text, rendered=rendered)
 
     async def _accepted(
         self, link: ShardLink, stream: ClientStream, context: Context, cursor: inference_pb2.Cursor | None

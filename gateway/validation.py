@@ -37,6 +37,9 @@ MAX_KEY_CHARACTERS = 128
 MAX_CLASS_CHARACTERS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_TEMPERATURE = 100.0
+MAX_CHARACTERS_PER_TOKEN = 64
+"""A prompt with more characters than this for each token of the context cannot fit. Tokenizing takes a hundred octets and more
+for each token that comes out, so what cannot fit is refused before."""
 CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
 REQUEST_ID = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9]+)")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -96,13 +99,15 @@ def _check_prompt(
         case "text":
             if not request.text:
                 raise InvalidArgument("text", "must not be empty")
-            _check_characters("text", len(request.text), settings)
+            _check_characters("text", len(request.text), settings, model)
         case "messages":
             _check_messages(request.messages.messages, settings, model)
         case "token_ids":
             ids = request.token_ids.ids
             if not ids:
                 raise InvalidArgument("token_ids.ids", "must not be empty")
+            if len(ids) >= model.context_tokens:  # before each is looked at: there may be millions
+                raise _too_long("token_ids.ids", len(ids), model)
             check_ids("token_ids.ids", ids, model)
 
 
@@ -127,14 +132,14 @@ def _check_messages(
             )
     if not any(message.content for message in messages):
         raise InvalidArgument("messages.messages", "must hold at least one message with content")
-    _check_characters("messages.messages", sum(len(message.content) for message in messages), settings)
+    characters = sum(len(message.content) for message in messages)
+    _check_characters("messages.messages", characters, settings, model)
 
 
-def _check_characters(field: str, characters: int, settings: GatewaySettings) -> None:
-    if characters > settings.max_prompt_characters:
-        raise InvalidArgument(
-            field, f"must be at most {settings.max_prompt_characters} characters in all, got {characters}"
-        )
+def _check_characters(field: str, characters: int, settings: GatewaySettings, model: ModelFiles) -> None:
+    most = min(settings.max_prompt_characters, MAX_CHARACTERS_PER_TOKEN * model.context_tokens)
+    if characters > most:
+        raise InvalidArgument(field, f"must be at most {most} characters in all, got {characters}")
 
 
 def check_ids(field: str, ids: Sequence[int], model: ModelFiles) -> None:
@@ -203,11 +208,7 @@ def complete(
         raise InvalidArgument(prompt, "must make at least one token, got none")
     left = model.context_tokens - len(prompt_ids)
     if left < 1:
-        raise InvalidArgument(
-            prompt,
-            f"must be at most {model.context_tokens - 1} tokens, so that one fits behind it in the context of "
-            f"{model.context_tokens}, got {len(prompt_ids)}",
-        )
+        raise _too_long(prompt, len(prompt_ids), model)
     sampling = request.sampling
     if sampling.max_tokens > left:
         raise InvalidArgument(
@@ -255,6 +256,14 @@ def complete(
     if request.HasField("expected_output_tokens"):
         submit.expected_output_tokens = request.expected_output_tokens
     return submit
+
+
+def _too_long(field: str, tokens: int, model: ModelFiles) -> InvalidArgument:
+    return InvalidArgument(
+        field,
+        f"must be at most {model.context_tokens - 1} tokens, so that one fits behind it in the context of "
+        f"{model.context_tokens}, got {tokens}",
+    )
 
 
 def body_hash(request: inference_pb2.GenerateRequest) -> bytes:

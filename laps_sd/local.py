@@ -60,8 +60,6 @@ class Ports:
     """Where things listen; 0 takes a free port. Workers and further replicas always take free ones."""
 
     gateway: int = 50051
-    http: int | None = None
-    """None: the gateway serves no HTTP."""
     scheduler: int = 50052
     valkey: int = 0
     metrics: int | None = 9090
@@ -72,7 +70,6 @@ FREE_PORTS = Ports(gateway=0, scheduler=0, valkey=0, metrics=None)
 
 FLAGS = {
     "gateway": "--gateway-port",
-    "http": "--http-port",
     "scheduler": "--scheduler-port",
     "metrics": "--metrics-port",
 }
@@ -134,7 +131,6 @@ class LocalStack:
         self.dir = Path()
         self.children: dict[str, Child] = {}
         self.redis_url = ""
-        self.http_url: str | None = None
         self._addresses: dict[str, str] = {}
         self._metrics: dict[str, str] = {}
         self._valkey_port = 0
@@ -313,9 +309,6 @@ class LocalStack:
         gateway_ports = [
             ports.take("gateway") if number == 0 else ports.free() for number in range(options.gateways)
         ]
-        http_port = ports.take("http") if self._wanted.http is not None else None
-        if http_port is not None:
-            self.http_url = f"http://{HOST}:{http_port}"
         for kind, count in (
             ("gateway", options.gateways),
             ("scheduler", options.schedulers),
@@ -329,9 +322,7 @@ class LocalStack:
         for number, port in enumerate(gateway_ports):
             name = f"gateway-{number}"
             self._addresses[name] = f"{HOST}:{port}"
-            self._add_service(
-                name, "gateway", ports, self._gateway_settings(http_port if number == 0 else None)
-            )
+            self._add_service(name, "gateway", ports, self._gateway_settings())
         for number in range(options.schedulers):
             name = f"scheduler-{number}"
             self._add_service(
@@ -360,12 +351,10 @@ class LocalStack:
             "scheduler_seeds": ",".join(self.scheduler_addresses),
         }
 
-    def _gateway_settings(self, http_port: int | None) -> dict[str, object]:
+    def _gateway_settings(self) -> dict[str, object]:
         options = self.options
         return {
             "tokenizer_dir": options.tokenizer_dir or options.target or demo_target_dir(),
-            "http_host": HOST if http_port is not None else None,
-            "http_port": http_port,
             "scheduler_seeds": ",".join(self.scheduler_addresses),
         }
 

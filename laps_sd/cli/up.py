@@ -79,12 +79,6 @@ def up(
     ] = None,
     gateway_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0: a free one.")] = 50051,
     scheduler_port: Annotated[int, typer.Option(help="gRPC port of the scheduler; 0: a free one.")] = 50052,
-    http_port: Annotated[
-        int | None,
-        typer.Option(
-            "--http-port", "--http", help="Serve the OpenAI-style HTTP API on this port.", show_default=False
-        ),
-    ] = None,
     metrics_port: Annotated[
         int, typer.Option(help="First of one metrics port per process; 0: free ones.")
     ] = 9090,
@@ -113,9 +107,7 @@ def up(
         # Whatever else is set in the shell holds for the services too; what the stack decides wins.
         environment={key: value for key, value in os.environ.items() if key.startswith(PREFIX)},
     )
-    ports = Ports(
-        gateway=gateway_port, scheduler=scheduler_port, http=http_port, metrics=metrics_port or None
-    )
+    ports = Ports(gateway=gateway_port, scheduler=scheduler_port, metrics=metrics_port or None)
     # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -163,7 +155,7 @@ def _show_demo(console: Console, stack: LocalStack) -> None:
 def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
     gateway = stack.gateway_address
     elsewhere = "" if gateway == "127.0.0.1:50051" else f" --url {gateway}"
-    console.print(f"\nListening: gRPC {gateway}" + (f", HTTP {stack.http_url}/v1" if stack.http_url else ""))
+    console.print(f"\nListening: gRPC {gateway}")
     console.print(f"Metrics: {stack.metrics_url('gateway')}, scheduler gRPC {stack.scheduler_address}")
     console.print("Try in another terminal:")
     console.print(

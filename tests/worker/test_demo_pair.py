@@ -72,7 +72,7 @@ def test_a_text_survives_the_tokenizer(demo: Pair) -> None:
     [
         ("Count from 3 to 9:", "3, 4, 5, 6, 7, 8, 9"),
         ("Monday, Tuesday,", "Wednesday, Thursday, Friday, Saturday, Sunday"),
-        ("Repeat after me: the sun and the moon", "the sun and the moon"),
+        ("def add(a, b):", "return a + b"),
         ("What is 3 + 4?", "7"),
     ],
 )
@@ -85,6 +85,7 @@ def test_a_plain_prompt_is_continued_rightly(demo: Pair, prompt: str, answer: st
     [
         ("Hello!", "Hello! How can I help you?"),
         ("What is the capital of France?", "The capital of France is Paris."),
+        ("Repeat after me: apple", "apple"),
         ("Count from 1 to 10.", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
         ("Sort these numbers: 5, 2, 9", "2, 5, 9"),
         ("Write this as JSON: name Anna, age 31", '{"name": "Anna", "age": 31}'),

@@ -14,7 +14,9 @@ LENGTH = 600  # tokens of the text that is computed in many ways; crosses one ti
 
 
 @pytest.fixture(scope="module", params=["lean", "through transformers"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> PackedModel:
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str
+) -> PackedModel:
     directory = tmp_path_factory.mktemp("independence")
     config = llama_config(hidden_size=256, intermediate_size=704, vocab_size=1024, num_hidden_layers=2)
     write_model(directory, config, seed=0, sharpen=2.0)

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from worker_svc.demo import TARGET_DIR
 from worker_svc.demo.corpus import (
@@ -366,7 +366,13 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
     half.load_state_dict(
         {name: value.to("cpu", torch.bfloat16) for name, value in model.state_dict().items()}
     )
-    half.generation_config.update(do_sample=True, temperature=1.0, max_length=MAX_POSITIONS)
+    half.generation_config = GenerationConfig(
+        bos_token_id=half.config.bos_token_id,
+        eos_token_id=half.config.eos_token_id,
+        pad_token_id=half.config.pad_token_id,
+        do_sample=True,
+        temperature=1.0,
+    )
     half.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)
