@@ -1,5 +1,8 @@
 """Between gRPC and a servicer: errors become statuses, unreadable bytes become INVALID_ARGUMENT, calls are counted.
 
+Towards gRPC every handler takes a stream of requests, and those that want one request get the first. gRPC's own unary
+handlers never answer a call that ends without a message, and decode outside of the handler, where nobody could catch.
+
 Handlers raise `laps_sd.errors`; this file alone knows how that looks on the wire. `asyncio.CancelledError` (the client
 has gone, or its deadline passed) and a handler's own `context.abort` pass through untouched.
 """
@@ -26,12 +29,11 @@ log = get_logger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+MAX_STATUS_CHARACTERS = 2000
+"""A status travels in headers, of which clients take some kilobytes. What is longer quotes a peer at length."""
+
 UNCOUNTED = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Calls that say nothing about work in progress, and that may last for ever."""
-
-
-class _Undecodable:
-    """Stands for a unary request that is no valid message, until the handler's wrapper refuses it."""
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -63,35 +65,29 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._wrap(handler, method)
 
     def _wrap(self, handler: Any, method: str) -> Handler:
-        if handler.request_streaming:
-            decode = _raising(handler.request_deserializer)
-        else:
-            decode = _marking(handler.request_deserializer)
         behaviour = (
             handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         )
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[bool(handler.request_streaming), bool(handler.response_streaming)]
-        if inspect.isasyncgenfunction(behaviour):
-            guarded: Any = self._guard_generator(behaviour, method)
-        else:
-            guarded = self._guard_coroutine(behaviour, method)
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        guard = self._guard_generator if inspect.isasyncgenfunction(behaviour) else self._guard_coroutine
         made: Handler = make(
-            guarded, request_deserializer=decode, response_serializer=handler.response_serializer
+            guard(behaviour, method, one_request=not handler.request_streaming),
+            request_deserializer=_raising(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
         )
         return made
 
-    def _guard_coroutine(self, behaviour: Any, method: str) -> Any:
+    def _guard_coroutine(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         counted = not method.startswith(UNCOUNTED)
 
-        async def guarded(request: Any, context: Context) -> Any:
+        async def guarded(requests: Any, context: Context) -> Any:
             self._enter(counted)
             try:
-                _refuse_undecodable(request)
+                request = await _first(context) if one_request else requests
                 return await behaviour(request, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
@@ -102,13 +98,13 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         return guarded
 
-    def _guard_generator(self, behaviour: Any, method: str) -> Any:
+    def _guard_generator(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         counted = not method.startswith(UNCOUNTED)
 
-        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def guarded(requests: Any, context: Context) -> AsyncIterator[Any]:
             self._enter(counted)
             try:
-                _refuse_undecodable(request)
+                request = await _first(context) if one_request else requests
                 items = behaviour(request, context)
                 try:
                     async for item in items:
@@ -149,22 +145,8 @@ def _refusing(refusal: LapsSdError, method: str) -> Handler:
 UNREADABLE = InvalidArgument("", "the request bytes are no valid message of this method")
 
 
-def _marking(deserialize: Any) -> Any:
-    """For unary requests: gRPC decodes them outside of the handler, where nobody could catch."""
-    if deserialize is None:
-        return None
-
-    def decode(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _Undecodable()
-
-    return decode
-
-
 def _raising(deserialize: Any) -> Any:
-    """For request streams: the error comes up where the handler reads the next message."""
+    """The error comes up where a message is read."""
     if deserialize is None:
         return None
 
@@ -177,15 +159,19 @@ def _raising(deserialize: Any) -> Any:
     return decode
 
 
-def _refuse_undecodable(request: Any) -> None:
-    if isinstance(request, _Undecodable):
-        raise InvalidArgument(*UNREADABLE.violations[0])
+async def _first(context: Context) -> Any:
+    request = await context.read()
+    if request is grpc.aio.EOF:
+        raise InvalidArgument("", "the call ended without a message")
+    return request
 
 
 async def _abort(context: Context, error: Exception, method: str) -> None:
     """Ends the call with the error's status; never returns normally."""
     if isinstance(error, LapsSdError):
         log.debug("call refused", method=method, code=error.code.name)
+        if len(error.message) > MAX_STATUS_CHARACTERS:
+            await context.abort(error.code, error.message[:MAX_STATUS_CHARACTERS] + "…")
         await context.abort(error.code, error.message, trailing_metadata=details_metadata(error))
     # The incident ties what the caller saw to the traceback, which stays here.
     incident = secrets.token_hex(4)

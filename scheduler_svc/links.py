@@ -10,6 +10,7 @@ The loop writes to a session, the stream's handler takes from it; both on one ev
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ from scheduler_svc.working_copy import Attachment, Live
 MAX_TOKENS_PER_MESSAGE = 65_536
 """Token ids in one message of specifications or deliveries; keeps a message well below gRPC's limits."""
 MAX_DELIVERIES_PER_MESSAGE = 512
+ACKNOWLEDGE_WITHIN_S = 0.02
+"""An acknowledgement that nothing else travels with may wait this long for company: a worker needs it for its bound of
+unacknowledged tokens only, and each message costs the worker interpreter time that its engine wants."""
 
 
 @dataclass(eq=False)
@@ -42,13 +46,16 @@ class WorkerSession:
     _assignments: int = 0
     _acknowledged: int = 0
     _acknowledged_sent: int = 0
+    _acknowledge_at_s: float | None = None
     _drain: bool = False
     _drained: bool = False
 
     def acknowledge(self, number: int) -> None:
         """All reports up to `number` are dealt with for good."""
         self._acknowledged = max(self._acknowledged, number)
-        self.wake.set()
+        if self._acknowledge_at_s is None:
+            self._acknowledge_at_s = time.monotonic() + ACKNOWLEDGE_WITHIN_S
+            self.wake.set()  # the writer has to learn when to come back
 
     def drop(self, requests: tuple[tuple[str, int], ...]) -> None:
         """Tell the worker to forget these, at this lease epoch or an older one."""
@@ -105,6 +112,11 @@ class WorkerSession:
         self.close_reason = reason
         self.wake.set()
 
+    @property
+    def due_s(self) -> float | None:
+        """When `take` has something that is not there yet, on the monotonic clock."""
+        return self._acknowledge_at_s
+
     def take(self) -> list[worker_pb.WorkerLinkReply]:
         """What to send now, in the order a worker must hear it: drops, specifications, assignment, the rest."""
         self.wake.clear()
@@ -124,7 +136,10 @@ class WorkerSession:
         if self._assignment is not None:
             replies.append(worker_pb.WorkerLinkReply(assignment=self._assignment))
             self._assignment = None
-        if self._acknowledged > self._acknowledged_sent:
+        at_s = self._acknowledge_at_s
+        if at_s is not None and (replies or self._drained or time.monotonic() >= at_s):
+            self._acknowledge_at_s = None
+        if self._acknowledge_at_s is None and self._acknowledged > self._acknowledged_sent:
             self._acknowledged_sent = self._acknowledged
             replies.append(
                 worker_pb.WorkerLinkReply(
@@ -166,6 +181,9 @@ class GatewaySession:
     close_reason: str = ""
     _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
+
+    due_s: float | None = None
+    """As of a worker's session; here everything is sent as soon as it is there."""
 
     def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
         """Answer one of its questions. As many answers as questions, so no bound of its own."""

@@ -98,7 +98,8 @@ class _Stream:
                     return
             if not session.wake.is_set():
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(next_beat_s - now_s):
+                    due_s = next_beat_s if session.due_s is None else min(next_beat_s, session.due_s)
+                    async with asyncio.timeout(max(0.0, due_s - now_s)):
                         await session.wake.wait()
 
 

@@ -39,6 +39,13 @@ MAX_STOP_STRINGS = 64
 MAX_HELD = 100_000
 MAX_SLOTS = 65_536
 MAX_TOKEN_ID = 2**31 - 1
+MAX_BODY_HASH_BYTES = 64
+MAX_TIME_MS = 10 * 365 * 86_400_000
+"""Ten years: what gateways take for "no deadline"."""
+MAX_DURATION_S = 86_400.0
+"""No part of a round takes a day."""
+NOWHERE = 2**32
+"""A position that no output reaches: the core takes a worker that reports it for one whose picture is wrong."""
 
 
 def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None:
@@ -49,11 +56,21 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     specification = submit.specification
     prompt_tokens = len(specification.prompt_ids)
     _bounded("request_id", submit.request_id, minimum=1)
+    if not submit.request_id.isprintable() or " " in submit.request_id:
+        raise InvalidArgument("request_id", "must hold printable characters and no white space")
     _bounded("attachment_id", submit.attachment_id, minimum=1)
     _bounded("tenant", submit.tenant, minimum=1)
     _bounded("idempotency_key", submit.idempotency_key)
     _bounded("workload_class", submit.workload_class)
     _bounded("model", submit.model)
+    _bounded("traceparent", submit.traceparent)
+    if len(submit.body_hash) > MAX_BODY_HASH_BYTES:
+        raise InvalidArgument(
+            "body_hash", f"must be at most {MAX_BODY_HASH_BYTES} bytes, got {len(submit.body_hash)}"
+        )
+    for name in ("deadline_in_ms", "time_limit_ms", "grace_ms"):
+        if getattr(submit, name) > MAX_TIME_MS:
+            raise InvalidArgument(name, f"must be at most {MAX_TIME_MS}, got {getattr(submit, name)}")
     if prompt_tokens == 0:
         raise InvalidArgument("specification.prompt_ids", "must not be empty")
     if specification.max_tokens == 0:
@@ -72,6 +89,8 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         raise InvalidArgument("specification.top_p", "must lie in (0, 1]")
     if len(specification.stop) > MAX_STOP_STRINGS:
         raise InvalidArgument("specification.stop", f"must have at most {MAX_STOP_STRINGS} entries")
+    for stop in specification.stop:
+        _bounded("specification.stop", stop, minimum=1)
 
 
 def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
@@ -115,6 +134,8 @@ def check_hello(hello: worker_pb.WorkerHello) -> None:
     """Refuse a worker whose numbers make no sense. Raises InvalidArgument naming the field and the limit."""
     _bounded("worker_id", hello.worker_id, minimum=1)
     _bounded("worker_name", hello.worker_name, minimum=1)
+    _bounded("fingerprint", hello.fingerprint)
+    _bounded("device", hello.device)
     for name in ("slots", "target_blocks", "block_size", "max_length"):
         if getattr(hello, name) < 1:
             raise InvalidArgument(name, "must be at least 1")
@@ -146,10 +167,13 @@ def held_requests(hello: worker_pb.WorkerHello) -> tuple[Held, ...]:
 
 
 def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReported:
-    """One round as the core hears it. Times that are no times count as 0: a report is never refused for them."""
+    """One round as the core hears it. A report is never refused: times that are no times count as 0, a request that is
+    named twice counts once, and tokens that are no tokens count as a picture that is wrong.
+    """
+    once = {(progress.request_id, progress.lease_epoch): progress for progress in reversed(report.progress)}
     return RoundReported(
         worker_id=worker_id,
-        progress=tuple(_progress(progress) for progress in report.progress),
+        progress=tuple(_progress(progress) for progress in reversed(once.values())),
         residency=tuple(
             ResidencyChange(
                 change.request_id, change.lease_epoch, RESIDENCIES.get(change.residency, Residency.NONE)
@@ -168,18 +192,20 @@ def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReport
 
 
 def _duration(value_s: float) -> float:
-    return value_s if math.isfinite(value_s) and value_s > 0 else 0.0
+    return value_s if 0 < value_s <= MAX_DURATION_S else 0.0  # not a number is neither
 
 
 def _progress(progress: worker_pb.RequestProgress) -> Progress:
     predicted = (
         progress.predicted_remaining_tokens if progress.HasField("predicted_remaining_tokens") else None
     )
+    tokens = tuple(progress.token_ids)
+    believable = max(tokens, default=0) <= MAX_TOKEN_ID
     return Progress(
         request_id=progress.request_id,
         lease_epoch=progress.lease_epoch,
-        position=progress.position,
-        tokens=tuple(progress.token_ids),
+        position=progress.position if believable else NOWHERE,
+        tokens=tokens if believable else (),
         drafted=progress.drafted,
         accepted=min(progress.accepted, progress.drafted),
         prefilled=progress.prefilled,

@@ -3,103 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import time
-from pathlib import Path
 
 from laps_sd.errors import StartupError
 from laps_sd.log import get_logger
-from laps_sd.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
 from laps_sd.serving import ServiceApp, main
 from worker_svc import metrics
-from worker_svc.engine.interface import Engine, ModelError
+from worker_svc.engine.interface import Engine
+from worker_svc.engine_process import EngineProcess
+from worker_svc.loading import load
 from worker_svc.settings import WorkerSettings
 from worker_svc.sync import SchedulerLink
 
 log = get_logger(__name__)
-
-DEMO = Path(__file__).parent / "demo"
-"""Where the shipped pair lies: `target/` and `draft/`."""
-
-
-def build_engine(settings: WorkerSettings) -> Engine:
-    """The engine that the settings describe. Raises StartupError with one sentence when it cannot be had."""
-    if settings.engine == "fake":
-        return _fake_engine(settings)
-    target, draft = model_directories(settings)
-    # Before torch is imported: more threads than free cores spin at barriers and make every operation slower.
-    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    try:
-        import torch
-        from transformers.utils import logging as model_logging
-
-        from worker_svc.engine.engine import load_engine
-    except ImportError as error:
-        raise StartupError(
-            f"The worker needs PyTorch and transformers ({error}): pip install 'laps-sd[worker]', "
-            "or LAPS_SD_ENGINE=fake."
-        ) from error
-    torch.set_num_threads(settings.threads)
-    model_logging.set_verbosity_error()
-    model_logging.disable_progress_bar()
-    try:
-        return load_engine(
-            target,
-            draft,
-            device=settings.device,
-            dtype=settings.dtype,
-            slots=settings.slots,
-            blocks=settings.kv_blocks,
-            memory_bytes=settings.kv_memory_bytes,
-            block_size=settings.block_size,
-            max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
-            max_draft_len=settings.max_draft_len,
-            deterministic=settings.deterministic,
-            prefill_chunk=settings.prefill_chunk,
-            draft_len="auto" if settings.draft_len is None else settings.draft_len,
-            host_bytes=settings.host_bytes,
-        )
-    except (ModelError, ValueError, OSError) as error:
-        raise StartupError(f"The model pair cannot be served: {error}") from error
-
-
-def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
-    """Where target and draft lie; no draft: plain decoding. Raises StartupError when one is missing."""
-    if settings.target is None:
-        target: Path = DEMO / "target"
-        draft: Path | None = DEMO / "draft"
-        advice = "this installation lacks the demo pair; set LAPS_SD_TARGET and LAPS_SD_DRAFT"
-    else:
-        target, draft = settings.target, settings.draft
-        advice = "LAPS_SD_TARGET and LAPS_SD_DRAFT must name model directories"
-    for path in (target, draft):
-        if path is not None and not path.is_dir():
-            raise StartupError(f"There is no directory {path}: {advice}.")
-    return target, draft
-
-
-def _fake_engine(settings: WorkerSettings) -> Engine:
-    from worker_svc.fake import FakeCosts, FakeEngine, lognormal_lengths
-
-    # The tokens are scripted, but gateways have the demo model's limits.
-    longest = context_tokens(DEMO / "target", settings.context_tokens) or LONGEST_DEFAULT_TOKENS
-    blocks_per_slot = -(-(longest + settings.max_draft_len) // settings.block_size)
-    return FakeEngine(
-        slots=settings.slots,
-        target_blocks=settings.kv_blocks or settings.slots * blocks_per_slot,
-        block_size=settings.block_size,
-        max_length=longest,
-        max_draft_len=settings.max_draft_len,
-        draft_len=min(4, settings.max_draft_len) if settings.draft_len is None else settings.draft_len,
-        acceptance=settings.fake_acceptance,
-        lengths=lognormal_lengths(settings.fake_output_tokens, 0.8) if settings.fake_output_tokens else None,
-        prefill_chunk=settings.prefill_chunk,
-        costs=FakeCosts(round_s=settings.fake_round_s),
-        time_scale=settings.fake_time_scale,
-    )
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -133,9 +49,11 @@ async def serve(settings: WorkerSettings) -> None:
         raise failure
 
 
-async def _load(settings: WorkerSettings) -> Engine:
+async def _load(settings: WorkerSettings) -> Engine | EngineProcess:
+    """The engine: a real one in a process of its own, the scripted one here. Raises StartupError."""
     began_s = time.monotonic()
-    engine = await asyncio.to_thread(build_engine, settings)
+    make = load if settings.engine == "fake" else EngineProcess.launch
+    engine: Engine | EngineProcess = await asyncio.to_thread(make, settings)
     capacity = engine.capacity
     log.info(
         "engine ready",
@@ -147,8 +65,6 @@ async def _load(settings: WorkerSettings) -> Engine:
         fingerprint=engine.fingerprint,
     )
     metrics.SLOTS.set(capacity.slots)
-    gc.collect()
-    gc.freeze()  # what the model brought stays; looking through it again and again would pause rounds
     return engine
 
 

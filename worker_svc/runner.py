@@ -291,10 +291,13 @@ class Runner:
 
     def _wait(self) -> None:
         began_s = time.perf_counter()
+        self._await_message()
+        self._waited_s += time.perf_counter() - began_s
+
+    def _await_message(self) -> None:
         with self._arrival:
             while not self._inbox and not self._stopping:
                 self._arrival.wait()
-        self._waited_s += time.perf_counter() - began_s
 
     def turn(self) -> bool:
         """Take in what arrived and run at most one round. False: nothing can run until something arrives."""

@@ -34,6 +34,7 @@ from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
 from worker_svc.engine.interface import Engine, FinishReason, Sampling, Specification
+from worker_svc.engine_process import EngineProcess
 from worker_svc.runner import (
     Acknowledged,
     Assigned,
@@ -109,7 +110,7 @@ class SchedulerLink:
     def __init__(
         self,
         settings: WorkerSettings,
-        engine: Engine,
+        engine: Engine | EngineProcess,
         *,
         on_greeted: Callable[[], None] = lambda: None,
         on_drain_ordered: Callable[[], None] = lambda: None,
@@ -118,12 +119,17 @@ class SchedulerLink:
         self.worker_id = f"{settings.name}-{uuid.uuid4().hex[:8]}"
         self.capacity = engine.capacity
         self.fingerprint = engine.fingerprint
-        self.runner = Runner(
-            engine,
-            self._deliver,
-            max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
-            max_unacknowledged_reports=settings.max_unacknowledged_reports,
-        )
+        self.runner: Runner | EngineProcess
+        if isinstance(engine, EngineProcess):
+            self.runner = engine
+            engine.deliver = self._deliver
+        else:
+            self.runner = Runner(
+                engine,
+                self._deliver,
+                max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
+                max_unacknowledged_reports=settings.max_unacknowledged_reports,
+            )
         self.leader_epoch = ""
         self.connected = False
         """A leader has greeted the present stream."""

@@ -13,6 +13,7 @@ from docs import generate
 from laps_sd.metrics import REGISTRY
 
 DOCS = Path(__file__).parents[2] / "docs"
+PACKAGES = ("laps_sd", "gateway", "scheduler_svc", "worker_svc")
 
 
 @pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
@@ -55,3 +56,31 @@ def test_a_stale_page_fails_the_check_and_the_generator_needs_no_torch(tmp_path:
 
     assert done.stdout == "1 0 False\n"
     assert "docs/settings.md is out of date: run python docs/generate.py" in done.stderr
+
+
+def test_troubleshooting_quotes_what_the_programs_say() -> None:
+    """A quoted sentence: each of its parts between `…` stands in the code."""
+    sources = [path for package in PACKAGES for path in (DOCS.parent / package).rglob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    said = re.sub(r'"\s*\n\s*f?"', "", code)  # a sentence over several lines is one
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quotes = [quote.replace("\n", " ") for quote in re.findall(r"`([^`]+)`", page)]
+    sentences = [
+        quote for quote in quotes if " " in quote and not quote.startswith(("laps-sd ", "redis-cli ", "--"))
+    ]
+    parts = [part.strip() for sentence in sentences for part in sentence.split("…")]
+
+    assert len(sentences) > 25
+    assert [part for part in parts if len(part) > 4 and part not in said] == []
+
+
+def test_every_link_between_the_pages_leads_somewhere() -> None:
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    broken = [
+        f"{page.relative_to(DOCS.parent)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+
+    assert broken == []

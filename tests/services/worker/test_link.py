@@ -15,6 +15,7 @@ from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
 from worker_svc.engine.interface import RoundResult
 from worker_svc.fake import FakeEngine
+from worker_svc.runner import Assigned
 from worker_svc.sync import EngineFailed
 
 
@@ -80,16 +81,22 @@ async def test_reports_that_are_ready_travel_together() -> None:
 
 async def test_a_new_assignment_preempts_and_the_next_takes_the_place_of_one_that_ends() -> None:
     engine = Gated(slots=1)
-    async with scheduler() as s, worker(s.address, engine=engine):
+    async with scheduler() as s, worker(s.address, engine=engine) as w:
         stream = await s.greet()
         await stream.lease(spec("long", max_tokens=300), spec("short", max_tokens=1))
         await stream.assign("long")
         engine.allow(2)
         await stream.until(*rounds(2))
         await stream.assign("short", "long")
-        await stream.lease(
-            spec("marker")
-        )  # the runner takes messages in order: it is told when this one is missed
+        runner = w.link.runner
+        # The engine stands at its gate: what arrives now waits in the inbox, unless it came just before the third round.
+        await wait_until_async(
+            lambda: (
+                runner._assignment[0].request_id == "short"
+                or any(isinstance(message, Assigned) for message in runner._inbox)
+            ),
+            description="the assignment has reached the runner",
+        )
         engine.allow(4)
         await stream.until(*rounds(6))
 

@@ -1,0 +1,84 @@
+"""The engine in a process of its own: the face of a runner, and an end for every way to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from laps_sd.config import load
+from laps_sd.errors import StartupError
+from tests.helpers import wait_until
+from worker_svc.engine.interface import Sampling, Specification
+from worker_svc.engine_process import EngineProcess
+from worker_svc.runner import Acknowledged, Assigned, Failed, Listed, Outcome, Round, Specified
+from worker_svc.settings import WorkerSettings
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineProcess]:
+    process = EngineProcess.launch(load(WorkerSettings, {"engine": "demo", "slots": 2}, environ={}))
+    yield process
+    process.stop()
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def specification(max_tokens: int) -> Specification:
+    return Specification(
+        request_id="a",
+        prompt_ids=(5, 6, 7),
+        committed_ids=(),
+        sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=1),
+        max_tokens=max_tokens,
+        stop=(),
+        ignore_eos=True,
+        max_draft_len=None,
+    )
+
+
+def test_rounds_come_up_and_an_acknowledged_end_leaves_nothing_held(engine: EngineProcess) -> None:
+    outcomes: list[Outcome] = []
+    engine.deliver = outcomes.append
+    engine.start()
+    engine.put(Specified(specification(12), 1), Assigned((Listed("a", 1, 0, 1.0, 0.0, False, False),)))
+
+    def tokens() -> list[int]:
+        return [t for o in outcomes if isinstance(o, Round) for _, step in o.progress for t in step.tokens]
+
+    wait_until(lambda: len(tokens()) == 12, description="the request has run to its end")
+    assert [o.number for o in outcomes if isinstance(o, Round)] == list(range(1, len(outcomes) + 1))
+    assert not engine.holds_nothing
+    engine.put(Acknowledged(len(outcomes)))
+    wait_until(lambda: engine.holds_nothing, description="it is forgotten once its end is acknowledged")
+
+
+def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
+    outcomes: list[Outcome] = []
+    engine.deliver = outcomes.append
+    engine.start()
+    os.kill(engine.pid, signal.SIGKILL)
+
+    wait_until(lambda: outcomes, description="the failure is delivered")
+    assert isinstance(outcomes[0], Failed)
+
+
+def test_stop_leaves_no_process(engine: EngineProcess) -> None:
+    engine.start()
+    engine.stop()
+
+    assert gone(engine.pid)
+
+
+def test_what_cannot_be_loaded_is_refused_in_one_sentence(tmp_path: object) -> None:
+    settings = load(WorkerSettings, {"target": str(tmp_path)}, environ={})
+    with pytest.raises(StartupError, match="cannot be served"):
+        EngineProcess.launch(settings)

@@ -1,0 +1,237 @@
+"""The engine in a process of its own, with the face of a `Runner`: what arrives goes down a pipe, what comes out goes up.
+
+A round of a small model is hundreds of short operations, and between any two of them the link's asyncio could take the
+interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two interpreters do not meet.
+
+    engine = EngineProcess.launch(settings)      # returns when the model is loaded; raises StartupError
+    link = SchedulerLink(settings, engine)       # as with an engine in this process
+
+The child runs the very `Runner`, on its main thread; this side has a thread for each direction, so that neither a long round
+nor a large specification holds up the event loop. The child ends with its pipe: whatever happens to this process, it is
+gone at the next round boundary.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from laps_sd import log as logging
+from laps_sd.errors import StartupError
+from worker_svc.engine.interface import Capacity, Engine
+from worker_svc.runner import Failed, Message, Outcome, Runner
+from worker_svc.settings import WorkerSettings
+
+__all__ = ["EngineProcess"]
+
+STOP_S = 5.0
+"""What the child gets to finish its round once it was told to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    capacity: Capacity
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """It cannot start, and this sentence says why."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """Nothing can run until something arrives."""
+
+    taken: int
+    """Messages taken in so far."""
+    holds_nothing: bool
+
+
+class EngineProcess:
+    """This side of the pipe; see the top of the file."""
+
+    def __init__(self, child: subprocess.Popen[bytes], connection: Connection, ready: _Ready) -> None:
+        self.capacity = ready.capacity
+        self.fingerprint = ready.fingerprint
+        self.deliver: Callable[[Outcome], None] = lambda _: None
+        """Called in a thread of this object; set it before `start`."""
+        self._child = child
+        self._connection = connection
+        self._down: queue.SimpleQueue[tuple[Message, ...] | None] = queue.SimpleQueue()
+        self._put = 0
+        self._idle = _Idle(0, holds_nothing=True)
+        self._stopping = False
+        self._threads = (
+            threading.Thread(target=self._send, name="to the engine", daemon=True),
+            threading.Thread(target=self._receive, name="from the engine", daemon=True),
+        )
+
+    @classmethod
+    def launch(cls, settings: WorkerSettings) -> EngineProcess:
+        """Start the child and return once its model is loaded. Raises StartupError with the child's sentence."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "laps_sd.child", str(os.getpid()), __name__, str(theirs.fileno())]
+        child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        theirs.close()
+        connection = Connection(ours.detach())
+        try:
+            connection.send(settings)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            code = child.wait()
+            raise StartupError(
+                f"The engine's process ended while it loaded the model (exit code {code})."
+            ) from None
+        if isinstance(answer, _Refused):
+            child.wait()
+            raise StartupError(answer.sentence)
+        return cls(child, connection, answer)
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._child.pid
+
+    def start(self) -> None:
+        """Begin to deliver."""
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, *messages: Message) -> None:
+        """Hand over messages; they are taken in, in order, before the next round."""
+        self._put += len(messages)
+        self._down.put(messages)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """No request is held, and nothing is on its way there."""
+        return self._idle.holds_nothing and self._idle.taken == self._put
+
+    def stop(self) -> None:
+        """End the child after the round it is in. Returns when it is gone."""
+        self._stopping = True
+        if not self._threads[0].is_alive():
+            self._connection.close()  # never started: the end of the pipe says it
+        self._down.put(None)
+        try:
+            self._child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(STOP_S)
+
+    def _send(self) -> None:
+        while True:
+            messages = self._down.get()
+            try:
+                self._connection.send(messages)
+            except OSError:
+                return  # `_receive` tells that the child is gone
+            if messages is None:
+                return
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                outcome = self._connection.recv()
+            except (EOFError, OSError):
+                if not self._stopping:
+                    code = self._child.wait()
+                    self.deliver(Failed(RuntimeError(f"the engine's process ended with exit code {code}")))
+                return
+            if isinstance(outcome, _Idle):
+                self._idle = outcome
+            else:
+                self.deliver(outcome)
+
+
+class _PipeRunner(Runner):
+    """The runner of the child: its inbox is the pipe."""
+
+    def __init__(self, engine: Engine, connection: Connection, settings: WorkerSettings) -> None:
+        super().__init__(
+            engine,
+            connection.send,
+            max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
+            max_unacknowledged_reports=settings.max_unacknowledged_reports,
+        )
+        self._connection = connection
+        # Connection.poll makes a selector for each call; this is asked in every round.
+        self._readable = select.poll()
+        self._readable.register(connection.fileno(), select.POLLIN)
+        self._taken = 0
+
+    def work(self) -> None:
+        """Until it is told to stop; an exception of the engine is delivered, one of the pipe is raised."""
+        try:
+            while not self._stopping:
+                if not self.turn():
+                    self._wait()
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            logging.get_logger(__name__).error("the engine failed", exc_info=error)
+            self._connection.send(
+                Failed(RuntimeError(repr(error)))
+            )  # its traceback cannot travel, and is logged
+
+    def turn(self) -> bool:
+        """As the base's, on what the pipe holds."""
+        while self._readable.poll(0):
+            messages = self._connection.recv()
+            if messages is None:
+                self._stopping = True
+                return True
+            self._taken += len(messages)
+            self._inbox.extend(messages)
+        return super().turn()
+
+    def _await_message(self) -> None:
+        self._connection.send(_Idle(self._taken, self.holds_nothing))
+        self._readable.poll()
+
+
+def main() -> None:
+    """The child: load what the settings say, then round after round until the pipe closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to everybody; the parent decides
+    connection = Connection(int(sys.argv[1]))
+    try:
+        settings: WorkerSettings = connection.recv()
+        logging.configure("worker", level=settings.log_level, style=settings.log_style)
+        # Here, so that the parent never imports torch.
+        from worker_svc.loading import load
+
+        try:
+            engine = load(settings)
+            gc.collect()
+            gc.freeze()  # what the model brought stays; looking through it again and again would pause rounds
+        except StartupError as error:
+            connection.send(_Refused(str(error)))
+            return
+        connection.send(_Ready(engine.capacity, engine.fingerprint))
+        _PipeRunner(engine, connection, settings).work()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone
+
+
+if __name__ == "__main__":
+    # Under its own name: what travels through the pipe is looked up by module, and here that is called __main__.
+    from worker_svc import engine_process
+
+    engine_process.main()
