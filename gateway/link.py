@@ -211,9 +211,7 @@ class ShardLink:
         greeted = False
         leader = ""
         try:
-            async with make_channel(
-                address, link_tls(self._settings), max_message_bytes=self._settings.max_message_bytes
-            ) as channel:
+            async with make_channel(address, link_tls(self._settings)) as channel:
                 stub = gateway_link_pb2_grpc.GatewayLinkStub(channel)
                 call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply] = stub.Connect()
                 hello = await self._hello(call)

@@ -25,6 +25,13 @@ class GatewaySettings(LinkSettings, ServingSettings):
         maximum=86400.0,
     )
 
+    max_message_bytes: int = field(
+        4 * 1024 * 1024,
+        help="Largest request of a client. Many small fields cost 50 times their bytes once they are decoded",
+        minimum=65536,
+        maximum=2**31 - 1,
+    )
+
     shard: str = field("s0", help="Shard that this gateway submits to; request ids start with it.")
     scheduler_seeds: tuple[str, ...] = field(
         ("127.0.0.1:50052",), help="Schedulers of the shard, host:port; any of them can name the leader."

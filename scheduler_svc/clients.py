@@ -54,9 +54,9 @@ class Clients:
         self.live[live.request_id] = live
         self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
         if live.deadline_s is not None:
-            self._end_at(live, live.deadline_s, End.DEADLINE, "the client's deadline passed")
+            self._end_at(live.request_id, live.deadline_s, End.DEADLINE, "the client's deadline passed")
         if live.time_limit_s is not None:
-            self._end_at(live, live.time_limit_s, End.TIME_LIMIT, "the time limit passed")
+            self._end_at(live.request_id, live.time_limit_s, End.TIME_LIMIT, "the time limit passed")
 
     def ended(self, live: Live, end: End, detail: str, cut_characters: int, now_s: float) -> None:
         """The record has its end: tell whoever is attached, and let go of it."""
@@ -75,22 +75,20 @@ class Clients:
         if live.keep or live.attachments:
             return
         live.detachments += 1
-        detachments = live.detachments
+        # By id: a timer must not keep an ended request, prompt and all, until its time comes.
+        request_id, detachments = live.request_id, live.detachments
 
         def over(turn: Turn) -> None:
-            if (
-                self.live.get(live.request_id) is live
-                and not live.attachments
-                and live.detachments == detachments
-            ):
-                turn.events.append(EndRequested(live.request_id, End.CANCELLED, "its client went away"))
+            left = self.live.get(request_id)
+            if left is not None and not left.attachments and left.detachments == detachments:
+                turn.events.append(EndRequested(request_id, End.CANCELLED, "its client went away"))
 
         self._timers.at(now_s + max(live.grace_s, at_least_s), over)
 
-    def _end_at(self, live: Live, when_s: float, end: End, detail: str) -> None:
+    def _end_at(self, request_id: str, when_s: float, end: End, detail: str) -> None:
         def passed(turn: Turn) -> None:
-            if self.live.get(live.request_id) is live:
-                turn.events.append(EndRequested(live.request_id, end, detail))
+            if request_id in self.live:
+                turn.events.append(EndRequested(request_id, end, detail))
 
         self._timers.at(when_s, passed)
 

@@ -120,6 +120,10 @@ def _version(offered: Any) -> int | None:
     return max(set(offered) & set(PROTOCOL_VERSIONS), default=None)
 
 
+def _not_spoken(offered: Any) -> str:
+    return f"protocol versions {list(offered[:8])} are not spoken here, only {list(PROTOCOL_VERSIONS)}"
+
+
 def _scheduler_hello(leadership: Leadership, version: int) -> gateway_pb.SchedulerHello:
     return gateway_pb.SchedulerHello(
         shard=leadership.settings.shard,
@@ -144,6 +148,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
     ) -> None:
         """See gateway_link.proto."""
         hello = await _hello(context, "gateway")
+        translate.check_gateway_hello(hello)
         leadership = self._leadership
         loop = leadership.loop
         if loop is None:
@@ -155,9 +160,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
             return
         version = _version(hello.protocol_versions)
         if version is None:
-            raise FailedPrecondition(
-                f"protocol versions {list(hello.protocol_versions)} are not spoken here, only {list(PROTOCOL_VERSIONS)}"
-            )
+            raise FailedPrecondition(_not_spoken(hello.protocol_versions))
         session = GatewaySession(hello.gateway_id)
         stream = _Stream(leadership, context, session)
         leadership.sessions.add(session)
@@ -251,9 +254,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
     ) -> worker_pb.WorkerRefused | None:
         reasons = worker_pb.WorkerRefused
         if version is None:
-            offered = list(hello.protocol_versions)
-            detail = f"protocol versions {offered} are not spoken here, only {list(PROTOCOL_VERSIONS)}"
-            return reasons(reason=reasons.REASON_PROTOCOL, detail=detail)
+            return reasons(reason=reasons.REASON_PROTOCOL, detail=_not_spoken(hello.protocol_versions))
         pool = self._leadership.settings.pool
         if hello.pool != pool:
             detail = f"this shard serves pool {pool!r}, not {hello.pool!r}"

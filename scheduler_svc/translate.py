@@ -130,6 +130,11 @@ def new_request(submit: gateway_pb.Submit, arrival_unix_ms: int) -> NewRequest:
     )
 
 
+def check_gateway_hello(hello: gateway_pb.GatewayHello) -> None:
+    """Refuse a gateway without a name, or with one that nobody wants in a log. Raises InvalidArgument."""
+    _bounded("hello.gateway_id", hello.gateway_id, minimum=1)
+
+
 def check_hello(hello: worker_pb.WorkerHello) -> None:
     """Refuse a worker whose numbers make no sense. Raises InvalidArgument naming the field and the limit."""
     _bounded("worker_id", hello.worker_id, minimum=1)

@@ -1,0 +1,474 @@
+"""Nothing that arrives on a port breaks anything: every input is answered, nobody beside it notices, nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from laps_sd.local import LocalStack
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from tests.helpers import wait_until_async
+from tests.system import hostile
+from tests.system.calls import Outcome, seeded, stream, stream_all
+from tests.system.hostile import Caller, Generator, Hints, Tally, random_message, rss_mib, send_all
+
+SHORT_INPUTS = 3_000
+LONG_INPUTS = 100_000
+WARM_UP_INPUTS = 600
+"""Sent before memory is measured: caches and arenas have their size by then."""
+SHORT_GROWTH_MIB = 96.0
+LONG_GROWTH_MIB = 160.0
+"""Allocators keep some of what large messages needed; a leak of 2 KiB per input alone would be 195 MiB in the long run."""
+WATCHED = ("gateway-0", "scheduler-0", "worker-0", "worker-1")
+ANSWER_S = 30.0
+"""What a raw connection is waited for; gRPC itself gives up those that never acknowledge its settings, after 60 s."""
+GATEWAY_LINK = "/laps_sd.v1.GatewayLink/Connect"
+WORKER_LINK = "/laps_sd.v1.WorkerLink/Connect"
+
+
+def fuzzed_stack() -> LocalStack:
+    return LocalStack(workers=2, engine="fake", environment={"LAPS_SD_FAKE_TIME_SCALE": "0"})
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[LocalStack]:
+    """Hit by everything in this file; the fake engine at full speed."""
+    with fuzzed_stack() as stack:
+        yield stack
+
+
+def beside() -> list[pb.GenerateRequest]:
+    """What well-behaved clients run in the meantime."""
+    return [seeded(f"Story {i}:", seed=100 + i, max_tokens=24, ignore_eos=True) for i in range(6)]
+
+
+@dataclass
+class Watch:
+    """What must not change while a stack is abused."""
+
+    stack: LocalStack
+    pids: dict[str, int | None]
+    rss: dict[str, float]
+
+    @classmethod
+    def over(cls, stack: LocalStack) -> Watch:
+        pids = {name: child.pid for name, child in stack.children.items()}
+        rss = {name: rss_mib(pid) for name, pid in pids.items() if pid is not None}
+        return cls(stack, pids, rss)
+
+    def grown(self) -> dict[str, float]:
+        return {name: rss_mib(pid) - self.rss[name] for name, pid in self.pids.items() if pid is not None}
+
+    def check_alive(self) -> None:
+        """Same processes, none of which wrote a traceback."""
+        self.stack.check()
+        assert {name: child.pid for name, child in self.stack.children.items()} == self.pids
+        for name in self.pids:
+            log = self.stack.log(name)
+            assert "Traceback" not in log, f"{name}: {log[max(0, log.index('Traceback') - 500) :][:3000]}"
+
+    def check_memory(self, most_mib: float) -> None:
+        grown = self.grown()
+        for name in ("gateway-0", "scheduler-0"):
+            assert grown[name] < most_mib, f"{name} has grown by {grown[name]:.0f} MiB"
+
+
+class Beside:
+    """Runs the same requests over and over, and compares each with what it was when nobody disturbed."""
+
+    def __init__(self, stub: Any, alone: list[Outcome]) -> None:
+        self._stub = stub
+        self._alone = alone
+        self._stop = False
+        self.rounds = 0
+
+    async def run(self) -> None:
+        while not self._stop:
+            outcomes = await stream_all(self._stub, beside())
+            for outcome, alone in zip(outcomes, self._alone, strict=True):
+                assert outcome.tokens == alone.tokens
+                assert outcome.text == alone.text
+            self.rounds += 1
+            await asyncio.sleep(0.05)
+
+    def stop(self) -> None:
+        self._stop = True
+
+
+@contextlib.asynccontextmanager
+async def undisturbed(stack: LocalStack) -> AsyncIterator[list[Outcome]]:
+    """Well-behaved clients beside the body; yields what they got before. They get the same throughout."""
+    async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        alone = await stream_all(stub, beside())
+        watcher = Beside(stub, alone)
+        running = asyncio.create_task(watcher.run())
+        try:
+            yield alone
+        finally:
+            watcher.stop()
+            await running
+        assert watcher.rounds > 0
+
+
+async def queue(stack: LocalStack) -> admin_pb2.ListQueueResponse:
+    async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        return await admin.ListQueue(admin_pb2.ListQueueRequest(limit=10_000), timeout=60)
+
+
+async def check_queue_empties(stack: LocalStack, *, timeout_s: float = 60.0) -> None:
+    async def empty() -> bool:
+        found = await queue(stack)
+        return found.total == 0 and not found.entries
+
+    await wait_until_async(
+        empty, description="the scheduler's queue is empty", timeout_s=timeout_s, every_s=0.2
+    )
+
+
+async def fuzz(stack: LocalStack, count: int, *, seed: int) -> tuple[Tally, Watch]:
+    """So many inputs to the public port, with others beside; the tally, and a watch from after the warm-up."""
+    async with undisturbed(stack) as alone:
+        finished = [outcome.request_id for outcome in alone]
+        channels = hostile.channels(stack.gateway_address, 4)
+        caller = Caller(channels)
+        await send_all(caller, Generator(seed + 1, finished).inputs(WARM_UP_INPUTS))
+        watch = Watch.over(stack)
+        tally = await send_all(caller, Generator(seed, finished).inputs(count))
+        for channel in channels:
+            await channel.close()
+    await check_queue_empties(stack)
+    return tally, watch
+
+
+def check(tally: Tally, watch: Watch, *, count: int, most_mib: float) -> None:
+    growth = ", ".join(f"{name} {mib:+.0f}" for name, mib in watch.grown().items())
+    print(f"\n{tally}\n  resident memory, MiB: {growth}")
+    watch.check_alive()
+    assert not tally.complaints, f"{len(tally.complaints)} wrong answers:\n" + "\n".join(
+        tally.complaints[:20]
+    )
+    assert tally.inputs == count
+    watch.check_memory(most_mib)
+
+
+async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(fuzzed: LocalStack) -> None:
+    tally, watch = await fuzz(fuzzed, SHORT_INPUTS, seed=1)
+    check(tally, watch, count=SHORT_INPUTS, most_mib=SHORT_GROWTH_MIB)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+async def test_a_hundred_thousand_bad_inputs_change_nothing() -> None:
+    with fuzzed_stack() as stack:
+        tally, watch = await fuzz(stack, LONG_INPUTS, seed=2)
+        check(tally, watch, count=LONG_INPUTS, most_mib=LONG_GROWTH_MIB)
+
+
+async def test_octets_that_no_grpc_client_would_send_end_their_connection_and_nothing_else(
+    fuzzed: LocalStack,
+) -> None:
+    watch = Watch.over(fuzzed)
+    async with undisturbed(fuzzed):
+        for address in (fuzzed.gateway_address, fuzzed.scheduler_address):
+            named = dict(hostile.raw_conversations())
+            ends = await asyncio.gather(
+                *(hostile.converse(address, octets, patience_s=ANSWER_S) for octets in named.values()),
+                return_exceptions=True,
+            )
+            hung = [name for name, end in zip(named, ends, strict=True) if isinstance(end, BaseException)]
+            assert not hung, f"never ended: {hung}"
+            print("\n" + ", ".join(f"{name}: {end}" for name, end in zip(named, ends, strict=True)))
+    await check_queue_empties(fuzzed)
+    watch.check_alive()
+
+
+# -- the links between services -------------------------------------------------------------------------------
+
+
+class LinkPeer:
+    """One end of a link that writes bytes as they are and reads whatever comes."""
+
+    def __init__(self, channel: grpc.aio.Channel, method: str, reply_type: Any) -> None:
+        self._call = channel.stream_stream(method, response_deserializer=reply_type.FromString)()
+        self.heard: list[Any] = []
+        self.reader = asyncio.create_task(self._read())
+        self.sent = 0
+
+    async def _read(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for message in self._call:
+                if message.WhichOneof("message") not in ("heartbeat", None):
+                    self.heard.append(message)
+
+    async def send(self, payload: bytes) -> bool:
+        """False: the stream is over."""
+        if self.reader.done():
+            return False
+        try:
+            await self._call.write(payload)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return False
+        self.sent += 1
+        return True
+
+    async def heard_of(self, kind: str) -> Any:
+        """The first message of this kind."""
+
+        def found() -> Any:
+            return next((m for m in self.heard if m.WhichOneof("message") == kind), None)
+
+        return getattr(await wait_until_async(found, description=f"a {kind} is heard"), kind)
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await asyncio.gather(self.reader, return_exceptions=True)
+
+
+def submission(rng: random.Random, request_id: str) -> gateway_pb.Submit:
+    """A submission with which nothing is wrong."""
+    return gateway_pb.Submit(
+        submission_id=rng.randrange(2**63),
+        request_id=request_id,
+        tenant="anonymous",
+        attachment_id=f"hostile/{request_id}",
+        model="laps-sd-demo",
+        specification=gateway_pb.Specification(
+            request_id=request_id, prompt_ids=[1, 2, 3], max_tokens=4, temperature=0.0, top_p=1.0, seed=1
+        ),
+    )
+
+
+def gateway_message(rng: random.Random, ids: list[str]) -> bytes:
+    """What a gateway might say, with random values."""
+    hints: Hints = {
+        "request_id": ids,
+        "tenant": ("anonymous",),
+        "attachment_id": [f"hostile/{request_id}" for request_id in ids],
+        "prompt_ids": range(1024),
+        "max_tokens": (1, 4, 40),
+    }
+    if rng.random() < 0.01:
+        return rng.randbytes(rng.choice((1, 10, 300)))
+    message = gateway_pb.GatewayMessage()
+    kind = rng.choice(("submit", "submit", "submit", "attach", "detach", "cancel", "hello", "heartbeat", ""))
+    if kind == "submit":
+        # Mostly right, so that it gets behind the checks: one extreme value in an otherwise plain submission.
+        message.submit.CopyFrom(submission(rng, rng.choice((*ids, f"s0.hostile{rng.randrange(2**40):x}"))))
+        hostile.spoil(rng, message.submit, times=rng.choice((0, 1, 1, 1, 2)))
+        if rng.random() < 0.1:
+            random_message(rng, message.submit, hints, filled=0.5)
+    elif kind:
+        random_message(rng, getattr(message, kind), hints, filled=0.8)
+        getattr(message, kind).SetInParent()
+    return message.SerializeToString()
+
+
+async def hostile_gateway(address: str, seed: int, ids: list[str], messages: int) -> int:
+    rng = random.Random(seed)
+    async with grpc.aio.insecure_channel(address) as channel:
+        peer = LinkPeer(channel, GATEWAY_LINK, gateway_pb.GatewayLinkReply)
+        if rng.random() < 0.95:
+            hello = gateway_pb.GatewayHello(gateway_id=f"hostile-{seed}", protocol_versions=[1])
+            if rng.random() < 0.1:
+                hello.protocol_versions[:] = [7] * 50_000
+            await peer.send(gateway_pb.GatewayMessage(hello=hello).SerializeToString())
+        for _ in range(messages):
+            if not await peer.send(gateway_message(rng, ids)):
+                break
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        await peer.close()
+        return peer.sent
+
+
+def worker_message(rng: random.Random, ids: list[str]) -> bytes:
+    """What a worker might say, with random values."""
+    hints: Hints = {
+        "request_id": ids,
+        "request_ids": ids,
+        "lease_epoch": (0, 1, 2),
+        "position": (0, 1, 5),
+    }
+    if rng.random() < 0.01:
+        return rng.randbytes(rng.choice((1, 10, 300)))
+    message = worker_pb.WorkerMessage()
+    kind = rng.choice(("reports", "reports", "reports", "missing", "hello", "heartbeat", "drain", ""))
+    if kind:
+        random_message(rng, getattr(message, kind), hints, filled=rng.choice((0.3, 0.8)))
+        getattr(message, kind).SetInParent()
+    return message.SerializeToString()
+
+
+async def hostile_worker(address: str, seed: int, ids: list[str], messages: int) -> int:
+    """Its longest context is one token, so that nobody's request is leased to it."""
+    rng = random.Random(seed)
+    hints: Hints = {
+        "pool": ("demo",),
+        "fingerprint": ("fake",),
+        "protocol_versions": (1,),
+        "request_id": ids,
+    }
+    hello = worker_pb.WorkerHello()
+    random_message(rng, hello, hints, filled=0.9)
+    hello.worker_id = f"hostile-{seed}"
+    if rng.random() < 0.8:
+        del hello.protocol_versions[:]
+        hello.protocol_versions.append(1)
+        hello.pool, hello.fingerprint, hello.worker_name = "demo", "fake", hello.worker_id
+        hello.slots, hello.target_blocks = rng.choice((1, 8, 65_536)), rng.choice((1, 2**32 - 1))
+        hello.block_size = rng.choice((1, 16, 2**32 - 1))
+    hello.max_length = 1
+    async with grpc.aio.insecure_channel(address) as channel:
+        peer = LinkPeer(channel, WORKER_LINK, worker_pb.WorkerLinkReply)
+        await peer.send(worker_pb.WorkerMessage(hello=hello).SerializeToString())
+        for _ in range(messages):
+            if not await peer.send(worker_message(rng, ids)):
+                break
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        await peer.close()
+        return peer.sent
+
+
+async def cancel_all(stack: LocalStack) -> None:
+    """End what hostile gateways left: their requests may be meant to live for ever."""
+    async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
+        peer = LinkPeer(channel, GATEWAY_LINK, gateway_pb.GatewayLinkReply)
+        hello = gateway_pb.GatewayHello(gateway_id="janitor", protocol_versions=[1])
+        await peer.send(gateway_pb.GatewayMessage(hello=hello).SerializeToString())
+        for entry in (await queue(stack)).entries:
+            cancel = gateway_pb.CancelRequested(request_id=entry.request_id, tenant=entry.tenant)
+            assert await peer.send(gateway_pb.GatewayMessage(cancel=cancel).SerializeToString())
+        await check_queue_empties(stack)
+        await peer.close()
+
+
+async def peers_at_once(make: Callable[[int], Any], count: int, *, at_once: int = 12) -> int:
+    """Messages sent by so many peers, some at a time."""
+    seeds = iter(range(count))
+
+    async def work() -> int:
+        sent = 0
+        for seed in seeds:
+            sent += await make(seed)
+        return sent
+
+    return sum(await asyncio.gather(*(work() for _ in range(at_once))))
+
+
+@pytest.mark.parametrize(
+    "peers", [200, pytest.param(1500, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+async def test_a_scheduler_survives_whatever_gateways_and_workers_say(fuzzed: LocalStack, peers: int) -> None:
+    watch = Watch.over(fuzzed)
+    address = fuzzed.scheduler_address
+    async with undisturbed(fuzzed) as alone:
+        ids = [
+            *(outcome.request_id for outcome in alone),
+            *(f"s0.hostile{i}" for i in range(20)),
+            "s0.nobody",
+        ]
+        from_gateways, from_workers = await asyncio.gather(
+            peers_at_once(lambda seed: hostile_gateway(address, seed, ids, 40), peers),
+            peers_at_once(lambda seed: hostile_worker(address, seed, ids, 40), peers),
+        )
+    await cancel_all(fuzzed)
+    print(f"\n{from_gateways} messages of gateways, {from_workers} of workers")
+    watch.check_alive()
+    assert min(from_gateways, from_workers) > 10 * peers
+    watch.check_memory(LONG_GROWTH_MIB)
+
+
+def lying_report(
+    rng: random.Random, number: int, leases: dict[str, int], positions: dict[str, int]
+) -> worker_pb.RoundReport:
+    """A round of requests that are this worker's to report, with values that no engine makes."""
+    ids = list(leases)[-8:]
+    hints: Hints = {
+        "request_id": ids,
+        "lease_epoch": (1,),
+        "position": (0, 0, 1, 2, 5),
+        "token_ids": range(1024),
+    }
+    report = worker_pb.RoundReport(
+        number=number, draft_s=0.01, verify_s=0.01, total_s=0.02, free_target_blocks=100
+    )
+    for request_id in rng.sample(ids, rng.randint(1, len(ids))):
+        report.progress.add(
+            request_id=request_id, lease_epoch=leases[request_id], position=positions.get(request_id, 0),
+            token_ids=[5, 6], drafted=4, accepted=1,
+        )  # fmt: skip
+    if rng.random() < 0.5:
+        report.progress.append(rng.choice(report.progress))  # the same request twice
+    if rng.random() < 0.7:
+        hostile.spoil(rng, report, times=rng.choice((1, 1, 3)))
+    else:
+        random_message(rng, report, hints, filled=0.4)
+    for progress in report.progress:
+        if not progress.end and progress.position == positions.get(progress.request_id, 0):
+            positions[progress.request_id] = progress.position + len(progress.token_ids)
+    return report
+
+
+@pytest.mark.parametrize(
+    "rounds", [600, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+async def test_a_worker_that_lies_about_its_leases_harms_only_its_own_requests(
+    make_stack: Callable[..., LocalStack], rounds: int
+) -> None:
+    stack = make_stack(workers=0)
+    watch = Watch.over(stack)
+    rng = random.Random(rounds)
+    async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
+        client = LinkPeer(channel, GATEWAY_LINK, gateway_pb.GatewayLinkReply)
+        hello = gateway_pb.GatewayHello(gateway_id="g", protocol_versions=[1])
+        await client.send(gateway_pb.GatewayMessage(hello=hello).SerializeToString())
+        worker = LinkPeer(channel, WORKER_LINK, worker_pb.WorkerLinkReply)
+        introduction = worker_pb.WorkerHello(
+            worker_id="liar", worker_name="liar", pool="demo", protocol_versions=[1], fingerprint="fake",
+            slots=8, target_blocks=4096, draft_blocks=4096, block_size=16, max_length=2048, max_draft_tokens=8,
+        )  # fmt: skip
+        await worker.send(worker_pb.WorkerMessage(hello=introduction).SerializeToString())
+        await worker.heard_of("hello")
+        positions: dict[str, int] = {}
+        reported = 0
+        for number in range(1, rounds + 1):
+            if number % 10 == 1:
+                for index in range(4):
+                    submit = submission(rng, f"s0.victim{number}x{index}")
+                    submit.specification.max_tokens = rng.choice((1, 4, 1000))
+                    message = gateway_pb.GatewayMessage(submit=submit)
+                    assert await client.send(message.SerializeToString()), stack.log("scheduler")[-4000:]
+            lists = [m.assignment for m in worker.heard if m.WhichOneof("message") == "assignment"]
+            leases = {entry.request_id: entry.lease_epoch for entry in lists[-1].entries} if lists else {}
+            if leases:
+                report = lying_report(rng, number, leases, positions)
+                reported += sum(progress.request_id in leases for progress in report.progress)
+                message = worker_pb.WorkerMessage(reports=worker_pb.RoundReports(reports=[report]))
+                assert await worker.send(message.SerializeToString()), stack.log("scheduler")[-4000:]
+            await asyncio.sleep(0.002)
+            del worker.heard[:-50], client.heard[:-50]
+        await worker.close()
+        await client.close()
+    await cancel_all(stack)
+    watch.check_alive()
+    assert reported > rounds // 4
+    stack.add_worker()
+    async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+        outcome = await stream(
+            inference_pb2_grpc.InferenceStub(channel),
+            seeded("After all", seed=1, max_tokens=8, ignore_eos=True),
+        )
+    assert len(outcome.tokens) == 8
