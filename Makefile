@@ -77,6 +77,10 @@ check-protos:
 protos: setup ## Generate laps_sd/v1 from protos/
 	protos/generate.sh .
 
+.PHONY: docs
+docs: setup ## Write docs/settings.md and docs/metrics.md from the code
+	$(BIN)/python docs/generate.py
+
 .PHONY: format
 format: setup ## Format the code, and fix what lint can fix
 	$(BIN)/ruff check --fix-only --quiet .

@@ -157,6 +157,7 @@ class Clients:
         try:
             results = await self._store.submit([new for _, new in admitted])
         except StoreUnavailable as error:
+            metrics.STORE_DOWN.set(1)  # until the next renewal of the lease succeeds
             for item, new in admitted:
                 if new.request_id not in self.live:
                     self.doubtful.add(new.request_id)

@@ -102,7 +102,7 @@ class Leadership:
                 log.warning("the record is unavailable; recovering later", error=str(error))
                 await asyncio.sleep(self.settings.lease_s / 8)
         self.loop = loop
-        metrics.LEADING.set(1)
+        metrics.leads(True)
         self._on_lead(True)
         await loop.run()
 
@@ -125,12 +125,15 @@ class Leadership:
             try:
                 if not await self.store.renew_leadership():
                     raise Fenced("the lease was not renewed in time")
+                if self.loop is None or not self.loop.store_down:
+                    metrics.STORE_DOWN.set(0)
             except StoreUnavailable as error:
+                metrics.STORE_DOWN.set(1)
                 log.warning("the lease could not be renewed", error=str(error))
 
     def _step_down(self, reason: str) -> None:
         self.loop = None
-        metrics.LEADING.set(0)
+        metrics.leads(False)
         self._on_lead(False)
         for session in self.sessions:
             session.close(reason)

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -64,6 +65,8 @@ MAX_INBOX = 20_000
 """Items that may wait for a turn before streams are no longer read."""
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
+OBSERVE_S = 1.0
+"""How often the queue's gauges are read."""
 LOST_DETAIL = "the record lost this request"
 
 
@@ -125,6 +128,7 @@ class Loop:
                 if stored.worker_id is not None:
                     self.roster.expect(stored.worker_id, now_s)
         self.timers.at(now_s + self.settings.priors_save_s, self._save_priors_soon)
+        self.timers.at(now_s, self._observe_queue)
         if events:
             log.info("recovered", requests=len(events), workers=len(self.roster.workers))
             await self._carry_out(Turn(now_s), self.core.step(now_s, events))
@@ -223,10 +227,13 @@ class Loop:
                 EndRequested(live.request_id, End.CANCELLED, "its submission was refused"),
             ]
 
+    def _observe_queue(self, turn: Turn) -> None:
+        metrics.observe_queue(self.core)
+        self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
+
     def _save_priors_soon(self, turn: Turn) -> None:
         self.timers.at(turn.now_s + self.settings.priors_save_s, self._save_priors_soon)
         turn.chores.append(self._save_priors)
-        metrics.observe_queue(self.core)
 
     async def _save_priors(self) -> None:
         blob = json.dumps(self.core.priors.to_dict(), separators=(",", ":"))
@@ -280,6 +287,7 @@ class Loop:
         if not commands:
             return []
         pause_s = FIRST_RETRY_S
+        began_s = time.perf_counter()
         while True:
             try:
                 statuses = await self._write(commands)
@@ -300,6 +308,7 @@ class Loop:
                 log.info("the record is back")
                 self.store_down = False
                 metrics.STORE_DOWN.set(0)
+            metrics.COMMIT.observe(time.perf_counter() - began_s)
             return statuses
 
     async def _still_leads(self) -> bool:

@@ -19,16 +19,17 @@ REFUSED = counter(
 )
 STORE_DOWN = gauge(
     "laps_sd_scheduler_record_unavailable",
-    "1 while a write to the record is being repeated because Redis does not take it.",
+    "1 while Redis cannot be reached or written; nothing is admitted or shown then.",
 )
 LEADING = gauge("laps_sd_scheduler_leading", "1 while this process leads its shard.")
 QUEUE_DEPTH = gauge(
     "laps_sd_scheduler_queue_depth",
-    "Requests that wait (queued, or on a list and not running) by level; read every LAPS_SD_PRIORS_SAVE_S.",
+    "Requests that wait (queued, or on a list and not running) by level; read every second.",
     ["level"],
 )
-WORKERS = gauge(
-    "laps_sd_scheduler_workers", "Workers that are up or awaited back; read every LAPS_SD_PRIORS_SAVE_S."
+WORKERS = gauge("laps_sd_scheduler_workers", "Workers that are up or awaited back; read every second.")
+BACKLOG = gauge(
+    "laps_sd_scheduler_backlog_seconds", "Machine seconds of work left, by the estimates; read every second."
 )
 ROUNDS = counter(
     "laps_sd_scheduler_rounds_total",
@@ -42,6 +43,16 @@ ACCEPTED = counter(
     "Proposed tokens that the target kept, by the workers' reports.",
 )
 TOKENS = counter("laps_sd_scheduler_output_tokens_total", "Output tokens reported by workers.")
+ACCEPTANCE_LENGTH = histogram(
+    "laps_sd_scheduler_acceptance_length_tokens",
+    "Tokens that a request gained in one round: accepted ones and the one the target adds itself.",
+    buckets=(1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
+)
+COMMIT = histogram(
+    "laps_sd_scheduler_commit_seconds",
+    "One exchange with the record: all transitions of a turn in one pipeline, repetitions included.",
+    buckets=SECONDS,
+)
 ROUND_SECONDS = counter(
     "laps_sd_scheduler_round_seconds_total",
     "Reported time by part of a round: draft, verify, prefill, swap, and idle before it (nothing to run included).",
@@ -74,7 +85,9 @@ def observe_turn(events: Iterable[Event]) -> None:
         for progress in event.progress:
             DRAFTED.inc(progress.drafted)
             ACCEPTED.inc(progress.accepted)
-            TOKENS.inc(len(progress.tokens))
+            if progress.tokens:
+                TOKENS.inc(len(progress.tokens))
+                ACCEPTANCE_LENGTH.observe(len(progress.tokens))
         for part in ("draft", "verify", "prefill", "swap", "idle"):
             ROUND_SECONDS.labels(part).inc(getattr(event, f"{part}_s"))
 
@@ -84,6 +97,17 @@ def observe_queue(core: Scheduler) -> None:
     for level, depth in enumerate(core.depth_by_level()):
         QUEUE_DEPTH.labels(str(level)).set(depth)
     WORKERS.set(len(core.workers()))
+    BACKLOG.set(core.totals().backlog_s)
+
+
+def leads(leading: bool) -> None:
+    """A process that does not lead knows nothing of the queue, and shows none."""
+    LEADING.set(leading)
+    if not leading:
+        QUEUE_DEPTH.clear()
+        WORKERS.set(0)
+        BACKLOG.set(0)
+        STORE_DOWN.set(0)
 
 
 def observe_end(

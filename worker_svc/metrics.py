@@ -33,7 +33,7 @@ ENDS = counter(
 )
 
 SLOTS = gauge("laps_sd_worker_slots", "Requests in one round at most.")
-SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests in the last round.")
+SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests of the last round that go on; 0 when idle.")
 FREE_BLOCKS = gauge("laps_sd_worker_free_blocks", "Free KV blocks after the last round.", ["model"])
 UNACKNOWLEDGED_TOKENS = gauge(
     "laps_sd_worker_unacknowledged_tokens", "Output tokens that no leader has acknowledged."
@@ -71,7 +71,7 @@ def observe(report: Round) -> None:
         if step.finish is not None:
             ENDS.labels(step.finish.value).inc()
     GENERATED.inc(tokens)
-    SLOTS_USED.set(len(result.requests))
+    SLOTS_USED.set(sum(step.finish is None for step in result.requests))
     _FREE_TARGET.set(result.free_target_blocks)
     _FREE_DRAFT.set(result.free_draft_blocks)
     if not result.requests:
