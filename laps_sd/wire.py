@@ -33,6 +33,7 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 20_000
 """An idle stream is pinged this often, so that middleboxes keep it and a dead peer is noticed."""
 KEEPALIVE_TIMEOUT_MS = 10_000
+CONNECT_TIMEOUT_MS = 2_000
 LEAST_PING_INTERVAL_MS = 5_000
 """A client that pings more often than this is cut off (ENHANCE_YOUR_CALM)."""
 
@@ -62,8 +63,11 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
     return [
         *_common_options(max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also bounds one attempt to connect, its TLS handshake included.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        # A channel per attempt: pauses between attempts are the dialler's, not those of an earlier channel.
+        ("grpc.use_local_subchannel_pool", 1),
     ]
 
 

@@ -63,7 +63,6 @@ PROTOCOL_VERSIONS = (1,)
 BACK_OFF_FIRST_S = 0.05
 BACK_OFF_LONGEST_S = 1.0
 """Below the grace that a new leader gives workers to come back (2 s)."""
-CONNECT_TIMEOUT_MS = 2_000
 MAX_HOPS = 3
 """Referrals from scheduler to scheduler that are followed without a pause."""
 MISSING_AGAIN_S = 1.0
@@ -276,7 +275,7 @@ class SchedulerLink:
         """
         greeted, leader = False, ""
         silence = asyncio.timeout(self.settings.silence_s)
-        channel = self._channel(address)
+        channel = wire.make_channel(address, wire.link_tls(self.settings))
         call: Any = None
         writer: asyncio.Task[None] | None = None
         reason = "the scheduler ended it"
@@ -332,20 +331,6 @@ class SchedulerLink:
         else:
             log.debug("no leader there", address=address, reason=reason, leader=leader)
         return greeted, leader
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        # A channel per attempt, the pause between attempts in our hands: gRPC's own would outlast a grace.
-        options = [
-            option for option in wire.channel_options() if option[0] != "grpc.min_reconnect_backoff_ms"
-        ]
-        options += [
-            ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
-        tls = wire.link_tls(self.settings)
-        if tls is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
     async def _hello(self) -> pb.WorkerHello:
         if self._held_asked is None or self._held_asked.done():
