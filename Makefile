@@ -95,6 +95,16 @@ lock: ## Write constraints.txt from what .venv holds (needs uv)
 	  --no-annotate --no-header --quiet --output-file $(VENV)/lock.out
 	sed -n '/^#/p;/^[^#]/q' constraints.txt | cat - $(VENV)/lock.out > $(VENV)/lock.new && mv $(VENV)/lock.new constraints.txt
 
+# The wheel is built from the unpacked sdist, so that nothing of this folder but what is released can be in it.
+DIST ?= dist
+.PHONY: release
+release: setup ## Build sdist and wheel into dist/ (no network needed)
+	@mkdir -p $(DIST) && rm -f $(DIST)/laps_sd-*
+	$(BIN)/python -c 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])' $(DIST) >/dev/null
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
+	  --wheel-dir $(DIST) $(DIST)/laps_sd-*.tar.gz
+	@ls -lh $(DIST)/laps_sd-*
+
 .PHONY: clean
 clean: ## Remove caches and builds; the virtual environment stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

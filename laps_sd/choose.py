@@ -1,4 +1,4 @@
-"""Which of the ranked requests of one worker run next: one pure function, the same in the worker and in the simulator.
+"""Which of the ranked requests of one worker run next: one pure function, the same in the worker and in simulations.
 
 The scheduler decides levels, ranks, priorities and placement; this function applies what only the place
 knows at the moment of the round: slots, KV blocks, hysteresis, the reserved share and the KV latch.
@@ -85,15 +85,15 @@ class Choice:
     evict: tuple[str, ...]
     """Requests on the device whose blocks are needed: worst rank first. Swapped out, or dropped if the host is full."""
     kv_latched: bool = False
-    """True while KV pressure suspends preemption (POLICY 2.9); handed back in at the next round."""
+    """True while KV pressure suspends preemption; handed back in at the next round."""
 
 
 HYSTERESIS = 0.10
-"""A waiting request must be this much shorter than the one it displaces (POLICY 2.8)."""
+"""A waiting request must be this much shorter than the one it displaces. Our choice, found by simulation."""
 HYSTERESIS_EVICTING = 0.25
 """The same, where the displaced one would lose its KV."""
 LATCH_ON = 0.85
-"""Share of a KV pool above which preemption is suspended. POLICY 2.9 found 0.7 to 0.9 good; our choice."""
+"""Share of a KV pool above which preemption is suspended. 0.7 to 0.9 did well in simulation; our choice."""
 LATCH_OFF = 0.70
 """Share below which it is allowed again: the gap keeps the latch from chattering."""
 RESERVED_SLICE_ROUNDS = 32
@@ -102,7 +102,7 @@ RESERVED_ONE_IN = 32
 
 
 def reserved_slots(slots: int, round_number: int) -> int:
-    """How many slots of this round belong to the oldest requests of the shard (POLICY 2.7)."""
+    """How many slots of this round belong to the oldest requests of the shard, whatever their rank."""
     if slots >= 2:
         return max(1, slots // RESERVED_ONE_IN)
     slice_number = round_number // RESERVED_SLICE_ROUNDS

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+from laps_sd.errors import StartupError
 from laps_sd.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from scheduler_svc.leadership import Leadership
 from scheduler_svc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.errors import SchemaMismatch
 from scheduler_svc.store.records import Limits
 from scheduler_svc.store.store import Store
 
@@ -44,7 +46,17 @@ async def serve(settings: SchedulerSettings) -> None:
     if not leadership.address:
         host = "127.0.0.1" if settings.grpc_host in ("0.0.0.0", "::") else settings.grpc_host  # noqa: S104
         leadership.address = f"{host}:{app.port}"
-    leading = app.spawn(leadership.run(), name="leadership")
+    failure: StartupError | None = None
+
+    async def lead() -> None:
+        nonlocal failure
+        try:
+            await leadership.run()
+        except SchemaMismatch as error:  # nothing that this release could do about it, now or later
+            failure = StartupError(f"Shard {settings.shard!r} cannot be led: {error}.")
+            app.stop_soon()
+
+    leading = app.spawn(lead(), name="leadership")
 
     async def drain() -> None:
         leading.cancel()
@@ -54,6 +66,8 @@ async def serve(settings: SchedulerSettings) -> None:
         await app.run(drain=drain)
     finally:
         await store.close()
+    if failure is not None:
+        raise failure
 
 
 if __name__ == "__main__":

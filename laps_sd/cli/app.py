@@ -14,7 +14,7 @@ import grpc
 import typer
 
 from laps_sd import __version__
-from laps_sd.cli import generate, operate, up
+from laps_sd.cli import chat, config, generate, operate, up
 from laps_sd.config import ConfigError
 from laps_sd.errors import StartupError, describe
 
@@ -22,15 +22,18 @@ app = typer.Typer(
     name="laps-sd",
     help="LAPS-SD serves language models with speculative decoding; requests are ordered by live acceptance.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("up")(up.up)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("explain")(operate.explain)
 app.command("queue")(operate.queue)
 app.command("workers")(operate.workers)
 app.command("drain")(operate.drain)
+app.command("config", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    config.config
+)
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """The arguments belong to the program that is run, --help included."""
@@ -106,7 +109,8 @@ def version() -> None:
 def run() -> NoReturn:
     """Runs the command line; every expected failure is one sentence."""
     try:
-        app(standalone_mode=True)
+        # Completion asks for this name, however we were started.
+        app(prog_name="laps-sd", standalone_mode=True)
     except grpc.RpcError as error:
         sentence = describe(error)
         if "failed to connect" in sentence.lower():

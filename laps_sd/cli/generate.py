@@ -11,7 +11,7 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from laps_sd.cli import dial
+from laps_sd.cli import ask, dial
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 
@@ -19,57 +19,26 @@ from laps_sd.v1 import inference_pb2_grpc
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say; - reads standard input.")],
     url: dial.UrlOption = dial.GATEWAY,
-    model: Annotated[str, typer.Option(help="Model name; empty: the gateway's only model.")] = "",
+    model: ask.ModelOption = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the text as it stands, without the model's chat template.")
     ] = False,
-    system: Annotated[
-        str | None, typer.Option(help="System message before the prompt.", show_default=False)
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Output tokens at most (default: the gateway's).", show_default=False),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 is greedy (default: 1).", show_default=False)
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Nucleus (default: 1, off).", show_default=False)
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=0, help="Most likely tokens only (default: 0, off).", show_default=False)
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Same seed, same text (default: the server's).", show_default=False),
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="String that ends the text; may be repeated.", show_default=False)
-    ] = None,
-    priority: Annotated[
-        int | None, typer.Option(help="Higher runs first (default: 0).", show_default=False)
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Seconds until generation stops with what exists (none).", show_default=False
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Hard deadline of the call, seconds (none).", show_default=False),
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option(min=0, help="Draft tokens per round at most; 0: plain decoding.", show_default=False),
-    ] = None,
+    system: ask.SystemOption = None,
+    max_tokens: ask.MaxTokensOption = None,
+    temperature: ask.TemperatureOption = None,
+    top_p: ask.TopPOption = None,
+    top_k: ask.TopKOption = None,
+    seed: ask.SeedOption = None,
+    stop: ask.StopOption = None,
+    priority: ask.PriorityOption = None,
+    time_limit: ask.TimeLimitOption = None,
+    timeout: ask.TimeoutOption = None,
+    draft_tokens: ask.DraftTokensOption = None,
     expected_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Guess of the output length, a hint in tokens.", show_default=False),
     ] = None,
-    workload_class: Annotated[
-        str, typer.Option("--class", help="Kind of work; requests of a kind share estimates.")
-    ] = "",
+    workload_class: ask.ClassOption = "",
     idempotency_key: Annotated[str, typer.Option(help="Same key, same body: attaches to that request.")] = "",
     keep: Annotated[
         bool, typer.Option("--keep", help="Let the request go on when this command ends.")
@@ -82,31 +51,27 @@ def generate(
 ) -> None:
     """Generate text and show it as it comes; the last line (on stderr) says what speculation did."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    request = pb.GenerateRequest(
+    request = ask.request(
         model=model,
-        sampling=pb.SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            stop=stop or [],
-        ),
-        idempotency_key=idempotency_key,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
         priority=priority,
-        time_limit_ms=None if time_limit is None else max(1, round(time_limit * 1000)),
-        expected_output_tokens=expected_tokens,
+        time_limit=time_limit,
+        draft_tokens=draft_tokens,
         workload_class=workload_class,
-        keep=keep,
     )
-    if draft_tokens == 0:
-        request.speculation.mode = pb.Speculation.MODE_OFF
-    elif draft_tokens is not None:
-        request.speculation.max_draft_tokens = draft_tokens
+    request.idempotency_key = idempotency_key
+    request.keep = keep
+    if expected_tokens is not None:
+        request.expected_output_tokens = expected_tokens
     with dial.channel(url, tls_ca) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         credentials = dial.metadata(api_key)
-        put_prompt(request, text, system=system, chat=not raw and _has_template(stub, model, credentials))
+        put_prompt(request, text, system=system, chat=not raw and ask.has_template(stub, model, credentials))
         events = stub.GenerateStream(request, timeout=timeout, metadata=credentials)
         try:
             ended = print_json(events) if as_json else print_text(events)
@@ -115,13 +80,6 @@ def generate(
             raise
     if ended is None or ended.finish_reason == pb.FINISH_REASON_ERROR:
         raise typer.Exit(1)
-
-
-def _has_template(
-    stub: inference_pb2_grpc.InferenceStub, model: str, credentials: tuple[tuple[str, str], ...]
-) -> bool:
-    models = stub.ListModels(pb.ListModelsRequest(), timeout=10, metadata=credentials).models
-    return any(each.has_chat_template for each in models if model in ("", each.name))
 
 
 def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: str | None = None) -> None:
@@ -187,5 +145,5 @@ def demo(address: str, prompt: str, *, model: str, max_tokens: int, seed: int) -
     request = pb.GenerateRequest(model=model, sampling=pb.SamplingParams(max_tokens=max_tokens, seed=seed))
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        put_prompt(request, prompt, chat=_has_template(stub, model, ()))
+        put_prompt(request, prompt, chat=ask.has_template(stub, model, ()))
         return print_text(stub.GenerateStream(request, timeout=120))

@@ -18,7 +18,8 @@ from laps_sd.config import PREFIX
 from laps_sd.local import LocalStack, Ports, Progress, StackOptions
 
 DEMO_PROMPT = "Tell me a story about the harbour."
-DEMO_TOKENS = 96
+DEMO_TOKENS = 200
+DEMO_SEED = 8
 LOOK_EVERY_S = 0.5
 
 
@@ -148,7 +149,7 @@ def _show_demo(console: Console, stack: LocalStack) -> None:
     console.print(f"\n[bold]{DEMO_PROMPT}[/bold]")
     sys.stderr.flush()
     generate.demo(
-        stack.gateway_address, DEMO_PROMPT, model=stack.options.model, max_tokens=DEMO_TOKENS, seed=1
+        stack.gateway_address, DEMO_PROMPT, model=stack.options.model, max_tokens=DEMO_TOKENS, seed=DEMO_SEED
     )
 
 

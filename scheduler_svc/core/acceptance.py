@@ -1,4 +1,4 @@
-"""How many tokens a request will gain per round: its own rounds, shrunk towards its class (POLICY 2.3)."""
+"""How many tokens a request will gain per round: its own rounds, shrunk towards its class."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 DEFAULT_TOKENS_PER_ROUND = 2.0
 """With no history at all. Any value serves: what counts is how requests differ from each other."""
 DEFAULT_SHRINKAGE = 20.0
-"""n0 with no history: POLICY 2.3 measured about 20."""
+"""n0 with no history: our choice, found by simulation."""
 SHRINKAGE_LIMITS = (4.0, 200.0)
 AUTOCORRELATION = 3.0
-"""n0 = this × within/between variance: rounds of one request are not independent of each other (POLICY 2.3)."""
+"""n0 = this × within/between variance: rounds of one request are not independent of each other. Our choice, found by
+simulation."""
 DEFAULT_WEIGHT_ROUNDS = 50.0
 POOL_WEIGHT_ROUNDS = 200.0
 """Rounds that the mean over all classes counts for in the mean of one."""

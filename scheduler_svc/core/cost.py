@@ -22,7 +22,7 @@ PREFILL_PRIOR_S = 1e-4
 PREFILL_PRIOR_TOKENS = 200.0
 PREFILL_FORGET = 500.0
 SWAP_SHARE = 0.25
-"""Swapping a context in costs this share of computing it again (0.02 against 0.09 ms a token in POLICY 2)."""
+"""Swapping a context in costs this share of computing it again (0.02 against 0.09 ms a token): our choice."""
 
 _Vector = tuple[float, float, float]
 
@@ -106,7 +106,7 @@ class CostModel:
         return self._predict((1.0, batch / BATCH_UNIT, context_tokens / CONTEXT_UNIT))
 
     def share_s(self, context_tokens: float) -> float:
-        """Machine seconds that a round costs for one sequence: T(B)/B at the typical batch (POLICY 2.5)."""
+        """Machine seconds that a round costs for one sequence: T(B)/B at the typical batch (our choice)."""
         fixed, per_sequence, per_context = self.fit
         share = fixed / self.batch + per_sequence / BATCH_UNIT + per_context * context_tokens / CONTEXT_UNIT
         return max(share, 1e-9)

@@ -155,15 +155,6 @@ class RoundReported:
     total_s: float
     free_target_blocks: int
     free_draft_blocks: int
-    resident_context_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SpecificationMissing:
-    """The worker was listed a request whose specification it does not have; the shell sends it again."""
-
-    worker_id: str
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How many output tokens a request still has, given how many it has emitted (POLICY 2.4).
+"""How many output tokens a request still has, given how many it has emitted.
 
 Two sources: the lengths that its class had before (`LengthTable`, a residual-life table), and a guess for this very
 request (the client's hint or a worker's prediction), of which only the observed error is believed (`GuessError`).
@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 DEFAULT_LOG_MEAN = math.log(150)
 DEFAULT_LOG_SPREAD = 1.0
-"""Output lengths with no history: chat-like, lognormal(ln 150, 1.0) (POLICY 2). Our choice."""
+"""Output lengths with no history: chat-like, lognormal(ln 150, 1.0). Our choice."""
 DEFAULT_WEIGHT = 8.0
 """Requests that the default counts for in the table of all classes, and that table in the one of a class."""
 FORGET_REQUESTS = 1000.0
@@ -33,7 +33,6 @@ _EDGES = [0.0, *(BIN_RATIO**i for i in range(BINS))]
 """Bin i holds the lengths in (edge i, edge i+1]."""
 _MIDDLES = [(low + high) / 2 for low, high in pairwise(_EDGES)]
 _STANDARD = NormalDist()
-_Z = _STANDARD.inv_cdf(CREDIBLE[1])
 _NOTHING = 1e-9
 """A tail thinner than this says nothing about what follows."""
 

@@ -1,4 +1,4 @@
-"""Which worker's list a request is on (POLICY 2.11).
+"""Which worker's list a request is on (our choice).
 
 Bound to the worker with the fewest unfinished requests when there is room; kept there with its KV; taken by a worker
 with a free slot when nothing else waits. Everything here ends in a call of the ledger.
@@ -7,6 +7,7 @@ with a free slot when nothing else waits. Everything here ends in a call of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.ledger import Ledger
@@ -147,9 +148,7 @@ def _with_free_slots(shard: Shard) -> Iterator[Worker]:
 
 def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
     """From the longest list on; then from lists that are short enough, where KV blocks are not."""
-    for victim in shard.by_load_reversed():
-        if len(victim.members) <= victim.slots:
-            break
+    for victim in takewhile(lambda worker: len(worker.members) > worker.slots, shard.by_load_reversed()):
         waiting = (victim.members[key[-1]] for key in victim.ordered)
         able = [request for request in waiting if not request.running and thief.holds(request)]
         if able:

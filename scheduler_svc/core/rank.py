@@ -13,7 +13,7 @@ DEFICIT_BANDS = 64
 def pack_rank_class(priority: int, level: int, deficit_band: int = 0) -> int:
     """Pack the precedence above the index into one number; smaller runs first.
 
-    Precedence (POLICY 3): the reserved share stands above all of this and is a flag of its own; then priority,
+    Precedence (our choice): the reserved share stands above all of this and is a flag of its own; then priority,
     higher first; then the tenant's deficit (when fairness is on); then the level. Each part has its own digits:
 
         rank_class = (−priority · DEFICIT_BANDS + deficit_band) · MAX_LEVELS + level

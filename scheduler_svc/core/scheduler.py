@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
+from typing import assert_never
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.commands import Command, Commit, Finish, Rank, StoryLine
@@ -100,6 +101,8 @@ class Scheduler:
                 # Gone or stale: either way the picture here is wrong. The shell reads the record again and tells
                 # what it finds as `Recovered`.
                 self._forget(request_id, ledger)
+            case _:  # pragma: no cover  # mypy proves that nothing is left
+                assert_never(event)
 
     # Requests come and go.
 

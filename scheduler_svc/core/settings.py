@@ -24,7 +24,7 @@ class CoreSettings:
     """Seconds between two versions of what was learnt. Each makes the ranks of waiting requests anew as they come
     into play: a small value costs time with many workers, a large one leaves old ranks standing."""
     reserved_share: bool = True
-    """Give max(1, B/32) slots to the oldest requests of the shard (POLICY 2.7)."""
+    """Give max(1, B/32) slots to the oldest requests of the shard, so that nobody waits for ever: our choice."""
     level_base_s: float = 1 / 128
     """Machine seconds up to which a request is in level 0. Levels are absolute and grow exponentially, so the base
     sets the finest distinction only; see `policies/laps_sd.py` for why it is not learnt."""

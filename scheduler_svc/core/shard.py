@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
@@ -214,10 +214,8 @@ class Shard:
 
     def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
         """Workers with a full list in whose first part a request with this key would be, the worst list first."""
-        for cut in reversed(self._cuts):
-            if cut[:3] < key:
-                return
-            yield self.workers[cut[3]]
+        behind = takewhile(lambda cut: cut[:3] >= key, reversed(self._cuts))
+        return (self.workers[cut[3]] for cut in behind)
 
     def _list_changed(self, worker: Worker) -> None:
         self.touched[worker.worker_id] = worker

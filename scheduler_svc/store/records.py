@@ -14,7 +14,8 @@ MAX_LEVELS = 32
 
 
 class LeaderEpoch(str):
-    """Fencing token of a leadership, `number:nonce`. Compared for equality by the record.
+    """Fencing token of a leadership, `number:nonce`. Compared for equality by the record; the nonce is random and tells
+    apart two epochs that got the same number because the record was lost.
 
     The number orders the epochs of one shard, so that a peer can tell a newer leader from an older one.
     """
@@ -25,11 +26,6 @@ class LeaderEpoch(str):
     def number(self) -> int:
         """Never used again for this shard, and larger than any before."""
         return int(self.partition(":")[0])
-
-    @property
-    def nonce(self) -> str:
-        """Random: tells apart two epochs that got the same number because the record was lost."""
-        return self.partition(":")[2]
 
 
 @dataclass(frozen=True, slots=True)

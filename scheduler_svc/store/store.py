@@ -218,19 +218,6 @@ class Store:
         """Which life of the data this process last led in."""
         return self._incarnation
 
-    async def read_incarnation(self) -> str | None:
-        """Which life the data is in now; None: nobody has led since it was created or emptied."""
-        async with self._reached():
-            found = await self._client.get(self.keys.incarnation())
-        return found.decode() if found is not None else None
-
-    async def check_schema(self) -> None:
-        """Raises SchemaMismatch when another release laid this shard's keys out differently."""
-        async with self._reached():
-            found = await self._client.get(self.keys.schema_version())
-        if found is not None:
-            self._require_schema(found)
-
     async def acquire_leadership(self, *, owner: str, lease_s: float) -> LeaderEpoch | None:
         """Become the leader, unless somebody is: then None. `owner` is the address where peers find this process.
 
@@ -253,7 +240,7 @@ class Store:
             ],
         )
         if reply[0] == b"schema":
-            self._require_schema(reply[1])
+            raise _schema_mismatch(reply[1])
         if reply[0] != b"ok":
             return None
         self._epoch = LeaderEpoch(reply[1].decode())
@@ -420,14 +407,6 @@ class Store:
 
     def _forget_leadership(self) -> None:
         self._leadership, self._epoch = "", None
-
-    @staticmethod
-    def _require_schema(found: bytes) -> None:
-        if found != str(SCHEMA_VERSION).encode():
-            raise SchemaMismatch(
-                f"the record has schema version {found.decode(errors='replace')}, this release reads and writes "
-                f"{SCHEMA_VERSION}: let the release that wrote it finish its requests, or use another shard name"
-            )
 
     @contextlib.asynccontextmanager
     async def _reached(self) -> AsyncIterator[None]:
@@ -669,6 +648,13 @@ def _standing(request_id: str, standing: Standing) -> tuple[Argument, ...]:
         standing.preemptions,
         check_level(request_id, standing.level),
         safe_score(standing.score),
+    )
+
+
+def _schema_mismatch(found: bytes) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"the record has schema version {found.decode(errors='replace')}, this release reads and writes "
+        f"{SCHEMA_VERSION}: let the release that wrote it finish its requests, or use another shard name"
     )
 
 

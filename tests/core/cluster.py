@@ -1,6 +1,6 @@
 """A small simulated cluster: the core, and workers that run `choose` in virtual time.
 
-Zero-latency messages; the time of a round is the model of POLICY 2. Everything is deterministic.
+Zero-latency messages; the time of a round grows with its sequences and their context. Everything is deterministic.
 """
 
 from __future__ import annotations

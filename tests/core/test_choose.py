@@ -114,6 +114,21 @@ class TestHysteresis:
         who = [running("a", 1.0), candidate("b", 0.85), resident("c", 0.99, blocks=12)]
         assert choose(who, place(1, blocks=24)).run == ("a",)
 
+    def test_the_draft_pool_decides_likewise(self) -> None:
+        tight = place(1, blocks=1000, draft_blocks=24)
+        who = [running("a", 1.0), candidate("b", 0.85), resident("c", 5.0, draft_blocks=12)]
+        assert choose(who, tight) == Choice(("b",), ("c",))
+        who = [running("a", 1.0), candidate("b", 0.85), resident("c", 0.99, draft_blocks=12)]
+        assert choose(who, tight).run == ("a",)
+
+    def test_what_the_newcomer_itself_holds_counts_once(self) -> None:
+        who = [running("a", 1.0), resident("b", 0.85)]  # 14 of 18 blocks
+        assert choose(who, place(1, blocks=18)) == Choice(("b",), ())
+
+    def test_what_runs_beside_them_counts_once(self) -> None:
+        who = [running("a", 1.0), running("d", 0.1), candidate("b", 0.85)]  # all three fit into 22 blocks
+        assert choose(who, place(2, blocks=22)) == Choice(("d", "b"), ())
+
     def test_the_worst_one_is_displaced(self) -> None:
         who = [running("a", 5.0), running("b", 9.0), candidate("c", 1.0)]
         assert choose(who, place(2)).run == ("c", "a")
@@ -256,13 +271,13 @@ class TestMemory:
             resident("b", 2.0),
             candidate("c", 9.0, residency=Residency.DEVICE, target_blocks=7, tokens=100),
         ]
-        assert choose(who, place(1, blocks=50, draft_blocks=13)).evict == ("b",)
+        assert choose(who, place(1, blocks=21, draft_blocks=13)).evict == ("b",)
         who[2] = candidate("c", 9.0, residency=Residency.DEVICE, draft_blocks=7, tokens=100)
-        assert choose(who, place(1, blocks=13, draft_blocks=50)).evict == ("b",)
+        assert choose(who, place(1, blocks=13, draft_blocks=21)).evict == ("b",)
 
 
 class TestLatch:
-    """Above 85 % preemption is suspended, until below 70 % (our choice inside POLICY 2.9's 0.7 to 0.9)."""
+    """Above 85 % preemption is suspended, until below 70 % (our choice)."""
 
     WHO = (running("a", 9.0, blocks=44, tokens=698), running("b", 9.0, blocks=44, tokens=698))
 

@@ -1,9 +1,11 @@
-"""laps-sd against what the paper says (arXiv 2505.17074, as far as it is public: POLICY 1), one test per sentence.
+"""laps-sd against what the paper says (arXiv 2505.17074, as far as it is public), one test per sentence.
 
 Where the public text is silent the test says "our choice".
 """
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
@@ -175,6 +177,54 @@ class TestOurChoice:
         assert not rank().pinned
 
 
+class TestTheEstimate:
+    """What people are told: the decoding that is left, and what must be computed before it."""
+
+    @pytest.mark.parametrize("policy", ["fcfs", "srpt-length", "laps-sd"])
+    @pytest.mark.parametrize("residency", [Residency.NONE, Residency.HOST, Residency.DEVICE])
+    def test_it_is_the_length_that_is_left_at_its_pace_and_the_set_up(
+        self, policy: str, residency: Residency
+    ) -> None:
+        priors = experienced()
+        here = residency is Residency.DEVICE
+        state = {"hint": 200, "emitted": 40, "rounds": 20, "residency": residency, "ran_here": here}
+        left = priors.tokens_left("", 40, 2000, 200.0, by_worker=False)
+        prefill_s = priors.cost.prefill_share_s(140)
+        setup_s = {Residency.NONE: prefill_s, Residency.HOST: prefill_s / 4, Residency.DEVICE: 0.0}[residency]
+        context = 140 if policy == "fcfs" else 140 + left.mean / 2
+        pace = priors.tokens_per_round("", 20 if policy == "laps-sd" else 0, 40 if policy == "laps-sd" else 0)
+        seconds = priors.cost.share_s(context) / pace.mean
+        found = rank(priors, policy, **state).remaining
+        assert found.mean_s == pytest.approx(left.mean * seconds + setup_s)
+        if policy != "laps-sd":
+            assert found.low_s == pytest.approx(left.low * seconds + setup_s)
+            assert found.high_s == pytest.approx(left.high * seconds + setup_s)
+        else:
+            assert found.low_s < left.low * seconds + setup_s
+            assert found.high_s > left.high * seconds + setup_s
+
+    def test_the_pace_widens_it_as_an_independent_factor(self) -> None:
+        priors = experienced()
+        left = priors.tokens_left("", 40, 2000, 200.0, by_worker=False)
+        spread = 1.28 * priors.tokens_per_round("", 20, 40).spread
+        found = rank(priors, hint=200, emitted=40, rounds=20, residency=Residency.DEVICE).remaining
+        assert math.log(found.mean_s / found.low_s) == pytest.approx(
+            math.hypot(math.log(left.mean / left.low), spread)
+        )
+        assert math.log(found.high_s / found.mean_s) == pytest.approx(
+            math.hypot(math.log(left.high / left.mean), spread)
+        )
+
+    @pytest.mark.parametrize(("share", "perceptible"), [(0.9999, False), (1.0001, True)])
+    def test_perceptible_is_an_interval_within_the_factor_counted_from_the_base(
+        self, share: float, perceptible: bool
+    ) -> None:
+        around, base = rank(hint=200).remaining, SETTINGS.level_base_s
+        factor = (around.high_s + base) / (around.low_s + base)
+        policy = policy_named("laps-sd", CoreSettings(perceptible_spread=share * factor))
+        assert policy.rank(make(hint=200), Priors()).perceptible is perceptible
+
+
 class TestTheOthers:
     def test_fcfs_is_arrival_order_and_pinned(self) -> None:
         key = rank(policy="fcfs", hint=5)
@@ -187,7 +237,7 @@ class TestTheOthers:
         assert good.index_s == bad.index_s
 
     def test_with_equal_acceptance_the_order_is_that_of_srpt_length(self) -> None:
-        """POLICY 4, invariant; true lengths, every request with its class's pace."""
+        """True lengths, every request with its class's pace."""
         priors = experienced([20 * i for i in range(1, 80)] * 4, guesses=1.0)
         for _ in range(5000):
             priors.observe_tokens("", 3)

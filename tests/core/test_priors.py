@@ -77,9 +77,12 @@ class TestShrinkage:
             statistics.observe_end(1, 3, 9)
         assert statistics.variances() is None
         statistics = AcceptanceStatistics()
-        for _ in range(5):
+        for _ in range(7):
             statistics.observe_end(20, 60, 200)
         assert statistics.variances() is None
+        for _ in range(3):
+            statistics.observe_end(20, 60, 200)
+        assert statistics.variances() is not None
 
     @pytest.mark.parametrize(("within", "between"), [(1.0, 0.25), (2.0, 0.1), (0.5, 1.0)])
     def test_analysis_of_variance_finds_both(self, within: float, between: float) -> None:
@@ -93,6 +96,26 @@ class TestShrinkage:
         assert found is not None
         assert found[0] == pytest.approx(within, rel=0.1)
         assert found[1] == pytest.approx(between, rel=0.3)
+
+    def test_requests_of_very_different_length_are_weighed_as_the_textbook_says(self) -> None:
+        groups = [[2 + i % 3 + j % 2 for j in range(5)] for i in range(11)]
+        groups.append([3 + j % 2 for j in range(400)])
+        statistics = AcceptanceStatistics()
+        for group in groups:
+            statistics.observe_end(len(group), sum(group), sum(x * x for x in group))
+        n = sum(map(len, groups))
+        grand = sum(map(sum, groups)) / n
+        means = [sum(group) / len(group) for group in groups]
+        within = sum((x - mean) ** 2 for group, mean in zip(groups, means, strict=True) for x in group)
+        within /= n - len(groups)
+        between = sum(len(group) * (mean - grand) ** 2 for group, mean in zip(groups, means, strict=True))
+        typical = (n - sum(len(group) ** 2 for group in groups) / n) / (len(groups) - 1)
+        between = (between / (len(groups) - 1) - within) / typical
+        assert statistics.variances() == pytest.approx((within, between), rel=0.05)
+
+    def test_the_spread_that_is_left_counts_rounds_as_a_third(self) -> None:
+        pace = tokens_per_round(3.0, 20, 1.5, 10, 50)
+        assert pace.spread * pace.mean == pytest.approx(math.sqrt(3 * 1.5 / (20 + 10)))
 
     def test_n0_is_three_times_within_over_between(self) -> None:
         assert shrinkage((1.0, 0.15)) == pytest.approx(20)
@@ -134,11 +157,29 @@ class TestLengths:
         assert left.high <= 40
         assert left.mean < 40
         assert LengthTable().left(39, 40, "").mean == 1
+        at_its_limit = LengthTable().left(40, 40, "")
+        assert (at_its_limit.low, at_its_limit.mean, at_its_limit.high) == (1, 1, 1)
+
+    def test_an_unfinished_request_has_one_token_left_at_least(self) -> None:
+        table = LengthTable()
+        for _ in range(3000):
+            table.observe(10)
+        table.rebuild(DEFAULT_MASSES)
+        assert table.left(9, MOST, "").low == 1
 
     def test_longer_than_anything_seen(self) -> None:
         left = LengthTable().left(3_000_000, 9_000_000, "")
         assert left.mean == pytest.approx(1_500_000)
+        assert (left.low, left.high) == (pytest.approx(150_000), 6_000_000)
+        assert LengthTable().left(3_000_000, 90_000_000, "").high == pytest.approx(15_000_000)
         assert LengthTable().left(3_000_000, 3_000_010, "").mean == 10
+
+    @pytest.mark.parametrize(("emitted", "most"), [(0, 100_000), (20, 300), (150, 100_000), (400, 900)])
+    def test_it_is_what_remains_of_the_distribution(self, emitted: int, most: int) -> None:
+        left = LengthTable().left(emitted, most, "")
+        assert (left.mean, left.low, left.high) == pytest.approx(
+            remaining_of_lognormal(math.log(150), 1.0, emitted, most), rel=0.04
+        )
 
     def test_it_forgets(self) -> None:
         table = LengthTable()
@@ -170,7 +211,52 @@ class TestLengths:
         assert 1 <= left.low <= left.mean <= left.high <= more
 
 
+def remaining_of_lognormal(
+    centre: float, spread: float, emitted: int, most: int
+) -> tuple[float, float, float]:
+    """Mean, 10 % and 90 % of what is left of a length beyond `emitted`, cut off at `most`: added up in small steps."""
+    z_from = (math.log(emitted) - centre) / spread if emitted else -9.0
+    steps = 20_000
+    width = (9.0 - z_from) / steps
+    total = mean = 0.0
+    shares: list[tuple[float, float]] = []
+    for i in range(steps):
+        z = z_from + (i + 0.5) * width
+        share = math.exp(-z * z / 2) * width
+        total += share
+        mean += share * min(math.exp(centre + spread * z), most)
+        shares.append((total, math.exp(centre + spread * z)))
+    low, high = (next(length for sum_, length in shares if sum_ >= q * total) for q in (0.1, 0.9))
+    return mean / total - emitted, low - emitted, min(high, most) - emitted
+
+
 class TestGuesses:
+    @pytest.mark.parametrize(
+        ("guess", "emitted", "most"),
+        [(500.0, 0, 100_000), (500.0, 200, 100_000), (500.0, 200, 600), (50.0, 300, 100_000)],
+    )
+    def test_it_is_what_remains_when_guess_and_class_are_weighed_by_their_precision(
+        self, guess: float, emitted: int, most: int
+    ) -> None:
+        errors, lengths = GuessError(), LogLengths()
+        for i in range(40):
+            length = round(math.exp(5 + 0.8 * (-1) ** i))
+            errors.observe(length * math.exp(0.3 + 0.4 * (-1) ** (i // 2)), length)
+            lengths.observe(length)
+        assert (errors.bias, errors.spread) == (
+            pytest.approx(-0.3 * 40 / 48, rel=0.05),
+            pytest.approx(math.sqrt((40 * 0.25 + 8 * 0.49) / 48 - 0.25**2), rel=0.05),
+        )
+        assert lengths.mean == pytest.approx((40 * 5 + 8 * math.log(150)) / 48, rel=0.001)
+        assert lengths.spread == pytest.approx(math.sqrt((40 * 0.64 + 8 * 1.0) / 48), rel=0.03)
+        trust, class_trust = errors.spread**-2, lengths.spread**-2
+        centre = (trust * (math.log(guess) + errors.bias) + class_trust * lengths.mean) / (
+            trust + class_trust
+        )
+        left = left_by_guess(guess, errors, lengths, emitted, most, "")
+        mean, low, high = remaining_of_lognormal(centre, (trust + class_trust) ** -0.5, emitted, most)
+        assert (left.mean, left.low, left.high) == pytest.approx((mean, low, high), rel=0.01)
+
     def left(
         self, guess: float, emitted: int = 0, most: int = MOST, error: float | None = None, n: int = 300
     ) -> float:
@@ -259,7 +345,7 @@ class TestCost:
         assert model.share_s(300) == pytest.approx(0.004, rel=0.05)
 
     def test_a_sequence_is_charged_its_share_of_the_machine(self) -> None:
-        """POLICY 2.5: T(B)/B, not T(1)."""
+        """T(B)/B, not T(1)."""
         model = self.learnt()
         assert model.share_s(500) == pytest.approx(
             self.true_s(model.batch, 500 * model.batch) / model.batch, rel=0.06
@@ -302,6 +388,18 @@ class TestVersions:
         priors.publish()
         priors.publish()
         assert priors.version == 1
+
+    @pytest.mark.parametrize(("grows", "versions"), [(1.02, 0), (1.08, 1)])
+    def test_a_cost_that_moved_by_one_twentieth(self, grows: float, versions: int) -> None:
+        priors = Priors()
+        for _ in range(500):
+            priors.observe_round(1, 0, 0.1)
+        priors.publish()
+        before, version = priors.cost.share_s(0), priors.version
+        while priors.cost.share_s(0) < grows * before:
+            priors.observe_round(1, 0, 0.15)
+        priors.publish()
+        assert priors.version - version == versions
 
     def test_another_cost(self) -> None:
         priors = Priors()

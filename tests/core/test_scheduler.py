@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from laps_sd.choose import Residency
-from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Finish, Lease, Release
+from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Finish, Lease, Rank, Release
 from scheduler_svc.core.events import (
     Arrived,
     End,
     EndRequested,
+    Held,
     Progress,
     RequestFacts,
     ResidencyChange,
@@ -152,6 +153,28 @@ class TestOtherQuestions:
         assert totals.backlog_s > 0
         assert sum(scheduler.depth_by_level()) == 3
 
+    def test_the_backlog_is_what_the_unfinished_ones_need(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), *(Arrived(request(f"r{i}", i)) for i in range(3))])
+        scheduler.step(2.0, [report(did("r0", 0, 5))])
+        scheduler.step(3.0, [EndRequested("r1", End.CANCELLED, "")])
+        left = [scheduler.explain(request_id, 3.0).remaining_s for request_id in ("r0", "r2")]  # type: ignore[union-attr]
+        assert scheduler.totals().backlog_s == pytest.approx(sum(left))
+
+    def test_the_longest_context_that_a_worker_could_hold(self) -> None:
+        scheduler = core()
+        assert scheduler.capacity_tokens == 0
+        scheduler.step(1.0, [WorkerUp(replace(W, target_blocks=20, draft_blocks=10), ())])
+        assert scheduler.capacity_tokens == 10 * 16 - 5
+        scheduler.step(2.0, [WorkerUp(replace(W, worker_id="v", target_blocks=20, draft_blocks=0), ())])
+        assert scheduler.capacity_tokens == 20 * 16 - 5
+        scheduler.step(3.0, [WorkerDraining("v"), WorkerUp(replace(W, max_length=100), ())])
+        assert scheduler.capacity_tokens == 100
+        exact = [request("fits", 1, max_tokens=0), request("does not", 2, max_tokens=1)]
+        scheduler.step(4.0, [Arrived(facts) for facts in exact])
+        assert scheduler.explain("fits", 4.0).worker_id == "w"  # type: ignore[union-attr]
+        assert not scheduler.explain("does not", 4.0).fits_a_worker  # type: ignore[union-attr]
+
 
 class TestReports:
     def test_an_arrival_told_twice_is_one_request(self) -> None:
@@ -213,6 +236,90 @@ class TestReports:
         assert e is not None
         assert e.place is Place.RUNNING
 
+    def test_a_worker_that_comes_back_without_it_can_lose_it_at_no_cost(self) -> None:
+        for held, costs in (((), False), ((Held("a", 1, Residency.HOST),), True)):
+            scheduler = core()
+            scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+            scheduler.step(2.0, [report(did("a", 0, 3))])
+            scheduler.step(3.0, [WorkerUp(W, held)])
+            assert (scheduler.workers()[0].moving_cost_s > 0) is costs
+            assert scheduler.workers()[0].running == 0
+
+    def test_leaving_a_draining_worker_is_told(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [WorkerDraining("w")])
+        e = scheduler.explain("a", 2.0)
+        assert e is not None
+        assert [(line.what, line.detail) for line in e.story][-1] == ("requeued", "worker w is leaving")
+
+    def test_what_is_learnt_counts_often_at_first_and_then_at_intervals(self) -> None:
+        scheduler = core()
+        versions = []
+        for quarter in range(240):
+            scheduler.priors.observe_length(f"class {quarter}", 10, None, None)
+            scheduler.step(quarter / 4, [])
+            versions.append(scheduler.priors.version)
+        assert versions[0] == 1
+        assert versions[8] >= 4
+        assert 15 <= versions[-1] <= 25
+
+    def test_only_what_ran_is_paused_by_an_eviction(self) -> None:
+        scheduler = core()
+        wide = replace(W, slots=2)
+        scheduler.step(1.0, [WorkerUp(wide, ()), Arrived(request("a")), Arrived(request("b", 2))])
+        scheduler.step(2.0, [report(did("a", 0, 3), did("b", 0, 3))])
+        scheduler.step(3.0, [report(did("b", 3, 3))])
+        gone = tuple(ResidencyChange(i, 1, Residency.NONE) for i in "ab")
+        stays = (ResidencyChange("b", 1, Residency.DEVICE),)
+        scheduler.step(4.0, [report(residency=stays)])
+        assert scheduler.explain("b", 4.0).place is Place.RUNNING  # type: ignore[union-attr]
+        scheduler.step(5.0, [report(residency=gone)])
+        for request_id in "ab":
+            e = scheduler.explain(request_id, 5.0)
+            assert e is not None
+            assert (e.place, e.preemptions) == (Place.LISTED, 1)
+
+    def test_an_eviction_that_moves_it_to_another_level_is_recorded(self) -> None:
+        """What must be computed anew is part of what remains."""
+        scheduler = core()
+        large = request("a", prompt_tokens=3000, max_tokens=60, expected_output_tokens=60)
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(large)])
+        scheduler.step(2.0, [report(did("a", 0, 50, prefilled=3000), prefill_s=0.3)])
+        before = scheduler.explain("a", 2.0)
+        commands = scheduler.step(3.0, [report(residency=(ResidencyChange("a", 1, Residency.NONE),))])
+        after = scheduler.explain("a", 3.0)
+        assert before is not None and after is not None
+        assert after.level > before.level
+        assert Rank("a", after.level, after.index_s) in commands
+
+    def test_an_end_teaches_the_rounds_that_were_seen(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 0, prefilled=100))])
+        scheduler.step(3.0, [report(did("a", 0, 4))])
+        scheduler.step(4.0, [report(did("a", 4, 1, end=End.STOP))])
+        learnt = scheduler.priors.to_dict()["classes"]["chat"]
+        acceptance = learnt["acceptance"]
+        assert (acceptance["requests"], acceptance["sum_n"], acceptance["sum_nm"]) == (1, 2, 5)
+        assert acceptance["sum_within"] == pytest.approx(1.5**2 * 2)
+        assert acceptance["rounds"] == pytest.approx(2, rel=1e-3)
+        assert sum(learnt["length_counts"].values()) == 1
+
+    def test_a_step_makes_few_ranks_anew_however_many_wait(self) -> None:
+        """They move back as the rounds turn out to cost more, so that the next one comes to the front each time."""
+        anew = []
+        for crowd in (600, 1200):
+            scheduler = core("srpt-length")
+            events = [Arrived(request(f"r{i:04d}", i, prompt_tokens=100 + i)) for i in range(crowd)]
+            scheduler.step(0.0, [WorkerUp(W, ()), *events])
+            before = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, crowd)}
+            scheduler.step(50.0, [report(did("r0000", 0, 1), draft_s=5.0, verify_s=5.0)])
+            after = scheduler.queue(50.0, crowd)
+            anew.append(sum(entry.index_s > 2 * before[entry.request_id] for entry in after))
+            scheduler.check()
+        assert 32 <= anew[0] == anew[1] < 600
+
     def test_ranks_of_waiting_requests_follow_what_is_learnt(self) -> None:
         scheduler = core()
         scheduler.step(0.0, [WorkerUp(W, ()), *(Arrived(request(f"r{i}", i)) for i in range(30))])
@@ -225,6 +332,31 @@ class TestReports:
         assert worker_list
         assert all(after[i] > 5 * before[i] for i in worker_list)
         scheduler.check()
+
+
+class TestMemory:
+    def test_a_worker_takes_a_request_for_which_it_has_just_enough_blocks(self) -> None:
+        """Left out at one worker for want of blocks: 107 tokens and a draft of 5 are 7 blocks of 16."""
+        for free, taker in ((7, "thief"), (6, "w")):
+            scheduler = core("fcfs")
+            scheduler.step(0.0, [WorkerUp(replace(W, slots=2), ())])
+            scheduler.step(0.0, [Arrived(request("a")), Arrived(request("b", 2, prompt_tokens=107))])
+            scheduler.step(1.0, [report(did("a", 0, 1))])
+            scheduler.step(2.0, [WorkerUp(replace(W, worker_id="thief"), ())])
+            short = report(worker_id="thief", free_target_blocks=free, free_draft_blocks=free)
+            scheduler.step(3.0, [short, report(did("a", 1, 1))])
+            assert scheduler.explain("b", 3.0).worker_id == taker  # type: ignore[union-attr]
+
+    def test_the_smaller_pool_decides_unless_there_is_no_draft_model(self) -> None:
+        for draft_blocks, taker in ((0, "thief"), (1000, "w")):
+            scheduler = core("fcfs")
+            scheduler.step(0.0, [WorkerUp(replace(W, slots=2), ())])
+            scheduler.step(0.0, [Arrived(request("a")), Arrived(request("b", 2))])
+            scheduler.step(1.0, [report(did("a", 0, 1))])
+            scheduler.step(2.0, [WorkerUp(replace(W, worker_id="thief", draft_blocks=draft_blocks), ())])
+            short = report(worker_id="thief", free_target_blocks=7, free_draft_blocks=0)
+            scheduler.step(3.0, [short, report(did("a", 1, 1))])
+            assert scheduler.explain("b", 3.0).worker_id == taker  # type: ignore[union-attr]
 
 
 class TestSteps:
@@ -287,7 +419,7 @@ class TestSteps:
 
 
 def test_the_mean_latency_of_laps_sd_is_below_fcfs_with_real_preemption() -> None:
-    """A contended trace with one long request in ten; the policies' goals proper are the simulator's."""
+    """A contended trace with one long request in ten."""
     jobs = [
         Job(
             f"r{i:03d}",

