@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 PREFIX = "LAPS_SD_"
+MASK = "********"
 Origin = Literal["default", "environment", "override"]
 UNITS = {"_s": "s", "_ms": "ms", "_bytes": "bytes", "_tokens": "tokens", "_blocks": "blocks"}
 
@@ -247,9 +249,12 @@ def provenance(
 
 
 def shown(f: dataclasses.Field[Any], value: Any) -> str:
+    """As a person may see it: no secret, and no password of a URL."""
     if f.metadata.get("secret") and value:
-        return "********"
-    return _text(value)
+        return MASK
+    return re.sub(
+        r"([?&]password=)[^&]*", rf"\1{MASK}", re.sub(r"(://[^:/@]*:).*@", rf"\1{MASK}@", _text(value))
+    )
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from typing import Annotated, Any, Literal
@@ -18,7 +17,6 @@ from laps_sd.cli import dial
 from laps_sd.errors import StartupError
 
 MODULES = {"gateway": "gateway", "scheduler": "scheduler_svc", "worker": "worker_svc"}
-MASK = "********"
 
 # Runs in a process of its own: what everybody shares does not import a service.
 PROGRAM = """
@@ -71,11 +69,6 @@ def config(
         console.print(table)
 
 
-def _without_password(value: str) -> str:
-    """A URL without the secret part; everything else as it is."""
-    return re.sub(r"([?&]password=)[^&]*", r"\1" + MASK, re.sub(r"(://[^:/@]*:).*@", rf"\1{MASK}@", value))
-
-
 def _installed(service: str) -> bool:
     return importlib.util.find_spec(MODULES[service]) is not None
 
@@ -93,4 +86,4 @@ def _settings(service: str, flags: list[str]) -> list[dict[str, Any]]:
     if done.returncode:
         raise typer.Exit(2)  # it said on stderr what is wrong
     rows: list[dict[str, Any]] = json.loads(done.stdout)
-    return [row | {"value": _without_password(row["value"])} for row in rows]
+    return rows

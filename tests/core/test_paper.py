@@ -287,3 +287,20 @@ class TestTheOthers:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         CoreSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_settings_at_their_bounds_are_taken() -> None:
+    lowest = CoreSettings(
+        list_factor=1,
+        list_margin=0,
+        resend_index_change=0,
+        priors_interval_s=0,
+        level_base_s=1e-9,
+        level_factor=1.01,
+        level_count=1,
+        perceptible_spread=1,
+        perceptible_hysteresis=1,
+        level_hysteresis=1,
+    )
+    assert policy_named("laps-sd", lowest).rank(make(attained_s=9.0), Priors()).level == 0
+    assert CoreSettings(level_count=64).level_count == 64

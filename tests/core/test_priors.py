@@ -444,6 +444,7 @@ class TestTheRecord:
                 priors.tokens_left(name, 20, 900, None, False),
                 again.tokens_left(name, 20, 900, None, False),
             )
+            assert theirs.basis == mine.basis
             assert theirs.mean == pytest.approx(mine.mean, rel=0.1)  # the table is built afresh
         assert again.cost == priors.cost
 

@@ -170,7 +170,7 @@ class TestOtherQuestions:
         assert scheduler.capacity_tokens == 20 * 16 - 5
         scheduler.step(3.0, [WorkerDraining("v"), WorkerUp(replace(W, max_length=100), ())])
         assert scheduler.capacity_tokens == 100
-        exact = [request("fits", 1, max_tokens=0), request("does not", 2, max_tokens=1)]
+        exact = [request("fits", 1, prompt_tokens=90, max_tokens=10), request("does not", 2, max_tokens=1)]
         scheduler.step(4.0, [Arrived(facts) for facts in exact])
         assert scheduler.explain("fits", 4.0).worker_id == "w"  # type: ignore[union-attr]
         assert not scheduler.explain("does not", 4.0).fits_a_worker  # type: ignore[union-attr]
