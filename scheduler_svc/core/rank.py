@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_LEVELS = 64
-"""Levels a policy may use: 0 … 63."""
+MAX_LEVELS = 32
+"""Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be bounded."""
 DEFICIT_BANDS = 64
 """Room for the tenant deficit between priority and level."""
 

@@ -1,8 +1,8 @@
 """The record: every accepted request, its committed tokens, its lease and its place in the queue, in Redis or Valkey."""
 
+from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store.errors import Fenced, SchemaMismatch, StoreError, StoreUnavailable
 from scheduler_svc.store.records import (
-    MAX_LEVELS,
     Leader,
     LeaderEpoch,
     Limits,

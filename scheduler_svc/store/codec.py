@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import End
-from scheduler_svc.store.records import MAX_LEVELS, NewRequest, StoredRequest
+from scheduler_svc.core.rank import MAX_LEVELS
+from scheduler_svc.store.records import NewRequest, StoredRequest
 
 Argument = str | bytes | int | float
 """What the client library sends as it is."""

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import End
 
-MAX_LEVELS = 32
-"""Levels are numbered 0 … MAX_LEVELS − 1. Scripts name every level's key, so the number has to be bounded."""
-
 
 class LeaderEpoch(str):
     """Fencing token of a leadership, `number:nonce`. Compared for equality by the record; the nonce is random and tells

@@ -27,6 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release, Standing
+from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
 from scheduler_svc.store.codec import (
     NEW_FIELDS,
@@ -44,7 +45,6 @@ from scheduler_svc.store.codec import (
 from scheduler_svc.store.errors import Fenced, SchemaMismatch, StoreError, StoreUnavailable
 from scheduler_svc.store.keys import SCHEMA_VERSION, SHARD_TTL_S, Keys
 from scheduler_svc.store.records import (
-    MAX_LEVELS,
     Leader,
     LeaderEpoch,
     Limits,

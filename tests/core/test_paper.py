@@ -276,7 +276,7 @@ class TestTheOthers:
         {"priors_interval_s": -1},
         {"level_base_s": 0},
         {"level_factor": 1},
-        {"level_count": 65},
+        {"level_count": 33},
         {"level_count": 0},
         {"perceptible_spread": 0.5},
         {"perceptible_hysteresis": 0.5},
@@ -303,4 +303,4 @@ def test_settings_at_their_bounds_are_taken() -> None:
         level_hysteresis=1,
     )
     assert policy_named("laps-sd", lowest).rank(make(attained_s=9.0), Priors()).level == 0
-    assert CoreSettings(level_count=64).level_count == 64
+    assert CoreSettings(level_count=32).level_count == 32
