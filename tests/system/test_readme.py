@@ -1,0 +1,33 @@
+"""What the README shows is true: its Python block runs, and its prompts are ones that the shipped pair does well."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from laps_sd.client import Client
+from laps_sd.local import LocalStack
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_python_block_runs_as_it_stands(
+    demo_stack: LocalStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    exec(block.replace("127.0.0.1:50051", demo_stack.gateway_address), {})
+
+    printed = capsys.readouterr().out
+    assert printed.lstrip().startswith("3, 4, 5, 6, 7, 8, 9, 10, 11, 12\n")
+    assert re.search(r"accepted \d+ of \d+", printed)
+
+
+def test_the_prompts_of_the_readme_get_the_answers_that_it_shows(demo_stack: LocalStack) -> None:
+    shown = re.findall(r'laps-sd generate "([^"]+)" --temperature 0\n(.*?)\n--', README, re.S)
+    assert shown
+    with Client(demo_stack.gateway_address) as client:
+        for prompt, answer in shown:
+            chat = [{"role": "user", "content": prompt}]
+            assert client.generate(chat, temperature=0).text.strip() == answer
