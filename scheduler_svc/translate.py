@@ -35,6 +35,8 @@ RESIDENCIES = {
     worker_pb.HeldRequest.RESIDENCY_DEVICE: Residency.DEVICE,
 }
 MAX_NAME_LENGTH = 256
+MAX_DRAFTED_PER_ROUND = 4096
+"""More than any draft is long: a worker that says more is counted with this, so that no sum runs away."""
 MAX_STOP_STRINGS = 64
 MAX_HELD = 100_000
 MAX_SLOTS = 65_536
@@ -211,8 +213,8 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         lease_epoch=progress.lease_epoch,
         position=progress.position if believable else NOWHERE,
         tokens=tokens if believable else (),
-        drafted=progress.drafted,
-        accepted=min(progress.accepted, progress.drafted),
+        drafted=min(progress.drafted, MAX_DRAFTED_PER_ROUND),
+        accepted=min(progress.accepted, progress.drafted, MAX_DRAFTED_PER_ROUND),
         prefilled=progress.prefilled,
         end=ENDS.get(progress.end),
         cut_characters=progress.cut_characters,

@@ -29,6 +29,9 @@ END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
     End.ERROR: gateway_pb.RequestEnd.KIND_ERROR,
 }
 
+MAX_COUNT = 2**32 - 1
+"""What a counter on the wire can say."""
+
 
 @dataclass(eq=False, slots=True)
 class Attachment:
@@ -87,9 +90,9 @@ class Live:
             cut_characters=cut_characters,
             cached_prompt_tokens=self.cached_prompt_tokens,
             speculation=pb.SpeculationSummary(
-                rounds=rounds,
-                drafted=standing.drafted if standing else 0,
-                accepted=standing.accepted if standing else 0,
+                rounds=min(rounds, MAX_COUNT),
+                drafted=min(standing.drafted, MAX_COUNT) if standing else 0,
+                accepted=min(standing.accepted, MAX_COUNT) if standing else 0,
                 mean_acceptance_length=len(self.committed) / rounds if rounds else 0.0,
             ),
             timing=pb.Timing(

@@ -165,22 +165,6 @@ def test_a_server_that_does_not_heed_sigterm_is_killed(tmp_path: Path) -> None:
     assert not server.running
 
 
-def test_when_somebody_was_faster_at_a_port_it_takes_another(tmp_path: Path) -> None:
-    """The port is free when it is chosen, and taken when the server binds it."""
-    log = tmp_path / "data" / "server.log"
-    binary = a_server(
-        tmp_path,
-        f'echo "$2" >> "{tmp_path}/ports"',
-        f'[ $(wc -l < "{tmp_path}/ports") -ge 3 ] && exec {packaged_binary()} "$@"',
-        f'echo "bind: Address already in use" >> "{log}"',
-        "exit 1",
-    )
-    with EmbeddedServer(tmp_path / "data", binary=binary) as server:
-        tried = (tmp_path / "ports").read_text().split()
-        assert len(tried) == 3
-        assert str(server.port) == tried[-1]
-
-
 def test_a_port_is_named_that_was_taken_while_it_started(tmp_path: Path) -> None:
     started, bound = tmp_path / "started", tmp_path / "bound"
     binary = a_server(

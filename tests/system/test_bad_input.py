@@ -462,6 +462,7 @@ async def test_a_worker_that_lies_about_its_leases_harms_only_its_own_requests(
             del worker.heard[:-50], client.heard[:-50]
         await worker.close()
         await client.close()
+    watch.check_alive()
     await cancel_all(stack)
     watch.check_alive()
     assert reported > rounds // 4
