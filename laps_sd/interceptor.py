@@ -91,6 +91,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 return await behaviour(request, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
+            except grpc.aio.InternalError as error:
+                await _leave_gone(context, error, method)
             except Exception as error:
                 await _abort(context, error, method)
             finally:
@@ -114,6 +116,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     await items.aclose()
             except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
                 raise
+            except grpc.aio.InternalError as error:
+                await _leave_gone(context, error, method)
             except Exception as error:
                 await _abort(context, error, method)
             finally:
@@ -164,6 +168,15 @@ async def _first(context: Context) -> Any:
     if request is grpc.aio.EOF:
         raise InvalidArgument("", "the call ended without a message")
     return request
+
+
+async def _leave_gone(context: Context, error: grpc.aio.InternalError, method: str) -> None:
+    """gRPC refused a read or a write: the call has ended before the event loop heard of it. Never returns normally."""
+    log.debug("call gone", method=method, reason=str(error))
+    try:
+        await context.abort(grpc.StatusCode.CANCELLED, "the call has ended")
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 async def _abort(context: Context, error: Exception, method: str) -> None:

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -63,6 +64,8 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
     async def Resume(self, request, context):
         """The other style of streaming: a coroutine that writes."""
         await context.write(inference_pb2.GenerateEvent(delta=inference_pb2.Delta(text="b")))
+        if request.request_id == "gone":
+            raise cygrpc.ExecuteBatchError("execute_batch")
         raise errors.NotFound("request s0.y is unknown")
 
 
@@ -133,6 +136,19 @@ async def test_a_bug_is_internal_and_tells_nothing_of_its_cause():
 
         assert error.code() is grpc.StatusCode.INTERNAL
         assert "secret" not in error.details()
+
+
+async def test_a_write_to_a_call_that_has_just_ended_is_no_error_of_the_server(capfd):
+    """gRPC's own race: the write fails before the handler is told that its client has gone."""
+    async with running() as (_, _, channel):
+        call = inference_pb2_grpc.InferenceStub(channel).Resume(inference_pb2.ResumeRequest(request_id="gone"))
+
+        assert (await call.read()).delta.text == "b"
+        error = await failure(call.read())
+
+        assert error.code() is grpc.StatusCode.CANCELLED
+    printed = capfd.readouterr()
+    assert "call failed" not in printed.out + printed.err
 
 
 async def test_a_handlers_own_abort_passes():
