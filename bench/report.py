@@ -60,14 +60,14 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def table(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Rows with the same keys, printed for people."""
+def table(title: str, rows: Sequence[dict[str, Any]], *, width: int = 100) -> None:
+    """Rows with the same keys, printed for people; a terminal that is narrower than `width` wraps them."""
     shown = Table(title=title, title_justify="left")
     for key in rows[0]:
         shown.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
     for row in rows:
         shown.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=max(100, Console().width)).print(shown)
+    Console(width=max(width, Console().width)).print(shown)
 
 
 def finish(rows: Sequence[dict[str, Any]], *, json_file: Path | None, summary: str, met: bool) -> int:

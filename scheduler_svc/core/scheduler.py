@@ -36,6 +36,7 @@ from scheduler_svc.core.ledger import Ledger
 from scheduler_svc.core.placement import has_room_for, place
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.ranker import Ranker
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.settings import CoreSettings
@@ -407,6 +408,11 @@ class Scheduler:
             arrival_s=request.facts.arrival_s,
             story=tuple(request.story),
         )
+
+    def rank_of(self, request_id: str) -> RankKey | None:
+        """Where the policy puts it now; None when it is not here (any more)."""
+        request = self._shard.requests.get(request_id)
+        return None if request is None else request.rank
 
     def queue(self, now_s: float, limit: int) -> list[QueueEntry]:
         """Unfinished requests, best first, at most `limit`."""

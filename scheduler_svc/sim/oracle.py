@@ -1,0 +1,40 @@
+"""The policy that knows what no scheduler can: the true machine share that a request still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
+from scheduler_svc.core.request import Request
+from scheduler_svc.sim.jobs import Job
+from scheduler_svc.sim.machine import Machine
+
+
+class Oracle:
+    """Shortest true remaining machine share first, with preemption."""
+
+    name = "oracle"
+
+    def __init__(self, jobs: Mapping[str, Job], machine: Machine) -> None:
+        self._jobs = jobs
+        self._machine = machine
+
+    def rank(self, request: Request, priors: Priors) -> RankKey:
+        """By the job's own future and the machine's true cost."""
+        machine = self._machine
+        left_s = machine.left_s(self._jobs[request.request_id], request.rounds, request.emitted)
+        on_host = request.residency is Residency.HOST
+        per_token_s = machine.swap_token_s if on_host else machine.prefill_token_s
+        resume_s = per_token_s * request.context_tokens
+        total_s = left_s if request.residency is Residency.DEVICE else left_s + resume_s
+        return RankKey(
+            rank_class=pack_rank_class(request.facts.priority, 0),
+            index_s=left_s,
+            resume_cost_s=resume_s,
+            pinned=False,
+            level=0,
+            perceptible=True,
+            remaining=Remaining(total_s, total_s, total_s, "the truth"),
+        )

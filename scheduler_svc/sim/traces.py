@@ -1,0 +1,180 @@
+"""Reads public recordings of arrivals, lengths and acceptance. A `.gz` name is unpacked on the way.
+
+Formats, told apart by their first line:
+  * CSV with a header that names `arrival_s`, `input_tokens` and `output_tokens` (Azure's trace in this form, or any other).
+  * Mooncake's JSON lines: `timestamp` (ms), `input_length`, `output_length`. Its clock ticks every 3 s or so, which would
+    make bursts of what were single arrivals; requests of one tick are spread evenly over the time to the next.
+  * Acceptance per step, JSON lines: `run`, `task`, `category`, `accept` (tokens of each round, the bonus token included).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One line of a trace."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAcceptance:
+    """The rounds of one recorded request."""
+
+    run: str
+    task: str
+    category: str
+    paces: tuple[int, ...]
+    """Tokens per round; a round with none, which some harnesses log at the end, is left out."""
+
+
+class TraceError(ValueError):
+    """A file is not in a format that can be read; the message names it and the line."""
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            yield from file
+    else:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"{path}, line {number}: no JSON: {error.msg}") from error
+        if not isinstance(row, dict):
+            raise TraceError(f"{path}, line {number}: a JSON object was expected")
+        yield number, row
+
+
+def read_column(path: Path, column: str) -> list[int]:
+    """One integer column of a CSV file with a header."""
+    rows = csv.DictReader(io.StringIO("".join(_lines(path))))
+    if column not in (rows.fieldnames or ()):
+        raise TraceError(f"{path} has no column {column!r}; there are: {', '.join(rows.fieldnames or ())}")
+    return [_whole(path, number, row[column], column) for number, row in enumerate(rows, start=2)]
+
+
+def read_texts(path: Path, name: str) -> list[str]:
+    """One text field of a JSON-lines file."""
+    return [str(row[name]) for _, row in _json_lines(path) if name in row]
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    """Arrivals with lengths, by time; those without an output are left out, as nothing was generated."""
+    first = next(_lines(path), "")
+    rows = _read_mooncake(path) if first.lstrip().startswith("{") else _read_csv(path)
+    found = sorted((row for row in rows if row.output_tokens > 0), key=lambda row: row.arrival_s)
+    if not found:
+        raise TraceError(f"{path} holds no requests")
+    return found
+
+
+def _read_csv(path: Path) -> list[TracedRequest]:
+    rows = csv.DictReader(io.StringIO("".join(_lines(path))))
+    wanted = ("arrival_s", "input_tokens", "output_tokens")
+    missing = [name for name in wanted if name not in (rows.fieldnames or ())]
+    if missing:
+        raise TraceError(f"{path} has no column {missing[0]!r}; a trace needs {', '.join(wanted)}")
+    found = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            arrival_s = float(row["arrival_s"])
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"{path}, line {number}: arrival_s is no number") from error
+        if not 0 <= arrival_s < float("inf"):
+            raise TraceError(f"{path}, line {number}: arrival_s must not be negative or infinite")
+        lengths = (_whole(path, number, row[name], name) for name in wanted[1:])
+        found.append(TracedRequest(arrival_s, *lengths))
+    return found
+
+
+def _read_mooncake(path: Path) -> list[TracedRequest]:
+    found = []
+    for number, row in _json_lines(path):
+        for name in ("timestamp", "input_length", "output_length"):
+            if name not in row:
+                raise TraceError(f"{path}, line {number}: {name!r} is missing")
+        lengths = (_whole(path, number, row[name], name) for name in ("input_length", "output_length"))
+        found.append(TracedRequest(float(row["timestamp"]) / 1000, *lengths))
+    ticks = [list(tick) for _, tick in groupby(found, key=lambda row: row.arrival_s)]
+    gaps = [after[0].arrival_s - tick[0].arrival_s for tick, after in pairwise(ticks)]
+    gaps.append(gaps[-1] if gaps else 0.0)
+    return [
+        TracedRequest(row.arrival_s + gap_s * place / len(tick), row.input_tokens, row.output_tokens)
+        for tick, gap_s in zip(ticks, gaps, strict=True)
+        for place, row in enumerate(tick)
+    ]
+
+
+def read_acceptance(path: Path) -> list[RecordedAcceptance]:
+    """Recorded rounds of requests."""
+    found = []
+    for number, row in _json_lines(path):
+        accept = row.get("accept")
+        if not isinstance(accept, list) or not all(
+            isinstance(tokens, int) and tokens >= 0 for tokens in accept
+        ):
+            raise TraceError(f"{path}, line {number}: 'accept' must be a list of whole numbers")
+        paces = tuple(tokens for tokens in accept if tokens)
+        if paces:
+            run, task, category = (str(row.get(name, "")) for name in ("run", "task", "category"))
+            found.append(RecordedAcceptance(run, task, category, paces))
+    if not found:
+        raise TraceError(f"{path} holds no recorded rounds")
+    return found
+
+
+def read_quantiles(path: Path, column: str) -> list[tuple[float, list[float]]]:
+    """ServeGen's client summaries: (request rate, quantiles of `column`) of each client and period that has them."""
+    found = []
+    for _, client in _json_lines(path):
+        rates: dict[int, float] = {}
+        periods = client.get("lengths") or {}
+        starts = sorted(int(start) for start in periods)
+        for start_s, rate_per_s, *_ in client.get("windows", []):
+            before = [start for start in starts if start <= start_s]
+            if before:
+                rates[before[-1]] = rates.get(before[-1], 0.0) + rate_per_s
+        for start, rate in rates.items():
+            quantiles = periods[str(start)].get(column)
+            if quantiles:
+                found.append((rate, [float(value) for value in quantiles]))
+    if not found:
+        raise TraceError(f"{path} holds no quantiles of {column!r}")
+    return found
+
+
+SERVEGEN_LEVELS = (
+    0.0, 0.001, 0.005, 0.01, 0.025, *(step / 20 for step in range(1, 20)), 0.975, 0.99, 0.995, 0.999, 1.0,
+)  # fmt: skip
+"""Of the 29 quantiles."""
+
+
+def _whole(path: Path, number: int, value: object, name: str) -> int:
+    try:
+        whole = int(str(value))
+    except ValueError as error:
+        raise TraceError(f"{path}, line {number}: {name} is no whole number") from error
+    if whole < 0:
+        raise TraceError(f"{path}, line {number}: {name} must not be negative")
+    return whole
