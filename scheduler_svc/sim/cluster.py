@@ -41,6 +41,8 @@ class _Kept:
     emitted: int
     residency: Residency = Residency.NONE
     blocks: int = 0
+    missing: int = 0
+    """Context tokens that are still to be computed."""
     ended: bool = False
     """Until its last report has arrived: a list that was sent before must not start it again."""
 
@@ -148,6 +150,13 @@ class _Worker:
         """Its KV takes so many blocks now."""
         self.free_blocks += kept.blocks - blocks
         kept.blocks = blocks
+
+    def grow(self, kept: _Kept, tokens: int) -> None:
+        """Room for its context and what a round may add."""
+        facts = self.facts
+        needed = -(-(tokens + facts.max_draft_len) // facts.block_size)
+        if needed > kept.blocks:
+            self.resize(kept, needed)
 
     def drop(self, request_id: str, lease_epoch: int) -> None:
         """Forget it, unless it was leased here again since."""
@@ -277,10 +286,11 @@ class Cluster:
         fate = self._fates[request_id]
         if command.position != self._emitted[request_id] or fate.finished_s:
             raise RuntimeError(f"{request_id}: tokens lost or committed twice")
-        if not command.position:
-            fate.first_token_s = now_s
-        self._emitted[request_id] += len(command.tokens)
-        self._rounds[request_id] += 1
+        if command.tokens:
+            if not command.position:
+                fate.first_token_s = now_s
+            self._emitted[request_id] += len(command.tokens)
+            self._rounds[request_id] += 1
         if command.end is not None:
             fate.finished_s = now_s
             fate.preemptions = command.standing.preemptions
@@ -338,46 +348,34 @@ class Cluster:
         worker.ran = frozenset(run)
         if not run:
             return
-        growth, block_size = worker.facts.max_draft_len + 1, worker.facts.block_size
         progress = []
-        context = prefilled = 0
+        context = prefilled = decoding = 0
+        budget = machine.prefill_chunk or 1 << 62
         for request_id in run:
             kept = worker.kept[request_id]
-            job = kept.job
-            tokens = job.prompt_tokens + kept.emitted
-            fresh = 0
+            tokens = kept.job.prompt_tokens + kept.emitted
             if kept.residency is Residency.NONE:
-                fresh = tokens
+                kept.missing = tokens
             elif kept.residency is Residency.HOST:
                 moved += tokens
-            context += tokens
-            prefilled += fresh
-            pace = job.paces[kept.rounds]
-            position = kept.emitted
-            kept.emitted += pace
-            kept.rounds += 1
             kept.residency = Residency.DEVICE
-            ended = kept.rounds == len(job.paces)
-            worker.resize(kept, 0 if ended else max(kept.blocks, -(-(tokens - 1 + growth) // block_size)))
-            kept.ended = ended
-            progress.append(
-                Progress(
-                    request_id,
-                    kept.lease_epoch,
-                    position,
-                    _TOKENS[pace],
-                    machine.draft_len,
-                    min(pace - 1, machine.draft_len),
-                    fresh,
-                    (End.STOP if job.output_tokens < job.max_tokens else End.LENGTH) if ended else None,
-                    0,
-                    "",
-                )
-            )
+            fresh = min(kept.missing, budget)
+            kept.missing -= fresh
+            budget -= fresh
+            prefilled += fresh
+            worker.grow(kept, tokens)
+            if kept.missing:
+                progress.append(self._waits(kept, fresh))
+                continue
+            decoding += 1
+            context += tokens
+            progress.append(self._decodes(kept, fresh))
+            if kept.ended:
+                worker.resize(kept, 0)
         if worker.free_blocks < 0:
             raise RuntimeError(f"{worker.facts.worker_id} holds more KV than it has")
         worker.round_number += 1
-        decode_s = machine.decode_s(len(run), context)
+        decode_s = machine.decode_s(decoding, context)
         prefill_s = machine.prefill_token_s * prefilled
         swap_s = machine.swap_token_s * moved
         total_s = decode_s + prefill_s + swap_s
@@ -403,3 +401,29 @@ class Cluster:
         self._at(now_s + total_s + machine.message_s, report)
         if machine.message_s:
             self._at(now_s + total_s, worker)
+
+    def _waits(self, kept: _Kept, fresh: int) -> Progress:
+        """A round in which only a part of its context was computed."""
+        return Progress(kept.job.request_id, kept.lease_epoch, kept.emitted, (), 0, 0, fresh, None, 0, "")
+
+    def _decodes(self, kept: _Kept, fresh: int) -> Progress:
+        """A round of drafting and verification."""
+        job, position = kept.job, kept.emitted
+        pace = job.paces[kept.rounds]
+        kept.emitted += pace
+        kept.rounds += 1
+        kept.ended = kept.rounds == len(job.paces)
+        own_end = End.STOP if job.output_tokens < job.max_tokens else End.LENGTH
+        draft_len = self._machine.draft_len
+        return Progress(
+            job.request_id,
+            kept.lease_epoch,
+            position,
+            _TOKENS[pace],
+            draft_len,
+            min(pace - 1, draft_len),
+            fresh,
+            own_end if kept.ended else None,
+            0,
+            "",
+        )

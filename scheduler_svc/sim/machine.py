@@ -25,6 +25,9 @@ class Machine:
     verified_token_s: float = 0.09e-3
     context_token_s: float = 3e-7
     prefill_token_s: float = 0.09e-3
+    prefill_chunk: int | None = None
+    """Context tokens that a round computes at most, all requests together; who is not done gains no token in it. None:
+    a context is computed whole in one round."""
     swap_token_s: float = 0.02e-3
     """One way, between device and host."""
     host_memory: bool = True
@@ -37,8 +40,8 @@ class Machine:
     """How long a message between worker and scheduler takes, one way. Above 0 a worker goes on meanwhile."""
 
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.draft_len < 0 or self.block_size < 1:
-            raise ValueError("slots and block_size must be at least 1, draft_len at least 0")
+        if self.slots < 1 or self.draft_len < 0 or self.block_size < 1 or self.prefill_chunk == 0:
+            raise ValueError("slots, block_size and prefill_chunk must be at least 1, draft_len at least 0")
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         """Draft and verify of one round."""

@@ -176,6 +176,19 @@ def test_an_evicted_context_is_moved_or_computed_again():
     assert computed.prefilled_tokens > prompts
 
 
+def test_a_long_prompt_is_computed_in_chunks_while_others_go_on():
+    """Its first token comes after as many rounds as it has chunks, and no round computes more than one."""
+    machine = Machine(slots=2, prefill_chunk=512)
+    short, long = Job("short", 0.0, 10, bytes([2] * 40), 80), Job("long", 0.1, 4000, bytes([2] * 5), 80)
+
+    outcome = run("fcfs", [short, long], machine)
+
+    chunk_s = machine.prefill_token_s * 512 + machine.decode_s(2, 5000)
+    assert outcome.prefilled_tokens == 4010
+    assert outcome.fates[0].latency_s < machine.alone_s(short) + 8 * chunk_s
+    assert 7 * machine.round_s < outcome.fates[1].first_token_s - 0.1 < 9 * chunk_s
+
+
 def test_a_slow_link_delays_decisions_and_not_the_machine():
     """Workers run on with the list they have: with one request there is nothing to decide, and nothing is lost but the way."""
     job = Job("r0", 0.0, 100, bytes([3] * 20), 60)
@@ -220,5 +233,5 @@ def test_a_job_says_what_is_wrong_with_it():
         Job("r0", 0.0, 1, bytes([2, 3]), 3)
     with pytest.raises(ValueError, match="same request id"):
         Cluster([Job("a", 0, 1, b"\1", 1)] * 2, Machine(), 1, lambda _, s: policy_named("fcfs", s))
-    with pytest.raises(ValueError, match="slots"):
-        Machine(slots=0)
+    with pytest.raises(ValueError, match="prefill_chunk"):
+        Machine(prefill_chunk=0)
