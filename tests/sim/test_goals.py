@@ -1,0 +1,50 @@
+"""The goals of the policy, at a size that every change can be held to; `laps-sd bench policy --regime all` is the whole.
+
+Fewer requests and seeds than the regimes have, so every bound is `SLACK` wider. The lists of policies are the regimes' own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from bench.policy import REGIMES, Expectation, Regime, judged, read_regime, simulate
+
+SLACK = 0.10
+SEEDS = (1, 2)
+QUICK = {"chat": 250, "burst": 200, "equal-lengths": 200, "rush": 900, "kv-tight": 500}
+"""Regimes without recorded data, and how many requests."""
+
+
+def reduced(name: str) -> Regime:
+    regime = read_regime(REGIMES / f"{name}.toml")
+    workload = dataclasses.replace(regime.workload, requests=QUICK[name])
+    expect = tuple(
+        dataclasses.replace(e, at_most=e.at_most * (1 + SLACK), at_least=e.at_least * (1 - SLACK))
+        for e in regime.expect
+        if e.figure == "mean_s"
+    )
+    return dataclasses.replace(regime, workload=workload, expect=expect)
+
+
+def missed(regime: Regime) -> list[dict]:
+    needed = {spec for e in regime.expectations for spec in (e.policy, e.of)}
+    runs = {
+        (regime.name, spec): [simulate(regime, spec, seed, None) for seed in SEEDS] for spec in sorted(needed)
+    }
+    return [verdict for verdict in judged(regime, runs) if not verdict["met"]]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_laps_sd_reaches_its_goals(name):
+    assert missed(reduced(name)) == []
+
+
+def test_a_policy_that_does_nothing_does_not_reach_them():
+    regime = reduced("burst")
+    lazy = tuple(dataclasses.replace(e, policy="fcfs") for e in regime.expect)
+
+    assert len(missed(dataclasses.replace(regime, expect=lazy))) == len(
+        [e for e in lazy if isinstance(e, Expectation)]
+    )
