@@ -313,7 +313,9 @@ class Admin(admin_pb2_grpc.AdminServicer):
             raise InvalidArgument("limit", f"must be at most {MAX_QUEUE_LIMIT}, got {limit}")
         entries = loop.core.queue(loop.clock(), limit)
         return admin_pb.ListQueueResponse(
-            entries=[translate.queue_entry(entry) for entry in entries], total=len(loop.clients.live)
+            entries=[translate.queue_entry(entry) for entry in entries],
+            total=len(loop.clients.live),
+            policy=self._leadership.settings.policy,
         )
 
     async def ListWorkers(

@@ -21,7 +21,13 @@ class SchedulerSettings(ServingSettings):
         "s0", help="The shard this process leads or stands by for; part of every key and request id."
     )
     pool: str = field("demo", help="The pool of workers (one model pair) that the shard serves.")
-    policy: Literal["laps-sd", "srpt-length", "fcfs"] = field("laps-sd", help="How requests are ordered")
+    policy: Literal[
+        "laps-sd", "laps-sd-paper", "sd-index", "srpt-length", "sjf-length", "las", "mlfq", "fcfs"
+    ] = field("laps-sd", help="How requests are ordered; docs/policies.md says what each does.")
+    perceived_levels: bool = field(
+        False,
+        help="Of laps-sd-paper: a request whose acceptance has settled goes to the level of its remaining time.",
+    )
     grpc_port: int = field(
         50052, help="Port for gateways, workers and operators; 0 takes a free one", minimum=0, maximum=65535
     )

@@ -45,8 +45,14 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
         state += ", " + pb.FinishReason.Name(e.finish_reason).removeprefix("FINISH_REASON_").lower()
     lines = [f"{e.request_id}  {state}" + (f" on {e.worker_id}" if e.worker_id else "")]
     if e.state != pb.Explanation.STATE_ENDED:
-        kind = "perceptible" if e.perceptible else "non-perceptible"
-        lines.append(f"policy {e.policy}, level {e.level}, {kind}, {e.ahead} requests before it")
+        place = [f"policy {e.policy}"]
+        if e.HasField("level"):
+            place.append(f"level {e.level}")
+        if e.HasField("perceptible"):
+            place.append("perceptible" if e.perceptible else "non-perceptible")
+        lines.append(", ".join([*place, f"{e.ahead} requests before it"]))
+        if e.ordered_by:
+            lines.append(f"ordered by {e.ordered_by}")
         lines.append(
             f"remaining {e.remaining_s:.3f} s (between {e.remaining_low_s:.3f} and {e.remaining_high_s:.3f})"
             + (f": {e.basis}" if e.basis else "")
@@ -74,24 +80,30 @@ def queue(
     if as_json:
         _print_json(reply)
         return
-    table = Table(
-        "request", "state", "prio", "level", "index s", "waiting s", "attained s", "tokens", "worker"
-    )
+    Console().print(queue_table(reply))
+    print(f"{reply.total} requests" + (f", by {reply.policy}" if reply.policy else ""))
+
+
+def queue_table(reply: admin_pb2.ListQueueResponse) -> Table:
+    """The queue as a person reads it; what the policy does not have is left out."""
+    table = Table("request", "state", "prio", "ordered by", "waiting s", "attained s", "tokens", "worker")
+    if any(e.HasField("perceptible") for e in reply.entries):
+        table.add_column("perceptible")
     for e in reply.entries:
         state = pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower()
+        known = ["yes" if e.perceptible else "no"] if e.HasField("perceptible") else []
         table.add_row(
             e.request_id,
             state,
             str(e.priority),
-            f"{e.level}{'' if e.perceptible else '?'}",
-            f"{e.index_s:.3f}",
+            e.ordered_by,
             f"{e.waiting_s:.1f}",
             f"{e.attained_s:.3f}",
             str(e.emitted_tokens),
             e.worker_id,
+            *known,
         )
-    Console().print(table)
-    print(f"{reply.total} requests; ? behind a level: not yet perceptible")
+    return table
 
 
 def workers(scheduler: dial.SchedulerOption = dial.SCHEDULER, as_json: dial.JsonOption = False) -> None:

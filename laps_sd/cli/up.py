@@ -29,7 +29,8 @@ def up(
         str | None,
         typer.Option(
             envvar="LAPS_SD_POLICY",
-            help="Order of requests: laps-sd (default), srpt-length or fcfs.",
+            help="Order of requests: laps-sd (default), laps-sd-paper, sd-index, srpt-length, sjf-length, las, mlfq"
+            " or fcfs.",
             show_default=False,
         ),
     ] = None,

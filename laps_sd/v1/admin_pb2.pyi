@@ -70,7 +70,10 @@ class ListQueueResponse(_message.Message):
 
     ENTRIES_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     total: _builtins.int
+    policy: _builtins.str
+    """What orders it."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueEntry]: ...
     def __init__(
@@ -78,10 +81,11 @@ class ListQueueResponse(_message.Message):
         *,
         entries: _abc.Iterable[Global___QueueEntry] | None = ...,
         total: _builtins.int = ...,
+        policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "policy", b"policy", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,17 +106,21 @@ class QueueEntry(_message.Message):
     ATTAINED_S_FIELD_NUMBER: _builtins.int
     EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    ORDERED_BY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     priority: _builtins.int
     state: _inference_pb2.Explanation.State.ValueType
     level: _builtins.int
+    """As in Explanation: absent where the policy has none."""
     index_s: _builtins.float
     perceptible: _builtins.bool
     waiting_s: _builtins.float
     attained_s: _builtins.float
     emitted_tokens: _builtins.int
     worker_id: _builtins.str
+    ordered_by: _builtins.str
+    """What its place rests on, a phrase."""
     def __init__(
         self,
         *,
@@ -120,19 +128,27 @@ class QueueEntry(_message.Message):
         tenant: _builtins.str = ...,
         priority: _builtins.int = ...,
         state: _inference_pb2.Explanation.State.ValueType = ...,
-        level: _builtins.int = ...,
+        level: _builtins.int | None = ...,
         index_s: _builtins.float = ...,
-        perceptible: _builtins.bool = ...,
+        perceptible: _builtins.bool | None = ...,
         waiting_s: _builtins.float = ...,
         attained_s: _builtins.float = ...,
         emitted_tokens: _builtins.int = ...,
         worker_id: _builtins.str = ...,
+        ordered_by: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "level", b"level", "perceptible", b"perceptible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attained_s", b"attained_s", "emitted_tokens", b"emitted_tokens", "index_s", b"index_s", "level", b"level", "perceptible", b"perceptible", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "waiting_s", b"waiting_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "attained_s", b"attained_s", "emitted_tokens", b"emitted_tokens", "index_s", b"index_s", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "waiting_s", b"waiting_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
+    _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
+    _WhichOneofReturnType__perceptible: _TypeAlias = _typing.Literal["perceptible"]  # noqa: Y015
+    _WhichOneofArgType__perceptible: _TypeAlias = _typing.Literal["_perceptible", b"_perceptible"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__level) -> _WhichOneofReturnType__level | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__perceptible) -> _WhichOneofReturnType__perceptible | None: ...
 
 Global___QueueEntry: _TypeAlias = QueueEntry  # noqa: Y015
 

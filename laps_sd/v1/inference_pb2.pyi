@@ -844,10 +844,12 @@ class Explanation(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    ORDERED_BY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___Explanation.State.ValueType
     policy: _builtins.str
     level: _builtins.int
+    """Absent where the policy has no levels, like `perceptible` where it makes no such difference."""
     ahead: _builtins.int
     """Requests that run before it."""
     perceptible: _builtins.bool
@@ -867,6 +869,8 @@ class Explanation(_message.Message):
     tenant: _builtins.str
     priority: _builtins.int
     worker_id: _builtins.str
+    ordered_by: _builtins.str
+    """What its place rests on, a phrase: "about 0.5 s left (level 3)"."""
     @_builtins.property
     def story(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryLine]: ...
     def __init__(
@@ -875,9 +879,9 @@ class Explanation(_message.Message):
         request_id: _builtins.str = ...,
         state: Global___Explanation.State.ValueType = ...,
         policy: _builtins.str = ...,
-        level: _builtins.int = ...,
+        level: _builtins.int | None = ...,
         ahead: _builtins.int = ...,
-        perceptible: _builtins.bool = ...,
+        perceptible: _builtins.bool | None = ...,
         remaining_s: _builtins.float = ...,
         remaining_low_s: _builtins.float = ...,
         remaining_high_s: _builtins.float = ...,
@@ -893,12 +897,20 @@ class Explanation(_message.Message):
         tenant: _builtins.str = ...,
         priority: _builtins.int = ...,
         worker_id: _builtins.str = ...,
+        ordered_by: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "level", b"level", "perceptible", b"perceptible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
+    _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
+    _WhichOneofReturnType__perceptible: _TypeAlias = _typing.Literal["perceptible"]  # noqa: Y015
+    _WhichOneofArgType__perceptible: _TypeAlias = _typing.Literal["_perceptible", b"_perceptible"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__level) -> _WhichOneofReturnType__level | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__perceptible) -> _WhichOneofReturnType__perceptible | None: ...
 
 Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
 

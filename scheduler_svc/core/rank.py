@@ -43,5 +43,6 @@ class RankKey:
     """What it costs to take it up from where its KV lies now; if it lies on the device, to compute it again."""
     pinned: bool
     level: int
-    perceptible: bool
+    perceptible: bool | None
+    """None: the policy makes no such difference."""
     remaining: Remaining

@@ -9,6 +9,8 @@ from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.rank import RankKey
 
+STABLE_ROUNDS = 8
+"""Rounds of running acceptance that are remembered; `policies/laps_sd_paper.py` asks for them. Our choice."""
 MAX_STORY_LINES = 64
 STORY_HEAD = 8
 """Lines from the beginning that a long story keeps; after them the oldest go first."""
@@ -30,6 +32,11 @@ class Request:
     drafted: int = 0
     accepted: int = 0
     attained_s: float = 0.0
+    attained_before_level_s: float = 0.0
+    """What it had attained when it entered its present level."""
+    late_acceptance: tuple[float, ...] = ()
+    """Accepted over drafted tokens in all, after each of the last `STABLE_ROUNDS` rounds that drafted; since this core
+    knows it."""
     preemptions: int = 0
     residency: Residency = Residency.NONE
     running: bool = False
@@ -63,6 +70,11 @@ class Request:
         return self.facts.request_id
 
     @property
+    def attained_at_level_s(self) -> float:
+        """Machine seconds charged since it entered its present level."""
+        return self.attained_s - self.attained_before_level_s
+
+    @property
     def context_tokens(self) -> int:
         """Prompt and output so far."""
         return self.facts.prompt_tokens + self.emitted
@@ -93,9 +105,19 @@ class Request:
 
     def set_rank(self, rank: RankKey) -> None:
         """Give it this rank; the order key follows from the rank and from where the KV lies."""
+        if self.rank_before is None or rank.level != self.rank_before.level:
+            self.attained_before_level_s = self.attained_s
         self.rank_before = rank
         cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
         self.order_key = (rank.rank_class, cost, self.facts.request_id)
+
+    def speculated(self, drafted: int, accepted: int) -> None:
+        """A round drafted so many tokens, and so many of them were accepted."""
+        if drafted:
+            self.drafted += drafted
+            self.accepted += accepted
+            so_far = self.accepted / self.drafted
+            self.late_acceptance = (*self.late_acceptance[1 - STABLE_ROUNDS :], so_far)
 
     def tell(self, now_s: float, what: str, detail: str = "") -> None:
         """Add a line to its story, on the clock of `step`."""

@@ -34,7 +34,7 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.ledger import Ledger
 from scheduler_svc.core.placement import has_room_for, place
-from scheduler_svc.core.policies.base import Policy
+from scheduler_svc.core.policies.base import Policy, resume_cost_s
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.ranker import Ranker
@@ -273,7 +273,7 @@ class Scheduler:
                 request.passed_over += 1
                 ledger.refresh(request)
         for request in [r for r in worker.running.values() if r.request_id not in now]:
-            self._pause(request, worker, _why_paused(request, best), ledger)
+            self._pause(request, worker, self._why_paused(request, best), ledger)
         for request in newcomers:
             request.tell(
                 ledger.now_s, "resumed" if request.started else "started", f"on worker {worker.worker_id}"
@@ -293,6 +293,15 @@ class Scheduler:
         request.preemptions += 1
         request.tell(ledger.now_s, "paused", why)
 
+    def _why_paused(self, request: Request, newcomer: Request | None) -> str:
+        """Names no other request: ranks and estimates only."""
+        if newcomer is None:
+            return NO_BLOCKS
+        if newcomer.reserved and newcomer.order_key > request.order_key:
+            return "the reserved share went to an older request"
+        theirs, its = self.policy.ordered_by(newcomer), self.policy.ordered_by(request)
+        return f"outranked by a request with {theirs}; this one has {its}"
+
     def _stop_running(self, request: Request, worker: Worker) -> None:
         if request.running:
             self._shard.set_running(request, False)
@@ -307,8 +316,7 @@ class Scheduler:
         self._charge(progress, request, report)
         request.emitted += len(tokens)
         request.rounds += 1
-        request.drafted += progress.drafted
-        request.accepted += progress.accepted
+        request.speculated(progress.drafted, progress.accepted)
         workload_class = request.facts.workload_class
         if tokens:
             request.seen_rounds += 1
@@ -360,7 +368,9 @@ class Scheduler:
             request.tell(ledger.now_s, "level", f"from {before.level} to {request.rank.level}")
         if request.rank.perceptible != before.perceptible:
             request.tell(
-                ledger.now_s, "perceptible" if request.rank.perceptible else "non-perceptible", _left(request)
+                ledger.now_s,
+                "perceptible" if request.rank.perceptible else "non-perceptible",
+                self.policy.ordered_by(request),
             )
 
     def _move_running(self, worker: Worker, ledger: Ledger) -> None:
@@ -368,7 +378,7 @@ class Scheduler:
         sooner than finishing here; those that do not run move in any case.
         """
         for request in list(worker.members.values()):
-            worth_it = request.rank.remaining.mean_s > request.rank.resume_cost_s
+            worth_it = request.rank.remaining.mean_s > resume_cost_s(request, self.priors)
             if not request.running or (worth_it and has_room_for(self._shard, request)):
                 self._move_from_draining(request, ledger)
 
@@ -386,7 +396,8 @@ class Scheduler:
             priority=request.facts.priority,
             place=_place_of(request),
             policy=self.policy.name,
-            level=rank.level,
+            level=rank.level if self.policy.has_levels else None,
+            ordered_by=self.policy.ordered_by(request),
             index_s=request.order_key[1],
             position=self._shard.order.position(request.order_key),
             perceptible=rank.perceptible,
@@ -423,7 +434,8 @@ class Scheduler:
                 tenant=request.facts.tenant,
                 priority=request.facts.priority,
                 place=_place_of(request),
-                level=request.rank.level,
+                level=request.rank.level if self.policy.has_levels else None,
+                ordered_by=self.policy.ordered_by(request),
                 index_s=request.order_key[1],
                 perceptible=request.rank.perceptible,
                 waiting_s=now_s - request.facts.arrival_s,
@@ -436,7 +448,8 @@ class Scheduler:
 
     def workers(self) -> list[WorkerView]:
         """All workers, those included that only the record's leases name."""
-        return [_view(self._shard.workers[worker_id]) for worker_id in sorted(self._shard.workers)]
+        workers = self._shard.workers
+        return [_view(workers[worker_id], self.priors) for worker_id in sorted(workers)]
 
     def depth_by_level(self) -> list[int]:
         """Requests that wait (queued, or listed and not running), by level, up to the highest level ever used."""
@@ -497,26 +510,13 @@ def _commit(
     )
 
 
-def _why_paused(request: Request, newcomer: Request | None) -> str:
-    """Names no other request: ranks and estimates only."""
-    if newcomer is None:
-        return NO_BLOCKS
-    if newcomer.reserved and newcomer.order_key > request.order_key:
-        return "the reserved share went to an older request"
-    return f"outranked by a request with {_left(newcomer)}; this one has {_left(request)}"
-
-
-def _left(request: Request) -> str:
-    return f"about {request.rank.remaining.mean_s:.3g} s left (level {request.rank.level})"
-
-
 def _place_of(request: Request) -> Place:
     if request.worker is None:
         return Place.QUEUED
     return Place.RUNNING if request.running else Place.LISTED
 
 
-def _view(worker: Worker) -> WorkerView:
+def _view(worker: Worker, priors: Priors) -> WorkerView:
     facts = worker.facts
     return WorkerView(
         worker_id=worker.worker_id,
@@ -534,6 +534,6 @@ def _view(worker: Worker) -> WorkerView:
         acceptance=worker.accepted / worker.drafted if worker.drafted else 0.0,
         tokens_per_s=worker.tokens_per_s,
         moving_cost_s=sum(
-            request.rank.resume_cost_s for request in worker.members.values() if request.ran_here
+            resume_cost_s(request, priors) for request in worker.members.values() if request.ran_here
         ),
     )

@@ -43,6 +43,9 @@ class CoreSettings:
     attained service then cost 4 % in the same setting."""
     level_hysteresis: float = 1.10
     """A request keeps its level until its service is this much outside the level's range."""
+    perceived_levels: bool = False
+    """`laps-sd-paper` only: a perceptible request is in the level of its remaining execution time. Off, it stays in
+    that of its attained service, which is the literal reading."""
 
     def __post_init__(self) -> None:
         if self.list_factor < 1:

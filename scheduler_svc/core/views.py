@@ -27,12 +27,16 @@ class Explanation:
     priority: int
     place: Place
     policy: str
-    level: int
+    level: int | None
+    """None: the policy has no levels."""
+    ordered_by: str
+    """What its place rests on, for people."""
     index_s: float
-    """What it is ordered by inside its level, set-up cost included."""
+    """The number behind it, set-up cost included where the policy counts that. Seconds, if it is of time at all."""
     position: int
     """Its rank among all unfinished requests; 0 is the best. As many are ahead of it."""
-    perceptible: bool
+    perceptible: bool | None
+    """None: the policy makes no such difference."""
     remaining_s: float
     remaining_low_s: float
     remaining_high_s: float
@@ -70,9 +74,10 @@ class QueueEntry:
     tenant: str
     priority: int
     place: Place
-    level: int
+    level: int | None
+    ordered_by: str
     index_s: float
-    perceptible: bool
+    perceptible: bool | None
     waiting_s: float
     attained_s: float
     emitted: int

@@ -10,7 +10,8 @@
     report WORKER ID:TOKENS …        a round: ID:3 three tokens; ID:3! and the end; ID:3@2 under lease epoch 2;
                                      ID:3/7 from position 7; evicted=ID residency none after it; s=SECONDS its time
     cancel ID    lost WORKER    drain WORKER    gone ID    stale ID
-    explain ID    queue    workers   questions
+    explain ID    place ID    queue    workers    depth    story ID
+                                     questions; `place`: what its place rests on
 
 Lines up to `----` are one step, except questions, which are asked after it.
 """
@@ -78,7 +79,7 @@ class Script:
                     self._settings |= {name: _number(value) for name, value in named.items()}
                 case "at":
                     self._now_s = float(plain[0])
-                case "explain" | "queue" | "workers" | "depth" | "story":
+                case "explain" | "place" | "queue" | "workers" | "depth" | "story":
                     questions.append(words)
                 case word:
                     events.append(self._event(word, plain, named))
@@ -219,12 +220,17 @@ class Script:
                 e = self.core.explain(request_id, self._now_s)
                 if e is None:
                     return [f"{request_id}: unknown"]
-                known = "perceptible" if e.perceptible else "non-perceptible"
+                level = "" if e.level is None else f"level {e.level}, "
+                known = {None: "", True: "perceptible, ", False: "non-perceptible, "}[e.perceptible]
                 where = f"{e.place.value}{f' on {e.worker_id}' if e.worker_id else ''}"
                 fits = "" if e.fits_a_worker else ", fits no worker"
-                rank = f"level {e.level}, {known}, {e.ahead} ahead"
+                rank = f"{level}{known}{e.ahead} ahead"
                 reserved = ", reserved" if e.reserved else ""
                 return [f"{request_id}: {where}, {rank}, {e.preemptions} preemptions{reserved}{fits}"]
+            case ["place", request_id]:
+                e = self.core.explain(request_id, self._now_s)
+                assert e is not None
+                return [f"{request_id}: {e.ordered_by}"]
             case ["story", request_id]:
                 e = self.core.explain(request_id, self._now_s)
                 assert e is not None

@@ -10,36 +10,12 @@ import math
 import pytest
 
 from laps_sd.choose import Residency
-from scheduler_svc.core.events import RequestFacts
-from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.settings import CoreSettings
 from tests.core.cluster import Cluster, Job, facts
-
-SETTINGS = CoreSettings()
-
-
-def rank(priors: Priors | None = None, policy: str = "laps-sd", **fields: object) -> RankKey:
-    request = make(**fields)
-    return policy_named(policy, SETTINGS).rank(request, priors or Priors())
-
-
-def make(hint: int | None = None, priority: int = 0, most: int = 2000, **fields: object) -> Request:
-    about = RequestFacts("r", 1, 0.0, "t", priority, "", 100, most, hint)
-    request = Request(about, expected_total=None if hint is None else float(hint))
-    for name, value in fields.items():
-        setattr(request, name, value)
-    return request
-
-
-def experienced(lengths: list[int] = [150] * 50, guesses: float = 1.0) -> Priors:
-    """Priors that saw requests of these lengths, each guessed wrong by this factor."""
-    priors = Priors()
-    for length in lengths:
-        priors.observe_length("", length, length * guesses, None)
-    return priors
+from tests.core.ranks import SETTINGS, experienced, make, rank
 
 
 class TestThePaper:
@@ -180,28 +156,26 @@ class TestOurChoice:
 class TestTheEstimate:
     """What people are told: the decoding that is left, and what must be computed before it."""
 
-    @pytest.mark.parametrize("policy", ["fcfs", "srpt-length", "laps-sd"])
+    @pytest.mark.parametrize("policy", sorted(POLICIES))
     @pytest.mark.parametrize("residency", [Residency.NONE, Residency.HOST, Residency.DEVICE])
     def test_it_is_the_length_that_is_left_at_its_pace_and_the_set_up(
         self, policy: str, residency: Residency
     ) -> None:
         priors = experienced()
-        here = residency is Residency.DEVICE
-        state = {"hint": 200, "emitted": 40, "rounds": 20, "residency": residency, "ran_here": here}
+        by_acceptance = policy in ("laps-sd", "sd-index")
         left = priors.tokens_left("", 40, 2000, 200.0, by_worker=False)
         prefill_s = priors.cost.prefill_share_s(140)
         setup_s = {Residency.NONE: prefill_s, Residency.HOST: prefill_s / 4, Residency.DEVICE: 0.0}[residency]
-        context = 140 if policy == "fcfs" else 140 + left.mean / 2
-        pace = priors.tokens_per_round("", 20 if policy == "laps-sd" else 0, 40 if policy == "laps-sd" else 0)
-        seconds = priors.cost.share_s(context) / pace.mean
-        found = rank(priors, policy, **state).remaining
+        pace = priors.tokens_per_round("", 20, 40) if by_acceptance else priors.tokens_per_round("", 0, 0)
+        seconds = priors.cost.share_s(140 + left.mean / 2) / pace.mean
+        found = rank(priors, policy, hint=200, emitted=40, rounds=20, residency=residency).remaining
         assert found.mean_s == pytest.approx(left.mean * seconds + setup_s)
-        if policy != "laps-sd":
-            assert found.low_s == pytest.approx(left.low * seconds + setup_s)
-            assert found.high_s == pytest.approx(left.high * seconds + setup_s)
-        else:
+        if by_acceptance:
             assert found.low_s < left.low * seconds + setup_s
             assert found.high_s > left.high * seconds + setup_s
+        else:
+            assert found.low_s == pytest.approx(left.low * seconds + setup_s)
+            assert found.high_s == pytest.approx(left.high * seconds + setup_s)
 
     def test_the_pace_widens_it_as_an_independent_factor(self) -> None:
         priors = experienced()
@@ -225,17 +199,7 @@ class TestTheEstimate:
         assert policy.rank(make(hint=200), Priors()).perceptible is perceptible
 
 
-class TestTheOthers:
-    def test_fcfs_is_arrival_order_and_pinned(self) -> None:
-        key = rank(policy="fcfs", hint=5)
-        assert (key.index_s, key.pinned, key.resume_cost_s) == (1.0, True, 0.0)
-        assert rank(policy="fcfs", hint=5, ran_here=True).remaining.mean_s < key.remaining.mean_s
-
-    def test_srpt_length_ignores_acceptance(self) -> None:
-        good = rank(policy="srpt-length", hint=400, rounds=40, emitted=200)
-        bad = rank(policy="srpt-length", hint=400, rounds=100, emitted=200)
-        assert good.index_s == bad.index_s
-
+class TestAgainstTheOthers:
     def test_with_equal_acceptance_the_order_is_that_of_srpt_length(self) -> None:
         """True lengths, every request with its class's pace."""
         priors = experienced([20 * i for i in range(1, 80)] * 4, guesses=1.0)
@@ -261,10 +225,6 @@ class TestTheOthers:
 
         by_length = [round(length[i].index_s, 6) for i in order(laps)]
         assert by_length == pytest.approx(sorted(by_length), rel=0.02)
-
-    def test_an_unknown_policy_is_named_with_those_there_are(self) -> None:
-        with pytest.raises(ValueError, match="fcfs, laps-sd, srpt-length, not 'lifo'"):
-            policy_named("lifo", SETTINGS)
 
 
 @pytest.mark.parametrize(

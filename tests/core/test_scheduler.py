@@ -21,7 +21,7 @@ from scheduler_svc.core.events import (
     WorkerFacts,
     WorkerUp,
 )
-from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.request import MAX_STORY_LINES, Request
 from scheduler_svc.core.scheduler import Scheduler
@@ -87,6 +87,44 @@ class TestExplain:
             (2.0, "started"),
         ]
 
+    @pytest.mark.parametrize(
+        ("policy", "has_levels", "perceives"),
+        [
+            ("laps-sd", True, True),
+            ("laps-sd-paper", True, True),
+            ("mlfq", True, False),
+            ("sd-index", False, False),
+            ("srpt-length", False, False),
+            ("sjf-length", False, False),
+            ("las", False, False),
+            ("fcfs", False, False),
+        ],
+    )
+    def test_it_names_no_level_and_no_perception_where_the_policy_has_none(
+        self, policy: str, has_levels: bool, perceives: bool
+    ) -> None:
+        scheduler = core(policy)
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 4))])
+        e, entry = scheduler.explain("a", 2.0), scheduler.queue(2.0, 1)[0]
+        assert e is not None
+        assert (e.level is not None) == (entry.level is not None) == has_levels
+        assert (e.perceptible is not None) == (entry.perceptible is not None) == perceives
+        assert e.ordered_by == entry.ordered_by != ""
+        assert ("level" in e.ordered_by) == has_levels
+
+    def test_a_pause_is_told_in_the_terms_of_the_policy(self) -> None:
+        scheduler = core("las")
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("old", 1))])
+        scheduler.step(1.0, [report(did("old", 0, 1))])
+        scheduler.step(1.0, [Arrived(request("new", 2))])
+        scheduler.step(2.0, [report(did("new", 0, 1))])
+        e = scheduler.explain("old", 2.0)
+        assert e is not None
+        assert e.story[-1].detail == (
+            "outranked by a request with 0 s of service so far; this one has 0.03 s of service so far"
+        )
+
     def test_an_unknown_request(self) -> None:
         assert core().explain("nobody", 0.0) is None
 
@@ -138,6 +176,15 @@ class TestOtherQuestions:
         assert view.acceptance == pytest.approx(0.6)
         assert view.tokens_per_s > 0
         assert view.moving_cost_s > 0
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_what_it_costs_to_lose_a_worker_does_not_depend_on_the_policy(self, policy: str) -> None:
+        scheduler = core(policy)
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 4))])
+        assert scheduler.workers()[0].moving_cost_s == pytest.approx(
+            scheduler.priors.cost.prefill_share_s(104)
+        )
 
     def test_totals_and_depth(self) -> None:
         scheduler = core()

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from laps_sd.cli.operate import explanation_lines, queue_table
+from laps_sd.v1 import admin_pb2
+from laps_sd.v1 import inference_pb2 as pb
 from tests.helpers import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -185,11 +188,49 @@ def test_explain_tells_the_story_of_a_request(fake_stack):
     assert told.stdout.startswith(f"{request_id}  ended, length")
 
 
+def test_explain_names_level_and_perceptible_where_the_policy_has_them():
+    waits = pb.Explanation(
+        request_id="s0.a", state=pb.Explanation.STATE_QUEUED, policy="fcfs", ahead=3, ordered_by="its turn"
+    )
+    plain = explanation_lines(waits)
+    waits.level, waits.policy = 0, "mlfq"
+    by_level = explanation_lines(waits)
+    waits.perceptible = False
+    by_both = explanation_lines(waits)
+
+    assert plain[1:3] == ["policy fcfs, 3 requests before it", "ordered by its turn"]
+    assert by_level[1] == "policy mlfq, level 0, 3 requests before it"
+    assert by_both[1] == "policy mlfq, level 0, non-perceptible, 3 requests before it"
+
+
+def test_explain_reads_a_scheduler_that_does_not_say_what_orders_it():
+    told = explanation_lines(pb.Explanation(state=pb.Explanation.STATE_RUNNING, policy="laps-sd", level=2))
+
+    assert told[1] == "policy laps-sd, level 2, 0 requests before it"
+    assert "ordered by" not in "".join(told)
+
+
+def test_the_queue_has_a_column_for_perceptible_where_the_policy_knows_it():
+    def columns(*entries):
+        reply = admin_pb2.ListQueueResponse(entries=entries)
+        table = queue_table(reply)
+        return {str(column.header): list(column.cells) for column in table.columns}
+
+    plain = columns(admin_pb2.QueueEntry(request_id="a", ordered_by="its turn"))
+    known = columns(
+        admin_pb2.QueueEntry(request_id="a", perceptible=True), admin_pb2.QueueEntry(perceptible=False)
+    )
+
+    assert plain["ordered by"] == ["its turn"]
+    assert "perceptible" not in plain
+    assert known["perceptible"] == ["yes", "no"]
+
+
 def test_queue_and_workers_show_the_shard(fake_stack):
     queue = laps_sd("queue", "--scheduler", fake_stack.scheduler_address)
     workers = laps_sd("workers", "--scheduler", fake_stack.scheduler_address)
 
-    assert "0 requests" in queue.stdout, queue.stderr
+    assert "0 requests, by laps-sd" in queue.stdout, queue.stderr
     assert "worker-0" in workers.stdout, workers.stderr
     assert "worker-1" in workers.stdout
     as_json = laps_sd("workers", "--json", "--scheduler", fake_stack.scheduler_address)

@@ -42,9 +42,7 @@ async def long_then_short(stack: LocalStack) -> tuple[Outcome, Outcome, list[pb.
 @pytest.mark.parametrize(
     ("policy", "short_first"), [("laps-sd", True), ("srpt-length", True), ("fcfs", False)]
 )
-async def test_the_short_request_overtakes_under_every_policy_but_fcfs(
-    policy: str, short_first: bool
-) -> None:
+async def test_the_short_request_overtakes_where_the_policy_preempts(policy: str, short_first: bool) -> None:
     # The fake engine at real speed: a long request takes seconds, whatever the machine.
     with LocalStack(engine="fake", slots=1, policy=policy) as stack:
         long, short, (long_story, short_story) = await long_then_short(stack)

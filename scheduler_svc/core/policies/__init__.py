@@ -10,15 +10,18 @@ from collections.abc import Callable
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.policies.fcfs import Fcfs
 from scheduler_svc.core.policies.laps_sd import LapsSd
+from scheduler_svc.core.policies.laps_sd_paper import LapsSdPaper
+from scheduler_svc.core.policies.las import Las
+from scheduler_svc.core.policies.mlfq import Mlfq
+from scheduler_svc.core.policies.sd_index import SdIndex
+from scheduler_svc.core.policies.sjf_length import SjfLength
 from scheduler_svc.core.policies.srpt_length import SrptLength
 from scheduler_svc.core.settings import CoreSettings
 
 __all__ = ["POLICIES", "Policy", "policy_named"]
 
 POLICIES: dict[str, Callable[[CoreSettings], Policy]] = {
-    "fcfs": Fcfs,
-    "srpt-length": SrptLength,
-    "laps-sd": LapsSd,
+    policy.name: policy for policy in (LapsSd, LapsSdPaper, SdIndex, SrptLength, SjfLength, Las, Mlfq, Fcfs)
 }
 
 

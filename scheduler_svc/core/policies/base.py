@@ -1,25 +1,114 @@
-"""What a policy is, and the arithmetic that several share."""
+"""What a policy is, and what several of them share: the estimates, and the building of a rank from them.
+
+A policy is a rank. It keeps nothing of its own, so what it needs to know of a request's past is on the request.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.lengths import TokensLeft
 from scheduler_svc.core.priors import Priors
-from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
+
+STEADY_S = 1e4
+"""Added to an index by policies that preempt between levels only. `laps_sd.choose` lets a waiting request displace a
+running one of its own class when its index is smaller by a tenth; with this in both, no difference below a thousand
+seconds is a tenth."""
+ARRIVAL_S = 1e-11
+"""Index per arrival: the older one first among equals, too little to count otherwise."""
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Deterministic: the same request and priors give the same rank."""
 
-    @property
-    def name(self) -> str:
-        """As configured."""
+    name: ClassVar[str]
+    """As configured."""
+    has_levels: ClassVar[bool] = False
+    """Whether it sorts requests into levels; without, all are in level 0 and nobody is told of it."""
 
+    def __init__(self, settings: CoreSettings) -> None:
+        self.settings = settings
+
+    @abstractmethod
     def rank(self, request: Request, priors: Priors) -> RankKey:
         """Where the request stands now; `request.rank_before` is its rank so far, if it has one."""
+
+    def ordered_by(self, request: Request) -> str:
+        """What the place of a ranked request rests on, for people: "a request with …". Names no other request."""
+        level = f" (level {request.rank.level})" if self.has_levels else ""
+        return f"about {request.rank.remaining.mean_s:.3g} s left{level}"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a request still needs."""
+
+    decoding_s: float
+    """Machine seconds of decoding that are left."""
+    resume_s: float
+    """As `resume_cost_s`."""
+    remaining: Remaining
+    """Decoding, and what must be computed or moved before it."""
+
+
+def estimate_by_length(request: Request, priors: Priors) -> Estimate:
+    """From the tokens that are left, at the pace of its class: what is known without looking at its own acceptance."""
+    left = tokens_left(request, priors)
+    pace = priors.mean_tokens_per_round(request.facts.workload_class)
+    return estimate(request, priors, left, pace, left.low / left.mean, left.high / left.mean, left.basis)
+
+
+def estimate_by_acceptance(request: Request, priors: Priors) -> Estimate:
+    """From the tokens that are left, at its own pace, shrunk towards that of its class."""
+    left = tokens_left(request, priors)
+    pace = priors.tokens_per_round(request.facts.workload_class, request.rounds, request.emitted)
+    low, high = _widen(left.low / left.mean, left.high / left.mean, pace.spread)
+    basis = f"{left.basis}; {request.rounds} rounds of its own"
+    return estimate(request, priors, left, pace.mean, low, high, basis)
+
+
+def estimate(
+    request: Request, priors: Priors, left: TokensLeft, pace: float, low: float, high: float, basis: str
+) -> Estimate:
+    """At `pace` tokens per round, each at the machine's cost for a context half way to its end; `low` and `high` are
+    the ends of the interval as shares of the mean.
+    """
+    decoding_s = left.mean * (priors.cost.share_s(request.context_tokens + left.mean / 2) / pace)
+    resume_s = resume_cost_s(request, priors)
+    setup_s = 0.0 if request.residency is Residency.DEVICE else resume_s
+    remaining = Remaining(
+        decoding_s + setup_s, decoding_s * low + setup_s, decoding_s * high + setup_s, basis
+    )
+    return Estimate(decoding_s, resume_s, remaining)
+
+
+def rank_key(
+    request: Request,
+    found: Estimate,
+    index_s: float,
+    *,
+    counts_resuming: bool,
+    level: int = 0,
+    perceptible: bool | None = None,
+    pinned: bool = False,
+) -> RankKey:
+    """The rank with this index. `counts_resuming`: what it costs to take the request up is part of its place."""
+    return RankKey(
+        rank_class=pack_rank_class(request.facts.priority, level),
+        index_s=index_s,
+        resume_cost_s=found.resume_s if counts_resuming else 0.0,
+        pinned=pinned,
+        level=level,
+        perceptible=perceptible,
+        remaining=found.remaining,
+    )
 
 
 def tokens_left(request: Request, priors: Priors) -> TokensLeft:
@@ -41,6 +130,23 @@ def resume_cost_s(request: Request, priors: Priors) -> float:
     return priors.cost.prefill_share_s(request.context_tokens)
 
 
-def setup_s(request: Request, resume_s: float) -> float:
-    """The part of its remaining service that is no decoding: what must be computed or moved before its next round."""
-    return 0.0 if request.residency is Residency.DEVICE else resume_s
+def arrival_s(request: Request) -> float:
+    """The part of an index that puts the older one first among equals."""
+    return request.facts.sequence * ARRIVAL_S
+
+
+def level_of(service_s: float, settings: CoreSettings) -> int:
+    """Level 0 up to the base, level k up to base · factor^k, the last one without end."""
+    if service_s <= settings.level_base_s:
+        return 0
+    level = math.ceil(math.log(service_s / settings.level_base_s) / math.log(settings.level_factor) - 1e-12)
+    return min(level, settings.level_count - 1)
+
+
+def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
+    """Add the uncertainty of the pace to that of the length, as independent factors around the estimate."""
+    pace = 1.28 * spread
+    return (
+        math.exp(-math.hypot(math.log(low), pace)),
+        math.exp(math.hypot(math.log(high), pace)),
+    )

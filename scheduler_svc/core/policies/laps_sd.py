@@ -18,82 +18,45 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
 
 from __future__ import annotations
 
-import math
-
-from scheduler_svc.core.policies.base import resume_cost_s, setup_s, tokens_left
+from scheduler_svc.core.policies.base import Policy, estimate_by_acceptance, level_of, rank_key
 from scheduler_svc.core.priors import Priors
-from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
+from scheduler_svc.core.rank import RankKey, Remaining
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.settings import CoreSettings
 
 
-class LapsSd:
+class LapsSd(Policy):
     """The default policy."""
 
     name = "laps-sd"
-
-    def __init__(self, settings: CoreSettings) -> None:
-        self._settings = settings
+    has_levels = True
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
         """Level by what is known of its service, index by the estimate."""
-        facts = request.facts
-        left = tokens_left(request, priors)
-        pace = priors.tokens_per_round(facts.workload_class, request.rounds, request.emitted)
-        seconds = priors.cost.share_s(request.context_tokens + left.mean / 2) / pace.mean
-        resume_s = resume_cost_s(request, priors)
-        setup = setup_s(request, resume_s)
-        decoding = left.mean * seconds
-        low, high = _widen(left.low / left.mean, left.high / left.mean, pace.spread)
-        remaining = Remaining(
-            decoding + setup,
-            decoding * low + setup,
-            decoding * high + setup,
-            f"{left.basis}; {request.rounds} rounds of its own",
-        )
+        found = estimate_by_acceptance(request, priors)
         before = request.rank_before
-        perceptible = self._is_perceptible(remaining, before)
-        level = self._level(remaining.mean_s if perceptible else request.attained_s, perceptible, before)
-        return RankKey(
-            rank_class=pack_rank_class(facts.priority, level),
-            index_s=decoding,
-            resume_cost_s=resume_s,
-            pinned=False,
-            level=level,
+        perceptible = self._is_perceptible(found.remaining, before)
+        service_s = found.remaining.mean_s if perceptible else request.attained_s
+        return rank_key(
+            request,
+            found,
+            found.decoding_s,
+            counts_resuming=True,
+            level=self._level(service_s, perceptible, before),
             perceptible=perceptible,
-            remaining=remaining,
         )
 
     def _is_perceptible(self, remaining: Remaining, before: RankKey | None) -> bool:
         """Whether its level is known. The base is added because below it all services are one level."""
-        base = self._settings.level_base_s
-        spread = self._settings.perceptible_spread
+        base = self.settings.level_base_s
+        spread = self.settings.perceptible_spread
         if before is not None and before.perceptible:
-            spread *= self._settings.perceptible_hysteresis
+            spread *= self.settings.perceptible_hysteresis
         return remaining.high_s + base <= spread * (remaining.low_s + base)
 
     def _level(self, service_s: float, perceptible: bool, before: RankKey | None) -> int:
+        settings = self.settings
         if before is not None and before.perceptible == perceptible:
-            slack = self._settings.level_hysteresis
-            if self._level_of(service_s / slack) <= before.level <= self._level_of(service_s * slack):
+            slack = settings.level_hysteresis
+            if level_of(service_s / slack, settings) <= before.level <= level_of(service_s * slack, settings):
                 return before.level
-        return self._level_of(service_s)
-
-    def _level_of(self, service_s: float) -> int:
-        """Level 0 up to the base, level k up to base · factor^k, the last one without end."""
-        settings = self._settings
-        if service_s <= settings.level_base_s:
-            return 0
-        level = math.ceil(
-            math.log(service_s / settings.level_base_s) / math.log(settings.level_factor) - 1e-12
-        )
-        return min(level, settings.level_count - 1)
-
-
-def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
-    """Add the uncertainty of the pace to that of the length, as independent factors around the estimate."""
-    pace = 1.28 * spread
-    return (
-        math.exp(-math.hypot(math.log(low), pace)),
-        math.exp(math.hypot(math.log(high), pace)),
-    )
+        return level_of(service_s, settings)

@@ -459,12 +459,27 @@ async def test_explain_tells_the_story_while_it_runs_and_after(scheduler: Schedu
         ended = await admin.ExplainRequest(admin_pb.AdminExplainRequest(request_id="r1", tenant="anonymous"))
 
         assert running.explanation.state == pb.Explanation.STATE_RUNNING
+        assert running.explanation.ordered_by == "its turn in the order of arrival"
+        assert not running.explanation.HasField("level")
+        assert not running.explanation.HasField("perceptible")
         assert ended.explanation.state == pb.Explanation.STATE_ENDED
         assert ended.explanation.finish_reason == pb.FINISH_REASON_STOP
         assert ended.explanation.story[0].what == "arrived"
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await admin.ExplainRequest(admin_pb.AdminExplainRequest(request_id="r1", tenant="other"))
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_queue_names_the_policy_and_what_each_place_rests_on(scheduler: SchedulerUnderTest) -> None:
+    async with grpc.aio.insecure_channel(scheduler.address) as channel, gateway(scheduler.address) as client:
+        await client.submit("r1")
+        reply = await admin_pb2_grpc.AdminStub(channel).ListQueue(admin_pb.ListQueueRequest())
+
+    (entry,) = reply.entries
+    assert (reply.total, reply.policy) == (1, "fcfs")
+    assert entry.ordered_by == "its turn in the order of arrival"
+    assert not entry.HasField("level")
+    assert not entry.HasField("perceptible")
 
 
 async def test_nothing_is_left_when_all_is_done(scheduler: SchedulerUnderTest) -> None:

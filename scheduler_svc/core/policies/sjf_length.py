@@ -1,0 +1,21 @@
+"""Shortest predicted length first, run to completion; acceptance is ignored."""
+
+from __future__ import annotations
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.policies.base import Policy, estimate_by_length, rank_key
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.request import Request
+
+
+class SjfLength(Policy):
+    """`srpt-length` without preemption: pinned, so that what runs is never paused, and before all that waits."""
+
+    name = "sjf-length"
+
+    def rank(self, request: Request, priors: Priors) -> RankKey:
+        """Predicted tokens at the machine's cost of a token; of a request that lost its KV, those that remain."""
+        found = estimate_by_length(request, priors)
+        begun = request.residency is Residency.DEVICE
+        return rank_key(request, found, 0.0 if begun else found.decoding_s, counts_resuming=True, pinned=True)

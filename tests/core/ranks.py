@@ -1,0 +1,54 @@
+"""A request in some state, and the rank that a policy gives it."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.events import RequestFacts
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
+
+SETTINGS = CoreSettings()
+
+
+def rank(
+    priors: Priors | None = None,
+    policy: str = "laps-sd",
+    settings: CoreSettings = SETTINGS,
+    **fields: object,
+) -> RankKey:
+    """Of a request in the state that the fields give."""
+    return policy_named(policy, settings).rank(make(**fields), priors or Priors())
+
+
+def make(
+    hint: int | None = None,
+    priority: int = 0,
+    most: int = 2000,
+    prompt: int = 100,
+    sequence: int = 1,
+    **fields: object,
+) -> Request:
+    about = RequestFacts("r", sequence, 0.0, "t", priority, "", prompt, most, hint)
+    request = Request(about, expected_total=None if hint is None else float(hint))
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+def experienced(lengths: list[int] = [150] * 50, guesses: float = 1.0) -> Priors:
+    """Priors that saw requests of these lengths, each guessed wrong by this factor."""
+    priors = Priors()
+    for length in lengths:
+        priors.observe_length("", length, length * guesses, None)
+    return priors
+
+
+def live(
+    policy: str, request: Request, settings: CoreSettings = SETTINGS, priors: Priors | None = None
+) -> RankKey:
+    """Rank it anew and let it have the rank, as the scheduler does after an event."""
+    key = policy_named(policy, settings).rank(request, priors or Priors())
+    request.set_rank(key)
+    return key
