@@ -102,7 +102,7 @@ def read_regime(path: Path) -> Regime:
 def make_policy(spec: str, jobs: Mapping[str, Job], machine: Machine, settings: CoreSettings) -> Policy:
     """`oracle`, or what production knows."""
     name = spec.partition(":")[0]
-    return Oracle(jobs, machine) if name == "oracle" else policy_named(name, settings)
+    return Oracle(settings, jobs, machine) if name == "oracle" else policy_named(name, settings)
 
 
 def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:

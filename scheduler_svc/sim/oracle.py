@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from laps_sd.choose import Residency
+from scheduler_svc.core.policies.base import Estimate, Policy, rank_key
 from scheduler_svc.core.priors import Priors
-from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
+from scheduler_svc.core.rank import RankKey, Remaining
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.sim.jobs import Job
 from scheduler_svc.sim.machine import Machine
 
 
-class Oracle:
+class Oracle(Policy):
     """Shortest true remaining machine share first, with preemption."""
 
     name = "oracle"
 
-    def __init__(self, jobs: Mapping[str, Job], machine: Machine) -> None:
+    def __init__(self, settings: CoreSettings, jobs: Mapping[str, Job], machine: Machine) -> None:
+        super().__init__(settings)
         self._jobs = jobs
         self._machine = machine
 
@@ -29,12 +32,5 @@ class Oracle:
         per_token_s = machine.swap_token_s if on_host else machine.prefill_token_s
         resume_s = per_token_s * request.context_tokens
         total_s = left_s if request.residency is Residency.DEVICE else left_s + resume_s
-        return RankKey(
-            rank_class=pack_rank_class(request.facts.priority, 0),
-            index_s=left_s,
-            resume_cost_s=resume_s,
-            pinned=False,
-            level=0,
-            perceptible=True,
-            remaining=Remaining(total_s, total_s, total_s, "the truth"),
-        )
+        found = Estimate(left_s, resume_s, Remaining(total_s, total_s, total_s, "the truth"))
+        return rank_key(request, found, left_s, counts_resuming=True)

@@ -28,7 +28,11 @@ def run(
     check: bool = False,
 ) -> Outcome:
     def make(by_id, core_settings):
-        return Oracle(by_id, machine) if policy == "oracle" else policy_named(policy, core_settings)
+        return (
+            Oracle(core_settings, by_id, machine)
+            if policy == "oracle"
+            else policy_named(policy, core_settings)
+        )
 
     return Cluster(jobs, machine, workers, make, settings, digest=digest, check=check).run()
 
@@ -74,7 +78,7 @@ def test_fcfs_waits_as_the_lindley_recursion_says():
 
 
 def test_fcfs_waits_as_pollaczek_and_khinchine_say():
-    jobs = single_rounds(30_000, 0.5, seed=2)
+    jobs = single_rounds(15_000, 0.5, seed=2)
 
     outcome = run("fcfs", jobs, Machine())
 
