@@ -29,17 +29,18 @@ from scheduler_svc.core.lengths import TokensLeft
 from scheduler_svc.core.policies.base import (
     STEADY_S,
     Estimate,
+    Levels,
     Policy,
     arrival_s,
     estimate,
     estimate_by_length,
-    level_of,
     rank_key,
     tokens_left,
 )
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.request import STABLE_ROUNDS, Request
+from scheduler_svc.core.settings import CoreSettings
 
 STABLE_RANGE = 0.05
 """Our choice."""
@@ -50,6 +51,10 @@ class LapsSdPaper(Policy):
 
     name = "laps-sd-paper"
     has_levels = True
+
+    def __init__(self, settings: CoreSettings) -> None:
+        super().__init__(settings)
+        self._levels = Levels(settings)
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
         """Level by attained service; index by attained or perceived service."""
@@ -69,7 +74,7 @@ class LapsSdPaper(Policy):
             found,
             STEADY_S + in_queue_s + arrival_s(request),
             counts_resuming=False,
-            level=level_of(in_level_s, self.settings),
+            level=self._levels.of(in_level_s),
             perceptible=perceptible,
         )
 
