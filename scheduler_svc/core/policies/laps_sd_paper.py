@@ -6,12 +6,12 @@ Stated, and followed:
   * A request whose acceptance has become stable is marked perceptible. Its acceptance rate and length are predicted,
     and its execution time is T = L / (n·A + 1) · (n·T_SSM + T_LLM): L output tokens, n drafted tokens per round, A the
     share of them that is accepted.
-  * In a queue the least attained service (non-perceptible) or perceived service (perceptible) comes first, as the name
-    of the algorithm has it.
 
 Not public, and our choice:
   * Queues: the levels of `laps-sd` (`level_base_s`, `level_factor`, `level_count`), by attained service, which is also
     the rule of demotion.
+  * Order in a queue: the least attained service (non-perceptible) or perceived service (perceptible) first, on one scale.
+    Only the name of the algorithm says so, and that an older one goes first among equals nothing does.
   * Stable: the running acceptance (all accepted over all drafted tokens so far) moved by less than `STABLE_RANGE`
     over `STABLE_ROUNDS` rounds that drafted. A mark stays. It is not on the record: a new leader looks at as many
     rounds of its own.
