@@ -97,18 +97,6 @@ class TestStated:
         assert key.remaining.mean_s == pytest.approx(left / (n * acceptance + 1) * round_s)
         assert "30% of its drafted tokens" in key.remaining.basis
 
-    def test_in_a_queue_the_least_attained_service_first(self) -> None:
-        less, more = rank(attained_s=0.04, hint=2000), rank(attained_s=0.1, hint=5)
-        assert less.level == more.level
-        assert less.index_s < more.index_s
-
-    def test_or_perceived_service(self) -> None:
-        state = {"rounds": 20, "drafted": 100, "accepted": 40, "late_acceptance": STABLE, "attained_s": 0.7}
-        short, long = rank(hint=100, emitted=60, **state), rank(hint=900, emitted=60, **state)
-        assert short.perceptible
-        assert short.rank_class == long.rank_class
-        assert short.index_s < long.index_s
-
     def test_preemption_across_queues(self) -> None:
         """Abstract."""
         cluster = Cluster("laps-sd-paper", [facts("w")], LITERAL)
@@ -121,6 +109,18 @@ class TestOurChoice:
     def test_the_queues_are_the_levels_of_laps_sd_by_attained_service(self) -> None:
         levels = [rank(attained_s=s / 128).level for s in (0, 1, 1.01, 4, 4.01, 16, 16.01)]
         assert levels == [0, 0, 1, 1, 2, 2, 3]
+
+    def test_in_a_queue_the_least_attained_service_first(self) -> None:
+        less, more = rank(attained_s=0.04, hint=2000), rank(attained_s=0.1, hint=5)
+        assert less.level == more.level
+        assert less.index_s < more.index_s
+
+    def test_or_perceived_service(self) -> None:
+        state = {"rounds": 20, "drafted": 100, "accepted": 40, "late_acceptance": STABLE, "attained_s": 0.7}
+        short, long = rank(hint=100, emitted=60, **state), rank(hint=900, emitted=60, **state)
+        assert short.perceptible
+        assert short.rank_class == long.rank_class
+        assert short.index_s < long.index_s
 
     def test_a_perceptible_one_too_is_demoted_by_what_it_has_attained(self) -> None:
         state = {"hint": 200, "emitted": 190, "rounds": 90, "drafted": 450, "accepted": 100}

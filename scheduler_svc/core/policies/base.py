@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from bisect import bisect_left
+from typing import ClassVar, NamedTuple
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.lengths import TokensLeft
@@ -46,9 +46,8 @@ class Policy(ABC):
         return f"about {request.rank.remaining.mean_s:.3g} s left{level}"
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a request still needs."""
+class Estimate(NamedTuple):
+    """What a request still needs. A tuple, because every rank makes one."""
 
     decoding_s: float
     """Machine seconds of decoding that are left."""
@@ -135,12 +134,18 @@ def arrival_s(request: Request) -> float:
     return request.facts.sequence * ARRIVAL_S
 
 
-def level_of(service_s: float, settings: CoreSettings) -> int:
-    """Level 0 up to the base, level k up to base · factor^k, the last one without end."""
-    if service_s <= settings.level_base_s:
-        return 0
-    level = math.ceil(math.log(service_s / settings.level_base_s) / math.log(settings.level_factor) - 1e-12)
-    return min(level, settings.level_count - 1)
+class Levels:
+    """Level 0 up to the base, level k up to base · factor^k (a rounding error more), the last one without end."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self._ends_s = [
+            settings.level_base_s * settings.level_factor ** (level + 1e-12)
+            for level in range(settings.level_count - 1)
+        ]
+
+    def of(self, service_s: float) -> int:
+        """The level of so much service."""
+        return bisect_left(self._ends_s, service_s)
 
 
 def _widen(low: float, high: float, spread: float) -> tuple[float, float]:

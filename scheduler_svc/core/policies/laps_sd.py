@@ -18,10 +18,11 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
 
 from __future__ import annotations
 
-from scheduler_svc.core.policies.base import Policy, estimate_by_acceptance, level_of, rank_key
+from scheduler_svc.core.policies.base import Levels, Policy, estimate_by_acceptance, rank_key
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey, Remaining
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.settings import CoreSettings
 
 
 class LapsSd(Policy):
@@ -29,6 +30,10 @@ class LapsSd(Policy):
 
     name = "laps-sd"
     has_levels = True
+
+    def __init__(self, settings: CoreSettings) -> None:
+        super().__init__(settings)
+        self._levels = Levels(settings)
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
         """Level by what is known of its service, index by the estimate."""
@@ -54,9 +59,8 @@ class LapsSd(Policy):
         return remaining.high_s + base <= spread * (remaining.low_s + base)
 
     def _level(self, service_s: float, perceptible: bool, before: RankKey | None) -> int:
-        settings = self.settings
         if before is not None and before.perceptible == perceptible:
-            slack = settings.level_hysteresis
-            if level_of(service_s / slack, settings) <= before.level <= level_of(service_s * slack, settings):
+            slack = self.settings.level_hysteresis
+            if self._levels.of(service_s / slack) <= before.level <= self._levels.of(service_s * slack):
                 return before.level
-        return level_of(service_s, settings)
+        return self._levels.of(service_s)

@@ -6,12 +6,12 @@ Stated, and followed:
   * A request whose acceptance has become stable is marked perceptible. Its acceptance rate and length are predicted,
     and its execution time is T = L / (n·A + 1) · (n·T_SSM + T_LLM): L output tokens, n drafted tokens per round, A the
     share of them that is accepted.
-  * In a queue the least attained service (non-perceptible) or perceived service (perceptible) comes first, as the name
-    of the algorithm has it.
 
 Not public, and our choice:
   * Queues: the levels of `laps-sd` (`level_base_s`, `level_factor`, `level_count`), by attained service, which is also
     the rule of demotion.
+  * Order in a queue: the least attained service (non-perceptible) or perceived service (perceptible) first, on one scale.
+    Only the name of the algorithm says so, and that an older one goes first among equals nothing does.
   * Stable: the running acceptance (all accepted over all drafted tokens so far) moved by less than `STABLE_RANGE`
     over `STABLE_ROUNDS` rounds that drafted. A mark stays. It is not on the record: a new leader looks at as many
     rounds of its own.
@@ -29,17 +29,18 @@ from scheduler_svc.core.lengths import TokensLeft
 from scheduler_svc.core.policies.base import (
     STEADY_S,
     Estimate,
+    Levels,
     Policy,
     arrival_s,
     estimate,
     estimate_by_length,
-    level_of,
     rank_key,
     tokens_left,
 )
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.request import STABLE_ROUNDS, Request
+from scheduler_svc.core.settings import CoreSettings
 
 STABLE_RANGE = 0.05
 """Our choice."""
@@ -50,6 +51,10 @@ class LapsSdPaper(Policy):
 
     name = "laps-sd-paper"
     has_levels = True
+
+    def __init__(self, settings: CoreSettings) -> None:
+        super().__init__(settings)
+        self._levels = Levels(settings)
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
         """Level by attained service; index by attained or perceived service."""
@@ -69,7 +74,7 @@ class LapsSdPaper(Policy):
             found,
             STEADY_S + in_queue_s + arrival_s(request),
             counts_resuming=False,
-            level=level_of(in_level_s, self.settings),
+            level=self._levels.of(in_level_s),
             perceptible=perceptible,
         )
 
