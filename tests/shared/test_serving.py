@@ -141,7 +141,9 @@ async def test_a_bug_is_internal_and_tells_nothing_of_its_cause():
 async def test_a_write_to_a_call_that_has_just_ended_is_no_error_of_the_server(capfd):
     """gRPC's own race: the write fails before the handler is told that its client has gone."""
     async with running() as (_, _, channel):
-        call = inference_pb2_grpc.InferenceStub(channel).Resume(inference_pb2.ResumeRequest(request_id="gone"))
+        call = inference_pb2_grpc.InferenceStub(channel).Resume(
+            inference_pb2.ResumeRequest(request_id="gone")
+        )
 
         assert (await call.read()).delta.text == "b"
         error = await failure(call.read())
@@ -463,6 +465,15 @@ def test_the_second_signal_leaves_at_once():
         assert process.stdout.readline() == "draining\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 128 + signal.SIGTERM
+
+
+def test_a_signal_is_heard_when_nobody_reads_the_log_any_more():
+    with start(LAPS_SD_DRAIN_S="1") as process:
+        assert process.stdout.readline().strip().isdigit()
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "draining\n"
+        assert process.wait(10) == 0
 
 
 def test_wrong_settings_are_sentences_and_exit_code_2():
