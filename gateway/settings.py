@@ -33,9 +33,6 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
 
     shard: str = field("s0", help="Shard that this gateway submits to; request ids start with it.")
-    scheduler_seeds: tuple[str, ...] = field(
-        ("127.0.0.1:50052",), help="Schedulers of the shard, host:port; any of them can name the leader."
-    )
     model: str = field("laps-sd-demo", help="Name under which the model is served.")
     tokenizer_dir: Path | None = field(
         None,
@@ -106,12 +103,6 @@ class GatewaySettings(LinkSettings, ServingSettings):
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
         yield from super().problems()
-        if not self.scheduler_seeds:
-            yield "LAPS_SD_SCHEDULER_SEEDS must name at least one scheduler as host:port."
-        for seed in self.scheduler_seeds:
-            host, _, port = seed.rpartition(":")
-            if not host or not port.isdigit():
-                yield f"LAPS_SD_SCHEDULER_SEEDS must hold host:port, got {seed!r}."
         if not self.shard or not all(character.isalnum() or character in "-_" for character in self.shard):
             yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."
         if not self.model:

@@ -41,6 +41,7 @@ __all__ = [
     "field",
     "load",
     "provenance",
+    "without_password",
 ]
 
 PREFIX = "LAPS_SD_"
@@ -252,9 +253,12 @@ def shown(f: dataclasses.Field[Any], value: Any) -> str:
     """As a person may see it: no secret, and no password of a URL."""
     if f.metadata.get("secret") and value:
         return MASK
-    return re.sub(
-        r"([?&]password=)[^&]*", rf"\1{MASK}", re.sub(r"(://[^:/@]*:).*@", rf"\1{MASK}@", _text(value))
-    )
+    return without_password(_text(value))
+
+
+def without_password(text: str) -> str:
+    """A URL with its password masked; any other text as it is."""
+    return re.sub(r"([?&]password=)[^&]*", rf"\1{MASK}", re.sub(r"(://[^:/@]*:).*@", rf"\1{MASK}@", text))
 
 
 def _text(value: Any) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -42,6 +43,8 @@ START_TIMEOUT_S = 90.0
 STOP_S = {"gateway": 1.4, "worker": 1.4, "scheduler": 1.2, "valkey": 0.7}
 """What each kind gets between SIGTERM and SIGKILL, in the order of the stop: less than 5 s in all."""
 EVERY_S = 0.03
+REDIS_PORT = 6379  # where a URL names none
+CONNECT_TIMEOUT_S = 5.0
 
 Progress = Callable[[str, Literal["starting", "ready", "stopping"], float], None]
 """Called with component, state and seconds since the start (or stop) began."""
@@ -82,7 +85,8 @@ class StackOptions:
     workers: int = 1
     schedulers: int = 1
     gateways: int = 1
-    engine: Literal["demo", "fake"] = "demo"
+    engine: Literal["auto", "demo", "fake"] = "auto"
+    """auto: the target if one is given, else the demo pair."""
     policy: str | None = None
     shard: str = "s0"
     pool: str = "demo"
@@ -102,7 +106,7 @@ class StackOptions:
     data_dir: Path | None = None
     """Where the embedded Valkey keeps the record; None: in the temporary folder, gone with the stack."""
     threads: int = 1
-    """OpenMP threads of each worker. More than cores in all, and the workers slow each other down."""
+    """CPU threads of each worker. More than cores in all, and the workers slow each other down."""
     drain_s: float = 0.8
     """What a component takes for draining; `stop` kills those that take much longer (STOP_S), `terminate` waits."""
     log_level: str = "info"
@@ -186,6 +190,7 @@ class LocalStack:
         """Returns when every component is ready. On failure nothing is left behind."""
         self._began = time.monotonic()
         self._check_models()
+        self._check_record()
         ports = _PortPlan(self._wanted)
         self.dir = Path(tempfile.mkdtemp(prefix="laps-sd-"))
         try:
@@ -278,6 +283,12 @@ class LocalStack:
     # -- making -------------------------------------------------------------------------------------------------
 
     def _check_models(self) -> None:
+        if self.options.target is not None and self.options.engine != "auto":
+            raise StartupError(
+                f"--engine {self.options.engine} brings its own model: leave out --engine or --target."
+            )
+        if self.options.draft is not None and self.options.target is None:
+            raise StartupError("--draft needs --target, the model that it drafts for.")
         for what in ("target", "draft", "tokenizer_dir"):
             path: Path | None = getattr(self.options, what)
             if path is None:
@@ -290,6 +301,22 @@ class LocalStack:
                     if path.is_dir()
                     else f"{flag} {path} does not exist; give the directory of a model (config.json, safetensors)."
                 )
+
+    def _check_record(self) -> None:
+        """A record that is not there would be waited for until the patience ends."""
+        url = urlsplit(self.options.redis_url or "")
+        if url.scheme not in ("redis", "rediss"):
+            return  # embedded, a socket file, or something that the scheduler refuses
+        try:
+            host, port = url.hostname or "localhost", url.port or REDIS_PORT
+            socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+        except ValueError:
+            return
+        except OSError as error:
+            raise StartupError(
+                f"no Redis answers at {host}:{port} ({error.strerror or error}): start one, name another with "
+                "--redis-url, or leave that out for an embedded one."
+            ) from None
 
     def _plan(self, ports: _PortPlan) -> None:
         """Names every child and decides its ports; nothing runs yet."""
@@ -341,13 +368,13 @@ class LocalStack:
         options = self.options
         return {
             "worker_name": name,
-            # A service's "auto" takes the target that it is given.
-            "engine": "auto" if options.target is not None else options.engine,
+            "engine": options.engine,
             "target": options.target,
             "draft": options.draft,
             "device": options.device,
             "dtype": options.dtype,
             "slots": options.slots,
+            "threads": options.threads,
             "scheduler_seeds": ",".join(self.scheduler_addresses),
         }
 

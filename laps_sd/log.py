@@ -11,11 +11,12 @@ rendered without local variables.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -37,11 +38,28 @@ def _withhold(logger: WrappedLogger, method: str, event: EventDict) -> EventDict
     return event
 
 
+class _Outlet:
+    """A log's stream: a line that nobody can take (a broken pipe, a full disk) is lost, and the program goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+
 def configure(
     service: str, *, level: LogLevel = "info", style: LogStyle = "auto", stream: TextIO | None = None
 ) -> None:
     """Sets up this process's log. Call once, first thing; `auto` is a console on a terminal and JSON elsewhere."""
     out = stream if stream is not None else sys.stderr
+    outlet = _Outlet(out)
     console = style == "console" or (style == "auto" and out.isatty())
 
     def add_service(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
@@ -70,11 +88,11 @@ def configure(
     structlog.configure(
         processors=[*shared, *render],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(out),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, outlet)),
         cache_logger_on_first_use=False,
     )
     # Libraries log through the standard library; they come out the same way.
-    handler = logging.StreamHandler(out)
+    handler = logging.StreamHandler(outlet)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

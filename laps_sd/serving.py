@@ -237,8 +237,8 @@ class ServiceApp:
         if self.stopping.is_set():
             sys.stderr.flush()
             os._exit(128 + number)
-        log.info("stopping", signal=signal.Signals(number).name, active_calls=self.guard.active)
         self.stopping.set()
+        log.info("stopping", signal=signal.Signals(number).name, active_calls=self.guard.active)
 
     async def stop(self, drain: Callable[[], Awaitable[Any]] | None = None) -> None:
         """Drains and ends everything; at most `drain_s` and a moment."""

@@ -109,6 +109,10 @@ def _read(path: Path | None) -> bytes | None:
 class LinkSettings(Settings):
     """How a service dials the services behind it. Mix into the settings of gateway and worker."""
 
+    scheduler_seeds: tuple[str, ...] = field(
+        ("127.0.0.1:50052",),
+        help="Schedulers of the shard as host:port,host:port; any of them names the leader",
+    )
     link_tls: bool = field(False, help="Dial the scheduler with TLS")
     link_tls_ca: Path | None = field(
         None, help="CA file that verifies the scheduler; none: the system's roots"
@@ -119,8 +123,14 @@ class LinkSettings(Settings):
     link_tls_key: Path | None = field(None, help="Key of LAPS_SD_LINK_TLS_CERT")
 
     def problems(self) -> Iterator[str]:
-        """Certificate and key come together, and mean TLS."""
+        """There is somebody to dial; certificate and key come together, and mean TLS."""
         yield from super().problems()
+        if not self.scheduler_seeds:
+            yield "LAPS_SD_SCHEDULER_SEEDS must name at least one scheduler as host:port."
+        for seed in self.scheduler_seeds:
+            host, _, port = seed.rpartition(":")
+            if not host or not port.isdigit():
+                yield f"LAPS_SD_SCHEDULER_SEEDS must be host:port, separated by commas, got {seed!r}."
         if (self.link_tls_cert is None) != (self.link_tls_key is None):
             yield "LAPS_SD_LINK_TLS_CERT and LAPS_SD_LINK_TLS_KEY must be set together."
         if not self.link_tls and (self.link_tls_ca or self.link_tls_cert):

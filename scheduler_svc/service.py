@@ -339,7 +339,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         if entry is not None:
             loop.put(DrainOrdered(entry.worker_id))
             return admin_pb.DrainWorkerResponse(worker_id=entry.worker_id)
-        raise NotFound(f"no worker {request.worker}")
+        raise NotFound(f"no worker {request.worker!r}; `laps-sd workers` lists them")
 
     async def NominateVictim(
         self, request: admin_pb.NominateVictimRequest, context: Any

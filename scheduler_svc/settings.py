@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
-from laps_sd.config import field
+from laps_sd.config import field, without_password
 from laps_sd.serving import ServingSettings
 
 
@@ -87,6 +88,16 @@ class SchedulerSettings(ServingSettings):
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
         yield from super().problems()
+        try:
+            url = urlsplit(self.redis_url)
+            readable = url.scheme in ("redis", "rediss", "unix") and url.port != 0
+        except ValueError:  # of a port that is no number
+            readable = False
+        if not readable:
+            yield (
+                "LAPS_SD_REDIS_URL must be redis://HOST:PORT/DB, rediss://… (TLS) or unix://PATH, "
+                f"got {without_password(self.redis_url)!r}."
+            )
         for name in ("shard", "pool"):
             value = getattr(self, name)
             if not value or not value.replace("-", "").replace("_", "").isalnum() or len(value) > 64:

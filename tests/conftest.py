@@ -28,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", help="where model tests run: cpu (the default), cuda or cuda:N; LAPS_SD_TEST_DEVICE"
     )
+    parser.addoption(
+        "--before",
+        metavar="REVISION",
+        help="whose worker and gateway must work with this scheduler: the last tag",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

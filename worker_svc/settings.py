@@ -19,10 +19,7 @@ __all__ = ["WorkerSettings"]
 class WorkerSettings(ServingSettings, LinkSettings):
     """One worker: one model pair on one device, in one pool."""
 
-    # -- who it is, and whom it works for
-    scheduler_seeds: tuple[str, ...] = field(
-        ("127.0.0.1:50052",), help="Schedulers of the shard as host:port; any of them names the leader"
-    )
+    # -- who it is
     pool: str = field("demo", help="The pool this worker belongs to; a scheduler of another pool refuses it")
     worker_name: str = field("", help="Name that survives restarts; empty: the host's name")
     grpc_port: int = field(
@@ -138,12 +135,6 @@ class WorkerSettings(ServingSettings, LinkSettings):
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
         yield from super().problems()
-        if not self.scheduler_seeds:
-            yield "LAPS_SD_SCHEDULER_SEEDS must name at least one scheduler as host:port."
-        for seed in self.scheduler_seeds:
-            host, _, port = seed.rpartition(":")
-            if not host or not port.isdigit():
-                yield f"LAPS_SD_SCHEDULER_SEEDS must be host:port, separated by commas, got {seed!r}."
         if not self.pool:
             yield "LAPS_SD_POOL must not be empty."
         if self.draft is not None and self.target is None:

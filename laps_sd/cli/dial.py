@@ -15,6 +15,7 @@ from laps_sd.wire import Tls, channel_options
 
 GATEWAY = "127.0.0.1:50051"
 SCHEDULER = "127.0.0.1:50052"
+PLAIN, SECURE = ("grpc", "http"), ("grpcs", "https")
 
 UrlOption = Annotated[
     str,
@@ -54,7 +55,12 @@ def channel(url: str, ca: Path | None = None) -> Iterator[grpc.Channel]:
     """A channel to host:port; the schemes grpcs and https mean TLS."""
     scheme, _, address = url.rpartition("://")
     address = address.rstrip("/")
-    if scheme in ("grpcs", "https") or ca is not None:
+    host, _, port = address.rpartition(":")
+    if scheme not in ("", *PLAIN, *SECURE) or not host or not port.isdecimal() or int(port) > 65535:
+        raise typer.BadParameter(
+            f"an address is host:port, as {GATEWAY}, or grpcs://host:port for TLS; got {url!r}"
+        )
+    if scheme in SECURE or ca is not None:
         made = grpc.secure_channel(address, Tls(ca=ca).channel_credentials(), options=channel_options())
     else:
         made = grpc.insecure_channel(address, options=channel_options())

@@ -85,6 +85,8 @@ def generate(
 def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: str | None = None) -> None:
     """Fills in the prompt, as chat messages or as it stands."""
     if not chat:
+        if system is not None:
+            raise typer.BadParameter("--system needs a chat template: leave out --raw, or name a chat model")
         request.text = text
         return
     if system is not None:

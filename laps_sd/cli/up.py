@@ -35,38 +35,64 @@ def up(
         ),
     ] = None,
     engine: Annotated[
-        Literal["demo", "fake"],
-        typer.Option(help="demo: the shipped model pair; fake: no model, scripted tokens."),
-    ] = "demo",
+        Literal["auto", "demo", "fake"],
+        typer.Option(
+            envvar="LAPS_SD_ENGINE",
+            help="auto: --target if given, else demo; demo: the shipped model pair; fake: no model, scripted tokens.",
+        ),
+    ] = "auto",
     target: Annotated[
         Path | None,
-        typer.Option(help="Directory of the target model (default: the demo pair).", show_default=False),
+        typer.Option(
+            envvar="LAPS_SD_TARGET",
+            help="Directory of the target model (default: the demo pair).",
+            show_default=False,
+        ),
     ] = None,
     draft: Annotated[
-        Path | None, typer.Option(help="Directory of its draft model (default: none).", show_default=False)
+        Path | None,
+        typer.Option(
+            envvar="LAPS_SD_DRAFT",
+            help="Directory of its draft model (default: none).",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(envvar="LAPS_SD_MODEL", help="Name that clients use.")
     ] = "laps-sd-demo",
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N (default: the worker's).", show_default=False)
+        str | None,
+        typer.Option(envvar="LAPS_SD_DEVICE", help="cpu, cuda or cuda:N (default: cpu).", show_default=False),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16 (default: the worker's).", show_default=False),
+        typer.Option(
+            envvar="LAPS_SD_DTYPE",
+            help="float32, bfloat16 or float16 (default: float32).",
+            show_default=False,
+        ),
     ] = None,
     context_tokens: Annotated[
         int | None,
         typer.Option(
             min=2,
+            envvar="LAPS_SD_CONTEXT_TOKENS",
             help="Prompt and output of a request, tokens at most (default: what the model can, at most 8192).",
             show_default=False,
         ),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Requests in one round of a worker at most.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            envvar="LAPS_SD_SLOTS",
+            help="Requests in one round of a worker at most (default: 8).",
+            show_default=False,
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each worker.")] = 1,
+    threads: Annotated[
+        int, typer.Option(min=1, envvar="LAPS_SD_THREADS", help="CPU threads of each worker.")
+    ] = 1,
     redis_url: Annotated[
         str | None,
         typer.Option(
@@ -79,10 +105,14 @@ def up(
             help="Where the embedded record is kept (default: forgotten at the end).", show_default=False
         ),
     ] = None,
-    gateway_port: Annotated[int, typer.Option(help="gRPC port of the gateway; 0: a free one.")] = 50051,
-    scheduler_port: Annotated[int, typer.Option(help="gRPC port of the scheduler; 0: a free one.")] = 50052,
+    gateway_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0: a free one.")
+    ] = 50051,
+    scheduler_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="gRPC port of the scheduler; 0: a free one.")
+    ] = 50052,
     metrics_port: Annotated[
-        int, typer.Option(help="First of one metrics port per process; 0: free ones.")
+        int, typer.Option(min=0, max=65000, help="First of one metrics port per process; 0: free ones.")
     ] = 9090,
     demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Send one prompt and show its text.")] = True,
     verbose: Annotated[

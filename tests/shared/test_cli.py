@@ -243,6 +243,18 @@ def test_queue_and_workers_show_the_shard(fake_stack):
         (("generate", "Once", "--max-tokens", "-3"), "max-tokens"),
         (("bench", "nonsense"), "There is no benchmark 'nonsense'"),
         (("up", "--target", "/nowhere"), "--target /nowhere does not exist"),
+        (("up", "--draft", "/nowhere"), "--draft needs --target"),
+        (("up", "--engine", "fake", "--target", "/nowhere"), "leave out --engine or --target"),
+        (("up", "--gateway-port", "65536"), "--gateway-port"),
+        (
+            ("up", "--redis-url", "redis://127.0.0.1:1/0"),
+            "no Redis answers at 127.0.0.1:1 (Connection refused)",
+        ),
+        (("scheduler", "--redis-url", "localhost:6379"), "LAPS_SD_REDIS_URL must be redis://HOST:PORT/DB"),
+        (("scheduler", "--redis-url", "redis://me:hunter2@store:port/0"), "redis://me:********@store:port/0"),
+        (("generate", "Once", "--url", "localhost"), "got 'localhost'"),
+        (("generate", "Once", "--url", "ftp://127.0.0.1:50051"), "or grpcs://host:port for TLS"),
+        (("queue", "--scheduler", "here,there"), "got 'here'"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_a_non_zero_exit(arguments, sentence):
@@ -251,6 +263,33 @@ def test_a_mistake_is_a_sentence_and_a_non_zero_exit(arguments, sentence):
     assert done.returncode != 0
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_wrong_address_says_what_answers_there(fake_stack):
+    at_scheduler = laps_sd("generate", "Once", "--url", fake_stack.scheduler_address)
+    at_gateway = laps_sd("queue", "--scheduler", fake_stack.gateway_address)
+    metrics = fake_stack.metrics_url("gateway").removeprefix("http://").removesuffix("/metrics")
+    at_metrics = laps_sd("generate", "Once", "--url", metrics)
+    without_tls = laps_sd("generate", "Once", "--url", f"grpcs://{fake_stack.gateway_address}")
+
+    assert "A gateway (--url" in at_scheduler.stderr
+    assert "a scheduler (--scheduler" in at_gateway.stderr
+    assert "speaks no gRPC" in at_metrics.stderr
+    assert "Leave out grpcs://" in without_tls.stderr
+    assert {each.returncode for each in (at_scheduler, at_gateway, at_metrics, without_tls)} == {1}
+
+
+def test_a_system_message_needs_a_template(fake_stack):
+    done = laps_sd("generate", "Once", "--raw", "--system", "Be brief.", "--url", fake_stack.gateway_address)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "leave out --raw" in done.stderr
+
+
+def test_draining_an_unknown_worker_says_where_the_names_are(fake_stack):
+    done = laps_sd("drain", "nobody", "--scheduler", fake_stack.scheduler_address)
+
+    assert done.stderr == "laps-sd: NOT_FOUND: no worker 'nobody'; `laps-sd workers` lists them\n"
 
 
 def test_nobody_at_the_address_says_how_to_start_the_system():

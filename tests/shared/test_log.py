@@ -26,6 +26,24 @@ def lines(out: io.StringIO) -> list[dict]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
+class GoneReader(io.StringIO):
+    """A pipe whose other end was closed."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("style", ["json", "console"])
+def test_a_log_that_nobody_reads_any_more_breaks_nothing(style):
+    configure("gateway", stream=GoneReader(), style=style)
+
+    get_logger("gateway.service").error("accepted")
+    logging.getLogger("library").error("also this")
+
+
 def test_a_line_is_json_with_service_and_request():
     out = io.StringIO()
     configure("gateway", stream=out)

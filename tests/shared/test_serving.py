@@ -467,6 +467,15 @@ def test_the_second_signal_leaves_at_once():
         assert process.wait(5) == 128 + signal.SIGTERM
 
 
+def test_a_signal_is_heard_when_nobody_reads_the_log_any_more():
+    with start(LAPS_SD_DRAIN_S="1") as process:
+        assert process.stdout.readline().strip().isdigit()
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "draining\n"
+        assert process.wait(10) == 0
+
+
 def test_wrong_settings_are_sentences_and_exit_code_2():
     with start(LAPS_SD_DRAIN_S="-3", LAPS_SD_GRPC_PORT="many") as process:
         assert process.wait(20) == 2

@@ -23,7 +23,6 @@ SLOTS = 2
 LONG = 12
 SHORT = 4
 PROMPT = "Tell me a story about the harbour."
-READ_OFTEN = {"LAPS_SD_PRIORS_SAVE_S": "0.1"}  # the gauges of the queue are read at that interval
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Busy:
 def busy() -> Iterator[Busy]:
     """Long requests that go on without a client, and short ones that have overtaken them."""
     with (
-        LocalStack(engine="fake", slots=SLOTS, environment=READ_OFTEN) as stack,
+        LocalStack(engine="fake", slots=SLOTS) as stack,
         Client(stack.gateway_address) as client,
         grpc.insecure_channel(stack.scheduler_address) as channel,
     ):
@@ -178,6 +177,58 @@ def test_how_long_the_wait_for_the_first_token_is(busy: Busy) -> None:
         assert scheduler.value(f"{name}_sum") == pytest.approx(sum(told), abs=0.01), name
     assert gateway.value("laps_sd_gateway_first_token_seconds_count") >= SHORT
     assert scheduler.value("laps_sd_scheduler_requests_ended_total", end="length") == SHORT
+
+
+def test_how_fast_the_text_comes_once_it_comes(busy: Busy) -> None:
+    """Seconds per output token, after the first: by the record at the scheduler, by arrival at the gateway."""
+    scheduler = scrape(busy.stack, "scheduler")
+    gateway = scrape(busy.stack, "gateway")
+    told = [
+        (end.timing.total_s - end.timing.first_token_s) / (end.usage.completion_tokens - 1)
+        for end in busy.ended
+    ]
+
+    name = "laps_sd_scheduler_output_token_seconds"
+    assert scheduler.value(f"{name}_count") == SHORT
+    assert scheduler.value(f"{name}_sum") == pytest.approx(sum(told), abs=0.01)
+    name = "laps_sd_gateway_time_per_output_token_seconds"
+    assert gateway.value(f"{name}_count") >= SHORT
+    assert gateway.value(f"{name}_sum") > 0
+    assert gateway.value("laps_sd_gateway_requests_total", end="length") == SHORT
+
+
+def test_how_many_tokens_a_round_brings(busy: Busy) -> None:
+    """Each round brings a request the tokens it accepted and one more, so their sum is the output."""
+    now = scrape(busy.stack, "scheduler")
+    name = "laps_sd_scheduler_acceptance_length_tokens"
+
+    assert now.value(f"{name}_sum") == now.value("laps_sd_scheduler_output_tokens_total")
+    assert now.value(f"{name}_count") >= now.value("laps_sd_scheduler_rounds_total"), (
+        "one or more requests a round"
+    )
+    assert now.value(f"{name}_sum") / now.value(f"{name}_count") > 1, "speculation gains something"
+    ended_rounds = sum(end.speculation.rounds for end in busy.ended)
+    assert now.value(f"{name}_count") >= ended_rounds > 0
+
+
+def test_where_the_time_of_a_round_goes(busy: Busy) -> None:
+    """The scheduler adds up what its workers report, `idle` between two rounds included."""
+    before = scrape(busy.stack, "scheduler").by("laps_sd_scheduler_round_seconds_total", "part")
+
+    def grown() -> dict[str, float]:
+        now = scrape(busy.stack, "scheduler").by("laps_sd_scheduler_round_seconds_total", "part")
+        return now if all(now[part] > before[part] for part in ("draft", "verify", "idle")) else {}
+
+    assert set(wait_until(grown, description="more rounds")) == {"draft", "verify", "prefill", "swap", "idle"}
+
+
+def test_how_long_the_record_takes_to_commit(busy: Busy) -> None:
+    """Every accepted request and every token shown went through a commit, so there are some, and they take time."""
+    now = scrape(busy.stack, "scheduler")
+
+    assert now.value("laps_sd_scheduler_submissions_total", outcome="accepted") == LONG + SHORT
+    assert now.value("laps_sd_scheduler_commit_seconds_count") >= SHORT
+    assert now.value("laps_sd_scheduler_commit_seconds_sum") > 0
 
 
 def test_how_often_requests_are_preempted(busy: Busy) -> None:
