@@ -389,9 +389,18 @@ async def _ask_admin(
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.NOT_FOUND:
             raise NotFound(f"there is no request {request.request_id!r}") from error
+        if error.code() is grpc.StatusCode.UNAVAILABLE and _is_answer(error):
+            raise Unavailable(
+                error.details() or "the record cannot be read now", retry_after_s=1.0
+            ) from error
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION):
             return None
         raise LapsSdError(f"the scheduler could not explain it: {error.details()}") from error
+
+
+def _is_answer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a scheduler said so (with details of google.rpc), not the connection to it."""
+    return any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
 
 
 def _reason(error: BaseException) -> str:

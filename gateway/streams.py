@@ -349,6 +349,7 @@ class Streams:
             message.submit.specification.request_id = stream.request_id
             message.submit.specification.seed = stream.acceptance.seed
             message.submit.shown_ids.extend(stream.received)
+            message.submit.restores = True
         return message
 
     def _attachment(self, stream: ClientStream, now: float) -> Message:

@@ -6,33 +6,53 @@ it with its one end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from scheduler_svc import metrics, translate
+from scheduler_svc.core.commands import Commit
 from scheduler_svc.core.events import Arrived, End, EndRequested
 from scheduler_svc.links import GatewaySession
+from scheduler_svc.outage import Outage
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.errors import StoreUnavailable
-from scheduler_svc.store.records import NewRequest, SubmitResult, SubmitStatus
+from scheduler_svc.store.errors import Fenced, StoreUnavailable
+from scheduler_svc.store.records import NewRequest, Shown, SubmitResult, SubmitStatus
 from scheduler_svc.store.store import Store
 from scheduler_svc.turn import FromGateway, GatewayClosed, Timers, Turn
-from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission
+from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission, recovered
 
 RETRY_STORE_MS = 1000
+ENDS_KEPT_S = 10.0
+MAX_ENDS_KEPT = 10_000
+"""How long, and how many, ended requests are held for a record that loses the last of what was written: a server that
+syncs every second loses that much, an asynchronous replica its delay."""
 Refused = gateway_pb.SubmitRefused
 
 
+@dataclass(frozen=True, slots=True)
+class EndedLately:
+    """A request whose end is on the record, and the end once more, as a commit behind all of its tokens."""
+
+    at_s: float
+    live: Live
+    commit: Commit
+
+
 class Clients:
-    """See the top of the file. `capacity_tokens` is what the core says; `retry_after_s` guesses when a full queue has room."""
+    """See the top of the file. `confirm_lead` comes back when the record holds what this leader committed, or raises
+    Fenced. `capacity_tokens` is what the core says; `retry_after_s` guesses when a full queue has room."""
 
     def __init__(
         self,
         settings: SchedulerSettings,
         store: Store,
         timers: Timers,
+        outage: Outage,
         *,
+        confirm_lead: Callable[[], Awaitable[None]],
         capacity_tokens: Callable[[], int],
         retry_after_s: Callable[[], float],
     ) -> None:
@@ -44,6 +64,9 @@ class Clients:
         self._settings = settings
         self._store = store
         self._timers = timers
+        self._outage = outage
+        self._confirm_lead = confirm_lead
+        self._ended: deque[EndedLately] = deque(maxlen=MAX_ENDS_KEPT)
         self._capacity_tokens = capacity_tokens
         self._retry_after_s = retry_after_s
 
@@ -58,12 +81,23 @@ class Clients:
         if live.time_limit_s is not None:
             self._end_at(live.request_id, live.time_limit_s, End.TIME_LIMIT, "the time limit passed")
 
-    def ended(self, live: Live, end: End, detail: str, cut_characters: int, now_s: float) -> None:
+    def ended(self, live: Live, commit: Commit, now_s: float) -> None:
         """The record has its end: tell whoever is attached, and let go of it."""
-        live.finish(end, detail, cut_characters, now_s)
+        assert commit.end is not None, "this is the commit that ended it"
+        live.finish(commit.end, commit.detail, commit.cut_characters, now_s)
         del self.live[live.request_id]
         self.owe(live)
-        metrics.observe_end(end, live.facts, live.started_s, live.first_token_s, len(live.committed), now_s)
+        self.ended_lately(now_s)
+        self._ended.append(EndedLately(now_s, live, replace(commit, position=len(live.committed), tokens=())))
+        metrics.observe_end(
+            commit.end, live.facts, live.started_s, live.first_token_s, len(live.committed), now_s
+        )
+
+    def ended_lately(self, now_s: float) -> Sequence[EndedLately]:
+        """The ends that a record may still lose, oldest first."""
+        while self._ended and self._ended[0].at_s < now_s - ENDS_KEPT_S:
+            self._ended.popleft()
+        return self._ended
 
     def owe(self, live: Live) -> None:
         """It has tokens or an end that its attachments have not been sent."""
@@ -154,31 +188,55 @@ class Clients:
             admitted.append((item, translate.new_request(submit, unix_ms)))
         if not admitted:
             return
+        # Whatever lease epochs it had, none was as large as the time in seconds.
+        shown = {
+            new.request_id: Shown(tuple(item.message.submit.shown_ids), lease_epoch=int(turn.now_s))
+            for item, new in admitted
+            if item.message.submit.restores
+        }
         try:
-            results = await self._store.submit([new for _, new in admitted])
+            results = await self._submit([new for _, new in admitted], shown)
+            self._outage.wrote()
         except StoreUnavailable as error:
-            metrics.STORE_DOWN.set(1)  # until the next renewal of the lease succeeds
+            self._outage.began(error)
             for item, new in admitted:
-                if new.request_id not in self.live:
+                if new.request_id not in self.live and new.request_id not in shown:
                     self.doubtful.add(new.request_id)
                 _refuse(item, Refused.REASON_STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
             return
         for (item, new), result in zip(admitted, results, strict=True):
-            self._admitted(turn, item, new, result)
+            self._admitted(turn, item, new, result, shown.get(new.request_id))
+
+    async def _submit(self, requests: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
+        while True:
+            try:
+                return await self._store.submit(requests, shown)
+            except Fenced:
+                await self._confirm_lead()
 
     def _limit_tokens(self) -> int:
         """Without a worker everything within the settings waits; with some, what none could hold would wait for ever."""
         limit = self._settings.max_context_tokens
         return min(limit, self._capacity_tokens() or limit)
 
-    def _admitted(self, turn: Turn, item: FromGateway, new: NewRequest, result: SubmitResult) -> None:
+    def _admitted(
+        self, turn: Turn, item: FromGateway, new: NewRequest, result: SubmitResult, shown: Shown | None
+    ) -> None:
         match result.status:
             case SubmitStatus.ACCEPTED | SubmitStatus.ATTACHED:
                 live = self.live.get(result.request_id)
                 if live is None and result.sequence > self.newest_sequence:
                     live = from_submission(new, result.sequence, item.message.submit.specification)
                     self.adopt(live)
-                    turn.events.append(Arrived(live.facts))
+                    if shown is None:
+                        turn.events.append(Arrived(live.facts))
+                    else:
+                        live.append(0, tuple(shown.token_ids), turn.now_s)
+                        live.lease_epoch = shown.lease_epoch
+                        turn.events.append(recovered(live))
+                        metrics.WRITTEN_BACK.labels("gateway").inc()
+                elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
+                    turn.seen_further.append((live, tuple(shown.token_ids)))
                 if live is None:
                     # A known idempotency key, or a repeated Submit whose answer got lost, and it has ended since.
                     turn.unknown_submits.append((item, result.request_id))
@@ -205,7 +263,7 @@ class Clients:
         )
         reply = gateway_pb.SubmitReply(submission_id=submit.submission_id, accepted=accepted)
         item.session.reply(gateway_pb.GatewayLinkReply(submit_reply=reply))
-        _attach(item.session, live, submit.attachment_id, 0)
+        _attach(item.session, live, submit.attachment_id, len(submit.shown_ids))
         metrics.SUBMISSIONS.labels("attached" if attached else "accepted").inc()
 
     def _answer_attach(self, session: GatewaySession, attach: gateway_pb.Attach, live: Live | None) -> None:

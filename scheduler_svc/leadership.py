@@ -18,9 +18,11 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.links import GatewaySession, WorkerSession
 from scheduler_svc.loop import Loop
+from scheduler_svc.outage import Outage
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.errors import Fenced, StoreUnavailable
+from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.store import Store
+from scheduler_svc.turn import LeadInDoubt
 
 log = get_logger(__name__)
 
@@ -46,6 +48,7 @@ class Leadership:
         self.leader_address = ""
         """Where the leader listens, as last read."""
         self.sessions: set[WorkerSession | GatewaySession] = set()
+        self.outage = Outage()
         self._on_lead = on_lead
 
     async def run(self) -> None:
@@ -73,12 +76,13 @@ class Leadership:
         while True:
             try:
                 epoch = await self.store.acquire_leadership(owner=self.address, lease_s=self.settings.lease_s)
+                self.outage.answered()
                 if epoch is not None:
                     return epoch
                 leader = await self.store.leader()
                 self.leader_address = leader.owner if leader is not None else ""
             except StoreUnavailable as error:
-                log.warning("the record is unavailable; cannot lead yet", error=str(error))
+                self.outage.began(error)
             await asyncio.sleep(self.settings.lease_s / 8)
 
     async def _lead(self) -> None:
@@ -99,7 +103,7 @@ class Leadership:
                 loop = await self._recovered_loop()
                 break
             except StoreUnavailable as error:
-                log.warning("the record is unavailable; recovering later", error=str(error))
+                self.outage.began(error)
                 await asyncio.sleep(self.settings.lease_s / 8)
         self.loop = loop
         metrics.leads(True)
@@ -114,7 +118,7 @@ class Leadership:
             core_settings,
             Priors.from_dict(json.loads(blob)) if blob else Priors(),
         )
-        loop = Loop(settings=self.settings, core=core, store=self.store, clock=self.clock)
+        loop = Loop(settings=self.settings, core=core, store=self.store, clock=self.clock, outage=self.outage)
         await loop.recover()
         return loop
 
@@ -125,11 +129,13 @@ class Leadership:
             try:
                 if not await self.store.renew_leadership():
                     raise Fenced("the lease was not renewed in time")
-                if self.loop is None or not self.loop.store_down:
-                    metrics.STORE_DOWN.set(0)
+                self.outage.answered()
+            except RecordBehind:
+                if self.loop is None:
+                    raise Fenced("the record was lost before it was read") from None
+                self.loop.put(LeadInDoubt())
             except StoreUnavailable as error:
-                metrics.STORE_DOWN.set(1)
-                log.warning("the lease could not be renewed", error=str(error))
+                self.outage.began(error)
 
     def _step_down(self, reason: str) -> None:
         self.loop = None

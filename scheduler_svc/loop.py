@@ -20,7 +20,8 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from laps_sd.log import get_logger
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -36,13 +37,15 @@ from scheduler_svc.core.commands import (
     Lease,
     Rank,
     Release,
+    Standing,
 )
 from scheduler_svc.core.events import Arrived, End, EndRequested, Event, Refused, WorkerDraining
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.links import WorkerSession
+from scheduler_svc.outage import Outage
 from scheduler_svc.roster import Roster
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.errors import Fenced, StoreUnavailable
+from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, TransitionStatus
 from scheduler_svc.store.store import Pending, Store
 from scheduler_svc.turn import (
@@ -51,12 +54,13 @@ from scheduler_svc.turn import (
     FromWorker,
     GatewayClosed,
     Item,
+    LeadInDoubt,
     Timers,
     Turn,
     WorkerClosed,
     WorkerOpened,
 )
-from scheduler_svc.working_copy import from_record, recovered
+from scheduler_svc.working_copy import Live, from_record, recovered
 
 log = get_logger(__name__)
 
@@ -67,21 +71,37 @@ FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
 OBSERVE_S = 1.0
 """How often the queue's gauges are read."""
-LOST_DETAIL = "the record lost this request"
+WRITE_BACK_TOGETHER = 32
+FORGOTTEN_DETAIL = "the record lost how this request ended"
+MISMATCH_DETAIL = "the record holds other outputs than were committed"
+NO_STANDING = Standing(rounds=0, drafted=0, accepted=0, attained_s=0.0, preemptions=0, level=0, score=0.0)
+
+
+def _pauses_s() -> Iterator[float]:
+    """Between two attempts: doubling up to the longest."""
+    pause_s = FIRST_RETRY_S
+    while True:
+        yield pause_s
+        pause_s = min(LONGEST_RETRY_S, pause_s * 2)
 
 
 class Loop:
     """Leads one shard, from `recover` until it is fenced."""
 
     def __init__(
-        self, *, settings: SchedulerSettings, core: Scheduler, store: Store, clock: Callable[[], float]
+        self,
+        *,
+        settings: SchedulerSettings,
+        core: Scheduler,
+        store: Store,
+        clock: Callable[[], float],
+        outage: Outage,
     ) -> None:
         self.settings = settings
         self.core = core
         self.store = store
         self.clock = clock
-        self.store_down = False
-        """While True the links refuse submissions instead of queueing them behind the record."""
+        self.outage = outage
         self.room = asyncio.Event()
         """Cleared while the loop is far behind: streams are not read then, and flow control holds the peers back."""
         self.room.set()
@@ -91,6 +111,8 @@ class Loop:
             settings,
             store,
             self.timers,
+            outage,
+            confirm_lead=self._confirm_lead,
             capacity_tokens=lambda: core.capacity_tokens,
             retry_after_s=self._retry_after_s,
         )
@@ -116,17 +138,21 @@ class Loop:
 
     async def recover(self) -> None:
         """Rebuild the working copy from the record. Once, before anything else; raises StoreUnavailable, Fenced."""
-        now_s = self.clock()
         events: list[Event] = []
+        holders: set[str] = set()
         self.clients.newest_sequence = await self.store.last_sequence()
         async for chunk in self.store.load_unfinished():
             for stored in chunk:
                 live = from_record(stored)
-                events.append(recovered(stored, live))
+                events.append(recovered(live))
                 self.clients.adopt(live)
-                self.clients.start_grace(live, now_s, self.settings.reattach_grace_s)
                 if stored.worker_id is not None:
-                    self.roster.expect(stored.worker_id, now_s)
+                    holders.add(stored.worker_id)
+        now_s = self.clock()  # peers can come from now on, however long the reading took
+        for live in self.clients.live.values():
+            self.clients.start_grace(live, now_s, self.settings.reattach_grace_s)
+        for worker_id in sorted(holders):
+            self.roster.expect(worker_id, now_s)
         self.timers.at(now_s + self.settings.priors_save_s, self._save_priors_soon)
         self.timers.at(now_s, self._observe_queue)
         if events:
@@ -158,8 +184,12 @@ class Loop:
         for item in items:
             self._collect(turn, item)
         self.timers.run_due(turn)
+        if turn.lead_in_doubt:
+            await self._confirm_lead()
         if turn.submits:
             await self.clients.admit(turn)
+        for live, shown in turn.seen_further:
+            await self._go_on_behind(turn, live, shown)
         if turn.unknown_attaches or turn.unknown_submits:
             await self.clients.ask_record(turn)
         if turn.departures:
@@ -188,6 +218,8 @@ class Loop:
                 turn.departures.append(item)
             case DrainOrdered(worker_id):
                 self.roster.drain(turn, worker_id)
+            case LeadInDoubt():
+                turn.lead_in_doubt = True
 
     def _heard_worker(self, turn: Turn, session: WorkerSession, message: worker_pb.WorkerMessage) -> None:
         entry = self.roster.workers.get(session.worker_id)
@@ -237,12 +269,17 @@ class Loop:
 
     async def _save_priors(self) -> None:
         blob = json.dumps(self.core.priors.to_dict(), separators=(",", ":"))
-        if blob == self._saved_priors:
-            return
-        # The next interval tries again; what was learnt is only a convenience.
-        with contextlib.suppress(StoreUnavailable):
+        if blob == self._saved_priors and not self.outage.on:
+            return  # in an outage it is written all the same, to learn whether that is over
+        try:
             await self.store.save_priors(blob.encode())
+        except Fenced:
+            self.put(LeadInDoubt())
+        except StoreUnavailable as error:  # the next interval tries again
+            self.outage.began(error)
+        else:
             self._saved_priors = blob
+            self.outage.wrote()
 
     def _retry_after_s(self) -> float:
         """When a full queue may have room: what one request takes, by the estimates, bounded to 0.1 to 30 s."""
@@ -286,37 +323,84 @@ class Loop:
         """
         if not commands:
             return []
-        pause_s = FIRST_RETRY_S
+        pauses_s = _pauses_s()
         began_s = time.perf_counter()
         while True:
             try:
                 statuses = await self._write(commands)
             except Fenced:
-                # Only run out, and nobody has led since? Then it is taken up again under the same epoch.
-                if not await self._still_leads():
-                    raise
-                continue
+                await self._confirm_lead()
             except StoreUnavailable as error:
-                if not self.store_down:
-                    log.error("the record is unavailable: nothing is admitted or shown", error=str(error))
-                self.store_down = True
-                metrics.STORE_DOWN.set(1)
-                await asyncio.sleep(pause_s)
-                pause_s = min(LONGEST_RETRY_S, pause_s * 2)
-                continue
-            if self.store_down:
-                log.info("the record is back")
-                self.store_down = False
-                metrics.STORE_DOWN.set(0)
-            metrics.COMMIT.observe(time.perf_counter() - began_s)
-            return statuses
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
+            else:
+                break
+        if self.outage.stuck:
+            self.roster.excuse(self.clock())
+        self.outage.wrote()
+        metrics.COMMIT.observe(time.perf_counter() - began_s)
+        return statuses
 
-    async def _still_leads(self) -> bool:
+    async def _confirm_lead(self) -> None:
+        """After `Fenced`. The lease only ran out, and nobody has led since? Then it is taken up again under the same epoch.
+        The record lost something? Then it gets back what this leader holds. Raises Fenced when somebody else leads.
+        """
+        pauses_s = _pauses_s()
         while True:
             try:
-                return await self.store.renew_leadership()
-            except StoreUnavailable:
-                await asyncio.sleep(FIRST_RETRY_S)
+                if not await self.store.renew_leadership():
+                    raise Fenced("another leader is or was in force")
+                return
+            except RecordBehind as error:
+                log.warning(
+                    "the record may have lost something: writing back what it lacks", reason=str(error)
+                )
+                try:
+                    if await self.store.reclaim_leadership(newest_sequence=self.clients.newest_sequence):
+                        await self._write_back()
+                        self._saved_priors = ""
+                except Fenced:
+                    continue  # lost again amid it
+                except StoreUnavailable as unavailable:
+                    self.outage.began(unavailable, stuck=True)
+                    self.store.distrust()
+                    await asyncio.sleep(next(pauses_s))
+            except StoreUnavailable as error:
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
+
+    async def _write_back(self) -> None:
+        """Everything that this leader has committed and the record lacks. Raises StoreUnavailable, Fenced."""
+        live = self.clients.live
+        reached = await self.store.reached(list(live))
+        behind = [
+            copy
+            for copy, found in zip(list(live.values()), reached, strict=True)
+            if found is None or found[0] < copy.lease_epoch or found[1] < len(copy.committed)
+        ]
+        for start in range(0, len(behind), WRITE_BACK_TOGETHER):
+            batch = self.store.batch()
+            batch.restore([copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]])
+            await batch.execute()
+        for ended in self.clients.ended_lately(self.clock()):
+            batch = self.store.batch()
+            batch.restore([ended.live.to_record()])
+            batch.commit([ended.commit])
+            await batch.execute()
+        known = {*live, *self.clients.doubtful}
+        unknown = [request_id for request_id in await self.store.unfinished_ids() if request_id not in known]
+        for start in range(0, len(unknown), WRITE_BACK_TOGETHER):
+            # Ended long ago for this leader and its clients; which end it was is what the record has lost.
+            batch = self.store.batch()
+            batch.finish(
+                [
+                    Finish(request_id, End.ERROR, FORGOTTEN_DETAIL, NO_STANDING, ())
+                    for request_id in unknown[start : start + WRITE_BACK_TOGETHER]
+                ]
+            )
+            await batch.execute()
+        metrics.WRITTEN_BACK.labels("leader").inc(len(behind))
+        log.warning("written back", requests=len(behind), unfinished=len(live), ended_again=len(unknown))
 
     async def _write(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
         """One pipeline; a run of one kind of command is one script call."""
@@ -341,12 +425,18 @@ class Loop:
                 live.standing = command.standing
                 live.append(command.position, command.tokens, now_s)
                 if command.end is not None:
-                    self.clients.ended(live, command.end, command.detail, command.cut_characters, now_s)
+                    self.clients.ended(live, command, now_s)
                 else:
                     self.clients.owe(live)
             case Finish():
                 live.standing = command.standing
-                self.clients.ended(live, command.end, command.detail, 0, now_s)
+                self.clients.ended(live, _as_commit(command, live), now_s)
+            case Lease():
+                live.lease_epoch, live.worker_id = command.lease_epoch, command.worker_id
+            case Release():
+                live.worker_id = None
+            case Rank():
+                live.standing = replace(live.standing, level=command.level, score=command.score)
 
     async def _refused(
         self, command: Commit | Finish | Release | Lease, status: TransitionStatus, now_s: float
@@ -360,23 +450,64 @@ class Loop:
         if live is None:
             return
         stored = await self._read(request_id)
-        if stored is None:
-            self.clients.ended(live, End.ERROR, LOST_DETAIL, 0, now_s)
-            return
-        live.append(len(live.committed), stored.committed_ids[len(live.committed) :], now_s)
-        live.standing = stored.standing
-        if stored.end is not None:
-            self.clients.ended(live, stored.end, stored.detail, stored.cut_characters, now_s)
-        else:
+        if stored is not None:
+            live.append(len(live.committed), stored.committed_ids[len(live.committed) :], now_s)
+            live.standing = stored.standing
+            live.lease_epoch, live.worker_id = stored.lease_epoch, stored.worker_id
+            if stored.end is not None:
+                self.clients.ended(live, _as_ended(stored), now_s)
+                return
             self.clients.owe(live)
-            self._next_events.append(recovered(stored, live))
+        if stored is None or len(stored.committed_ids) < len(live.committed):
+            # Nobody else could have ended it or taken tokens away: the record has lost them.
+            if await self._restore(live.to_record()):
+                metrics.WRITTEN_BACK.labels("leader").inc()
+            else:
+                self._next_events += [
+                    recovered(live),
+                    EndRequested(request_id, End.ERROR, MISMATCH_DETAIL),
+                ]
+                return
+        self._next_events.append(recovered(live))
+
+    async def _restore(self, stored: StoredRequest) -> bool:
+        """Write one request back, however long the record is away. False: the record holds other outputs."""
+        pauses_s = _pauses_s()
+        while True:
+            try:
+                batch = self.store.batch()
+                answer = batch.restore([stored])
+                await batch.execute()
+            except Fenced:
+                await self._confirm_lead()
+            except StoreUnavailable as error:
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
+            else:
+                self.outage.wrote()
+                return answer.result()[0] in (TransitionStatus.OK, TransitionStatus.ALREADY)
+
+    async def _go_on_behind(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
+        """A client has seen more outputs than the record has: they hold, and whoever runs it begins anew behind them."""
+        if live.end is not None or shown[: len(live.committed)] != tuple(live.committed):
+            return  # nothing to gain; its stream goes on where this request passes what it has seen
+        further = replace(
+            live.to_record(), committed_ids=shown, lease_epoch=live.lease_epoch + 1, worker_id=None
+        )
+        if await self._restore(further):
+            live.append(0, shown, turn.now_s)
+            live.lease_epoch, live.worker_id = further.lease_epoch, None
+            self.clients.owe(live)
+            turn.events.append(recovered(live))
 
     async def _read(self, request_id: str) -> StoredRequest | None:
+        pauses_s = _pauses_s()
         while True:
             try:
                 return await self.store.read(request_id)
-            except StoreUnavailable:
-                await asyncio.sleep(LONGEST_RETRY_S)
+            except StoreUnavailable as error:
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
 
     def _assign(self, command: Assign, refused: set[str], now_s: float) -> None:
         entry = self.roster.workers.get(command.worker_id)
@@ -391,3 +522,33 @@ class Loop:
             if entry.session.known.get(listed.request_id) != listed.lease_epoch:
                 entry.session.specify(live[listed.request_id], listed.lease_epoch)
         entry.session.assign(Assign(command.worker_id, entries))
+
+
+def _as_commit(finish: Finish, live: Live) -> Commit:
+    """The same end as a commit without tokens."""
+    return Commit(
+        request_id=finish.request_id,
+        lease_epoch=live.lease_epoch,
+        position=len(live.committed),
+        tokens=(),
+        standing=finish.standing,
+        end=finish.end,
+        cut_characters=0,
+        detail=finish.detail,
+        story=finish.story,
+    )
+
+
+def _as_ended(stored: StoredRequest) -> Commit:
+    """The end that the record has, as the commit that brought it."""
+    return Commit(
+        request_id=stored.request_id,
+        lease_epoch=stored.lease_epoch,
+        position=len(stored.committed_ids),
+        tokens=(),
+        standing=stored.standing,
+        end=stored.end,
+        cut_characters=stored.cut_characters,
+        detail=stored.detail,
+        story=stored.story,
+    )

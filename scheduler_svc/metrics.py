@@ -21,6 +21,16 @@ STORE_DOWN = gauge(
     "laps_sd_scheduler_record_unavailable",
     "1 while Redis cannot be reached or written; nothing is admitted or shown then.",
 )
+STORE_FAULTS = counter(
+    "laps_sd_scheduler_record_faults_total",
+    "Faults of the record, by kind, each counted once per outage: unreachable, slow, loading, full, read_only, other.",
+    ["fault"],
+)
+WRITTEN_BACK = counter(
+    "laps_sd_scheduler_requests_written_back_total",
+    "Requests that the record had lost, or the last of them, and that came back: from the leader, or a gateway.",
+    ["source"],
+)
 LEADING = gauge("laps_sd_scheduler_leading", "1 while this process leads its shard.")
 QUEUE_DEPTH = gauge(
     "laps_sd_scheduler_queue_depth",
@@ -107,7 +117,6 @@ def leads(leading: bool) -> None:
         QUEUE_DEPTH.clear()
         WORKERS.set(0)
         BACKLOG.set(0)
-        STORE_DOWN.set(0)
 
 
 def observe_end(

@@ -112,6 +112,11 @@ class Roster:
             session.drain()
             turn.events.append(WorkerDraining(worker_id))
 
+    def excuse(self, now_s: float) -> None:
+        """Nobody could report for a while, as the record was away: the watchdogs begin anew."""
+        for entry in self.workers.values():
+            entry.last_report_s = now_s
+
     def _start_grace(self, entry: WorkerEntry, now_s: float) -> None:
         connections = entry.connections
 

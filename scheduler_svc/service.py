@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -78,8 +79,9 @@ class _Stream:
             message = await self.context.read()
             if message is grpc.aio.EOF:
                 return
-            self.heard_s = time.monotonic()
+            self.heard_s = math.inf  # while the loop holds this stream back, its peer is not silent
             await take(message)
+            self.heard_s = time.monotonic()
 
     async def _write(self, heartbeat: Callable[[], Any]) -> None:
         silence_s = self.leadership.settings.silence_s
@@ -168,7 +170,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
 
         async def take(message: gateway_pb.GatewayMessage) -> None:
             kind = message.WhichOneof("message")
-            if kind == "submit" and loop.store_down:
+            if kind == "submit" and loop.outage.stuck:
                 session.reply(_store_down(message.submit.submission_id))
             elif kind not in ("heartbeat", None):
                 loop.put(FromGateway(session, message))
@@ -298,7 +300,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         try:
             stored = await loop.store.read(request.request_id)
         except StoreUnavailable as error:
-            raise Unavailable(str(error), retry_after_s=1.0) from error
+            detail = f"request {request.request_id} is not running, and its story cannot be read now: {error}"
+            raise Unavailable(detail, retry_after_s=1.0) from error
         if stored is None or (request.tenant and stored.tenant != request.tenant):
             raise NotFound(f"no request {request.request_id}: it is unknown, or has expired")
         return pb.ExplainResponse(

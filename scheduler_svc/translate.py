@@ -85,6 +85,15 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         )
     if max(specification.prompt_ids) > MAX_TOKEN_ID:
         raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
+    if len(submit.shown_ids) > specification.max_tokens:
+        raise InvalidArgument(
+            "shown_ids",
+            f"must have at most max_tokens ({specification.max_tokens}) entries, got {len(submit.shown_ids)}",
+        )
+    if max(submit.shown_ids, default=0) > MAX_TOKEN_ID:
+        raise InvalidArgument("shown_ids", f"must be at most {MAX_TOKEN_ID}")
+    if submit.shown_ids and not submit.restores:
+        raise InvalidArgument("shown_ids", "must be empty in a submission that restores nothing")
     if not (math.isfinite(specification.temperature) and specification.temperature >= 0):
         raise InvalidArgument("specification.temperature", "must be finite and not negative")
     if not 0 < specification.top_p <= 1:

@@ -11,6 +11,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.events import Event
 from scheduler_svc.links import GatewaySession, WorkerSession
+from scheduler_svc.working_copy import Live
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,12 @@ class DrainOrdered:
     worker_id: str
 
 
-Item = FromGateway | GatewayClosed | WorkerOpened | FromWorker | WorkerClosed | DrainOrdered
+@dataclass(frozen=True, slots=True)
+class LeadInDoubt:
+    """The renewal of the lease found that the record may have lost something."""
+
+
+Item = FromGateway | GatewayClosed | WorkerOpened | FromWorker | WorkerClosed | DrainOrdered | LeadInDoubt
 
 
 @dataclass
@@ -71,6 +77,10 @@ class Turn:
     """For the core."""
     submits: list[FromGateway] = field(default_factory=list)
     """New requests, to be written before the core hears of them."""
+    seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
+    """Requests that were submitted again with more outputs shown than the record has, and those outputs."""
+    lead_in_doubt: bool = False
+    """Leadership, and what the record holds, must be confirmed before anything else."""
     unknown_attaches: list[tuple[GatewaySession, gateway_pb.Attach]] = field(default_factory=list)
     """Attaches to requests that are not led here: the record is asked."""
     unknown_submits: list[tuple[FromGateway, str]] = field(default_factory=list)

@@ -14,10 +14,10 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import End, Recovered, RequestFacts
+from scheduler_svc.store.records import NewRequest, StoredRequest
 
 if TYPE_CHECKING:
     from scheduler_svc.links import GatewaySession
-    from scheduler_svc.store.records import NewRequest, StoredRequest
 
 END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
     End.STOP: gateway_pb.RequestEnd.KIND_STOP,
@@ -51,17 +51,22 @@ class Live:
     model: str
     specification: gateway_pb.Specification
     """Without `committed_ids`; those are in `committed`."""
+    idempotency_key: str
+    body_hash: str
     keep: bool
     grace_s: float
     """How long it lives with nobody attached."""
     deadline_s: float | None
     """Hard deadline and soft limit, on the loop's clock."""
     time_limit_s: float | None
+    standing: Standing
+    """As the record has it; as are the next three."""
+    lease_epoch: int = 0
+    worker_id: str | None = None
     committed: array[int] = field(default_factory=lambda: array("i"))
     attachments: dict[str, Attachment] = field(default_factory=dict)
     detachments: int = 0
     """Counts them, so that an old grace timer does not end a request that was attached again."""
-    standing: Standing | None = None
     started_s: float | None = None
     first_token_s: float | None = None
     cached_prompt_tokens: int = 0
@@ -82,7 +87,7 @@ class Live:
     def finish(self, end: End, detail: str, cut_characters: int, now_s: float) -> None:
         """Write down the one end; what attachments are still owed is delivered with it."""
         standing = self.standing
-        rounds = standing.rounds if standing else 0
+        rounds = standing.rounds
         accepted_at_s = self.facts.arrival_s
         self.end = gateway_pb.RequestEnd(
             kind=END_KINDS[end],
@@ -91,16 +96,56 @@ class Live:
             cached_prompt_tokens=self.cached_prompt_tokens,
             speculation=pb.SpeculationSummary(
                 rounds=min(rounds, MAX_COUNT),
-                drafted=min(standing.drafted, MAX_COUNT) if standing else 0,
-                accepted=min(standing.accepted, MAX_COUNT) if standing else 0,
+                drafted=min(standing.drafted, MAX_COUNT),
+                accepted=min(standing.accepted, MAX_COUNT),
                 mean_acceptance_length=len(self.committed) / rounds if rounds else 0.0,
             ),
             timing=pb.Timing(
                 queued_s=_since(accepted_at_s, self.started_s, now_s),
                 first_token_s=_since(accepted_at_s, self.first_token_s, now_s),
                 total_s=max(0.0, now_s - accepted_at_s),
-                preemptions=standing.preemptions if standing else 0,
+                preemptions=standing.preemptions,
             ),
+        )
+
+    def to_record(self) -> StoredRequest:
+        """What the record should hold of it, unfinished: the inverse of `from_record`."""
+        facts = self.facts
+        arrival_unix_ms = round(facts.arrival_s * 1000)
+        submission = gateway_pb.Specification()
+        submission.CopyFrom(self.specification)
+        submission.ClearField("prompt_ids")
+        return StoredRequest(
+            request_id=facts.request_id,
+            tenant=facts.tenant,
+            model=self.model,
+            priority=facts.priority,
+            workload_class=facts.workload_class,
+            arrival_unix_ms=arrival_unix_ms,
+            prompt_ids=self.specification.prompt_ids,
+            max_tokens=facts.max_tokens,
+            expected_output_tokens=facts.expected_output_tokens,
+            deadline_unix_ms=_unix_ms(self.deadline_s),
+            time_limit_ms=None
+            if self.time_limit_s is None
+            else round((self.time_limit_s - facts.arrival_s) * 1000),
+            keep=self.keep,
+            grace_ms=-1 if self.keep else round(self.grace_s * 1000),
+            idempotency_key=self.idempotency_key,
+            body_hash=self.body_hash,
+            seed=self.specification.seed,
+            submission=submission.SerializeToString(deterministic=True),
+            sequence=facts.sequence,
+            committed_ids=tuple(self.committed),
+            lease_epoch=self.lease_epoch,
+            worker_id=self.worker_id,
+            standing=self.standing,
+            end=None,
+            cut_characters=0,
+            detail="",
+            story=(),
+            ended_unix_ms=None,
+            first_token_unix_ms=_unix_ms(self.first_token_s),
         )
 
     def specification_with_outputs(self) -> gateway_pb.Specification:
@@ -115,6 +160,10 @@ def _since(accepted_at_s: float, moment_s: float | None, now_s: float) -> float:
     return max(0.0, (now_s if moment_s is None else moment_s) - accepted_at_s)
 
 
+def _unix_ms(moment_s: float | None) -> int | None:
+    return None if moment_s is None else round(moment_s * 1000)
+
+
 def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specification) -> Live:
     """The working copy of a request that the record has just accepted."""
     arrival_s = new.arrival_unix_ms / 1000.0
@@ -126,10 +175,21 @@ def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specif
         facts=_facts(new, sequence),
         model=new.model,
         specification=specification,
+        idempotency_key=new.idempotency_key,
+        body_hash=new.body_hash,
         keep=new.keep,
         grace_s=max(0, new.grace_ms) / 1000.0,
         deadline_s=None if new.deadline_unix_ms is None else new.deadline_unix_ms / 1000.0,
         time_limit_s=None if new.time_limit_ms is None else arrival_s + new.time_limit_ms / 1000.0,
+        standing=Standing(
+            rounds=0,
+            drafted=0,
+            accepted=0,
+            attained_s=0.0,
+            preemptions=0,
+            level=0,
+            score=float(sequence),
+        ),
     )
 
 
@@ -154,6 +214,7 @@ def from_record(stored: StoredRequest) -> Live:
     live = from_submission(stored, stored.sequence, submitted)
     live.committed.extend(stored.committed_ids)
     live.standing = stored.standing
+    live.lease_epoch, live.worker_id = stored.lease_epoch, stored.worker_id
     arrival_s = live.facts.arrival_s
     if stored.first_token_unix_ms is not None:
         live.first_token_s = stored.first_token_unix_ms / 1000.0
@@ -164,9 +225,9 @@ def from_record(stored: StoredRequest) -> Live:
     return live
 
 
-def recovered(stored: StoredRequest, live: Live) -> Recovered:
-    """The event by which a new leader's core learns of a request it finds on the record."""
-    standing = stored.standing
+def recovered(live: Live) -> Recovered:
+    """The event by which a core learns of a request that the record has, and what it had reached."""
+    standing = live.standing
     return Recovered(
         facts=live.facts,
         emitted=len(live.committed),
@@ -175,8 +236,8 @@ def recovered(stored: StoredRequest, live: Live) -> Recovered:
         accepted=standing.accepted,
         attained_s=standing.attained_s,
         preemptions=standing.preemptions,
-        worker_id=stored.worker_id,
-        lease_epoch=stored.lease_epoch,
+        worker_id=live.worker_id,
+        lease_epoch=live.lease_epoch,
     )
 
 

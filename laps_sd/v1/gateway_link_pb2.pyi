@@ -253,6 +253,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SHOWN_IDS_FIELD_NUMBER: _builtins.int
     ATTACHMENT_ID_FIELD_NUMBER: _builtins.int
+    RESTORES_FIELD_NUMBER: _builtins.int
     submission_id: _builtins.int
     """Unique on this gateway. A gateway that never got the answer (broken stream) sends the same Submit
     again with the same request_id: the record makes that harmless.
@@ -278,6 +279,10 @@ class Submit(_message.Message):
     """W3C traceparent of the client's span, empty if none."""
     attachment_id: _builtins.str
     """Names the attachment that this submission is, as in Attach."""
+    restores: _builtins.bool
+    """It was accepted before, and the scheduler knows it no more: it goes on behind `shown_ids`, and a scheduler that
+    cannot answer now has not turned it away.
+    """
     @_builtins.property
     def specification(self) -> Global___Specification: ...
     @_builtins.property
@@ -304,10 +309,11 @@ class Submit(_message.Message):
         traceparent: _builtins.str = ...,
         shown_ids: _abc.Iterable[_builtins.int] | None = ...,
         attachment_id: _builtins.str = ...,
+        restores: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "specification", b"specification", "time_limit_ms", b"time_limit_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "attachment_id", b"attachment_id", "body_hash", b"body_hash", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "grace_ms", b"grace_ms", "idempotency_key", b"idempotency_key", "keep", b"keep", "model", b"model", "priority", b"priority", "request_id", b"request_id", "shown_ids", b"shown_ids", "specification", b"specification", "submission_id", b"submission_id", "tenant", b"tenant", "time_limit_ms", b"time_limit_ms", "traceparent", b"traceparent", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "attachment_id", b"attachment_id", "body_hash", b"body_hash", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "grace_ms", b"grace_ms", "idempotency_key", b"idempotency_key", "keep", b"keep", "model", b"model", "priority", b"priority", "request_id", b"request_id", "restores", b"restores", "shown_ids", b"shown_ids", "specification", b"specification", "submission_id", b"submission_id", "tenant", b"tenant", "time_limit_ms", b"time_limit_ms", "traceparent", b"traceparent", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_in_ms: _TypeAlias = _typing.Literal["deadline_in_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_in_ms: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms"]  # noqa: Y015

@@ -130,7 +130,9 @@ class Scheduler:
             started=event.rounds > 0,
             expected_total=_guess(event.facts.expected_output_tokens),
         )
-        request.tell(ledger.now_s, "recovered", "from the record, by a new leader")
+        request.tell(event.facts.arrival_s, "arrived")
+        reached = f"{event.emitted} tokens, {event.rounds} rounds, {event.preemptions} preemptions before"
+        request.tell(ledger.now_s, "recovered", f"from the record: {reached}")
         self._enter(request)
 
     def _enter(self, request: Request) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import End
 from scheduler_svc.core.rank import MAX_LEVELS
-from scheduler_svc.store.records import NewRequest, StoredRequest
+from scheduler_svc.store.records import NewRequest, Shown, StoredRequest
 
 Argument = str | bytes | int | float
 """What the client library sends as it is."""
@@ -90,24 +90,25 @@ def submission_fields(request: NewRequest) -> list[Argument]:
     ]
 
 
-NEW_FIELDS: tuple[Argument, ...] = (
-    *("lease_epoch", 0),
-    *("committed", 0),
-    *("level", 0),
-    *("rounds", 0),
-    *("attained_s", "0.0"),
-    *("end", ""),
-    *("drafted", 0),
-    *("accepted", 0),
-    *("preemptions", 0),
-    *("worker", ""),
-    *("leased_to", ""),
-    *("released_epoch", 0),
-)
-"""What a request has reached when it arrives; its state, score and sequence come from the script.
+def new_fields(shown: Shown) -> tuple[Argument, ...]:
+    """What a request has reached when it arrives; its state, score and sequence come from the script.
 
-The first fields of the hash, the busiest first: a small hash is one packed list, read from its beginning.
-"""
+    The first fields of the hash, the busiest first: a small hash is one packed list, read from its beginning.
+    """
+    return (
+        *("lease_epoch", shown.lease_epoch),
+        *("committed", len(shown.token_ids)),
+        *("level", 0),
+        *("rounds", 0),
+        *("attained_s", "0.0"),
+        *("end", ""),
+        *("drafted", 0),
+        *("accepted", 0),
+        *("preemptions", 0),
+        *("worker", ""),
+        *("leased_to", ""),
+        *("released_epoch", shown.lease_epoch),
+    )
 
 
 def progress_fields(request: StoredRequest) -> list[Argument]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
@@ -19,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -169,6 +168,7 @@ class EmbeddedServer:
             raise _port_taken(self.port)
         self._log.unlink(missing_ok=True)
         command = [
+            *_die_with(os.getpid()),
             str(self._binary or packaged_binary()),
             *server_arguments(self.data_dir, self.port, self.unix_socket, self._settings),
             *("--logfile", str(self._log.absolute())),
@@ -179,7 +179,6 @@ class EmbeddedServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(lock,),
-            preexec_fn=_die_with(os.getpid()),
         )
 
     def _wait_until_it_answers(self, timeout_s: float) -> bool:
@@ -251,18 +250,20 @@ def _lock(data_dir: Path) -> int:
     return lock
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """What the child does before it becomes the server, so that it never outlives `parent`."""
+def _die_with(parent: int) -> list[str]:
+    """What stands before the server's command, so that it never outlives `parent`.
+
+    A program that asks for that and then becomes the server: code of our own between fork and exec (`preexec_fn`) can
+    crash in a process with threads, gRPC's for one.
+    """
     if not sys.platform.startswith("linux"):  # pragma: no cover  # elsewhere a child cannot ask for that
-        return None
-    libc = ctypes.CDLL(None)  # looked up here: after the fork is too late for anything that takes locks
-
-    def in_child() -> None:  # pragma: no cover  # runs between fork and exec, where nothing is measured
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-    return in_child
+        return []
+    program = (
+        "import ctypes, os, sys\n"
+        f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})\n"
+        f"if os.getppid() == {parent}: os.execv(sys.argv[1], sys.argv[1:])\n"  # else it died before the line above
+    )
+    return [sys.executable, "-I", "-S", "-c", program]
 
 
 def _free_port() -> int:
@@ -306,11 +307,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.set_inheritable(_lock(given.data_dir), True)
     except EmbeddedServerError as error:
         parser.exit(1, f"error: {error}\n")
-    prepare = _die_with(os.getppid())
-    if prepare is not None:  # pragma: no branch  # None elsewhere than on Linux
-        prepare()
-    command = [str(binary), *server_arguments(given.data_dir, given.port, given.unix_socket)]
-    os.execv(binary, command)  # noqa: S606  # the arguments are ours, and no shell is wanted
+    command = [
+        *_die_with(os.getppid()),
+        str(binary),
+        *server_arguments(given.data_dir, given.port, given.unix_socket),
+    ]
+    os.execv(command[0], command)  # noqa: S606  # the arguments are ours, and no shell is wanted
 
 
 if __name__ == "__main__":

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import enum
+
 
 class StoreError(Exception):
     """The record answered something this code does not expect: a bug here, or keys that something else wrote."""
+
+
+class Fault(enum.Enum):
+    """Why a record is unavailable; the label of a metric."""
+
+    UNREACHABLE = "unreachable"
+    """No connection, or a broken one."""
+    SLOW = "slow"
+    """No answer in time: paused, overloaded, or the network swallows it."""
+    LOADING = "loading"
+    """It reads its data after a start."""
+    FULL = "full"
+    """`maxmemory` is reached: what exists can be read and can end, nothing grows."""
+    READ_ONLY = "read_only"
+    """A replica."""
+    OTHER = "other"
 
 
 class StoreUnavailable(StoreError):
@@ -13,9 +31,21 @@ class StoreUnavailable(StoreError):
     Sending the very same thing again later is safe.
     """
 
+    def __init__(self, message: str, fault: Fault = Fault.OTHER) -> None:
+        super().__init__(message)
+        self.fault = fault
+
 
 class Fenced(StoreError):
-    """Expected: another leader epoch is in force, or none. Whoever gets this has to stop acting as the leader."""
+    """Expected: another leader epoch is in force, or none, or the record may have lost something. Whoever gets this acts no
+    more as the leader until `renew_leadership` (and `reclaim_leadership`, if that says so) has confirmed it.
+    """
+
+
+class RecordBehind(StoreError):
+    """Expected: nobody else has led, but the record was emptied, or may have lost the last of what was written (it was
+    restarted, or another server answers in its place). `reclaim_leadership`, then `Batch.restore` the working copy.
+    """
 
 
 class SchemaMismatch(StoreError):

@@ -77,6 +77,16 @@ class NewRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """What is known of a request that was on the record before, when it is submitted again."""
+
+    token_ids: Sequence[int] = ()
+    """Outputs that a client has seen."""
+    lease_epoch: int = 0
+    """At least as large as any that a worker may still hold it under."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoredRequest(NewRequest):
     """A request as the record holds it."""
 

@@ -28,6 +28,7 @@ def _load(name: str) -> Script:
 
 ACQUIRE = _load("acquire")
 RENEW = _load("renew")
+RECLAIM = _load("reclaim")
 RESIGN = _load("resign")
 SUBMIT = _load("submit")
 COMMIT = _load("commit")
@@ -38,4 +39,4 @@ RANK = _load("rank")
 RESTORE = _load("restore")
 SAVE_PRIORS = _load("save_priors")
 
-ALL = (ACQUIRE, RENEW, RESIGN, SUBMIT, COMMIT, FINISH, LEASE, RELEASE, RANK, RESTORE, SAVE_PRIORS)
+ALL = (ACQUIRE, RENEW, RECLAIM, RESIGN, SUBMIT, COMMIT, FINISH, LEASE, RELEASE, RANK, RESTORE, SAVE_PRIORS)

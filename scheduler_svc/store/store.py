@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import redis.asyncio as redis_client
@@ -30,9 +32,9 @@ from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release, St
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
 from scheduler_svc.store.codec import (
-    NEW_FIELDS,
     Argument,
     check_level,
+    new_fields,
     pack_ids,
     progress_fields,
     reserved_tokens,
@@ -42,13 +44,21 @@ from scheduler_svc.store.codec import (
     story_json,
     submission_fields,
 )
-from scheduler_svc.store.errors import Fenced, SchemaMismatch, StoreError, StoreUnavailable
+from scheduler_svc.store.errors import (
+    Fault,
+    Fenced,
+    RecordBehind,
+    SchemaMismatch,
+    StoreError,
+    StoreUnavailable,
+)
 from scheduler_svc.store.keys import SCHEMA_VERSION, SHARD_TTL_S, Keys
 from scheduler_svc.store.records import (
     Leader,
     LeaderEpoch,
     Limits,
     NewRequest,
+    Shown,
     StoredRequest,
     SubmitResult,
     SubmitStatus,
@@ -67,19 +77,20 @@ _READ_CHUNK = 128
 _RESTORE_CHUNK = 32
 """Requests in one restore call; they carry their prompts."""
 _SHARD_TTL_MS = SHARD_TTL_S * 1000
+_RUN_ID = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 _STATUS = {status.value: status for status in TransitionStatus}
-_UNAVAILABLE = (
-    "OOM",
-    "READONLY",
-    "LOADING",
-    "MASTERDOWN",
-    "MISCONF",
-    "NOREPLICAS",
-    "BUSY",
-    "CLUSTERDOWN",
-    "TRYAGAIN",
-)
-"""Error codes of a server that cannot write now."""
+_FAULTS = {
+    "OOM": Fault.FULL,
+    "READONLY": Fault.READ_ONLY,
+    "LOADING": Fault.LOADING,
+    "BUSY": Fault.SLOW,
+    "MASTERDOWN": Fault.OTHER,
+    "MISCONF": Fault.OTHER,
+    "NOREPLICAS": Fault.OTHER,
+    "CLUSTERDOWN": Fault.OTHER,
+    "TRYAGAIN": Fault.OTHER,
+}
+"""Error codes of a server that cannot be read or written now."""
 
 
 class Pending(Generic[T]):
@@ -165,6 +176,13 @@ class Store:
         self._epoch: LeaderEpoch | None = None
         self._highest_number = 0
         self._incarnation: str | None = None
+        self._next_incarnation = secrets.token_hex(8)
+        self._nonce = secrets.token_hex(8)
+        self._emptied_since_s: float | None = None
+        # The server's run id, as the newest connection heard it, and the one that holds all that this leader wrote.
+        self._server = ""
+        self._trusted_server: str | None = ""
+        client.connection_pool.connection_kwargs["redis_connect_func"] = self._greet
         # Which idempotency key expires with which request. A leader has submitted or loaded whatever it ends, so this
         # saves asking the record at the end; without an entry here it is asked.
         self._expires_with: dict[str, str] = {}
@@ -221,38 +239,56 @@ class Store:
     async def acquire_leadership(self, *, owner: str, lease_s: float) -> LeaderEpoch | None:
         """Become the leader, unless somebody is: then None. `owner` is the address where peers find this process.
 
-        Whoever leads already keeps its epoch. Raises SchemaMismatch.
+        Whoever leads already keeps its epoch. None also for two lease periods after a record that this process has seen
+        alive was found empty: its last leader, which can write everything back, goes first. Raises SchemaMismatch.
         """
-        if self._leadership and await self.renew_leadership():
-            return self._epoch
+        try:
+            if self._leadership and await self.renew_leadership():
+                return self._epoch
+        except RecordBehind:
+            # Whatever it lost, this process has nothing to write back when it gets here.
+            if await self.reclaim_leadership(newest_sequence=0):
+                return self._epoch
         lease_ms = math.ceil(lease_s * 1000)
+        has_waited = (
+            self._emptied_since_s is not None and time.monotonic() - self._emptied_since_s >= 2 * lease_s
+        )
         reply = await self._call(
             scripts.ACQUIRE,
             self._shard_keys,
             [
-                secrets.token_hex(8),
+                # The same until it has led: an attempt whose answer got lost may have succeeded.
+                self._nonce,
                 owner,
                 lease_ms,
                 SCHEMA_VERSION,
-                secrets.token_hex(8),
+                self._next_incarnation,
                 self._highest_number,
+                "" if has_waited else self._incarnation or "",
                 _SHARD_TTL_MS,
             ],
         )
         if reply[0] == b"schema":
             raise _schema_mismatch(reply[1])
+        if reply[0] == b"emptied":
+            if self._emptied_since_s is None:
+                self._emptied_since_s = time.monotonic()
+            return None
+        self._emptied_since_s = None
         if reply[0] != b"ok":
+            self._incarnation = reply[1].decode() or self._incarnation
             return None
         self._epoch = LeaderEpoch(reply[1].decode())
         self._highest_number = self._epoch.number
-        self._incarnation = reply[2].decode()
         self._leadership = f"{self._epoch} {owner}"
         self._lease_ms = lease_ms
+        self._nonce = secrets.token_hex(8)
+        self._lives_in(reply[2])
         self._expires_with.clear()
         return self._epoch
 
     async def renew_leadership(self) -> bool:
-        """False: this process no longer leads, and the next batch would be fenced."""
+        """False: this process no longer leads, and the next batch would be fenced. Raises RecordBehind."""
         if self._epoch is None:
             return False
         renewed = await self._call(
@@ -260,9 +296,49 @@ class Store:
             self._shard_keys,
             [self._leadership, self._lease_ms, self._epoch.number, self._incarnation or "", _SHARD_TTL_MS],
         )
-        if renewed[0] != 1:
+        if renewed[0] == 0:
             self._forget_leadership()
+        elif renewed[0] == 2:
+            raise RecordBehind("the record was emptied, or set back to before this leadership")
+        elif self._server != self._trusted_server:
+            raise RecordBehind("the server of the record was restarted, or another one answers in its place")
         return bool(renewed[0])
+
+    async def reclaim_leadership(self, *, newest_sequence: int) -> bool:
+        """After RecordBehind: lead on, and then restore. False: somebody else leads by now.
+
+        `newest_sequence`: of all requests that were ever accepted; later ones get larger ones.
+        """
+        if self._epoch is None:
+            return False
+        reply = await self._call(
+            scripts.RECLAIM,
+            self._shard_keys,
+            [
+                self._leadership,
+                self._lease_ms,
+                self._epoch.number,
+                self._incarnation or "",
+                self._next_incarnation,
+                SCHEMA_VERSION,
+                newest_sequence,
+                _SHARD_TTL_MS,
+            ],
+        )
+        if reply[0] != 1:
+            self._forget_leadership()
+            return False
+        self._lives_in(reply[1])
+        return True
+
+    def distrust(self) -> None:
+        """What was to be written back did not arrive: everything is fenced until the next `reclaim_leadership`."""
+        self._trusted_server = None
+
+    def _lives_in(self, incarnation: bytes) -> None:
+        self._incarnation = incarnation.decode()
+        self._next_incarnation = secrets.token_hex(8)
+        self._trusted_server = self._server
 
     async def resign(self) -> None:
         """Stop leading, so that a standby need not wait for the lease to run out. Nothing happens to another leader."""
@@ -284,15 +360,19 @@ class Store:
 
     # transitions
 
-    async def submit(self, requests: Sequence[NewRequest]) -> list[SubmitResult]:
-        """Write new requests to the record; what is not ACCEPTED is not there.
+    async def submit(
+        self, requests: Sequence[NewRequest], shown: Mapping[str, Shown] = MappingProxyType({})
+    ) -> list[SubmitResult]:
+        """Write new requests to the record; what is not ACCEPTED is not there. `shown`: by request id, for those that the
+        record has had before and lost. Where it has them still, they stay as they are.
 
         Raises Fenced, StoreUnavailable (then the outcome is unknown: submit the very same requests again, which answers
         ACCEPTED for those that are there), ValueError for token ids or request ids that cannot be stored.
         """
-        calls = [self._submit_call(request) for request in requests]
+        calls = [self._submit_call(request, shown.get(request.request_id, Shown())) for request in requests]
+        replies = await self._run(calls, leading=True)
         results = []
-        for request, (status, request_id, sequence) in zip(requests, await self._run(calls), strict=True):
+        for request, (status, request_id, sequence) in zip(requests, replies, strict=True):
             result = SubmitResult(SubmitStatus(status.decode()), request_id.decode(), sequence)
             if result.status is SubmitStatus.ACCEPTED:
                 self._expires_with[request.request_id] = self._idempotency_key(request)
@@ -306,27 +386,38 @@ class Store:
     async def save_priors(self, blob: bytes) -> None:
         """Raises Fenced."""
         keys = [self.keys.leader(), self.keys.priors()]
-        await self._call(scripts.SAVE_PRIORS, keys, [self._leadership, blob, _SHARD_TTL_MS])
+        call = _Call(scripts.SAVE_PRIORS, keys, [self._leadership, blob, _SHARD_TTL_MS])
+        await self._run([call], leading=True)
 
     # reading
 
     async def load_unfinished(self) -> AsyncIterator[list[StoredRequest]]:
         """All unfinished requests in the order of arrival, a chunk at a time: the working copy of a new leader."""
-        newest = 0
-        while True:
-            async with self._reached():
-                index = await self._client.zrangebyscore(
-                    self.keys.unfinished(), f"({newest}", "+inf", start=0, num=_READ_CHUNK, withscores=True
-                )
-            if not index:
-                return
-            newest = int(index[-1][1])
+        async for index in self._index():
             found = await self._read([request_id.decode() for request_id, _ in index])
             unfinished = [request for request in found if request is not None and request.end is None]
             for request in unfinished:
                 self._expires_with[request.request_id] = self._idempotency_key(request)
             if unfinished:
                 yield unfinished
+
+    async def unfinished_ids(self) -> list[str]:
+        """The ids of all unfinished requests, in the order of arrival."""
+        ids: list[str] = []
+        async for index in self._index():
+            ids += [request_id.decode() for request_id, _ in index]
+        return ids
+
+    async def reached(self, request_ids: Sequence[str]) -> list[tuple[int, int] | None]:
+        """Lease epoch and number of committed tokens of each; None for what is not there."""
+        found: list[tuple[int, int] | None] = []
+        for start in range(0, len(request_ids), MAX_ENTRIES):
+            async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
+                for request_id in request_ids[start : start + MAX_ENTRIES]:
+                    pipeline.hmget(self.keys.request(request_id), "lease_epoch", "committed")
+                replies = await pipeline.execute()
+            found += [None if epoch is None else (int(epoch), int(count)) for epoch, count in replies]
+        return found
 
     async def read(self, request_id: str) -> StoredRequest | None:
         """One request, also a finished one until it expires."""
@@ -346,6 +437,19 @@ class Store:
 
     # inside
 
+    async def _index(self) -> AsyncIterator[list[tuple[bytes, float]]]:
+        """(request id, sequence) of all unfinished requests, a chunk at a time."""
+        newest = 0
+        while True:
+            async with self._reached():
+                index = await self._client.zrangebyscore(
+                    self.keys.unfinished(), f"({newest}", "+inf", start=0, num=_READ_CHUNK, withscores=True
+                )
+            if not index:
+                return
+            newest = int(index[-1][1])
+            yield index
+
     async def _read(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
         # Not in a transaction, which a full server refuses. The hash first: tokens are only ever appended, so as
         # many of them as the hash speaks of belong to its moment, whatever is committed in between.
@@ -358,7 +462,7 @@ class Store:
         parts = zip(request_ids, replies[0::3], replies[1::3], replies[2::3], strict=True)
         return [stored_request(*part) for part in parts]
 
-    def _submit_call(self, request: NewRequest) -> _Call:
+    def _submit_call(self, request: NewRequest, shown: Shown) -> _Call:
         if not request.request_id or request.request_id.split() != [request.request_id]:
             raise ValueError(f"request id {request.request_id!r}: it must not be empty nor hold white space")
         keys = [
@@ -366,6 +470,7 @@ class Store:
             self.keys.sequence(),
             self.keys.request(request.request_id),
             self.keys.payload(request.request_id),
+            self.keys.tokens(request.request_id),
             self._idempotency_key(request),
         ]
         arguments: list[Argument] = [
@@ -380,7 +485,8 @@ class Store:
             _SHARD_TTL_MS,
             pack_ids(request.prompt_ids),
             request.submission,
-            *NEW_FIELDS,
+            pack_ids(shown.token_ids),
+            *new_fields(shown),
             *submission_fields(request),
         ]
         return _Call(scripts.SUBMIT, keys, arguments)
@@ -419,22 +525,27 @@ class Store:
             async with asyncio.timeout(self._timeout_s):
                 yield
         except TimeoutError as error:
-            raise StoreUnavailable(f"the record did not answer within {self._timeout_s} s") from error
+            raise StoreUnavailable(
+                f"the record did not answer within {self._timeout_s} s", Fault.SLOW
+            ) from error
         except (redis_errors.RedisError, OSError) as error:
             raise _translated(error) from error
 
     async def _call(self, script: Script, keys: list[str], arguments: list[Argument]) -> Any:
         return (await self._run([_Call(script, keys, arguments)]))[0]
 
-    async def _run(self, calls: Sequence[_Call]) -> list[Any]:
-        """Everything in one pipeline, in order. Raises Fenced, StoreUnavailable, StoreError."""
-        replies = await self._send(calls)
+    async def _run(self, calls: Sequence[_Call], *, leading: bool = False) -> list[Any]:
+        """Everything in one pipeline, in order. Raises Fenced, StoreUnavailable, StoreError.
+
+        `leading`: only to the server that is known to hold what this leader wrote; to another one, Fenced.
+        """
+        replies = await self._send(calls, leading=leading)
         if any(isinstance(reply, redis_errors.NoScriptError) for reply in replies):
             # The server has started anew. What ran already answers that it did.
             async with self._reached():
                 for script in scripts.ALL:
                     await self._client.script_load(script.source)
-            replies = await self._send(calls)
+            replies = await self._send(calls, leading=leading)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise _translated(reply) from reply
@@ -445,7 +556,15 @@ class Store:
                 )
         return replies
 
-    async def _send(self, calls: Sequence[_Call]) -> list[Any]:
+    async def _greet(self, connection: Any) -> None:
+        """A new connection: learn which server it leads to. One that may not say counts as always the same."""
+        await connection.on_connect()
+        await connection.send_command("INFO", "server", check_health=False)
+        answer = await self._reply(connection)
+        found = _RUN_ID.search(answer) if isinstance(answer, bytes) else None
+        self._server = found[1].decode() if found else ""
+
+    async def _send(self, calls: Sequence[_Call], *, leading: bool) -> list[Any]:
         if not calls:
             return []
         # The client's own pipeline encodes each argument in Python, which costs more than all the rest of a commit.
@@ -458,8 +577,16 @@ class Store:
         async with self._reached():
             connection = await pool.get_connection()
             try:
+                if leading and self._epoch is not None and self._server != self._trusted_server:
+                    raise Fenced("another server answers for the record: it may lack the newest commits")
                 await connection.send_packed_command(packed)
-                return [await self._reply(connection) for _ in calls]
+                replies = [await self._reply(connection) for _ in calls]
+                if any(isinstance(reply, redis_errors.ReadOnlyError) for reply in replies):
+                    # A replica by now: the same address may lead to the new primary.
+                    await connection.disconnect(nowait=True)
+                return replies
+            except Fenced:
+                raise
             except BaseException:
                 # Answers may still be on their way: nobody else must read them.
                 await connection.disconnect(nowait=True)
@@ -527,7 +654,7 @@ class Batch:
         if self._calls is None:
             # Once only: a batch that is executed again has to send the very same thing.
             self._calls = await self._encode()
-        replies = await self._store._run([call for call, _ in self._calls])
+        replies = await self._store._run([call for call, _ in self._calls], leading=True)
         answers: dict[int, list[TransitionStatus]] = {id(work): [] for work in self._work}
         for (_, work), reply in zip(self._calls, replies, strict=True):
             answers[id(work)] += [_STATUS[answer] for answer in reply]
@@ -664,10 +791,17 @@ def _limit(value: int | None) -> int:
 
 def _translated(error: Exception) -> StoreError:
     """Nothing of the client library leaves this module."""
-    unreachable = isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError | OSError)
-    if unreachable and not isinstance(error, redis_errors.BusyLoadingError):
-        return StoreUnavailable(f"the record cannot be reached: {error}")
-    unwritable = isinstance(error, redis_errors.OutOfMemoryError | redis_errors.ReadOnlyError)
-    if unreachable or unwritable or str(error).startswith(_UNAVAILABLE):
-        return StoreUnavailable(f"the record cannot be read or written now: {error}")
+    match error:
+        case redis_errors.OutOfMemoryError():
+            fault: Fault | None = Fault.FULL
+        case redis_errors.ReadOnlyError():
+            fault = Fault.READ_ONLY
+        case redis_errors.BusyLoadingError():
+            fault = Fault.LOADING
+        case redis_errors.ConnectionError() | redis_errors.TimeoutError() | OSError():
+            return StoreUnavailable(f"the record cannot be reached: {error}", Fault.UNREACHABLE)
+        case _:
+            fault = next((fault for code, fault in _FAULTS.items() if str(error).startswith(code)), None)
+    if fault is not None:
+        return StoreUnavailable(f"the record cannot be read or written now: {error}", fault)
     return StoreError(f"the record answered: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,10 +19,12 @@ from scheduler_svc.store import (
     Leader,
     LeaderEpoch,
     Limits,
+    RecordBehind,
     SchemaMismatch,
     Store,
     StoredRequest,
     StoreError,
+    StoreUnavailable,
     SubmitResult,
     SubmitStatus,
 )
@@ -674,17 +677,93 @@ class TestLeadership:
 
         assert await store.renew_leadership() is False
 
-    async def test_an_emptied_server_shows_as_another_incarnation_and_numbers_go_on(
+    async def test_the_last_leader_reclaims_an_emptied_record_under_its_epoch(
         self, store: Store, client: redis_client.Redis
     ) -> None:
-        number, incarnation = (store.epoch or LeaderEpoch("0:")).number, store.incarnation
+        epoch, incarnation = store.epoch, store.incarnation
         await client.delete(*await keys_of(client, store.keys.prefix))
 
-        assert await store.renew_leadership() is False
-        epoch = await store.acquire_leadership(owner="leader:1", lease_s=60)
-        assert epoch is not None
-        assert number + 1 == epoch.number
+        with pytest.raises(RecordBehind):
+            await store.renew_leadership()
+        with pytest.raises(Fenced):  # until it has said that it knows
+            await store.submit([a_request()])
+        assert await store.reclaim_leadership(newest_sequence=41) is True
+        assert epoch == store.epoch
         assert incarnation != store.incarnation
+        assert await store.renew_leadership() is True
+        [result] = await store.submit([a_request()])
+        assert result.sequence == 42
+        assert -1 not in await ttls_ms(client, [store.keys.sequence(), store.keys.incarnation()])
+
+    async def test_reclaiming_twice_is_reclaiming_once(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        """The answer to the first got lost."""
+        await client.delete(*await keys_of(client, store.keys.prefix))
+        await store.reclaim_leadership(newest_sequence=3)
+        incarnation = store.incarnation
+
+        assert await store.reclaim_leadership(newest_sequence=3) is True
+        assert incarnation == store.incarnation
+        assert await store.last_sequence() == 3
+
+    async def test_a_record_that_was_set_back_to_an_older_leader_is_behind(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        other = await take_over(open_store, store)
+        await client.delete(store.keys.leader())
+        await client.set(store.keys.leader_count(), 1)
+
+        with pytest.raises(RecordBehind):
+            await other.renew_leadership()
+        assert await other.reclaim_leadership(newest_sequence=0) is True
+        assert await other.renew_leadership() is True
+
+    async def test_reclaiming_yields_to_whoever_leads(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        await client.delete(*await keys_of(client, store.keys.prefix))
+        other = open_store()
+        await other.acquire_leadership(owner="other:1", lease_s=60)
+
+        assert await store.reclaim_leadership(newest_sequence=0) is False
+        assert store.epoch is None
+        assert await other.renew_leadership() is True
+
+    async def test_a_standby_leaves_an_emptied_record_to_the_last_leader_for_two_lease_periods(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        standby = open_store()
+        lease_s = 0.1
+        assert await standby.acquire_leadership(owner="standby:1", lease_s=lease_s) is None
+        await client.delete(*await keys_of(client, store.keys.prefix))
+        began_s = time.monotonic()
+
+        async def takes_over() -> bool:
+            return await standby.acquire_leadership(owner="standby:1", lease_s=lease_s) is not None
+
+        await wait_until_async(takes_over, description="the last leader did not come")
+        assert time.monotonic() - began_s >= 2 * lease_s
+        assert await store.reclaim_leadership(newest_sequence=0) is False
+
+    async def test_an_attempt_whose_answer_was_lost_has_led_since(
+        self, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Otherwise it would stand by for itself until its lease ran out."""
+        store = open_store()
+
+        async def lost(*_: object, **__: object) -> None:
+            await send(*_, **__)
+            raise StoreUnavailable("cut off")
+
+        send = store._send
+        monkeypatch.setattr(store, "_send", lost)
+        with pytest.raises(StoreUnavailable):
+            await store.acquire_leadership(owner="a:1", lease_s=60)
+        monkeypatch.undo()
+        epoch = await store.acquire_leadership(owner="a:1", lease_s=60)
+        assert epoch is not None
+        assert epoch.number == 1
 
     async def test_resigning_without_leading_changes_nothing(
         self, store: Store, open_store: OpenStore
@@ -874,7 +953,6 @@ class TestRestore:
         counters = [store.keys.tenants(), store.keys.reserved(), store.keys.level(0), store.keys.level(2)]
         before = [await client.dump(key) for key in counters]
         await client.delete(*await keys_of(client, store.keys.prefix))
-        await store.renew_leadership()
         await store.acquire_leadership(owner="leader:1", lease_s=60)
 
         assert await One(store).many("restore", working_copy) == [OK, OK, OK]

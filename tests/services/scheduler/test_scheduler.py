@@ -431,7 +431,7 @@ async def test_while_the_record_is_away_nothing_is_shown_and_afterwards_everythi
             await gpu.send_reports(report)
             loop = scheduler.leadership.loop
             assert loop is not None
-            await wait_until_async(lambda: loop.store_down, description="the scheduler has noticed")
+            await wait_until_async(lambda: loop.outage.stuck, description="the scheduler has noticed")
             refused = await client.submit("r2", submission_id=2)
 
             assert refused.refused.reason == Refused.REASON_STORE_UNAVAILABLE

@@ -1,0 +1,418 @@
+"""What a scheduler does when its record is emptied, set back, slow, full, read-only or gone: a real server, really broken."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import redis.asyncio as redis_client
+import structlog
+
+from laps_sd.v1 import admin_pb2 as admin_pb
+from laps_sd.v1 import admin_pb2_grpc
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from scheduler_svc import clients, metrics
+from scheduler_svc.core.events import End
+from scheduler_svc.store.embedded import EmbeddedServer
+from tests.helpers import wait_until_async
+from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler, worker
+
+STOP = gateway_pb.RequestEnd.KIND_STOP
+Refused = gateway_pb.SubmitRefused
+StartScheduler = Callable[..., Awaitable[SchedulerUnderTest]]
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that the test may break."""
+    server = EmbeddedServer(tmp_path / "record").start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def operator(own_valkey: EmbeddedServer) -> AsyncIterator[redis_client.Redis]:
+    operator = redis_client.Redis.from_url(own_valkey.url, protocol=2, decode_responses=True)
+    yield operator
+    await operator.aclose()
+
+
+@pytest.fixture
+async def start_own(own_valkey: EmbeddedServer) -> AsyncIterator[StartScheduler]:
+    started: list[SchedulerUnderTest] = []
+
+    async def begin(**overrides: Any) -> SchedulerUnderTest:
+        scheduler = await start_scheduler(own_valkey.url, shard="s", **overrides)
+        started.append(scheduler)
+        await scheduler.wait_leading()
+        return scheduler
+
+    yield begin
+    for scheduler in started:
+        await scheduler.crash()
+
+
+async def empty(server: EmbeddedServer, operator: redis_client.Redis) -> None:
+    await operator.flushall()  # a server that this test started
+
+
+async def start_without_data(server: EmbeddedServer, operator: redis_client.Redis) -> None:
+    server.kill()
+    shutil.rmtree(server.data_dir / "appendonlydir")
+    server.start()
+
+
+@pytest.mark.parametrize("lose_it", [empty, start_without_data])
+async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, lose_it: Any
+) -> None:
+    scheduler = await start_own()
+    epoch, incarnation = scheduler.leadership.epoch, scheduler.store.incarnation
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1", priority=3, time_limit_ms=60_000, workload_class="chat")
+        lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", lease, 0, [10, 11])
+        await client.submit("r2", submission_id=2, idempotency_key="k", body_hash=b"b", keep=True)
+        await gpu.next("assignment")
+        before = [await scheduler.store.read(request_id) for request_id in ("r1", "r2")]
+        counters = await operator.hgetall("laps-sd:{s}:tenants"), await operator.get("laps-sd:{s}:reserved")
+
+        await lose_it(own_valkey, operator)
+
+        await gpu.run_round("r1", lease, 2, [12])
+        assert (await client.read("r1-client", until=3))[0] == [10, 11, 12]
+        [r1, r2] = [await scheduler.store.read(request_id) for request_id in ("r1", "r2")]
+        assert r1 is not None
+        assert (r1.committed_ids, r1.lease_epoch, r1.worker_id) == ((10, 11, 12), lease, "w1")
+        assert before[0] is not None
+        assert (r1.priority, r1.time_limit_ms, r1.submission) == (3, 60_000, before[0].submission)
+        assert r2 == before[1]
+        assert counters == (
+            await operator.hgetall("laps-sd:{s}:tenants"),
+            await operator.get("laps-sd:{s}:reserved"),
+        )
+        same = await client.submit("r3", submission_id=3, idempotency_key="k", body_hash=b"b")
+        assert same.accepted.request_id == "r2"
+        new = await client.submit("r4", submission_id=4)
+        assert new.accepted.request_id == "r4"
+
+        await gpu.run_round("r1", lease, 3, [13], end=STOP)
+        tokens, end = await client.read("r1-client")
+        assert (tokens, end.kind) == ([13], STOP)
+        assert scheduler.leadership.epoch == epoch
+        assert scheduler.store.incarnation != incarnation
+
+
+async def test_an_idle_leader_notices_an_emptied_record_too(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    scheduler = await start_own()
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1")
+        await operator.flushall()
+
+        await wait_until_async(lambda: scheduler.store.read("r1"), description="r1 is on the record again")
+        assert await scheduler.store.last_sequence() == 1
+
+
+async def test_what_a_crash_of_the_server_took_is_written_again(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    """Power loss takes the last second of the append-only file: tokens, an end and a whole request."""
+    scheduler = await start_own(lease_s=30.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, slots=2) as gpu:
+        await client.submit("r1")
+        await client.submit("r2", submission_id=2)
+        leases = {**await gpu.assigned("r1", "r2")}
+        r1, r2 = leases["r1"].lease_epoch, leases["r2"].lease_epoch
+        await gpu.run_round("r1", r1, 0, [10])
+        size = await written_size(own_valkey, operator)
+        await gpu.run_round("r1", r1, 1, [11, 12])
+        await gpu.run_round("r2", r2, 0, [20, 21], end=STOP)
+        tokens, _ = await client.read("r2-client")
+        assert tokens == [20, 21]
+        await client.submit("r3", submission_id=3)
+        await written_size(own_valkey, operator)
+        own_valkey.kill()
+        os.truncate(commits_file(own_valkey), size)
+        own_valkey.start()
+
+        await gpu.run_round("r1", r1, 3, [13], end=STOP)
+        tokens, end = await client.read("r1-client")
+        assert (tokens, end.kind) == ([10, 11, 12, 13], STOP)
+        ended = await scheduler.store.read("r2")
+        assert ended is not None
+        assert (ended.end, ended.committed_ids) == (End.STOP, (20, 21))
+        waiting = await scheduler.store.read("r3")
+        assert waiting is not None
+        assert waiting.end is None
+        new = await client.submit("r4", submission_id=4)
+        assert new.accepted.request_id == "r4"
+
+
+async def test_a_request_whose_end_was_lost_long_ago_is_not_run_again(
+    own_valkey: EmbeddedServer,
+    operator: redis_client.Redis,
+    start_own: StartScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from an old backup: the leader no longer holds it, and its client has had its end."""
+    monkeypatch.setattr(clients, "ENDS_KEPT_S", -1.0)
+    scheduler = await start_own(lease_s=30.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+        size = await written_size(own_valkey, operator)
+        await gpu.run_round("r1", lease, 0, [10], end=STOP)
+        await client.submit("r2", submission_id=2)
+        await written_size(own_valkey, operator)
+        own_valkey.kill()
+        os.truncate(commits_file(own_valkey), size)
+        own_valkey.start()
+
+        async def ended() -> bool:
+            stored = await scheduler.store.read("r1")
+            return stored is not None and stored.end is End.ERROR
+
+        await gpu.assigned("r2")
+        assert (await client.submit("r3", submission_id=3)).accepted.request_id == "r3"
+        await wait_until_async(ended, description="r1 has an end")
+        assert await scheduler.store.unfinished_ids() == ["r2", "r3"]
+
+
+async def test_one_lost_request_is_written_back_when_the_record_is_found_without_it(
+    operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    scheduler = await start_own()
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", lease, 0, [10])
+        await operator.delete(*[f"laps-sd:{{s}}:{kind}:r1" for kind in ("request", "tokens", "payload")])
+        await operator.delete("laps-sd:{s}:unfinished", "laps-sd:{s}:tenants", "laps-sd:{s}:reserved")
+
+        await gpu.send_reports(gpu.report("r1", lease, 1, [11]))
+        again = (await gpu.assigned("r1"))["r1"]
+        position = len(again.tokens)
+        await gpu.run_round("r1", again.lease_epoch, position, [11, 12][position - 1 :], end=STOP)
+        tokens, end = await client.read("r1-client")
+        assert (tokens, end.kind) == ([10, 11, 12], STOP)
+
+
+async def test_without_leader_and_record_a_gateway_restores_what_it_has_shown(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1")
+        old = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", old, 0, [10, 11])
+        await first.crash()
+    await operator.flushall()
+    second = await start_own()
+    async with gateway(second.address) as client, worker(second.address) as gpu:
+        gone = await client.attach("r1", from_token=2, attachment_id="r1-client")
+        assert gone.result == gateway_pb.AttachReply.RESULT_NOT_FOUND
+        reply = await client.submit("r1", restores=True, shown_ids=[10, 11], idempotency_key="k")
+        assert (reply.accepted.request_id, reply.accepted.attached_to_existing) == ("r1", False)
+        listed = (await gpu.assigned("r1"))["r1"]
+
+        assert listed.tokens == [10, 11]
+        assert listed.lease_epoch > old + 1000, "a lease that a worker may still hold must not come again"
+        await gpu.run_round("r1", listed.lease_epoch, 2, [12], end=STOP)
+        tokens, end = await client.read("r1-client")
+        assert (tokens, end.kind) == ([12], STOP)
+        stored = await second.store.read("r1")
+        assert stored is not None
+        assert stored.committed_ids == (10, 11, 12)
+
+
+async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: StartScheduler) -> None:
+    scheduler = await start_own()
+    async with (
+        gateway(scheduler.address, "g1") as less,
+        gateway(scheduler.address, "g2") as more,
+        worker(scheduler.address) as gpu,
+    ):
+        await less.submit("r1", restores=True, shown_ids=[10], attachment_id="first")
+        await gpu.assigned("r1")
+        await more.submit("r1", restores=True, shown_ids=[10, 11, 12], attachment_id="second")
+        again = (await gpu.assigned("r1"))["r1"]
+
+        assert again.tokens == [10, 11, 12]
+        await gpu.run_round("r1", again.lease_epoch, 3, [13], end=STOP)
+        assert (await less.read("first"))[0] == [11, 12, 13]
+        assert (await more.read("second"))[0] == [13]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"restores": True, "shown_ids": [1] * 9}, "shown_ids"),
+        ({"restores": True, "shown_ids": [2**31]}, "shown_ids"),
+        ({"shown_ids": [1]}, "shown_ids"),
+    ],
+)
+async def test_tokens_that_cannot_have_been_shown_are_refused(
+    scheduler: SchedulerUnderTest, fields: dict[str, Any], field: str
+) -> None:
+    async with gateway(scheduler.address) as client:
+        reply = await client.submit("r1", max_tokens=8, **fields)
+
+        assert reply.refused.reason == Refused.REASON_INVALID
+        assert field in reply.refused.detail
+
+
+def commits_file(server: EmbeddedServer) -> Path:
+    return next(server.data_dir.glob("appendonlydir/*.incr.aof"))
+
+
+async def written_size(server: EmbeddedServer, operator: redis_client.Redis) -> int:
+    """Bytes of the append-only file, with all that was written."""
+
+    async def idle() -> bool:
+        state = await operator.info("persistence")
+        return state["aof_buffer_length"] == 0 and state["aof_pending_bio_fsync"] == 0
+
+    await wait_until_async(idle, description="the append-only file is written")
+    return commits_file(server).stat().st_size
+
+
+@contextlib.asynccontextmanager
+async def full(server: EmbeddedServer, operator: redis_client.Redis) -> AsyncIterator[None]:
+    await operator.config_set("maxmemory", "1")
+    yield
+    await operator.config_set("maxmemory", "0")
+
+
+@contextlib.asynccontextmanager
+async def read_only(server: EmbeddedServer, operator: redis_client.Redis) -> AsyncIterator[None]:
+    await operator.replicaof("127.0.0.1", "1")
+    yield
+    await operator.replicaof("NO", "ONE")
+
+
+@contextlib.asynccontextmanager
+async def slow(server: EmbeddedServer, operator: redis_client.Redis) -> AsyncIterator[None]:
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def unreachable(server: EmbeddedServer, operator: redis_client.Redis) -> AsyncIterator[None]:
+    server.stop()
+    yield
+    server.start()
+
+
+@pytest.mark.parametrize("fault", [full, read_only, slow, unreachable])
+async def test_while_the_record_cannot_be_written_everybody_waits_and_afterwards_goes_on(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, fault: Any
+) -> None:
+    """The lease runs out meanwhile, and the watchdog would have given a worker up that cannot report."""
+    scheduler = await start_own(watchdog_s=1.0)
+    name = fault.__name__
+    counted = metrics.STORE_FAULTS.labels(name)._value.get()
+    with structlog.testing.capture_logs() as lines:
+        async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+            await client.submit("r1")
+            lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+            loop = scheduler.leadership.loop
+            assert loop is not None
+            async with fault(own_valkey, operator):
+                await gpu.send_reports(gpu.report("r1", lease, 0, [10]))
+                await wait_until_async(lambda: loop.outage.stuck, description="the scheduler has noticed")
+                refused = await client.submit("r2", submission_id=2)
+                assert refused.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+                assert refused.refused.retry_after_ms > 0
+                await asyncio.sleep(
+                    2.0
+                )  # the lease and the watchdog are over: what follows must not depend on them
+                assert not any(m.WhichOneof("message") == "deliveries" for m in client.heard)
+                assert metrics.STORE_DOWN._value.get() == 1
+            await gpu.acknowledged(1)
+            await gpu.run_round("r1", lease, 1, [11], end=STOP)
+            tokens, end = await client.read("r1-client")
+
+            assert (tokens, end.kind) == ([10, 11], STOP)
+            assert (await client.submit("r2", submission_id=3)).accepted.request_id == "r2"
+            assert not gpu.ended
+            assert scheduler.leadership.loop is loop, "nobody else has led"
+    told = [line for line in lines if "the record is unavailable" in line["event"]]
+    assert [line["fault"] for line in told].count(name) == 1
+    assert len(told) <= 3, "one line for each kind of fault"
+    assert len([line for line in lines if line["event"] == "the record is back"]) == 1
+    assert metrics.STORE_FAULTS.labels(name)._value.get() == counted + 1
+    assert metrics.STORE_DOWN._value.get() == 0
+
+
+async def test_a_full_record_admits_nothing_and_says_when_it_has_room_again(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    """Nothing runs, so nothing but a submission, or a try, can find out."""
+    scheduler = await start_own(priors_save_s=0.1)
+    async with gateway(scheduler.address) as client:
+        with structlog.testing.capture_logs() as lines:
+            async with full(own_valkey, operator):
+                for number in range(5):
+                    reply = await client.submit(f"r{number}", submission_id=number)
+                    assert reply.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+                    assert scheduler.leadership.loop is not None
+            await wait_until_async(
+                lambda: metrics.STORE_DOWN._value.get() == 0, description="the gauge is down again"
+            )
+        assert len([line for line in lines if line["log_level"] == "error"]) == 1
+        assert (await client.submit("r9", submission_id=9)).accepted.request_id == "r9"
+
+
+async def test_a_restoring_submission_that_was_refused_for_the_record_is_not_ended_behind_its_back(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    """Its first attempt may have been written all the same: its gateway, which was told to wait, tries again."""
+    scheduler = await start_own()
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        async with slow(own_valkey, operator):
+            reply = await client.submit("r1", restores=True, shown_ids=[10])
+            assert reply.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+        await wait_until_async(lambda: _reached(scheduler), description="the record answers again")
+        await client.submit("r0", submission_id=2)
+        again = await client.submit("r1", restores=True, shown_ids=[10], submission_id=3)
+
+        assert again.accepted.request_id == "r1"
+        await client.detach("r0", "r0-client")
+        listed = (await gpu.assigned("r1"))["r1"]
+        await gpu.run_round("r1", listed.lease_epoch, 1, [11], end=STOP)
+        tokens, end = await client.read("r1-client")
+        assert (tokens, end.kind) == ([11], STOP)
+
+
+async def _reached(scheduler: SchedulerUnderTest) -> bool:
+    with contextlib.suppress(Exception):
+        await scheduler.store.ping()
+        return True
+    return False
+
+
+async def test_explain_of_an_ended_request_says_at_once_that_the_record_is_away(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    scheduler = await start_own()
+    async with grpc.aio.insecure_channel(scheduler.address) as channel, unreachable(own_valkey, operator):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await admin_pb2_grpc.AdminStub(channel).ExplainRequest(
+                admin_pb.AdminExplainRequest(request_id="r1", tenant="anonymous")
+            )
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "record" in (error.value.details() or "")

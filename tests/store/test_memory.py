@@ -1,0 +1,90 @@
+"""What the record costs in the server's memory, against the bounds that docs/guarantees.md names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis.asyncio as redis_client
+
+from scheduler_svc.core.events import End
+from scheduler_svc.store import Store
+from tests.store.kit import One, a_commit, a_request, a_standing, accept, keys_of, lease
+
+GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
+REQUEST_BYTES = 2000
+"""Of a queued request, its names and settings as long as they usually are, without prompt and outputs."""
+PROMPT_TOKEN_BYTES = 5
+OUTPUT_TOKEN_BYTES = 9
+"""Four in the data; a string that grows keeps as much again in reserve."""
+PROMPT, OUTPUT = 4000, 2000
+COUNT = 64
+
+
+async def used(client: redis_client.Redis, store: Store) -> int:
+    """Bytes of all keys of the shard, by the server's own count."""
+    keys = await keys_of(client, store.keys.prefix)
+    return sum([await client.memory_usage(key, samples=0) or 0 for key in keys])
+
+
+async def test_a_queued_request_and_its_tokens_stay_below_the_documented_bound(
+    store: Store, client: redis_client.Redis
+) -> None:
+    before = await used(client, store)
+    await accept(
+        store,
+        *(
+            a_request(
+                f"shard-0.{number:032x}",
+                prompt_ids=range(PROMPT),
+                max_tokens=OUTPUT,
+                idempotency_key=f"{number:064x}",
+                body_hash=f"{number:064x}",
+                submission=bytes(128),
+                deadline_unix_ms=1_700_000_060_000,
+            )
+            for number in range(COUNT)
+        ),
+    )
+    queued = await used(client, store)
+    each = (queued - before) / COUNT
+    assert each <= REQUEST_BYTES + PROMPT_TOKEN_BYTES * PROMPT
+
+    for number in range(COUNT):
+        request_id = f"shard-0.{number:032x}"
+        await lease(store, request_id, f"worker-{0:032x}")
+        for position in range(0, OUTPUT, 4):
+            await One(store).commit(
+                a_commit(
+                    request_id,
+                    position=position,
+                    tokens=(7, 8, 9, 10),
+                    standing=a_standing(rounds=position, attained_s=position / 3, score=position / 7),
+                )
+            )
+        if number == 3:
+            break  # every request grows alike
+    per_token = (await used(client, store) - queued) / 4 / OUTPUT
+    assert per_token <= OUTPUT_TOKEN_BYTES
+
+
+async def test_what_has_ended_frees_its_memory_when_its_time_is_over(
+    store: Store, client: redis_client.Redis
+) -> None:
+    """Errors too: the record keeps no dead letters beside them."""
+    await accept(store, a_request("r1", idempotency_key="k"), a_request("r2"))
+    for request_id in ("r1", "r2"):
+        await lease(store, request_id)
+        await One(store).commit(a_commit(request_id, end=End.ERROR, detail="out of memory"))
+
+    of_requests = [
+        key for key in await keys_of(client, store.keys.prefix) if key.endswith((":r1", ":r2", ":k"))
+    ]
+    assert len(of_requests) == 7
+    for key in of_requests:
+        assert 0 < await client.pttl(key) <= 900_000
+
+
+@pytest.mark.parametrize("number", [REQUEST_BYTES, PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES])
+def test_the_page_names_these_bounds(number: int) -> None:
+    assert f"| {number:,} bytes |" in GUARANTEES.read_text(encoding="utf-8")

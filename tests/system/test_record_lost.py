@@ -1,0 +1,115 @@
+"""The record emptied, paused or restarted amid 32 streams, with and without its leader: clients notice at most a pause."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc.aio
+import pytest
+import redis.asyncio as redis_client
+
+from laps_sd.local import LocalStack
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import inference_pb2_grpc
+from tests.helpers import wait_until_async
+from tests.system.calls import Outcome, seeded, stream, stream_all
+
+STREAMS = 32
+PAUSE_S = 10.0
+"""Longer than the lease, than every silence and than the bound of what workers run ahead."""
+
+
+def requests() -> list[pb.GenerateRequest]:
+    return [
+        seeded(f"Story {number}:", seed=number, max_tokens=64, ignore_eos=True) for number in range(STREAMS)
+    ]
+
+
+async def empty(stack: LocalStack) -> None:
+    record = redis_client.Redis.from_url(stack.redis_url)
+    await record.flushall()  # a server that this test started
+    await record.aclose()
+
+
+async def empty_and_kill_the_leader(stack: LocalStack) -> None:
+    stack.kill("scheduler")
+    await empty(stack)
+    await asyncio.to_thread(stack.restart, "scheduler")
+
+
+async def kill_and_restart(stack: LocalStack) -> None:
+    stack.kill("valkey")
+    await asyncio.to_thread(stack.restart, "valkey")
+
+
+async def pause(stack: LocalStack) -> None:
+    stack.pause("valkey")
+    await asyncio.sleep(PAUSE_S)  # the fault itself
+    stack.resume("valkey")
+
+
+async def accepted(stack: LocalStack, requests: int) -> bool:
+    """Whether so many requests have ever been accepted."""
+    async with redis_client.Redis.from_url(stack.redis_url) as record:
+        return int(await record.get("laps-sd:{s0}:sequence") or 0) >= requests
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        empty,
+        empty_and_kill_the_leader,
+        pytest.param(kill_and_restart, marks=pytest.mark.long),
+        pytest.param(pause, marks=pytest.mark.long),
+    ],
+)
+async def test_every_stream_goes_on(fault: Callable[[LocalStack], Awaitable[None]]) -> None:
+    with LocalStack(engine="fake", slots=8, workers=2) as stack:
+        async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            expected = await stream_all(stub, requests())
+
+            streaming: set[str] = set()
+            some_have_tokens = asyncio.Event()
+
+            def seen(outcome: Outcome) -> None:
+                streaming.add(outcome.request_id)
+                if len(streaming) >= 4:
+                    some_have_tokens.set()
+
+            running = [asyncio.create_task(stream(stub, request, on_tokens=seen)) for request in requests()]
+            await some_have_tokens.wait()
+            await wait_until_async(lambda: accepted(stack, 2 * STREAMS), description="all are on the record")
+            ended_before = sum(task.done() for task in running)
+            await fault(stack)
+            outcomes = await asyncio.gather(*running)
+
+            later = await stream(stub, requests()[0])
+
+    assert ended_before < STREAMS // 2, "the fault came too late to show anything"
+    assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in expected]
+    assert len({outcome.request_id for outcome in outcomes}) == STREAMS
+    assert later.tokens == expected[0].tokens
+
+
+async def test_what_nobody_holds_is_not_found_and_what_cannot_be_asked_is_unavailable() -> None:
+    with LocalStack(engine="fake") as stack:
+        async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            [ended] = await stream_all(stub, requests()[:1])
+            await empty_and_kill_the_leader(stack)
+            with pytest.raises(grpc.aio.AioRpcError) as lost:
+                async for _ in stub.Resume(pb.ResumeRequest(request_id=ended.request_id)):
+                    pass
+            assert lost.value.code() is grpc.StatusCode.NOT_FOUND
+
+            stack.kill("valkey")
+            with pytest.raises(grpc.aio.AioRpcError) as away:
+                await stub.Explain(pb.ExplainRequest(request_id=ended.request_id))
+            assert away.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "cannot be read now" in (away.value.details() or "")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stream(stub, requests()[0])
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert any(key == "grpc-status-details-bin" for key, _ in refused.value.trailing_metadata() or ())
