@@ -197,6 +197,8 @@ class Loop:
         if self.clients.doubtful:
             await self._end_doubtful(turn)
         commands = self.core.step(turn.now_s, turn.events) if turn.events else []
+        if turn.events:
+            metrics.observe_estimates(self.core.estimate_errors.latest)
         await self._carry_out(turn, commands)
         for chore in turn.chores:
             await chore()

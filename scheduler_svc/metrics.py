@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from laps_sd.metrics import SECONDS, counter, gauge, histogram
+from scheduler_svc.core.estimate_errors import Judged
 from scheduler_svc.core.events import End, Event, RequestFacts, RoundReported
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -84,6 +85,14 @@ TOKEN_TIME = histogram(
     "First committed token until the end, per token after the first.",
     buckets=SECONDS,
 )
+ESTIMATE_ERROR = histogram(
+    "laps_sd_scheduler_estimate_error_ratio",
+    "Machine seconds that a request took after a moment, over those predicted then: 1 is right, 2 is twice as long. Of "
+    "requests that came to their own end; when: arrival, first_round, perceptible, round_32; basis of the length: class, "
+    "client, worker.",
+    ["when", "basis"],
+    buckets=(0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10),
+)
 
 
 def observe_turn(events: Iterable[Event]) -> None:
@@ -100,6 +109,12 @@ def observe_turn(events: Iterable[Event]) -> None:
                 ACCEPTANCE_LENGTH.observe(len(progress.tokens))
         for part in ("draft", "verify", "prefill", "swap", "idle"):
             ROUND_SECONDS.labels(part).inc(getattr(event, f"{part}_s"))
+
+
+def observe_estimates(judged: Iterable[Judged]) -> None:
+    """Count how wrong the estimates were of requests that ended."""
+    for one in judged:
+        ESTIMATE_ERROR.labels(one.moment.value, one.basis.value).observe(one.ratio)
 
 
 def observe_queue(core: Scheduler) -> None:

@@ -11,6 +11,7 @@ from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.acceptance import MAX_POSITIONS
 from scheduler_svc.core.commands import StoryLine
 from scheduler_svc.core.events import End, Held, Progress, ResidencyChange, RoundReported, WorkerFacts
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, WorkerView
@@ -37,6 +38,8 @@ RESIDENCIES = {
 MAX_NAME_LENGTH = 256
 MAX_DRAFTED_PER_ROUND = 4096
 """More than any draft is long: a worker that says more is counted with this, so that no sum runs away."""
+MAX_PREFILLED_PER_ROUND = 2**24
+"""More than any context is long; counted like the above."""
 MAX_STOP_STRINGS = 64
 MAX_HELD = 100_000
 MAX_SLOTS = 65_536
@@ -216,6 +219,7 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         progress.predicted_remaining_tokens if progress.HasField("predicted_remaining_tokens") else None
     )
     tokens = tuple(progress.token_ids)
+    tested = [min(count, MAX_DRAFTED_PER_ROUND) for count in progress.tested_by_position[:MAX_POSITIONS]]
     believable = max(tokens, default=0) <= MAX_TOKEN_ID
     return Progress(
         request_id=progress.request_id,
@@ -224,12 +228,12 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         tokens=tokens if believable else (),
         drafted=min(progress.drafted, MAX_DRAFTED_PER_ROUND),
         accepted=min(progress.accepted, progress.drafted, MAX_DRAFTED_PER_ROUND),
-        prefilled=progress.prefilled,
+        prefilled=min(progress.prefilled, MAX_PREFILLED_PER_ROUND),
         end=ENDS.get(progress.end),
         cut_characters=progress.cut_characters,
         error=progress.error[:1024],
-        tested_by_position=tuple(progress.tested_by_position),
-        accepted_by_position=tuple(progress.accepted_by_position),
+        tested_by_position=tuple(tested),
+        accepted_by_position=tuple(map(min, progress.accepted_by_position, tested)),
         predicted_remaining_tokens=predicted if predicted is not None and math.isfinite(predicted) else None,
     )
 

@@ -1,8 +1,16 @@
-"""How many tokens a request will gain per round: its own rounds, shrunk towards its class."""
+"""How many tokens a request will gain per round: its own rounds, shrunk towards its class.
+
+Two views of a class. `AcceptanceStatistics` counts tokens per round, whatever was drafted: the mean that requests are
+shrunk towards. `PositionStatistics` counts by draft position, which does not depend on how many tokens were drafted,
+and so tells the tokens per round at any draft length; `Priors` uses it to carry the mean from the draft lengths that
+it was gained with to the present ones.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 
 DEFAULT_TOKENS_PER_ROUND = 2.0
 """With no history at all. Any value serves: what counts is how requests differ from each other."""
@@ -19,6 +27,20 @@ FORGET_ROUNDS = 20_000.0
 FORGET_REQUESTS = 500.0
 ENOUGH_REQUESTS = 8.0
 """Ended requests before variances are believed."""
+OF_LATE_ROUNDS = 100.0
+"""Rounds over which the present draft length is averaged."""
+MAX_POSITIONS = 64
+"""Draft positions that are told apart; no worker drafts more."""
+DEFAULT_ACCEPTANCE = 0.5
+"""Of a draft position with no history: what gives `DEFAULT_TOKENS_PER_ROUND` with a long draft."""
+POSITION_WEIGHT = 20.0
+"""Tests that the guess for a position (the position before it, or all classes) counts for. Our choice."""
+ACCEPTANCE_LIMITS = (0.001, 0.999)
+REBUILD_ROUNDS = 64.0
+"""Rounds between two tables of tokens by draft length; fewer while there is little history."""
+_LARGEST_UNIT = 1e6
+_KEEP = 1 - 1 / FORGET_ROUNDS
+_POSITIONS = range(MAX_POSITIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +57,9 @@ class AcceptanceStatistics:
 
     rounds: float = 0.0
     tokens: float = 0.0
+    drafted: float = 0.0
+    drafted_of_late: float = 0.0
+    """Tokens drafted per round, of late."""
     requests: float = 0.0
     """Ended requests; below, sums over them, with n rounds and a mean of m tokens per round each."""
     sum_n: float = 0.0
@@ -44,11 +69,12 @@ class AcceptanceStatistics:
     sum_within: float = 0.0
     """Squared deviations of rounds from the mean of their own request."""
 
-    def observe_round(self, tokens: int) -> None:
-        """A request gained so many tokens in one round."""
-        keep = 1 - 1 / FORGET_ROUNDS
-        self.rounds = self.rounds * keep + 1
-        self.tokens = self.tokens * keep + tokens
+    def observe_round(self, tokens: int, drafted: int) -> None:
+        """A request gained so many tokens in one round, of so many that were drafted."""
+        self.rounds = self.rounds * _KEEP + 1
+        self.tokens = self.tokens * _KEEP + tokens
+        self.drafted = self.drafted * _KEEP + drafted
+        self.drafted_of_late += (drafted - self.drafted_of_late) / min(self.rounds, OF_LATE_ROUNDS)
 
     def observe_end(self, rounds: int, tokens: int, squares: int) -> None:
         """A request ended after so many rounds, with the sum of their tokens and of their squared tokens."""
@@ -61,9 +87,11 @@ class AcceptanceStatistics:
         self.sum_nm2 = self.sum_nm2 * keep + tokens * mean
         self.sum_within = self.sum_within * keep + max(0.0, squares - tokens * mean)
 
-    def mean(self, pooled: float, pool_weight: float) -> float:
-        """Tokens per round, drawn towards `pooled` as if that were known from `pool_weight` rounds."""
-        return (pool_weight * pooled + self.tokens) / (pool_weight + self.rounds)
+    def mean(self, pooled: float, pool_weight: float, factor: float = 1.0) -> float:
+        """Tokens per round, drawn towards `pooled` as if that were known from `pool_weight` rounds; `factor` carries
+        what was observed to the present draft length.
+        """
+        return (pool_weight * pooled + factor * self.tokens) / (pool_weight + self.rounds)
 
     def variances(self) -> tuple[float, float] | None:
         """(within a request, between requests) by one-way analysis of variance; None while there is too little."""
@@ -75,6 +103,83 @@ class AcceptanceStatistics:
         typical_n = (self.sum_n - self.sum_n2 / self.sum_n) / (self.requests - 1)
         between = (between_squares / (self.requests - 1) - within) / typical_n
         return within, max(between, 0.0)
+
+
+@dataclass(slots=True)
+class PositionStatistics:
+    """How often the proposal at each draft position was kept, given that it was compared, in one workload class.
+
+    A proposal is compared only if all before it were kept, so with p_i kept at position i a round that drafts n tokens
+    gains `1 + p_1 + p_1·p_2 + … + p_1·…·p_n` on average (Leviathan et al. 2023, section 3.1, there with equal p).
+    """
+
+    tested: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+    """Decayed sums by position, as many as were ever seen."""
+    unit: float = 1.0
+    """What the newest round counts in these sums. It grows, which is cheaper than to let all the others fade."""
+    rounds: float = 0.0
+    since_built: float = 0.0
+    rates: list[float] = field(default_factory=lambda: [DEFAULT_ACCEPTANCE])
+    """p_1, p_2, …, as of the last build; positions beyond are like the last."""
+    by_length: list[float] = field(default_factory=lambda: [1.0, 1.0 + DEFAULT_ACCEPTANCE])
+    """Tokens per round that drafts 0, 1, 2 … tokens, as of the last build."""
+
+    def observe(self, tested: tuple[int, ...], accepted: tuple[int, ...]) -> None:
+        """One round: proposals compared, and of these kept, by position; what lies beyond `MAX_POSITIONS` is left out."""
+        more = min(len(tested), MAX_POSITIONS) - len(self.tested)
+        if more > 0:
+            self.tested += [0.0] * more
+            self.accepted += [0.0] * more
+        unit, sums_tested, sums_accepted = self.unit, self.tested, self.accepted
+        for i, compared, kept in zip(_POSITIONS, tested, accepted, strict=False):
+            sums_tested[i] += unit * compared
+            sums_accepted[i] += unit * kept
+        self.rounds = self.rounds * _KEEP + 1
+        self.since_built += 1
+        self.unit = unit / _KEEP
+        if self.unit > _LARGEST_UNIT:
+            self.tested = [value / self.unit for value in self.tested]
+            self.accepted = [value / self.unit for value in self.accepted]
+            self.unit = 1.0
+
+    @property
+    def stale(self) -> bool:
+        """Whether enough was observed since the last build to make another worth it."""
+        return self.since_built >= min(REBUILD_ROUNDS, 1 + 0.1 * self.rounds)
+
+    def rebuild(self, pool: list[float] | None) -> None:
+        """Take up what was observed. With few tests a position is guessed from the one before it, and in a class
+        (`pool` holds the rates of all) moved as the rates of all move from there to here.
+        """
+        self.since_built = 0.0
+        low, high = ACCEPTANCE_LIMITS
+        weight = POSITION_WEIGHT * self.unit
+        drift = [0.0, *(after - before for before, after in pairwise(pool))] if pool else []
+        rate = pool[0] if pool else DEFAULT_ACCEPTANCE
+        reached = tokens = 1.0
+        rates, by_length = [], [1.0]
+        for compared, kept, step in zip_longest(self.tested, self.accepted, drift, fillvalue=0.0):
+            guess = rate + step
+            rate = min(max((weight * guess + kept) / (weight + compared), low), high)
+            reached *= rate
+            tokens += reached
+            rates.append(rate)
+            by_length.append(tokens)
+        if rates:
+            self.rates, self.by_length = rates, by_length
+
+    def tokens(self, draft_length: float) -> float:
+        """Tokens per round that drafts so many; a mean between two lengths lies between them."""
+        known = len(self.rates)
+        if draft_length >= known:
+            reached, rate = self.by_length[-1] - self.by_length[-2], self.rates[-1]
+            return self.by_length[-1] + reached * rate * (1 - math.pow(rate, draft_length - known)) / (
+                1 - rate
+            )
+        whole = int(draft_length)
+        low, high = self.by_length[whole], self.by_length[whole + 1]
+        return low + (draft_length - whole) * (high - low)
 
 
 def shrinkage(variances: tuple[float, float] | None) -> float:

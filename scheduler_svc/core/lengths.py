@@ -2,6 +2,10 @@
 
 Two sources: the lengths that its class had before (`LengthTable`, a residual-life table), and a guess for this very
 request (the client's hint or a worker's prediction), of which only the observed error is believed (`GuessError`).
+
+Two summaries of what is left. The mean (`left`) says how long it will take. `gittins_tokens_left` says how soon it
+should run when nothing but its class is known: it looks only as far ahead as it pays, so a request that may well end
+soon runs soon, however long the few that do not end then go on.
 """
 
 from __future__ import annotations
@@ -109,6 +113,30 @@ class LengthTable:
         )
         self._negative_tail = [-share for share in self._tail]
 
+        self._build_hull()
+
+    def _build_hull(self) -> None:
+        """For `gittins_tokens_left`: from each edge, the edge at which it is best to stop and look again.
+
+        Each edge is a point (share that has ended, tokens served per request so far). The cheapest way on from a point
+        is the slope to a later one that is least: the next corner of the lower convex hull of all later points.
+        """
+        tail, moment, edges = self._tail, self._moment, _EDGES
+        ended = [1.0 - share for share in tail]
+        # The integral of the tail from 0: the expected length, cut off at the edge.
+        served = [moment[0] - moment[i] + edges[i] * tail[i] for i in range(BINS + 1)]
+        following = [BINS] * (BINS + 1)
+        for i in range(BINS - 1, -1, -1):
+            stop = i + 1
+            x, y = ended[i], served[i]
+            while stop < BINS:
+                beyond = following[stop]
+                if (served[stop] - y) * (ended[beyond] - x) < (served[beyond] - y) * (ended[stop] - x):
+                    break
+                stop = beyond
+            following[i] = stop
+        self._following = following
+
     def _beyond(self, length: float) -> tuple[float, float]:
         """Share of the lengths beyond `length`, and share × length over them; flat inside a bin."""
         i = bisect_right(_EDGES, length) - 1
@@ -133,6 +161,33 @@ class LengthTable:
         low = self._length_at(survivors * (1 - CREDIBLE[0]))
         high = self._length_at(survivors * (1 - CREDIBLE[1]))
         return _bounded(mean, low - emitted, high - emitted, most - emitted, basis)
+
+    def gittins_tokens_left(self, emitted: int, most: int) -> float:
+        """Tokens left as the Gittins index counts them, given `emitted` so far and never more than `most` in all:
+
+            min over stops s > emitted of  E[min(L, s) − emitted | L > emitted] / P(L ≤ s | L > emitted)
+
+        the fewest expected tokens per expected end (Gittins 1979; Aalto, Ayesta and Righter 2009). Serving the least
+        first minimises the mean latency on one server when only the distribution of lengths is known. At most the mean
+        of what is left, at least 1 for an unfinished request.
+        """
+        survivors, moment = self._beyond(emitted)
+        if survivors < _NOTHING:
+            return _lindy(emitted, most).mean
+        cut, cut_moment = self._beyond(most)
+        to_the_limit = (moment - cut_moment + cut * most) / survivors - emitted
+        # Along the corners the price falls, then rises. A stop beyond `most` costs more than to go on to the limit.
+        best, stop = math.inf, bisect_right(_EDGES, emitted)
+        while True:
+            ending = survivors - self._tail[stop]
+            served = moment - self._moment[stop] + _EDGES[stop] * self._tail[stop] - emitted * survivors
+            price = served / ending if ending > 0 else math.inf
+            if price > best or stop == BINS:
+                break
+            best = price
+            stop = self._following[stop]
+        best = min(best, price, to_the_limit)
+        return min(max(best, 1.0), max(1.0, most - emitted))
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from scheduler_svc.core.acceptance import (
     DEFAULT_WEIGHT_ROUNDS,
     POOL_WEIGHT_ROUNDS,
     AcceptanceStatistics,
+    PositionStatistics,
     TokensPerRound,
     shrinkage,
     tokens_per_round,
@@ -30,8 +31,10 @@ from scheduler_svc.core.lengths import (
     left_by_guess,
 )
 
-FORMAT = 1
+FORMAT = 2
 COST_CHANGE = 0.05
+ENOUGH_ROUNDS = 50.0
+"""Rounds of a class before its means are carried from one draft length to another."""
 MAX_CLASSES = 256
 """Classes beyond this share the statistics of all: the client's hint must not grow the memory."""
 
@@ -41,10 +44,23 @@ class ClassPriors:
     """What one workload class was like."""
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    positions: PositionStatistics = field(default_factory=PositionStatistics)
     lengths: LengthTable = field(default_factory=LengthTable)
     log_lengths: LogLengths = field(default_factory=LogLengths)
     client_guess: GuessError = field(default_factory=GuessError)
     worker_guess: GuessError = field(default_factory=GuessError)
+    variances: tuple[float, float] | None = None
+    """Of its acceptance, as of the newest end: what a rank asks for is not worked out for each rank."""
+    draft_length_factor: float = 1.0
+    """Tokens per round at the present draft length, over those at the draft lengths of the class's history."""
+
+    def rebuild_positions(self, pool: list[float] | None) -> None:
+        """Take up what was observed of draft positions and lengths."""
+        self.positions.rebuild(pool)
+        acceptance = self.acceptance
+        if self.positions.rounds >= ENOUGH_ROUNDS:
+            usual = self.positions.tokens(acceptance.drafted / acceptance.rounds)
+            self.draft_length_factor = self.positions.tokens(acceptance.drafted_of_late) / usual
 
 
 class Priors:
@@ -67,15 +83,26 @@ class Priors:
     # What policies ask.
 
     def tokens_per_round(self, workload_class: str, rounds: int, emitted: int) -> TokensPerRound:
-        """Tokens that a request of this class will gain per round, after so many rounds and tokens of its own."""
-        own, everyone = self._of(workload_class).acceptance, self._all.acceptance
-        pooled = everyone.mean(DEFAULT_TOKENS_PER_ROUND, DEFAULT_WEIGHT_ROUNDS)
-        variances = own.variances() or everyone.variances()
+        """Tokens that a request of this class will gain per round, after so many rounds and tokens of its own.
+
+        The means of the class and of all are carried to the draft length of late, by what each draft position was
+        worth: where workers draft less than they used to (a fuller batch, another setting), the estimate follows in a
+        few hundred rounds and not in the 20,000 that a mean takes to forget. A request's own rounds are taken as they
+        are: workers choose the draft length for each request, and go on doing so.
+        """
+        own, everyone = self._of(workload_class), self._all
+        pooled = everyone.acceptance.mean(
+            DEFAULT_TOKENS_PER_ROUND, DEFAULT_WEIGHT_ROUNDS, everyone.draft_length_factor
+        )
+        mean = own.acceptance.mean(pooled, POOL_WEIGHT_ROUNDS, own.draft_length_factor)
+        variances = own.variances or everyone.variances
         # With no history, rounds are about as spread as a geometric count of that mean.
         within = variances[0] if variances else pooled
-        return tokens_per_round(
-            own.mean(pooled, POOL_WEIGHT_ROUNDS), shrinkage(variances), within, rounds, emitted
-        )
+        return tokens_per_round(mean, shrinkage(variances), within, rounds, emitted)
+
+    def tokens_by_draft_length(self, workload_class: str, draft_length: float) -> float:
+        """Tokens per round of this class if so many tokens were drafted, whatever its history drafted; at 0 exactly 1."""
+        return self._of(workload_class).positions.tokens(draft_length)
 
     def mean_tokens_per_round(self, workload_class: str) -> float:
         """The class mean, for policies that ignore a request's own acceptance."""
@@ -95,6 +122,10 @@ class Priors:
             )
         return left_by_guess(guess, own.client_guess, own.log_lengths, emitted, most, "the client's estimate")
 
+    def gittins_tokens_left(self, workload_class: str, emitted: int, most: int) -> float:
+        """What to order by with no guess of a request's own; see `LengthTable.gittins_tokens_left`."""
+        return self._of(workload_class).lengths.gittins_tokens_left(emitted, most)
+
     # What the scheduler tells.
 
     def publish(self) -> None:
@@ -105,23 +136,39 @@ class Priors:
             self._tables_changed = False
             self.version += 1
 
-    def observe_round(self, batch: int, context_tokens: int, seconds: float) -> None:
+    def observe_round(self, batch: int, tokens: int, context_tokens: int, seconds: float) -> None:
         """What a round cost; see `CostModel`."""
-        self.cost.observe_round(batch, context_tokens, seconds)
+        self.cost.observe_round(batch, tokens, context_tokens, seconds)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """What a prefill cost; see `CostModel`."""
         self.cost.observe_prefill(tokens, seconds)
 
-    def observe_tokens(self, workload_class: str, tokens: int) -> None:
-        """A request gained so many tokens in one round."""
+    def observe_swap(self, tokens: int, seconds: float) -> None:
+        """What moving context between device and host cost; see `CostModel`."""
+        self.cost.observe_swap(tokens, seconds)
+
+    def observe_tokens(
+        self,
+        workload_class: str,
+        tokens: int,
+        drafted: int = 0,
+        tested: tuple[int, ...] = (),
+        accepted: tuple[int, ...] = (),
+    ) -> None:
+        """A request gained so many tokens in one round, of so many drafted; `tested` and `accepted` by position."""
         for priors in self._touch(workload_class):
-            priors.acceptance.observe_round(tokens)
+            priors.acceptance.observe_round(tokens, drafted)
+            if tested:
+                priors.positions.observe(tested, accepted)
+                if priors.positions.stale:
+                    priors.rebuild_positions(None if priors is self._all else self._all.positions.rates)
 
     def observe_acceptance(self, workload_class: str, rounds: int, tokens: int, squares: int) -> None:
         """A request ended: its rounds, their tokens and squared tokens."""
         for priors in self._touch(workload_class):
             priors.acceptance.observe_end(rounds, tokens, squares)
+            priors.variances = priors.acceptance.variances()
 
     def observe_length(
         self, workload_class: str, length: int, client_guess: float | None, worker_guess: float | None
@@ -169,15 +216,20 @@ class Priors:
         priors.version = data["version"]
         priors.cost = CostModel(**{**data["cost"], "fit": tuple(data["cost"]["fit"])})
         priors._share_s = priors.cost.share_s(0)
-        priors._all = _class_from_dict(data["all"], DEFAULT_MASSES)
-        everyone = priors._all.lengths.masses
+        priors._all = everyone = _class_from_dict(data["all"], None)
         priors._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
         return priors
 
 
 def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
+    positions = priors.positions
     return {
         "acceptance": asdict(priors.acceptance),
+        "positions": {
+            "rounds": positions.rounds,
+            "tested": [value / positions.unit for value in positions.tested],
+            "accepted": [value / positions.unit for value in positions.accepted],
+        },
         "length_counts": {str(i): count for i, count in enumerate(priors.lengths.counts) if count},
         "log_lengths": asdict(priors.log_lengths),
         "client_guess": asdict(priors.client_guess),
@@ -185,16 +237,20 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
     }
 
 
-def _class_from_dict(data: Mapping[str, Any], prior_masses: list[float]) -> ClassPriors:
-    lengths = LengthTable()
+def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> ClassPriors:
+    priors = ClassPriors(
+        acceptance=AcceptanceStatistics(**data["acceptance"]),
+        log_lengths=LogLengths(**data["log_lengths"]),
+        client_guess=GuessError(**data["client_guess"]),
+        worker_guess=GuessError(**data["worker_guess"]),
+    )
+    lengths, positions = priors.lengths, priors.positions
     counts = data["length_counts"]
     lengths.counts = [counts.get(str(i), 0.0) for i in range(BINS)]
     lengths.weight = sum(lengths.counts)
-    lengths.rebuild(prior_masses)
-    return ClassPriors(
-        AcceptanceStatistics(**data["acceptance"]),
-        lengths,
-        LogLengths(**data["log_lengths"]),
-        GuessError(**data["client_guess"]),
-        GuessError(**data["worker_guess"]),
-    )
+    lengths.rebuild(DEFAULT_MASSES if pool is None else pool.lengths.masses)
+    seen = data["positions"]
+    positions.rounds, positions.tested, positions.accepted = seen["rounds"], seen["tested"], seen["accepted"]
+    priors.rebuild_positions(None if pool is None else pool.positions.rates)
+    priors.variances = priors.acceptance.variances()
+    return priors

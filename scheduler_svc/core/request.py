@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.commands import Standing, StoryLine
+from scheduler_svc.core.estimate_errors import SETTLED_ROUNDS, Basis, Estimate, Moment
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.rank import RankKey
 
@@ -29,6 +30,7 @@ class Request:
     worker: str | None = None
     emitted: int = 0
     rounds: int = 0
+    """That verified something: a round in which only its context was computed is not one."""
     drafted: int = 0
     accepted: int = 0
     attained_s: float = 0.0
@@ -57,6 +59,8 @@ class Request:
     """Rounds since this core knows it, with their tokens and squared tokens: what the priors learn from at its end."""
     seen_tokens: int = 0
     seen_squares: int = 0
+    said: dict[Moment, Estimate] | None = None
+    """Estimates to be judged at its end; None if it is not judged."""
     rank_before: RankKey | None = None
     """The rank it has; None until it has one."""
     priors_version: int = -1
@@ -118,6 +122,29 @@ class Request:
             self.accepted += accepted
             so_far = self.accepted / self.drafted
             self.late_acceptance = (*self.late_acceptance[1 - STABLE_ROUNDS :], so_far)
+
+    def remember_estimate(self) -> None:
+        """Keep what its rank says of the remaining service, if this is a moment to be judged."""
+        said = self.said
+        if said is None:
+            return
+        if not said:
+            said[Moment.ARRIVAL] = self._estimate()
+        elif self.rounds == 1 and Moment.FIRST_ROUND not in said:
+            said[Moment.FIRST_ROUND] = self._estimate()
+        elif self.rounds == SETTLED_ROUNDS and Moment.SETTLED not in said:
+            said[Moment.SETTLED] = self._estimate()
+        if self.rank.perceptible and Moment.PERCEPTIBLE not in said:
+            said[Moment.PERCEPTIBLE] = self._estimate()
+
+    def _estimate(self) -> Estimate:
+        if self.predicted_by_worker:
+            basis = Basis.WORKER
+        elif self.expected_total is not None:
+            basis = Basis.CLIENT
+        else:
+            basis = Basis.CLASS
+        return Estimate(self.rank.remaining.mean_s, self.attained_s, basis)
 
     def tell(self, now_s: float, what: str, detail: str = "") -> None:
         """Add a line to its story, on the clock of `step`."""

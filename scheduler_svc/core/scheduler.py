@@ -18,6 +18,7 @@ from typing import assert_never
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.commands import Command, Commit, Finish, Rank, StoryLine
+from scheduler_svc.core.estimate_errors import EstimateErrors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -61,6 +62,7 @@ class Scheduler:
         self.policy = policy
         self.settings = settings
         self.priors = priors
+        self.estimate_errors = EstimateErrors()
         self._ranker = Ranker(policy, priors)
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
@@ -69,6 +71,7 @@ class Scheduler:
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
         """Hear what happened since the last step; return what follows from it, in the order of the contract."""
         ledger = Ledger(self._shard, self._ranker, now_s)
+        self.estimate_errors.begin_step()
         for event in events:
             self._apply(event, ledger)
         self._publish(now_s)
@@ -110,9 +113,10 @@ class Scheduler:
     def _arrived(self, facts: RequestFacts, ledger: Ledger) -> None:
         if facts.request_id in self._shard.requests:
             return
-        request = Request(facts, expected_total=_guess(facts.expected_output_tokens))
+        request = Request(facts, expected_total=_guess(facts.expected_output_tokens), said={})
         request.tell(ledger.now_s, "arrived")
         self._enter(request)
+        request.remember_estimate()
         ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
 
     def _recovered(self, event: Recovered, ledger: Ledger) -> None:
@@ -229,10 +233,10 @@ class Scheduler:
         worker.free_target_blocks = report.free_target_blocks
         worker.free_draft_blocks = report.free_draft_blocks
         if present:
-            self._learn_round(report, present, worker)
+            verified = self._learn_round(report, present, worker)
             self._who_ran(present, worker, ledger)
             for progress, request in present:
-                self._progressed(progress, request, report, ledger)
+                self._progressed(progress, request, report, verified, ledger)
         for change in report.residency:
             member = worker.members.get(change.request_id)
             if member is not None and member.lease_epoch == change.lease_epoch:
@@ -250,13 +254,23 @@ class Scheduler:
 
     def _learn_round(
         self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
-    ) -> None:
+    ) -> int:
+        """Return how many sequences the round verified; the others only had context computed."""
         seconds = report.draft_s + report.verify_s
-        context = sum(request.context_tokens for _, request in present)
-        self.priors.observe_round(len(report.progress), context, seconds)
-        prefilled = sum(progress.prefilled for progress in report.progress)
+        verified = drafted = prefilled = 0
+        for progress in report.progress:
+            prefilled += progress.prefilled
+            if progress.tokens:
+                verified += 1
+                drafted += progress.drafted
+        if verified:
+            context = sum(request.context_tokens for progress, request in present if progress.tokens)
+            self.priors.observe_round(verified, drafted + verified, context, seconds)
         if prefilled:
-            self.priors.observe_prefill(prefilled, report.prefill_s)
+            # A round that verifies nothing is all prefill, whatever it calls its parts.
+            self.priors.observe_prefill(prefilled, report.prefill_s + (0.0 if verified else seconds))
+        if report.swap_s > 0:
+            self._learn_swap(report, present, worker)
         tokens = sum(len(progress.tokens) for progress, _ in present)
         worker.rounds += 1
         worker.tokens += tokens
@@ -264,6 +278,23 @@ class Scheduler:
         worker.accepted += OF_LATE * (sum(progress.accepted for progress, _ in present) - worker.accepted)
         if report.total_s > 0:
             worker.tokens_per_s += OF_LATE * (tokens / report.total_s - worker.tokens_per_s)
+        return verified
+
+    def _learn_swap(
+        self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
+    ) -> None:
+        """What came back from the host ran in this round; what went there is reported with it."""
+        moved = sum(request.context_tokens for _, request in present if request.residency is Residency.HOST)
+        for change in report.residency:
+            member = worker.members.get(change.request_id)
+            if (
+                change.residency is Residency.HOST
+                and member is not None
+                and member.lease_epoch == change.lease_epoch
+            ):
+                moved += member.context_tokens
+        if moved:
+            self.priors.observe_swap(moved, report.swap_s)
 
     def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
         """Who took part now and who did before: starts, pauses, resumptions."""
@@ -311,26 +342,33 @@ class Scheduler:
             self._shard.touched[worker.worker_id] = worker
 
     def _progressed(
-        self, progress: Progress, request: Request, report: RoundReported, ledger: Ledger
+        self, progress: Progress, request: Request, report: RoundReported, verified: int, ledger: Ledger
     ) -> None:
         tokens = progress.tokens[request.emitted - progress.position :]
         position = request.emitted
-        self._charge(progress, request, report)
+        self._charge(progress, request, report, verified)
         request.emitted += len(tokens)
-        request.rounds += 1
         request.speculated(progress.drafted, progress.accepted)
         workload_class = request.facts.workload_class
         if tokens:
+            request.rounds += 1
             request.seen_rounds += 1
             request.seen_tokens += len(tokens)
             request.seen_squares += len(tokens) ** 2
-            self.priors.observe_tokens(workload_class, len(tokens))
+            self.priors.observe_tokens(
+                workload_class,
+                len(tokens),
+                progress.drafted,
+                progress.tested_by_position,
+                progress.accepted_by_position,
+            )
         if progress.predicted_remaining_tokens is not None:
             request.expected_total = max(1.0, request.emitted + progress.predicted_remaining_tokens)
             request.predicted_by_worker = True
             request.first_prediction = request.first_prediction or request.expected_total
         if progress.end is None:
             self._reside(request, Residency.DEVICE, ledger)
+            request.remember_estimate()
             ledger.write(_commit(progress, request, position, tokens, ()))
         else:
             request.tell(ledger.now_s, "ended", progress.end.value)
@@ -338,9 +376,12 @@ class Scheduler:
             self._learn_end(progress.end, request)
             self._shard.leave(request)
 
-    def _charge(self, progress: Progress, request: Request, report: RoundReported) -> None:
-        """Attained service: an equal share of the round, and of the prefill by the tokens computed."""
-        request.attained_s += (report.draft_s + report.verify_s) / len(report.progress)
+    def _charge(self, progress: Progress, request: Request, report: RoundReported, verified: int) -> None:
+        """Attained service: an equal share of the round for all that it verified (for all that took part, if it
+        verified nothing), and of the prefill by the tokens computed.
+        """
+        if progress.tokens or not verified:
+            request.attained_s += (report.draft_s + report.verify_s) / (verified or len(report.progress))
         if progress.prefilled:
             prefilled = sum(other.prefilled for other in report.progress)
             request.attained_s += report.prefill_s * progress.prefilled / prefilled
@@ -351,6 +392,8 @@ class Scheduler:
             self.priors.observe_acceptance(
                 workload_class, request.seen_rounds, request.seen_tokens, request.seen_squares
             )
+        if end in OWN_ENDS and request.said is not None:
+            self.estimate_errors.judge(request.said, request.attained_s)
         if end in OWN_ENDS and request.emitted:
             self.priors.observe_length(
                 workload_class,

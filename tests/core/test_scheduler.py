@@ -353,6 +353,58 @@ class TestReports:
         assert acceptance["rounds"] == pytest.approx(2, rel=1e-3)
         assert sum(learnt["length_counts"].values()) == 1
 
+    def test_swaps_teach_what_moving_a_context_costs(self) -> None:
+        """Out with the change of residency, in with the round that runs it again."""
+        scheduler = core()
+        wide = replace(W, slots=2)
+        scheduler.step(1.0, [WorkerUp(wide, ()), Arrived(request("a")), Arrived(request("b", 2))])
+        scheduler.step(2.0, [report(did("a", 0, 3), did("b", 0, 3))])
+        out = (
+            ResidencyChange("b", 1, Residency.HOST),
+            ResidencyChange("b", 9, Residency.HOST),
+            ResidencyChange("gone", 1, Residency.HOST),
+            ResidencyChange("a", 1, Residency.DEVICE),
+        )
+        scheduler.step(3.0, [report(did("a", 3, 3), residency=out, swap_s=0.2)])
+        cost = scheduler.priors.cost
+        assert (cost.swap_tokens, cost.swap_s) == (103, 0.2)
+        scheduler.step(4.0, [report(did("b", 3, 3), swap_s=0.1)])
+        assert cost.swap_tokens == pytest.approx(206, rel=0.01)
+        assert cost.swap_s == pytest.approx(0.3, rel=0.01)
+        scheduler.step(5.0, [report(did("b", 6, 3), swap_s=0.1)])
+        assert cost.swap_s == pytest.approx(0.3, rel=0.01), "nothing moved that it knows of"
+
+    def test_a_round_counts_what_it_verified(self) -> None:
+        """One sequence verifies 6 tokens, one only has context computed and pays for that alone."""
+        scheduler = core()
+        wide = replace(W, slots=2)
+        scheduler.step(1.0, [WorkerUp(wide, ()), Arrived(request("a")), Arrived(request("b", 2))])
+        scheduler.step(2.0, [report(did("a", 0, 3), did("b", 0, 0, prefilled=80, drafted=0), prefill_s=0.4)])
+        cost = scheduler.priors.cost
+        assert (cost.rounds, cost.batch, cost.tokens) == (1, 1, 6)
+        a, b = scheduler.explain("a", 2.0), scheduler.explain("b", 2.0)
+        assert a is not None and b is not None
+        assert (a.attained_s, b.attained_s) == (pytest.approx(0.03), pytest.approx(0.4))
+
+    def test_a_round_that_only_prefills_is_all_prefill(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        before = replace(scheduler.priors.cost)
+        scheduler.step(2.0, [report(did("a", 0, 0, prefilled=80, drafted=0), prefill_s=0.4)])
+        cost = scheduler.priors.cost
+        assert cost.rounds == 0
+        assert cost.prefill_s - before.prefill_s == pytest.approx(0.43, rel=0.01)
+
+    def test_acceptance_by_position_is_learnt(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        for n in range(100):
+            done = did("a", 2 * n, 2, tested_by_position=(1, 1), accepted_by_position=(1, 0))
+            scheduler.step(2.0 + n, [report(done)])
+        tokens = scheduler.priors.tokens_by_draft_length
+        assert tokens("chat", 1) == pytest.approx(2, abs=0.2)
+        assert tokens("chat", 5) == pytest.approx(2, abs=0.4)
+
     def test_a_step_makes_few_ranks_anew_however_many_wait(self) -> None:
         """They move back as the rounds turn out to cost more, so that the next one comes to the front each time."""
         anew = []

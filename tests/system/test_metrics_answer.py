@@ -231,6 +231,17 @@ def test_how_long_the_record_takes_to_commit(busy: Busy) -> None:
     assert now.value("laps_sd_scheduler_commit_seconds_sum") > 0
 
 
+def test_how_wrong_the_estimates_are(busy: Busy) -> None:
+    """Machine seconds taken over machine seconds predicted at arrival, of every request that came to its own end."""
+    scheduler = scrape(busy.stack, "scheduler")
+    name = "laps_sd_scheduler_estimate_error_ratio"
+    at_arrival = {"when": "arrival", "basis": "client"}  # the short requests brought a guess
+
+    assert scheduler.value(f"{name}_count", **at_arrival) == SHORT
+    assert scheduler.value(f"{name}_bucket", le="+Inf", **at_arrival) == SHORT
+    assert 0 < scheduler.value(f"{name}_sum", **at_arrival) / SHORT < 1024
+
+
 def test_how_often_requests_are_preempted(busy: Busy) -> None:
     preemptions = scrape(busy.stack, "worker").value("laps_sd_worker_preemptions_total")
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import urllib.request
 
 import grpc.aio
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from laps_sd.metrics import serve_metrics
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -507,3 +510,42 @@ async def test_nothing_is_left_when_all_is_done(scheduler: SchedulerUnderTest) -
 async def _ended(scheduler: SchedulerUnderTest, request_id: str) -> bool:
     stored = await scheduler.store.read(request_id)
     return stored is not None and stored.end is not None
+
+
+async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    """The request took 22 ms of its worker; what was predicted at its arrival is in Explain."""
+    counted = {"when": "arrival", "basis": "client"}
+
+    def told() -> tuple[float, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as reply:
+            families = text_string_to_metric_families(reply.read().decode())
+        samples = {
+            (s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples
+        }
+        name = "laps_sd_scheduler_estimate_error_ratio"
+        count, total = (
+            samples.get((f"{name}{part}", frozenset(counted.items())), 0) for part in ("_count", "_sum")
+        )
+        return count, total
+
+    endpoint = serve_metrics(0)
+    try:
+        count, total = told()
+        async with (
+            gateway(scheduler.address) as client,
+            worker(scheduler.address) as gpu,
+            grpc.aio.insecure_channel(scheduler.address) as channel,
+        ):
+            await client.submit("r1", expected_output_tokens=3)
+            epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+            asked = admin_pb.AdminExplainRequest(request_id="r1", tenant="anonymous")
+            said = await admin_pb2_grpc.AdminStub(channel).ExplainRequest(asked)
+            await gpu.run_round("r1", epoch, 0, [10, 11])
+            await gpu.run_round("r1", epoch, 2, [12], end=STOP)
+        after, total_after = told()
+    finally:
+        endpoint.close()
+    assert after - count == 1
+    assert total_after - total == pytest.approx(0.022 / said.explanation.remaining_s)

@@ -1,0 +1,140 @@
+"""How wrong the estimates of remaining service were: what was said at some moments, against what was then charged.
+
+A moment is one that can be told when it comes, from what the request has done so far. "Half-way" cannot: which rounds
+were half-way is known only afterwards, and estimates picked by how things turned out look better or worse than they
+were. Only requests that this core knew from their arrival and that came to their own end are judged: a new leader has
+not heard what the one before said, and a cancelled request was cut short.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+MOST_RATIO = 1024.0
+"""Actual over predicted is told within 1/this … this."""
+BINS_PER_OCTAVE = 8
+SETTLED_ROUNDS = 32
+
+
+class Moment(enum.Enum):
+    """When an estimate was made."""
+
+    ARRIVAL = "arrival"
+    FIRST_ROUND = "first_round"
+    """After the first round that verified something."""
+    PERCEPTIBLE = "perceptible"
+    """The first time that its policy called the request perceptible, as of its arrival or of a round."""
+    SETTLED = "round_32"
+    """After `SETTLED_ROUNDS` rounds: its own acceptance has its say."""
+
+
+class Basis(enum.Enum):
+    """What the estimate of the length rested on."""
+
+    CLASS = "class"
+    CLIENT = "client"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What was said of a request at one moment, and what it had been charged until then."""
+
+    remaining_s: float
+    attained_s: float
+    basis: Basis
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One estimate of a request that has ended."""
+
+    moment: Moment
+    basis: Basis
+    ratio: float
+    """Machine seconds charged after the moment, over those that were predicted."""
+
+
+_OCTAVES = int(math.log2(MOST_RATIO))
+
+
+@dataclass(slots=True)
+class ErrorSummary:
+    """The log ratios, ln(actual/predicted), of one moment and basis: 0 is right, ln 2 is twice as long as said.
+
+    Estimates are means, so their log ratios are below 0 on average even when they are right (a mean lies above the
+    median of what is skewed to the right); `actual_s` over `predicted_s` is then 1.
+    """
+
+    count: int = 0
+    predicted_s: float = 0.0
+    actual_s: float = 0.0
+    """Sums over the requests."""
+    total: float = 0.0
+    squares: float = 0.0
+    bins: list[int] = field(default_factory=lambda: [0] * (2 * _OCTAVES * BINS_PER_OCTAVE))
+
+    def add(self, predicted_s: float, actual_s: float) -> float:
+        """One more; return its ratio, brought inside the limits of `MOST_RATIO`."""
+        ratio = min(max(actual_s / predicted_s, 1 / MOST_RATIO), MOST_RATIO)
+        log = math.log(ratio)
+        self.count += 1
+        self.predicted_s += predicted_s
+        self.actual_s += actual_s
+        self.total += log
+        self.squares += log * log
+        at = int((log / math.log(2) + _OCTAVES) * BINS_PER_OCTAVE)
+        self.bins[min(at, len(self.bins) - 1)] += 1
+        return ratio
+
+    @property
+    def mean(self) -> float:
+        """Of the log ratios."""
+        return self.total / self.count
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the log ratios: bias and spread together."""
+        return math.sqrt(self.squares / self.count)
+
+    def quantile(self, share: float) -> float:
+        """The log ratio that this share (0 to 1) does not exceed, to the middle of one of `BINS_PER_OCTAVE` bins."""
+        below = accumulate(self.bins)
+        at = next(at for at, count in enumerate(below) if count and count >= share * self.count)
+        return ((at + 0.5) / BINS_PER_OCTAVE - _OCTAVES) * math.log(2)
+
+
+class EstimateErrors:
+    """All that was judged since this core began. Nothing is learnt from it and it is not on the record."""
+
+    def __init__(self) -> None:
+        self.by: dict[tuple[Moment, Basis], ErrorSummary] = {}
+        self.latest: list[Judged] = []
+        """What the last step judged, for whoever counts on."""
+
+    def begin_step(self) -> None:
+        """Forget what the step before judged."""
+        self.latest = []
+
+    def judge(self, said: dict[Moment, Estimate], attained_s: float) -> None:
+        """A request came to its own end after so many machine seconds."""
+        for moment, estimate in said.items():
+            summary = self.by.setdefault((moment, estimate.basis), ErrorSummary())
+            ratio = summary.add(estimate.remaining_s, attained_s - estimate.attained_s)
+            self.latest.append(Judged(moment, estimate.basis, ratio))
+
+    def of(self, moment: Moment) -> ErrorSummary:
+        """Over all bases."""
+        whole = ErrorSummary()
+        for (when, _), part in self.by.items():
+            if when is moment:
+                whole.count += part.count
+                whole.predicted_s += part.predicted_s
+                whole.actual_s += part.actual_s
+                whole.total += part.total
+                whole.squares += part.squares
+                whole.bins = [a + b for a, b in zip(whole.bins, part.bins, strict=True)]
+        return whole
