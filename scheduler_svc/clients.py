@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from laps_sd.errors import InvalidArgument
+from laps_sd.log import get_logger
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics, translate
 from scheduler_svc.core.commands import Commit
 from scheduler_svc.core.events import Arrived, End, EndRequested
@@ -23,6 +25,8 @@ from scheduler_svc.store.records import NewRequest, Shown, SubmitResult, SubmitS
 from scheduler_svc.store.store import Store
 from scheduler_svc.turn import FromGateway, GatewayClosed, Timers, Turn
 from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission, recovered
+
+log = get_logger(__name__)
 
 RETRY_STORE_MS = 1000
 ENDS_KEPT_S = 10.0
@@ -179,6 +183,7 @@ class Clients:
             submit = item.message.submit
             try:
                 translate.check_submission(submit, self._limit_tokens())
+                translate.check_attachment(submit)
             except InvalidArgument as error:
                 _refuse(item, Refused.REASON_INVALID, error.message)
                 continue
@@ -227,14 +232,7 @@ class Clients:
                 live = self.live.get(result.request_id)
                 if live is None and result.sequence > self.newest_sequence:
                     live = from_submission(new, result.sequence, item.message.submit.specification)
-                    self.adopt(live)
-                    if shown is None:
-                        turn.events.append(Arrived(live.facts))
-                    else:
-                        live.append(0, tuple(shown.token_ids), turn.now_s)
-                        live.lease_epoch = shown.lease_epoch
-                        turn.events.append(recovered(live))
-                        metrics.WRITTEN_BACK.labels("gateway").inc()
+                    self._enter(turn, live, shown, "gateway")
                 elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
                     turn.seen_further.append((live, tuple(shown.token_ids)))
                 if live is None:
@@ -251,6 +249,52 @@ class Clients:
                 limit = self._settings.max_requests_per_tenant
                 detail = f"the tenant has {limit} unfinished requests, which is its limit"
                 _refuse(item, Refused.REASON_TENANT_FULL, detail, round(self._retry_after_s() * 1000))
+
+    def _enter(self, turn: Turn, live: Live, shown: Shown | None, source: str) -> None:
+        """It is on the record now: new, or again."""
+        self.adopt(live)
+        if shown is None:
+            turn.events.append(Arrived(live.facts))
+            return
+        live.append(0, tuple(shown.token_ids), turn.now_s)
+        live.lease_epoch = shown.lease_epoch
+        turn.events.append(recovered(live))
+        metrics.WRITTEN_BACK.labels(source).inc()
+
+    async def take_offers(self, turn: Turn) -> None:
+        """Write what workers hold, and a record that was emptied under an earlier leader has lost, to the record again.
+        Whoever holds it drops it and it goes on from the outputs that were acknowledged; its gateway attaches by itself.
+        """
+        unix_ms = round(turn.now_s * 1000)
+        for held in turn.offers:
+            live = self.live.get(held.request_id)
+            if live is not None:
+                # Acknowledged is committed: if the record has less, it has lost the rest.
+                if len(held.specification.committed_ids) > len(live.committed):
+                    turn.seen_further.append((live, tuple(held.specification.committed_ids)))
+                continue
+            submit = translate.offered(held, self._store.incarnation or "", unix_ms)
+            if submit is None:
+                continue
+            try:
+                translate.check_submission(submit, self._settings.max_context_tokens)
+            except InvalidArgument as error:
+                log.warning(
+                    "a worker offers what cannot be", request_id=held.request_id[:64], error=str(error)
+                )
+                continue
+            new = translate.new_request(submit, unix_ms)
+            shown = Shown(tuple(submit.shown_ids), lease_epoch=int(turn.now_s))
+            try:
+                [result] = await self._submit([new], {new.request_id: shown})
+            except StoreUnavailable as error:
+                self._outage.began(error)
+                self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, _offer_again(held))
+                continue
+            if result.status is SubmitStatus.ACCEPTED and result.sequence > self.newest_sequence:
+                live = from_submission(new, result.sequence, submit.specification)
+                self._enter(turn, live, shown, "worker")
+                self.start_grace(live, turn.now_s, self._settings.reattach_grace_s)
 
     def _accept(self, item: FromGateway, live: Live) -> None:
         submit = item.message.submit
@@ -329,6 +373,10 @@ class Clients:
             if stored is not None and stored.end is None and request_id not in self.live:
                 found.append(from_record(stored))
         return found
+
+
+def _offer_again(held: worker_pb.HeldRequest) -> Callable[[Turn], None]:
+    return lambda turn: turn.offers.append(held)
 
 
 def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token: int) -> None:

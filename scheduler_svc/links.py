@@ -68,11 +68,11 @@ class WorkerSession:
                 self.known.pop(request_id, None)
         self.wake.set()
 
-    def specify(self, live: Live, lease_epoch: int) -> None:
+    def specify(self, live: Live, lease_epoch: int, origin: gateway_pb.Origin) -> None:
         """Send the specification before the next assignment."""
         self.known[live.request_id] = lease_epoch
         self._specifications[live.request_id] = worker_pb.LeasedSpecification(
-            specification=live.specification_with_outputs(), lease_epoch=lease_epoch
+            specification=live.specification_with_outputs(origin), lease_epoch=lease_epoch
         )
         self.wake.set()
 

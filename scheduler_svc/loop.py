@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from laps_sd.log import get_logger
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics, translate
 from scheduler_svc.clients import Clients
@@ -120,6 +121,9 @@ class Loop:
         self._arrived = asyncio.Event()
         self._next_events: list[Event] = []
         self._saved_priors = ""
+        self._recovered_from: str | None = None
+        """Incarnation of the record that the working copy was read from. While it lasts, workers may hold what an emptied
+        one has lost; a leader that outlived an emptied record knows everything itself."""
 
     # The outside of the loop.
 
@@ -138,6 +142,7 @@ class Loop:
 
     async def recover(self) -> None:
         """Rebuild the working copy from the record. Once, before anything else; raises StoreUnavailable, Fenced."""
+        self._recovered_from = self.store.incarnation
         events: list[Event] = []
         holders: set[str] = set()
         self.clients.newest_sequence = await self.store.last_sequence()
@@ -188,6 +193,8 @@ class Loop:
             await self._confirm_lead()
         if turn.submits:
             await self.clients.admit(turn)
+        if turn.offers:
+            await self.clients.take_offers(turn)
         for live, shown in turn.seen_further:
             await self._go_on_behind(turn, live, shown)
         if turn.unknown_attaches or turn.unknown_submits:
@@ -214,6 +221,8 @@ class Loop:
                 self.clients.heard(turn, session, message)
             case WorkerOpened(session, hello):
                 self.roster.opened(turn, session, hello)
+                if self.store.incarnation == self._recovered_from:
+                    turn.offers.extend(held for held in hello.held if held.HasField("specification"))
             case WorkerClosed(session, silent):
                 self.roster.closed(turn, session, silent=silent)
             case GatewayClosed():
@@ -313,7 +322,7 @@ class Loop:
         for session, request_id in turn.respecify:
             live = self.clients.live.get(request_id)
             if live is not None and request_id in session.known:
-                session.specify(live, session.known[request_id])
+                session.specify(live, session.known[request_id], self._origin(live, turn.now_s))
         for session, number in turn.acknowledge.items():
             session.acknowledge(number)
         self.clients.answer_cancelled(turn)
@@ -491,7 +500,9 @@ class Loop:
 
     async def _go_on_behind(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
         """A client has seen more outputs than the record has: they hold, and whoever runs it begins anew behind them."""
-        if live.end is not None or shown[: len(live.committed)] != tuple(live.committed):
+        if live.end is not None or len(shown) > live.facts.max_tokens or max(shown) > translate.MAX_TOKEN_ID:
+            return
+        if shown[: len(live.committed)] != tuple(live.committed):
             return  # nothing to gain; its stream goes on where this request passes what it has seen
         further = replace(
             live.to_record(), committed_ids=shown, lease_epoch=live.lease_epoch + 1, worker_id=None
@@ -511,6 +522,9 @@ class Loop:
                 self.outage.began(error, stuck=True)
                 await asyncio.sleep(next(pauses_s))
 
+    def _origin(self, live: Live, now_s: float) -> gateway_pb.Origin:
+        return live.origin(now_s, self.store.incarnation or "")
+
     def _assign(self, command: Assign, refused: set[str], now_s: float) -> None:
         entry = self.roster.workers.get(command.worker_id)
         if entry is None or entry.session is None:
@@ -522,7 +536,8 @@ class Loop:
         entry.listed = len(entries)
         for listed in entries:
             if entry.session.known.get(listed.request_id) != listed.lease_epoch:
-                entry.session.specify(live[listed.request_id], listed.lease_epoch)
+                copy = live[listed.request_id]
+                entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
         entry.session.assign(Assign(command.worker_id, entries))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from google.protobuf.message import DecodeError
+
 from laps_sd.choose import Residency
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import admin_pb2 as admin_pb
@@ -63,7 +65,6 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     _bounded("request_id", submit.request_id, minimum=1)
     if not submit.request_id.isprintable() or " " in submit.request_id:
         raise InvalidArgument("request_id", "must hold printable characters and no white space")
-    _bounded("attachment_id", submit.attachment_id, minimum=1)
     _bounded("tenant", submit.tenant, minimum=1)
     _bounded("idempotency_key", submit.idempotency_key)
     _bounded("workload_class", submit.workload_class)
@@ -107,6 +108,11 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         _bounded("specification.stop", stop, minimum=1)
 
 
+def check_attachment(submit: gateway_pb.Submit) -> None:
+    """A gateway's submission is an attachment too. Raises InvalidArgument."""
+    _bounded("attachment_id", submit.attachment_id, minimum=1)
+
+
 def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
     if not minimum <= len(value) <= MAX_NAME_LENGTH:
         raise InvalidArgument(field, f"must have {minimum} to {MAX_NAME_LENGTH} characters, got {len(value)}")
@@ -119,6 +125,7 @@ def new_request(submit: gateway_pb.Submit, arrival_unix_ms: int) -> NewRequest:
     settings.CopyFrom(specification)
     settings.ClearField("prompt_ids")
     settings.ClearField("committed_ids")
+    settings.ClearField("origin")
     return NewRequest(
         request_id=submit.request_id,
         tenant=submit.tenant,
@@ -142,6 +149,28 @@ def new_request(submit: gateway_pb.Submit, arrival_unix_ms: int) -> NewRequest:
         seed=specification.seed,
         submission=settings.SerializeToString(deterministic=True),
     )
+
+
+def offered(held: worker_pb.HeldRequest, incarnation: str, now_unix_ms: int) -> gateway_pb.Submit | None:
+    """The submission of a request that a worker holds, if the record in which it stood is gone: with the outputs that a
+    leader had acknowledged. None if that record is the present one (then the request has ended), or for what makes no sense.
+    """
+    origin = gateway_pb.Origin()
+    try:
+        origin.ParseFromString(held.specification.origin)
+    except DecodeError:
+        return None
+    submit = origin.submit
+    if origin.incarnation in ("", incarnation) or submit.request_id != held.request_id:
+        return None
+    elapsed_ms = max(0, now_unix_ms - origin.written_unix_ms)
+    for name in ("deadline_in_ms", "time_limit_ms"):
+        if submit.HasField(name):
+            setattr(submit, name, max(1, getattr(submit, name) - elapsed_ms))
+    submit.specification.prompt_ids.extend(held.specification.prompt_ids)
+    submit.shown_ids.extend(held.specification.committed_ids)
+    submit.restores = True
+    return submit
 
 
 def check_gateway_hello(hello: gateway_pb.GatewayHello) -> None:

@@ -77,6 +77,8 @@ class Turn:
     """For the core."""
     submits: list[FromGateway] = field(default_factory=list)
     """New requests, to be written before the core hears of them."""
+    offers: list[worker_pb.HeldRequest] = field(default_factory=list)
+    """What workers hold and nobody here knows."""
     seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
     """Requests that were submitted again with more outputs shown than the record has, and those outputs."""
     lead_in_doubt: bool = False

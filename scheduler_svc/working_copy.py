@@ -148,16 +148,42 @@ class Live:
             first_token_unix_ms=_unix_ms(self.first_token_s),
         )
 
-    def specification_with_outputs(self) -> gateway_pb.Specification:
-        """What a worker needs to go on from the committed tokens."""
+    def specification_with_outputs(self, origin: gateway_pb.Origin) -> gateway_pb.Specification:
+        """What a worker needs to go on from the committed tokens, and what it keeps for a scheduler that needs it."""
         specification = gateway_pb.Specification()
         specification.CopyFrom(self.specification)
         specification.committed_ids.extend(self.committed)
+        specification.origin = origin.SerializeToString()
         return specification
+
+    def origin(self, now_s: float, incarnation: str) -> gateway_pb.Origin:
+        """Everything that a worker's hello would lack to restore the request."""
+        facts = self.facts
+        submit = gateway_pb.Submit(
+            request_id=facts.request_id,
+            tenant=facts.tenant,
+            idempotency_key=self.idempotency_key,
+            body_hash=bytes.fromhex(self.body_hash),
+            priority=facts.priority,
+            workload_class=facts.workload_class,
+            expected_output_tokens=facts.expected_output_tokens,
+            deadline_in_ms=_ms_from(now_s, self.deadline_s),
+            time_limit_ms=_ms_from(now_s, self.time_limit_s),
+            keep=self.keep,
+            grace_ms=round(self.grace_s * 1000),
+            model=self.model,
+        )
+        submit.specification.CopyFrom(self.specification)
+        submit.specification.ClearField("prompt_ids")
+        return gateway_pb.Origin(submit=submit, written_unix_ms=round(now_s * 1000), incarnation=incarnation)
 
 
 def _since(accepted_at_s: float, moment_s: float | None, now_s: float) -> float:
     return max(0.0, (now_s if moment_s is None else moment_s) - accepted_at_s)
+
+
+def _ms_from(now_s: float, moment_s: float | None) -> int | None:
+    return None if moment_s is None else max(0, round((moment_s - now_s) * 1000))
 
 
 def _unix_ms(moment_s: float | None) -> int | None:
@@ -170,6 +196,7 @@ def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specif
     specification = gateway_pb.Specification()
     specification.CopyFrom(submitted)
     specification.ClearField("committed_ids")
+    specification.ClearField("origin")
     specification.request_id = new.request_id
     return Live(
         facts=_facts(new, sequence),

@@ -588,6 +588,7 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
         stop=tuple(wire_spec.stop),
         ignore_eos=wire_spec.ignore_eos,
         max_draft_len=wire_spec.max_draft_tokens if wire_spec.HasField("max_draft_tokens") else None,
+        origin=wire_spec.origin,
     )
 
 
@@ -625,4 +626,5 @@ def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
         stop=spec.stop,
         ignore_eos=spec.ignore_eos,
         max_draft_tokens=spec.max_draft_len,
+        origin=spec.origin,
     )

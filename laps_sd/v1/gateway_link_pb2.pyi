@@ -348,6 +348,7 @@ class Specification(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     """Outputs in all, at most; filled in."""
@@ -359,6 +360,8 @@ class Specification(_message.Message):
     max_draft_tokens: _builtins.int
     """Longest draft of a round. Absent: the worker's choice. 0: plain decoding."""
     logprobs: _builtins.int
+    origin: _builtins.bytes
+    """A serialized Origin. Workers keep it and give it back with what they hold; it means nothing to them."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -382,10 +385,11 @@ class Specification(_message.Message):
         ignore_eos: _builtins.bool = ...,
         max_draft_tokens: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
+        origin: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "origin", b"origin", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -397,6 +401,38 @@ class Specification(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
 
 Global___Specification: _TypeAlias = Specification  # noqa: Y015
+
+@_typing.final
+class Origin(_message.Message):
+    """The rest of a request, carried by its workers for a scheduler that has lost it together with the record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBMIT_FIELD_NUMBER: _builtins.int
+    WRITTEN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    written_unix_ms: _builtins.int
+    """When this was written, Unix milliseconds: durations in `submit` count from here."""
+    incarnation: _builtins.str
+    """Of the record that held the request."""
+    @_builtins.property
+    def submit(self) -> Global___Submit:
+        """As it was accepted; its specification without token ids."""
+
+    def __init__(
+        self,
+        *,
+        submit: Global___Submit | None = ...,
+        written_unix_ms: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["submit", b"submit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "submit", b"submit", "written_unix_ms", b"written_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 @_typing.final
 class SubmitReply(_message.Message):

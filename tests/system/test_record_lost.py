@@ -93,6 +93,37 @@ async def test_every_stream_goes_on(fault: Callable[[LocalStack], Awaitable[None
     assert later.tokens == expected[0].tokens
 
 
+async def test_a_kept_request_without_a_client_survives_record_and_leader_in_its_worker() -> None:
+    with LocalStack(engine="fake") as stack:
+        async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = requests()[0]
+            request.sampling.max_tokens = 200
+            expected = await stream(stub, request)
+            request.keep = True
+            tokens: list[int] = []
+            call = stub.GenerateStream(request)
+            async for event in call:
+                if event.HasField("accepted"):
+                    request_id = event.accepted.request_id
+                tokens += event.delta.token_ids
+                if tokens:
+                    break
+            call.cancel()
+            await empty_and_kill_the_leader(stack)
+
+            async def resumed() -> list[int]:
+                found: list[int] = []
+                try:
+                    async for event in stub.Resume(pb.ResumeRequest(request_id=request_id)):
+                        found += event.delta.token_ids
+                except grpc.aio.AioRpcError as error:  # until its worker has said hello
+                    assert error.code() is grpc.StatusCode.NOT_FOUND
+                return found
+
+            assert await wait_until_async(resumed, description="it is there again") == expected.tokens
+
+
 async def test_what_nobody_holds_is_not_found_and_what_cannot_be_asked_is_unavailable() -> None:
     with LocalStack(engine="fake") as stack:
         async with grpc.aio.insecure_channel(stack.gateway_address) as channel:

@@ -107,6 +107,7 @@ class Specification:
     max_draft_len: int | None = (
         None  # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round
     )
+    origin: bytes = b""  # whoever sent this wants it back; means nothing here
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,12 @@ import structlog
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import clients, metrics
 from scheduler_svc.core.events import End
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import wait_until_async
-from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler, worker
+from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 Refused = gateway_pb.SubmitRefused
@@ -251,6 +252,114 @@ async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: Star
         await gpu.run_round("r1", again.lease_epoch, 3, [13], end=STOP)
         assert (await less.read("first"))[0] == [11, 12, 13]
         assert (await more.read("second"))[0] == [13]
+
+
+def held_by_a_worker(running: Running, tokens: list[int]) -> worker_pb.HeldRequest:
+    """What its hello says of a request, with so many outputs acknowledged."""
+    specification = gateway_pb.Specification()
+    specification.CopyFrom(running.specification)
+    specification.ClearField("committed_ids")
+    specification.committed_ids.extend(tokens)
+    return worker_pb.HeldRequest(
+        request_id=specification.request_id,
+        lease_epoch=running.lease_epoch,
+        emitted=len(tokens),
+        specification=specification,
+    )
+
+
+async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds(
+    operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit(
+            "r1",
+            keep=True,
+            tenant="acme",
+            idempotency_key="k",
+            body_hash=b"b",
+            priority=2,
+            time_limit_ms=60_000,
+        )
+        running = (await gpu.assigned("r1"))["r1"]
+        await gpu.run_round("r1", running.lease_epoch, 0, [10, 11])
+        lost = await first.store.read("r1")
+        await first.crash()
+    await operator.flushall()
+    second = await start_own()
+    held = held_by_a_worker(running, [10, 11])
+    async with worker(second.address, held=[held]) as gpu, gateway(second.address) as client:
+        again = (await gpu.assigned("r1"))["r1"]
+
+        assert again.tokens == [10, 11]
+        assert again.lease_epoch > running.lease_epoch
+        restored = await second.store.read("r1")
+        assert restored is not None
+        assert lost is not None
+        for field in (
+            "tenant",
+            "priority",
+            "keep",
+            "idempotency_key",
+            "body_hash",
+            "seed",
+            "prompt_ids",
+            "model",
+        ):
+            assert getattr(restored, field) == getattr(lost, field)
+        assert restored.time_limit_ms is not None
+        assert restored.time_limit_ms <= 60_000
+        assert (await client.attach("r1", tenant="acme")).result == gateway_pb.AttachReply.RESULT_ATTACHED
+        await gpu.run_round("r1", again.lease_epoch, 2, [12], end=STOP)
+        assert (await client.read("late"))[0] == [10, 11, 12]
+
+
+async def test_a_request_that_has_ended_is_not_restored_by_a_worker_that_missed_its_end(
+    start_own: StartScheduler,
+) -> None:
+    first = await start_own()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1")
+        running = (await gpu.assigned("r1"))["r1"]
+        await gpu.run_round("r1", running.lease_epoch, 0, [10], end=STOP)
+        await first.store._client.delete(first.store.keys.request("r1"))  # as if it had expired
+        await first.crash()
+    second = await start_own()
+    async with worker(second.address, held=[held_by_a_worker(running, [10])]) as gpu:
+        assert [drop.request_id for drop in (await gpu.next("drop")).requests] == ["r1"]
+        assert await second.store.unfinished_ids() == []
+
+
+async def test_commits_that_record_and_leader_lost_come_back_from_the_worker_they_were_acknowledged_to(
+    start_own: StartScheduler,
+) -> None:
+    first = await start_own()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1", keep=True)
+        running = (await gpu.assigned("r1"))["r1"]
+        await gpu.run_round("r1", running.lease_epoch, 0, [10])
+        await first.crash()
+    second = await start_own()
+    async with worker(second.address, held=[held_by_a_worker(running, [10, 11, 12])]) as gpu:
+        again = (await gpu.assigned("r1"))["r1"]
+
+        assert again.tokens == [10, 11, 12]
+        stored = await second.store.read("r1")
+        assert stored is not None
+        assert stored.committed_ids == (10, 11, 12)
+
+
+@pytest.mark.parametrize("origin", [b"", b"\xff\xff", b"\x12\x03"])
+async def test_an_origin_that_makes_no_sense_restores_nothing(
+    start_own: StartScheduler, origin: bytes
+) -> None:
+    scheduler = await start_own()
+    specification = gateway_pb.Specification(request_id="r1", prompt_ids=[1], max_tokens=4, origin=origin)
+    held = worker_pb.HeldRequest(request_id="r1", lease_epoch=1, specification=specification)
+    async with worker(scheduler.address, held=[held]) as gpu:
+        await gpu.next("drop")
+        assert await scheduler.store.unfinished_ids() == []
 
 
 @pytest.mark.parametrize(
