@@ -51,6 +51,10 @@ test: setup ## Run the tests (no GPU, Docker or Redis needed)
 test-long: setup ## Run the long tests: chaos, fuzzing, policies
 	$(BIN)/python -m pytest -m long $(ARGS)
 
+.PHONY: mutants
+mutants: setup ## Plant mistakes in the core, one at a time, and count those its tests find (slow)
+	$(BIN)/python -m tests.mutants $(ARGS)
+
 .PHONY: check
 check: setup ## Check format, lint, types, import rules, generated stubs and protos
 	$(BIN)/ruff format --check .
