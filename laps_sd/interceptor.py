@@ -173,8 +173,13 @@ async def _first(context: Context) -> Any:
 async def _leave_gone(context: Context, error: grpc.aio.InternalError, method: str) -> None:
     """gRPC refused a read or a write: the call has ended before the event loop heard of it. Never returns normally."""
     log.debug("call gone", method=method, reason=str(error))
+    await _end(context, grpc.StatusCode.CANCELLED, "the call has ended")
+
+
+async def _end(context: Context, code: grpc.StatusCode, message: str, trailing_metadata: Any = ()) -> None:
+    """Aborts the call. Where that is refused the call has just ended by itself, which is no error of the server."""
     try:
-        await context.abort(grpc.StatusCode.CANCELLED, "the call has ended")
+        await context.abort(code, message, trailing_metadata=trailing_metadata)
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
 
@@ -184,9 +189,9 @@ async def _abort(context: Context, error: Exception, method: str) -> None:
     if isinstance(error, LapsSdError):
         log.debug("call refused", method=method, code=error.code.name)
         if len(error.message) > MAX_STATUS_CHARACTERS:
-            await context.abort(error.code, error.message[:MAX_STATUS_CHARACTERS] + "…")
-        await context.abort(error.code, error.message, trailing_metadata=details_metadata(error))
+            await _end(context, error.code, error.message[:MAX_STATUS_CHARACTERS] + "…")
+        await _end(context, error.code, error.message, details_metadata(error))
     # The incident ties what the caller saw to the traceback, which stays here.
     incident = secrets.token_hex(4)
     log.error("call failed", method=method, incident=incident, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
+    await _end(context, grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")

@@ -21,7 +21,7 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from laps_sd import errors
+from laps_sd import errors, interceptor
 from laps_sd.serving import ServiceApp, ServingSettings, StartupError, TaskFailed
 from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, inference_pb2_grpc
 from laps_sd.wire import Tls, make_channel
@@ -151,6 +151,17 @@ async def test_a_write_to_a_call_that_has_just_ended_is_no_error_of_the_server(c
         assert error.code() is grpc.StatusCode.CANCELLED
     printed = capfd.readouterr()
     assert "call failed" not in printed.out + printed.err
+
+
+async def test_an_error_told_to_a_call_that_has_just_ended_is_no_error_of_the_server():
+    """The same race, where the handler's error meets the client's deadline."""
+
+    class Gone:
+        async def abort(self, code, details="", trailing_metadata=()):
+            raise cygrpc.ExecuteBatchError("execute_batch")
+
+    with pytest.raises(asyncio.CancelledError):
+        await interceptor._abort(Gone(), errors.DeadlineExceeded("the client's deadline passed"), "M")
 
 
 async def test_a_handlers_own_abort_passes():
