@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
@@ -35,6 +36,9 @@ MAX_STATUS_CHARACTERS = 2000
 UNCOUNTED = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Calls that say nothing about work in progress, and that may last for ever."""
 
+GRPC_LOGGER = "grpc._cython.cygrpc"
+"""Where gRPC tells of what it met after a handler had returned, where nobody else can catch it."""
+
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The one interceptor of a server."""
@@ -44,6 +48,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Calls in progress, without health and reflection."""
         self._idle = asyncio.Event()
         self._idle.set()
+        logging.getLogger(GRPC_LOGGER).addFilter(_is_news)
 
     async def wait_idle(self) -> None:
         """Returns once no counted call is in progress."""
@@ -168,6 +173,11 @@ async def _first(context: Context) -> Any:
     if request is grpc.aio.EOF:
         raise InvalidArgument("", "the call ended without a message")
     return request
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for a reply that gRPC could not send since its call has just ended: a client that leaves is no error."""
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
 async def _leave_gone(context: Context, error: grpc.aio.InternalError, method: str) -> None:

@@ -164,6 +164,17 @@ async def test_an_error_told_to_a_call_that_has_just_ended_is_no_error_of_the_se
         await interceptor._abort(Gone(), errors.DeadlineExceeded("the client's deadline passed"), "M")
 
 
+@pytest.mark.parametrize(
+    ("error", "told"), [(cygrpc.ExecuteBatchError("execute_batch"), False), (ZeroDivisionError(), True)]
+)
+async def test_a_reply_to_a_call_that_has_just_ended_is_no_error_of_the_server(error, told, caplog):
+    """The same race, after the handler has returned: gRPC sends the reply itself, and logs what it meets."""
+    async with running():
+        cygrpc._LOGGER.error("raised in core by servicer method", exc_info=error)
+
+    assert bool(caplog.records) is told
+
+
 async def test_a_handlers_own_abort_passes():
     async with running() as (_, _, channel):
         stub = inference_pb2_grpc.InferenceStub(channel)
