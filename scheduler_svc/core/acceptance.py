@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DEFAULT_TOKENS_PER_ROUND = 2.0
 """With no history at all. Any value serves: what counts is how requests differ from each other."""
@@ -21,8 +22,7 @@ ENOUGH_REQUESTS = 8.0
 """Ended requests before variances are believed."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokensPerRound:
+class TokensPerRound(NamedTuple):
     """`mean`, and how far it may be off: the standard deviation as a share of the mean."""
 
     mean: float

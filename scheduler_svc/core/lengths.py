@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import NormalDist
+from typing import NamedTuple
 
 DEFAULT_LOG_MEAN = math.log(150)
 DEFAULT_LOG_SPREAD = 1.0
@@ -37,8 +38,7 @@ _NOTHING = 1e-9
 """A tail thinner than this says nothing about what follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokensLeft:
+class TokensLeft(NamedTuple):
     """Expected output tokens that remain, with a credible interval."""
 
     mean: float

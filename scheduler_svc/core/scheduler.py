@@ -228,8 +228,14 @@ class Scheduler:
         if present:
             self._learn_round(report, present, worker)
             self._who_ran(present, worker, ledger)
+            each_s = (report.draft_s + report.verify_s) / len(report.progress)
+            prefilled = sum(progress.prefilled for progress in report.progress)
             for progress, request in present:
-                self._progressed(progress, request, report, ledger)
+                # Attained service: an equal share of the round, and of the prefill by the tokens computed.
+                request.attained_s += each_s
+                if progress.prefilled:
+                    request.attained_s += report.prefill_s * progress.prefilled / prefilled
+                self._progressed(progress, request, ledger)
         for change in report.residency:
             member = worker.members.get(change.request_id)
             if member is not None and member.lease_epoch == change.lease_epoch:
@@ -298,12 +304,9 @@ class Scheduler:
             del worker.running[request.request_id]
             self._shard.touched[worker.worker_id] = worker
 
-    def _progressed(
-        self, progress: Progress, request: Request, report: RoundReported, ledger: Ledger
-    ) -> None:
+    def _progressed(self, progress: Progress, request: Request, ledger: Ledger) -> None:
         tokens = progress.tokens[request.emitted - progress.position :]
         position = request.emitted
-        self._charge(progress, request, report)
         request.emitted += len(tokens)
         request.rounds += 1
         request.drafted += progress.drafted
@@ -327,13 +330,6 @@ class Scheduler:
             self._learn_end(progress.end, request)
             self._shard.leave(request)
 
-    def _charge(self, progress: Progress, request: Request, report: RoundReported) -> None:
-        """Attained service: an equal share of the round, and of the prefill by the tokens computed."""
-        request.attained_s += (report.draft_s + report.verify_s) / len(report.progress)
-        if progress.prefilled:
-            prefilled = sum(other.prefilled for other in report.progress)
-            request.attained_s += report.prefill_s * progress.prefilled / prefilled
-
     def _learn_end(self, end: End, request: Request) -> None:
         workload_class = request.facts.workload_class
         if request.seen_rounds:
@@ -352,14 +348,15 @@ class Scheduler:
         """Rank it anew, with its KV there; with a ledger, tell its story."""
         before = request.rank
         request.residency = residency
-        self._shard.rerank(request, self._ranker.rank(request))
+        rank = self._ranker.rank(request)
+        self._shard.rerank(request, rank)
         if ledger is None:
             return
-        if request.rank.level != before.level:
-            request.tell(ledger.now_s, "level", f"from {before.level} to {request.rank.level}")
-        if request.rank.perceptible != before.perceptible:
+        if rank.level != before.level:
+            request.tell(ledger.now_s, "level", f"from {before.level} to {rank.level}")
+        if rank.perceptible != before.perceptible:
             request.tell(
-                ledger.now_s, "perceptible" if request.rank.perceptible else "non-perceptible", _left(request)
+                ledger.now_s, "perceptible" if rank.perceptible else "non-perceptible", _left(request)
             )
 
     def _move_running(self, worker: Worker, ledger: Ledger) -> None:
@@ -387,7 +384,7 @@ class Scheduler:
             policy=self.policy.name,
             level=rank.level,
             index_s=request.order_key[1],
-            position=self._shard.order.position(request.order_key),
+            position=self._shard.position(request.order_key),
             perceptible=rank.perceptible,
             remaining_s=rank.remaining.mean_s,
             remaining_low_s=rank.remaining.low_s,
@@ -410,7 +407,6 @@ class Scheduler:
 
     def queue(self, now_s: float, limit: int) -> list[QueueEntry]:
         """Unfinished requests, best first, at most `limit`."""
-        requests = (self._shard.requests[key[-1]] for key in islice(self._shard.order, limit))
         return [
             QueueEntry(
                 request_id=request.request_id,
@@ -425,7 +421,7 @@ class Scheduler:
                 emitted=request.emitted,
                 worker_id=request.worker,
             )
-            for request in requests
+            for request in islice(self._shard.in_order(), limit)
         ]
 
     def workers(self) -> list[WorkerView]:
@@ -479,15 +475,15 @@ def _commit(
     story: tuple[StoryLine, ...],
 ) -> Commit:
     return Commit(
-        request_id=request.request_id,
-        lease_epoch=request.lease_epoch,
-        position=position,
-        tokens=tokens,
-        standing=request.standing,
-        end=progress.end,
-        cut_characters=progress.cut_characters,
-        detail=progress.error,
-        story=story,
+        progress.request_id,
+        progress.lease_epoch,
+        position,
+        tokens,
+        request.standing,
+        progress.end,
+        progress.cut_characters,
+        progress.error,
+        story,
     )
 
 

@@ -19,6 +19,7 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 from scheduler_svc.core.policies.base import resume_cost_s, setup_s, tokens_left
 from scheduler_svc.core.priors import Priors
@@ -34,6 +35,11 @@ class LapsSd:
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
+        # Level 0 up to the base, level k up to base · factor^k (a rounding error more), the last one without end.
+        self._ends_s = [
+            settings.level_base_s * settings.level_factor ** (level + 1e-12)
+            for level in range(settings.level_count - 1)
+        ]
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
         """Level by what is known of its service, index by the estimate."""
@@ -75,19 +81,10 @@ class LapsSd:
     def _level(self, service_s: float, perceptible: bool, before: RankKey | None) -> int:
         if before is not None and before.perceptible == perceptible:
             slack = self._settings.level_hysteresis
-            if self._level_of(service_s / slack) <= before.level <= self._level_of(service_s * slack):
+            lowest = bisect_left(self._ends_s, service_s / slack)
+            if lowest <= before.level <= bisect_left(self._ends_s, service_s * slack):
                 return before.level
-        return self._level_of(service_s)
-
-    def _level_of(self, service_s: float) -> int:
-        """Level 0 up to the base, level k up to base · factor^k, the last one without end."""
-        settings = self._settings
-        if service_s <= settings.level_base_s:
-            return 0
-        level = math.ceil(
-            math.log(service_s / settings.level_base_s) / math.log(settings.level_factor) - 1e-12
-        )
-        return min(level, settings.level_count - 1)
+        return bisect_left(self._ends_s, service_s)
 
 
 def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
