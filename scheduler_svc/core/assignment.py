@@ -55,15 +55,14 @@ def _differs(worker: Worker, tolerance: float) -> bool:
             return True
     if len(members) <= worker.slots and len(worker.running) == len(members):
         return False
-    return any(
-        _moved(worker.sent[request_id], _entry(request), request.running, tolerance)
-        for request_id, request in members.items()
-    )
+    for request_id, request in members.items():
+        sent = worker.sent[request_id]
+        if sent is not request.entry and _moved(sent, _entry(request), request.running, tolerance):
+            return True
+    return False
 
 
 def _moved(sent: AssignEntry, now: AssignEntry, running: bool, tolerance: float) -> bool:
-    if now is sent:
-        return False
     if sent.reserved != now.reserved or sent.pinned != now.pinned:
         return True
     if running:

@@ -227,6 +227,9 @@ def _lindy(emitted: int, most: int) -> TokensLeft:
 
 def _bounded(mean: float, low: float, high: float, most: int, basis: str) -> TokensLeft:
     """At least one token is left of an unfinished request, at most what its limit allows."""
-    bound = max(1.0, most)
-    mean = min(max(mean, 1.0), bound)
-    return TokensLeft(mean, min(max(low, 1.0), mean), max(min(high, bound), mean), basis)
+    # Without min and max: this is part of every rank.
+    bound = most if most > 1.0 else 1.0
+    mean = bound if mean > bound else mean if mean > 1.0 else 1.0
+    low = mean if low > mean else low if low > 1.0 else 1.0
+    high = bound if high > bound else high
+    return TokensLeft(mean, mean if low > mean else low, high if high > mean else mean, basis)

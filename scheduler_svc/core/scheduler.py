@@ -37,7 +37,7 @@ from scheduler_svc.core.placement import has_room_for, place
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.ranker import Ranker
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import OrderKey, Request
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, WorkerView
@@ -226,10 +226,10 @@ class Scheduler:
         worker.free_target_blocks = report.free_target_blocks
         worker.free_draft_blocks = report.free_draft_blocks
         if present:
-            self._learn_round(report, present, worker)
+            prefilled = sum([progress.prefilled for progress in report.progress])
+            self._learn_round(report, prefilled, present, worker)
             self._who_ran(present, worker, ledger)
             each_s = (report.draft_s + report.verify_s) / len(report.progress)
-            prefilled = sum(progress.prefilled for progress in report.progress)
             for progress, request in present:
                 # Attained service: an equal share of the round, and of the prefill by the tokens computed.
                 request.attained_s += each_s
@@ -252,32 +252,34 @@ class Scheduler:
             ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
 
     def _learn_round(
-        self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
+        self, report: RoundReported, prefilled: int, present: list[tuple[Progress, Request]], worker: Worker
     ) -> None:
-        seconds = report.draft_s + report.verify_s
-        context = sum(request.context_tokens for _, request in present)
-        self.priors.observe_round(len(report.progress), context, seconds)
-        prefilled = sum(progress.prefilled for progress in report.progress)
+        context = tokens = drafted = accepted = 0
+        for progress, request in present:
+            context += request.context_tokens
+            tokens += len(progress.tokens)
+            drafted += progress.drafted
+            accepted += progress.accepted
+        self.priors.observe_round(len(report.progress), context, report.draft_s + report.verify_s)
         if prefilled:
             self.priors.observe_prefill(prefilled, report.prefill_s)
-        tokens = sum(len(progress.tokens) for progress, _ in present)
         worker.rounds += 1
         worker.tokens += tokens
-        worker.drafted += OF_LATE * (sum(progress.drafted for progress, _ in present) - worker.drafted)
-        worker.accepted += OF_LATE * (sum(progress.accepted for progress, _ in present) - worker.accepted)
+        worker.drafted += OF_LATE * (drafted - worker.drafted)
+        worker.accepted += OF_LATE * (accepted - worker.accepted)
         if report.total_s > 0:
             worker.tokens_per_s += OF_LATE * (tokens / report.total_s - worker.tokens_per_s)
 
     def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
         """Who took part now and who did before: starts, pauses, resumptions."""
-        now = {request.request_id: request for _, request in present}
+        now = {progress.request_id: request for progress, request in present}
         newcomers = [request for request in now.values() if not request.running]
-        best = min(newcomers, key=lambda request: request.order_key, default=None)
-        for request in worker.members.values():
-            if request.request_id not in now:
+        best = min(newcomers, key=_order_key, default=None)
+        for request_id, request in worker.members.items():
+            if request_id not in now:
                 request.passed_over += 1
                 ledger.refresh(request)
-        for request in [r for r in worker.running.values() if r.request_id not in now]:
+        for request in [r for i, r in worker.running.items() if i not in now]:
             self._pause(request, worker, _why_paused(request, best), ledger)
         for request in newcomers:
             request.tell(
@@ -450,6 +452,10 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; for tests."""
         self._shard.check()
+
+
+def _order_key(request: Request) -> OrderKey:
+    return request.order_key
 
 
 def _guess(tokens: int | None) -> float | None:

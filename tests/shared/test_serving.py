@@ -141,7 +141,9 @@ async def test_a_bug_is_internal_and_tells_nothing_of_its_cause():
 async def test_a_write_to_a_call_that_has_just_ended_is_no_error_of_the_server(capfd):
     """gRPC's own race: the write fails before the handler is told that its client has gone."""
     async with running() as (_, _, channel):
-        call = inference_pb2_grpc.InferenceStub(channel).Resume(inference_pb2.ResumeRequest(request_id="gone"))
+        call = inference_pb2_grpc.InferenceStub(channel).Resume(
+            inference_pb2.ResumeRequest(request_id="gone")
+        )
 
         assert (await call.read()).delta.text == "b"
         error = await failure(call.read())

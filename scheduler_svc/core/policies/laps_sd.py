@@ -46,11 +46,12 @@ class LapsSd:
         facts = request.facts
         left = tokens_left(request, priors)
         pace = priors.tokens_per_round(facts.workload_class, request.rounds, request.emitted)
-        seconds = priors.cost.share_s(request.context_tokens + left.mean / 2) / pace.mean
+        mean = left.mean
+        seconds = priors.cost.share_s(request.context_tokens + mean / 2) / pace.mean
         resume_s = resume_cost_s(request, priors)
         setup = setup_s(request, resume_s)
-        decoding = left.mean * seconds
-        low, high = _widen(left.low / left.mean, left.high / left.mean, pace.spread)
+        decoding = mean * seconds
+        low, high = _widen(left.low / mean, left.high / mean, pace.spread)
         remaining = Remaining(
             decoding + setup,
             decoding * low + setup,
@@ -61,13 +62,13 @@ class LapsSd:
         perceptible = self._is_perceptible(remaining, before)
         level = self._level(remaining.mean_s if perceptible else request.attained_s, perceptible, before)
         return RankKey(
-            rank_class=pack_rank_class(facts.priority, level),
-            index_s=decoding,
-            resume_cost_s=resume_s,
-            pinned=False,
-            level=level,
-            perceptible=perceptible,
-            remaining=remaining,
+            pack_rank_class(facts.priority, level),
+            decoding,
+            resume_s,
+            False,  # pinned
+            level,
+            perceptible,
+            remaining,
         )
 
     def _is_perceptible(self, remaining: Remaining, before: RankKey | None) -> bool:
