@@ -70,6 +70,7 @@ class LengthTable:
         self.counts = [0.0] * BINS
         self.weight = 0.0
         self._since_built = 0
+        self._basis = (-1.0, "")
         self._masses = DEFAULT_MASSES
         self._build()
 
@@ -77,6 +78,13 @@ class LengthTable:
     def masses(self) -> list[float]:
         """Share of the lengths in each bin, as of the last build."""
         return self._masses
+
+    @property
+    def basis(self) -> str:
+        """What an estimate by this table rests on, for people; written once for each weight, since every rank has it."""
+        if self._basis[0] != self.weight:
+            self._basis = (self.weight, f"lengths of {self.weight:.0f} requests of its class")
+        return self._basis[1]
 
     @property
     def stale(self) -> bool:

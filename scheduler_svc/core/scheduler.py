@@ -275,10 +275,12 @@ class Scheduler:
         now = {progress.request_id: request for progress, request in present}
         newcomers = [request for request in now.values() if not request.running]
         best = min(newcomers, key=_order_key, default=None)
+        version = self.priors.version
         for request_id, request in worker.members.items():
             if request_id not in now:
                 request.passed_over += 1
-                ledger.refresh(request)
+                if request.priors_version != version:
+                    ledger.refresh(request)
         for request in [r for i, r in worker.running.items() if i not in now]:
             self._pause(request, worker, _why_paused(request, best), ledger)
         for request in newcomers:

@@ -107,8 +107,7 @@ class Shard:
 
     def rerank(self, request: Request, rank: RankKey) -> None:
         """The rank of a listed or queued request, or where its KV lies, changed."""
-        before = request.order_key
-        rank_before = request.rank
+        before, rank_before = request.order_key, request.rank
         request.set_rank(rank)
         self.backlog_s += rank.remaining.mean_s - rank_before.remaining.mean_s
         if rank.level != rank_before.level and not request.running:

@@ -18,8 +18,8 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
+from math import exp, log, sqrt
 
 from scheduler_svc.core.policies.base import resume_cost_s, setup_s, tokens_left
 from scheduler_svc.core.priors import Priors
@@ -90,8 +90,5 @@ class LapsSd:
 
 def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
     """Add the uncertainty of the pace to that of the length, as independent factors around the estimate."""
-    pace = 1.28 * spread
-    return (
-        math.exp(-math.hypot(math.log(low), pace)),
-        math.exp(math.hypot(math.log(high), pace)),
-    )
+    pace2 = (1.28 * spread) ** 2
+    return exp(-sqrt(log(low) ** 2 + pace2)), exp(sqrt(log(high) ** 2 + pace2))
