@@ -65,7 +65,7 @@ class Shard:
         self.requests[request.request_id] = request
         age = (request.facts.sequence, request.request_id)
         self._by_age.add(age)
-        if self._by_age.position(age) < len(self._reserved):
+        if self._reserved and age <= self._by_age.at(len(self._reserved) - 1):
             self._reserve_afresh = True
         self._count(request, +1)
         if request.worker is None:
