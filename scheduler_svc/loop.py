@@ -447,7 +447,7 @@ class Loop:
             case Release():
                 live.worker_id = None
             case Rank():
-                live.standing = replace(live.standing, level=command.level, score=command.score)
+                live.standing = live.standing._replace(level=command.level, score=command.score)
 
     async def _refused(
         self, command: Commit | Finish | Release | Lease, status: TransitionStatus, now_s: float

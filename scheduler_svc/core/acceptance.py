@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
+from typing import NamedTuple
 
 DEFAULT_TOKENS_PER_ROUND = 2.0
 """With no history at all. Any value serves: what counts is how requests differ from each other."""
@@ -43,8 +44,7 @@ _KEEP = 1 - 1 / FORGET_ROUNDS
 _POSITIONS = range(MAX_POSITIONS)
 
 
-@dataclass(frozen=True, slots=True)
-class TokensPerRound:
+class TokensPerRound(NamedTuple):
     """`mean`, and how far it may be off: the standard deviation as a share of the mean."""
 
     mean: float

@@ -12,47 +12,58 @@ def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
     """The list to send, best first with the reserved ones in front, or None when the worker's own serves."""
     if worker.facts is None:
         return None
-    entries = {key[-1]: _entry(worker.members[key[-1]]) for key in worker.ordered}
-    if not worker.must_send and not _differs(worker, entries, settings.resend_index_change):
+    members = worker.members
+    if not worker.must_send and not _differs(worker, settings.resend_index_change):
         return None
     worker.must_send = False
-    worker.sent = entries
-    in_order = sorted(entries.values(), key=lambda entry: not entry.reserved)
+    in_order = [_entry(members[key[-1]]) for key in worker.ordered]
+    worker.sent = {entry.request_id: entry for entry in in_order}
+    in_order.sort(key=_reserved_first)
     return Assign(worker.worker_id, tuple(in_order))
 
 
+def _reserved_first(entry: AssignEntry) -> bool:
+    return not entry.reserved
+
+
 def _entry(request: Request) -> AssignEntry:
-    rank = request.rank
-    return AssignEntry(
-        request_id=request.request_id,
-        lease_epoch=request.lease_epoch,
-        rank_class=rank.rank_class,
-        index_s=rank.index_s,
-        resume_cost_s=rank.resume_cost_s,
-        reserved=request.reserved,
-        pinned=rank.pinned,
-    )
+    """Made once for each rank: who waits is sent again and again as it was."""
+    entry = request.entry
+    if entry is None:
+        rank = request.rank
+        request.entry = entry = AssignEntry(
+            request.facts.request_id,
+            request.lease_epoch,
+            rank.rank_class,
+            rank.index_s,
+            rank.resume_cost_s,
+            request.reserved,
+            rank.pinned,
+        )
+    return entry
 
 
-def _differs(worker: Worker, entries: dict[str, AssignEntry], tolerance: float) -> bool:
+def _differs(worker: Worker, tolerance: float) -> bool:
     """Three cases. Somebody is new: send. Everybody runs, and the list is no longer than the slots: ranks decide
     nothing. Otherwise: send if an entry moved in a way that could turn a decision. Who left is no reason, since
     the worker knows: it ended there, or a Drop goes out.
     """
-    for request_id, entry in entries.items():
+    members = worker.members
+    for request_id, request in members.items():
         sent = worker.sent.get(request_id)
-        if sent is None or sent.lease_epoch != entry.lease_epoch:
+        if sent is None or sent.lease_epoch != request.lease_epoch:
             return True
-    if len(entries) <= worker.slots and len(worker.running) == len(entries):
+    if len(members) <= worker.slots and len(worker.running) == len(members):
         return False
-    return any(
-        _moved(worker.sent[request_id], entry, request_id in worker.running, tolerance)
-        for request_id, entry in entries.items()
-    )
+    for request_id, request in members.items():
+        sent = worker.sent[request_id]
+        if sent is not request.entry and _moved(sent, _entry(request), request.running, tolerance):
+            return True
+    return False
 
 
 def _moved(sent: AssignEntry, now: AssignEntry, running: bool, tolerance: float) -> bool:
-    if (sent.reserved, sent.pinned) != (now.reserved, now.pinned):
+    if sent.reserved != now.reserved or sent.pinned != now.pinned:
         return True
     if running:
         # A running request that looks better than when it was sent keeps its place all the same.

@@ -5,17 +5,19 @@ The caller's contract, per step:
      happens before the record holds them.
   2. Answer refusals with `Refused` events at the next step, and leave refused requests out of `Assign`.
   3. Then acknowledge reports, show committed tokens to clients, and send Drop and Assign to the workers.
+
+What is made for every request of every round is a named tuple, which costs a third of a frozen dataclass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.events import End
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """What the record keeps of a request's progress and place in the queue."""
 
     rounds: int
@@ -28,8 +30,7 @@ class Standing:
     """Order inside the level, smaller first; what an operator reads in the sorted set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """Append tokens, if the lease epoch and the position are still the record's; with `end`, finish in the same transition."""
 
     request_id: str
@@ -81,8 +82,7 @@ class Rank:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
-class AssignEntry:
+class AssignEntry(NamedTuple):
     """What `laps_sd.choose` needs to know from the scheduler; see `Candidate`."""
 
     request_id: str

@@ -35,6 +35,10 @@ class Ledger:
         if (request_id, lease_epoch) not in drops:
             drops.append((request_id, lease_epoch))
 
+    def is_stale(self, request: Request) -> bool:
+        """Whether its rank rests on an older version of the priors."""
+        return self._ranker.is_stale(request)
+
     def refresh(self, request: Request) -> bool:
         """Rank it anew if the priors have a newer version; return whether they had."""
         if not self._ranker.is_stale(request):

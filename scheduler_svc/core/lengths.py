@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import NormalDist
+from typing import NamedTuple
 
 DEFAULT_LOG_MEAN = math.log(150)
 DEFAULT_LOG_SPREAD = 1.0
@@ -41,8 +42,7 @@ _NOTHING = 1e-9
 """A tail thinner than this says nothing about what follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokensLeft:
+class TokensLeft(NamedTuple):
     """Expected output tokens that remain, with a credible interval."""
 
     mean: float
@@ -74,6 +74,7 @@ class LengthTable:
         self.counts = [0.0] * BINS
         self.weight = 0.0
         self._since_built = 0
+        self._basis = (-1.0, "")
         self._masses = DEFAULT_MASSES
         self._build()
 
@@ -81,6 +82,13 @@ class LengthTable:
     def masses(self) -> list[float]:
         """Share of the lengths in each bin, as of the last build."""
         return self._masses
+
+    @property
+    def basis(self) -> str:
+        """What an estimate by this table rests on, for people; written once for each weight, since every rank has it."""
+        if self._basis[0] != self.weight:
+            self._basis = (self.weight, f"lengths of {self.weight:.0f} requests of its class")
+        return self._basis[1]
 
     @property
     def stale(self) -> bool:
@@ -282,6 +290,9 @@ def _lindy(emitted: int, most: int) -> TokensLeft:
 
 def _bounded(mean: float, low: float, high: float, most: int, basis: str) -> TokensLeft:
     """At least one token is left of an unfinished request, at most what its limit allows."""
-    bound = max(1.0, most)
-    mean = min(max(mean, 1.0), bound)
-    return TokensLeft(mean, min(max(low, 1.0), mean), max(min(high, bound), mean), basis)
+    # Without min and max: this is part of every rank.
+    bound = most if most > 1.0 else 1.0
+    mean = bound if mean > bound else mean if mean > 1.0 else 1.0
+    low = mean if low > mean else low if low > 1.0 else 1.0
+    high = bound if high > bound else high
+    return TokensLeft(mean, mean if low > mean else low, high if high > mean else mean, basis)

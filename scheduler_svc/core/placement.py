@@ -17,7 +17,7 @@ from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.worker import Worker
 
 MOST_REFRESHED = 32
-"""Ranks made anew before one lease."""
+"""Ranks at the front of the queue that are made anew in one step, however many wait there on older priors."""
 
 MOST_LISTS_REFRESHED = 4
 """Lists whose ranks are made anew in one step, because a queued request was about to overtake them."""
@@ -28,8 +28,9 @@ def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
     for worker in shard.touched.values():
         shard.refresh_cut(worker)
     _lease_reserved(shard, ledger)
-    _fill(shard, ledger)
-    _overtake(shard, ledger)
+    front = _Front(shard, ledger)
+    _fill(shard, ledger, front)
+    _overtake(shard, ledger, front)
     _take_back_the_worst(shard, ledger, settings)
     _steal(shard, ledger)
 
@@ -45,31 +46,41 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
         ledger.lease(request, next(free, least))
 
 
-def _fill(shard: Shard, ledger: Ledger) -> None:
+class _Front:
+    """The best queued requests. New priors are applied lazily: to who comes to the front, and since that may move them
+    back, to those behind them; but to a bounded number in one step, so that its cost does not grow with the queue.
+    """
+
+    def __init__(self, shard: Shard, ledger: Ledger) -> None:
+        self._shard = shard
+        self._ledger = ledger
+        self._left = MOST_REFRESHED
+
+    def at(self, index: int) -> tuple[Request, bool]:
+        """The queued request there, and whether its rank rests on the newest priors."""
+        while True:
+            request = self._shard.requests[self._shard.queued.at(index)[-1]]
+            if self._left == 0:
+                return request, not self._ledger.is_stale(request)
+            if not self._ledger.refresh(request):
+                return request, True
+            self._left -= 1
+
+
+def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
     """Best-ranked first, to whoever has the fewest unfinished requests, until the lists are full."""
     at = 0
     while at < len(shard.queued):
         room = next(_with_room(shard), None)
         if room is None:
             return
-        request = _queued_at(at, shard, ledger)
+        request, _ = front.at(at)  # an older rank is better than a free place
         if not room.holds(request):
             room = next((worker for worker in _with_room(shard) if worker.holds(request)), None)
         if room is None:
             at += 1  # unequal workers: this one waits for a larger one
         else:
             ledger.lease(request, room)
-
-
-def _queued_at(at: int, shard: Shard, ledger: Ledger) -> Request:
-    """The queued request at that place. New priors are applied lazily: to who comes to the front, and since that
-    may move them back, to some more; a bound keeps one step short however many wait.
-    """
-    for _ in range(MOST_REFRESHED):
-        request = shard.requests[shard.queued.at(at)[-1]]
-        if not ledger.refresh(request):
-            return request
-    return shard.requests[shard.queued.at(at)[-1]]
 
 
 def _with_room(shard: Shard) -> Iterator[Worker]:
@@ -85,14 +96,16 @@ def has_room_for(shard: Shard, request: Request) -> bool:
     return any(worker.holds(request) for worker in _with_room(shard))
 
 
-def _overtake(shard: Shard, ledger: Ledger) -> None:
+def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
     """A queued request that belongs into the first part of a full list goes onto it: the one whose end is worst.
 
     So a better arrival is on a list in the step in which it arrives, and may displace what runs.
     """
     refreshed = 0
     while shard.queued:
-        request = _queued_at(0, shard, ledger)
+        request, fresh = front.at(0)
+        if not fresh:
+            return  # by an older rank it would come and go again; the next step looks further
         full_lists = shard.full_lists_behind(request.order_key)
         worker = next((worker for worker in full_lists if worker.holds(request)), None)
         if worker is None:

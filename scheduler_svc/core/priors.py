@@ -114,8 +114,7 @@ class Priors:
         """Output tokens left of a request that emitted so many of at most `most`; `guess` is of the total."""
         own = self._of(workload_class)
         if guess is None:
-            known = own.lengths.weight
-            return own.lengths.left(emitted, most, f"lengths of {known:.0f} requests of its class")
+            return own.lengths.left(emitted, most, own.lengths.basis)
         if by_worker:
             return left_by_guess(
                 guess, own.worker_guess, own.log_lengths, emitted, most, "the worker's prediction"

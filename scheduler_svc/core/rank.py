@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_LEVELS = 32
 """Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be bounded."""
@@ -21,8 +21,7 @@ def pack_rank_class(priority: int, level: int, deficit_band: int = 0) -> int:
     return (-priority * DEFICIT_BANDS + deficit_band) * MAX_LEVELS + level
 
 
-@dataclass(frozen=True, slots=True)
-class Remaining:
+class Remaining(NamedTuple):
     """Estimated machine seconds that a request still needs, and the interval it is believed to lie in."""
 
     mean_s: float
@@ -32,8 +31,7 @@ class Remaining:
     """What the estimate rests on, for people."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankKey:
+class RankKey(NamedTuple):
     """Where a policy puts a request; what `laps_sd.choose` and the queue order by."""
 
     rank_class: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from laps_sd.choose import Residency
-from scheduler_svc.core.commands import Standing, StoryLine
+from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
 from scheduler_svc.core.estimate_errors import SETTLED_ROUNDS, Basis, Estimate, Moment
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.rank import RankKey
@@ -66,6 +66,8 @@ class Request:
     priors_version: int = -1
     """Version of the priors that its rank rests on."""
     order_key: OrderKey = (0, 0.0, "")
+    entry: AssignEntry | None = None
+    """What its worker's list says of it; None when that has to be made anew."""
     story: list[StoryLine] = field(default_factory=list)
 
     @property
@@ -98,13 +100,13 @@ class Request:
     def standing(self) -> Standing:
         """What the record keeps of it."""
         return Standing(
-            rounds=self.rounds,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            attained_s=self.attained_s,
-            preemptions=self.preemptions,
-            level=self.rank.level,
-            score=self.order_key[1],
+            self.rounds,
+            self.drafted,
+            self.accepted,
+            self.attained_s,
+            self.preemptions,
+            self.rank.level,
+            self.order_key[1],
         )
 
     def set_rank(self, rank: RankKey) -> None:
@@ -112,6 +114,7 @@ class Request:
         if self.rank_before is None or rank.level != self.rank_before.level:
             self.attained_before_level_s = self.attained_s
         self.rank_before = rank
+        self.entry = None
         cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
         self.order_key = (rank.rank_class, cost, self.facts.request_id)
 

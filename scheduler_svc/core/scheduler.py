@@ -39,7 +39,7 @@ from scheduler_svc.core.policies.base import Policy, resume_cost_s
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.ranker import Ranker
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import OrderKey, Request
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, WorkerView
@@ -233,10 +233,12 @@ class Scheduler:
         worker.free_target_blocks = report.free_target_blocks
         worker.free_draft_blocks = report.free_draft_blocks
         if present:
-            verified = self._learn_round(report, present, worker)
+            prefilled = sum([progress.prefilled for progress in report.progress])
+            verified = self._learn_round(report, prefilled, present, worker)
             self._who_ran(present, worker, ledger)
             for progress, request in present:
-                self._progressed(progress, request, report, verified, ledger)
+                self._charge(progress, request, report, prefilled, verified)
+                self._progressed(progress, request, verified, ledger)
         for change in report.residency:
             member = worker.members.get(change.request_id)
             if member is not None and member.lease_epoch == change.lease_epoch:
@@ -253,29 +255,33 @@ class Scheduler:
             ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
 
     def _learn_round(
-        self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
+        self, report: RoundReported, prefilled: int, present: list[tuple[Progress, Request]], worker: Worker
     ) -> int:
         """Return how many sequences the round verified; the others only had context computed."""
         seconds = report.draft_s + report.verify_s
-        verified = drafted = prefilled = 0
+        verified = drafted_by_all = 0
         for progress in report.progress:
-            prefilled += progress.prefilled
             if progress.tokens:
                 verified += 1
-                drafted += progress.drafted
+                drafted_by_all += progress.drafted
+        context = tokens = drafted = accepted = 0
+        for progress, request in present:
+            if progress.tokens:
+                context += request.context_tokens
+                tokens += len(progress.tokens)
+            drafted += progress.drafted
+            accepted += progress.accepted
         if verified:
-            context = sum(request.context_tokens for progress, request in present if progress.tokens)
-            self.priors.observe_round(verified, drafted + verified, context, seconds)
+            self.priors.observe_round(verified, drafted_by_all + verified, context, seconds)
         if prefilled:
             # A round that verifies nothing is all prefill, whatever it calls its parts.
             self.priors.observe_prefill(prefilled, report.prefill_s + (0.0 if verified else seconds))
         if report.swap_s > 0:
             self._learn_swap(report, present, worker)
-        tokens = sum(len(progress.tokens) for progress, _ in present)
         worker.rounds += 1
         worker.tokens += tokens
-        worker.drafted += OF_LATE * (sum(progress.drafted for progress, _ in present) - worker.drafted)
-        worker.accepted += OF_LATE * (sum(progress.accepted for progress, _ in present) - worker.accepted)
+        worker.drafted += OF_LATE * (drafted - worker.drafted)
+        worker.accepted += OF_LATE * (accepted - worker.accepted)
         if report.total_s > 0:
             worker.tokens_per_s += OF_LATE * (tokens / report.total_s - worker.tokens_per_s)
         return verified
@@ -298,14 +304,16 @@ class Scheduler:
 
     def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
         """Who took part now and who did before: starts, pauses, resumptions."""
-        now = {request.request_id: request for _, request in present}
+        now = {progress.request_id: request for progress, request in present}
         newcomers = [request for request in now.values() if not request.running]
-        best = min(newcomers, key=lambda request: request.order_key, default=None)
-        for request in worker.members.values():
-            if request.request_id not in now:
+        best = min(newcomers, key=_order_key, default=None)
+        version = self.priors.version
+        for request_id, request in worker.members.items():
+            if request_id not in now:
                 request.passed_over += 1
-                ledger.refresh(request)
-        for request in [r for r in worker.running.values() if r.request_id not in now]:
+                if request.priors_version != version:
+                    ledger.refresh(request)
+        for request in [r for i, r in worker.running.items() if i not in now]:
             self._pause(request, worker, self._why_paused(request, best), ledger)
         for request in newcomers:
             request.tell(
@@ -341,12 +349,9 @@ class Scheduler:
             del worker.running[request.request_id]
             self._shard.touched[worker.worker_id] = worker
 
-    def _progressed(
-        self, progress: Progress, request: Request, report: RoundReported, verified: int, ledger: Ledger
-    ) -> None:
+    def _progressed(self, progress: Progress, request: Request, verified: int, ledger: Ledger) -> None:
         tokens = progress.tokens[request.emitted - progress.position :]
         position = request.emitted
-        self._charge(progress, request, report, verified)
         request.emitted += len(tokens)
         request.speculated(progress.drafted, progress.accepted)
         workload_class = request.facts.workload_class
@@ -376,14 +381,15 @@ class Scheduler:
             self._learn_end(progress.end, request)
             self._shard.leave(request)
 
-    def _charge(self, progress: Progress, request: Request, report: RoundReported, verified: int) -> None:
+    def _charge(
+        self, progress: Progress, request: Request, report: RoundReported, prefilled: int, verified: int
+    ) -> None:
         """Attained service: an equal share of the round for all that it verified (for all that took part, if it
         verified nothing), and of the prefill by the tokens computed.
         """
         if progress.tokens or not verified:
             request.attained_s += (report.draft_s + report.verify_s) / (verified or len(report.progress))
         if progress.prefilled:
-            prefilled = sum(other.prefilled for other in report.progress)
             request.attained_s += report.prefill_s * progress.prefilled / prefilled
 
     def _learn_end(self, end: End, request: Request) -> None:
@@ -406,15 +412,16 @@ class Scheduler:
         """Rank it anew, with its KV there; with a ledger, tell its story."""
         before = request.rank
         request.residency = residency
-        self._shard.rerank(request, self._ranker.rank(request))
+        rank = self._ranker.rank(request)
+        self._shard.rerank(request, rank)
         if ledger is None:
             return
-        if request.rank.level != before.level:
-            request.tell(ledger.now_s, "level", f"from {before.level} to {request.rank.level}")
-        if request.rank.perceptible != before.perceptible:
+        if rank.level != before.level:
+            request.tell(ledger.now_s, "level", f"from {before.level} to {rank.level}")
+        if rank.perceptible != before.perceptible:
             request.tell(
                 ledger.now_s,
-                "perceptible" if request.rank.perceptible else "non-perceptible",
+                "perceptible" if rank.perceptible else "non-perceptible",
                 self.policy.ordered_by(request),
             )
 
@@ -444,7 +451,7 @@ class Scheduler:
             level=rank.level if self.policy.has_levels else None,
             ordered_by=self.policy.ordered_by(request),
             index_s=request.order_key[1],
-            position=self._shard.order.position(request.order_key),
+            position=self._shard.position(request.order_key),
             perceptible=rank.perceptible,
             remaining_s=rank.remaining.mean_s,
             remaining_low_s=rank.remaining.low_s,
@@ -472,7 +479,6 @@ class Scheduler:
 
     def queue(self, now_s: float, limit: int) -> list[QueueEntry]:
         """Unfinished requests, best first, at most `limit`."""
-        requests = (self._shard.requests[key[-1]] for key in islice(self._shard.order, limit))
         return [
             QueueEntry(
                 request_id=request.request_id,
@@ -488,7 +494,7 @@ class Scheduler:
                 emitted=request.emitted,
                 worker_id=request.worker,
             )
-            for request in requests
+            for request in islice(self._shard.in_order(), limit)
         ]
 
     def workers(self) -> list[WorkerView]:
@@ -520,6 +526,10 @@ class Scheduler:
         self._shard.check()
 
 
+def _order_key(request: Request) -> OrderKey:
+    return request.order_key
+
+
 def _guess(tokens: int | None) -> float | None:
     return None if tokens is None else float(max(1, tokens))
 
@@ -543,15 +553,15 @@ def _commit(
     story: tuple[StoryLine, ...],
 ) -> Commit:
     return Commit(
-        request_id=request.request_id,
-        lease_epoch=request.lease_epoch,
-        position=position,
-        tokens=tokens,
-        standing=request.standing,
-        end=progress.end,
-        cut_characters=progress.cut_characters,
-        detail=progress.error,
-        story=story,
+        progress.request_id,
+        progress.lease_epoch,
+        position,
+        tokens,
+        request.standing,
+        progress.end,
+        progress.cut_characters,
+        progress.error,
+        story,
     )
 
 

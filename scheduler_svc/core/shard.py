@@ -10,8 +10,10 @@ Only this module changes the orders, so that they cannot drift apart.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from heapq import merge
 from itertools import islice, takewhile
 
 from laps_sd.choose import Residency
@@ -31,8 +33,6 @@ class Shard:
     def __init__(self, list_factor: int, reserved_share: bool) -> None:
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
-        self.order: Ranked[OrderKey] = Ranked()
-        """All unfinished requests."""
         self.queued: Ranked[OrderKey] = Ranked()
         self.parked: dict[str, Request] = {}
         self.touched: dict[str, Worker] = {}
@@ -63,10 +63,9 @@ class Shard:
     def enter(self, request: Request) -> None:
         """A ranked request joins: in the queue, or on the list of the worker that it names."""
         self.requests[request.request_id] = request
-        self.order.add(request.order_key)
         age = (request.facts.sequence, request.request_id)
         self._by_age.add(age)
-        if self._by_age.position(age) < len(self._reserved):
+        if self._reserved and age <= self._by_age.at(len(self._reserved) - 1):
             self._reserve_afresh = True
         self._count(request, +1)
         if request.worker is None:
@@ -82,7 +81,6 @@ class Shard:
             self._delist(request)
         self._count(request, -1)
         self._by_age.remove((request.facts.sequence, request.request_id))
-        self.order.remove(request.order_key)
         self._reserved.pop(request.request_id, None)
         del self.requests[request.request_id]
         if not self.requests:
@@ -92,12 +90,12 @@ class Shard:
         """From the queue onto a list, under the next lease epoch."""
         self._dequeue(request)
         request.lease_epoch += 1
+        request.entry = None
         self._enlist(request, worker)
 
     def take_back(self, request: Request, rank: RankKey) -> None:
         """From a list into the queue; its KV is lost, and `rank` (made for a request without KV) says so."""
         self._delist(request)
-        self.order.remove(request.order_key)
         self._count(request, -1)
         assert request.residency is Residency.NONE
         request.worker = None
@@ -105,31 +103,42 @@ class Shard:
         request.passed_over = 0
         request.set_rank(rank)
         self._count(request, +1)
-        self.order.add(request.order_key)
         self._enqueue(request)
 
     def rerank(self, request: Request, rank: RankKey) -> None:
         """The rank of a listed or queued request, or where its KV lies, changed."""
-        before = request.order_key
-        self._count(request, -1)
+        before, rank_before = request.order_key, request.rank
         request.set_rank(rank)
-        self._count(request, +1)
-        if request.order_key != before:
-            self.order.remove(before)
-            self.order.add(request.order_key)
-        if request.worker is None:
-            self.queued.remove(before)
-            self.queued.add(request.order_key)
-        else:
+        self.backlog_s += rank.remaining.mean_s - rank_before.remaining.mean_s
+        if rank.level != rank_before.level and not request.running:
+            self.depth[rank_before.level] -= 1
+            self.depth[rank.level] += 1
+        if request.worker is not None:
             worker = self.workers[request.worker]
             worker.reorder(request, before)
-            self.touched[worker.worker_id] = worker
+            self.touched[request.worker] = worker
+        elif request.request_id not in self.parked:
+            self.queued.remove(before)
+            self.queued.add(request.order_key)
 
     def set_running(self, request: Request, running: bool) -> None:
         """Whether it took part in its worker's last round."""
-        self._count(request, -1)
-        request.running = running
-        self._count(request, +1)
+        if request.running != running:
+            request.running = running
+            self.running += 1 if running else -1
+            self.depth[request.rank.level] += -1 if running else 1
+
+    def position(self, key: OrderKey) -> int:
+        """How many unfinished requests have a smaller key. Costs a bisection for each list: for people's questions."""
+        listed = sum(bisect_left(worker.ordered, key) for worker in self.workers.values())
+        parked = sum(request.order_key < key for request in self.parked.values())
+        return self.queued.position(key) + listed + parked
+
+    def in_order(self) -> Iterator[Request]:
+        """All unfinished requests, best first. For people's questions."""
+        parked = sorted(request.order_key for request in self.parked.values())
+        lists = (worker.ordered for worker in self.workers.values())
+        return (self.requests[key[-1]] for key in merge(self.queued, parked, *lists))
 
     def _count(self, request: Request, sign: int) -> None:
         self.backlog_s += sign * request.rank.remaining.mean_s
@@ -268,6 +277,7 @@ class Shard:
         if request.reserved == reserved:
             return
         request.reserved = reserved
+        request.entry = None
         if reserved:
             self._reserved[request.request_id] = request
         else:
@@ -284,7 +294,8 @@ class Shard:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests: its cost grows with the shard."""
-        assert sorted(self.order) == list(self.order) == sorted(r.order_key for r in self.requests.values())
+        assert list(self.queued) == sorted(self.queued)
+        assert all(self.requests[key[-1]].order_key == key for key in self.queued)
         queued = {key[-1] for key in self.queued}
         listed: set[str] = set()
         for worker in self.workers.values():

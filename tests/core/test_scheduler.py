@@ -419,6 +419,19 @@ class TestReports:
             scheduler.check()
         assert 32 <= anew[0] == anew[1] < 600
 
+    def test_the_bound_on_new_ranks_is_one_for_the_step_not_one_for_each_lease(self) -> None:
+        scheduler = core("srpt-length")
+        slots = 8
+        events = [Arrived(request(f"r{i:04d}", i, prompt_tokens=100 + i)) for i in range(600)]
+        scheduler.step(0.0, [WorkerUp(replace(W, slots=slots), ()), *events])
+        before = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, 600)}
+        ends = [did(f"r{i:04d}", 0, 1, end=End.STOP) for i in range(slots)]
+        scheduler.step(50.0, [report(*ends, draft_s=50.0, verify_s=50.0)])
+        after = scheduler.queue(50.0, 600)
+        anew = sum(entry.index_s > 2 * before[entry.request_id] for entry in after)
+        assert 32 <= anew <= 32 + 2 * slots, "the front of the queue, and one list"
+        scheduler.check()
+
     def test_ranks_of_waiting_requests_follow_what_is_learnt(self) -> None:
         scheduler = core()
         scheduler.step(0.0, [WorkerUp(W, ()), *(Arrived(request(f"r{i}", i)) for i in range(30))])

@@ -1,0 +1,245 @@
+"""A shard in steady state around the real core: so many queued, so many workers, and every request that ends replaced.
+
+Workers are virtual: they hold what they were assigned, choose with `laps_sd.choose` as real ones do, and report a round
+when they are asked for one. All randomness comes from one seed, so two shards of the same size see the same events.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from laps_sd.choose import Candidate, Place, Residency, choose
+from scheduler_svc.core.commands import Assign, AssignEntry, Command, Drop
+from scheduler_svc.core.events import (
+    Arrived,
+    End,
+    Event,
+    Progress,
+    RequestFacts,
+    ResidencyChange,
+    RoundReported,
+    WorkerFacts,
+    WorkerUp,
+)
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.settings import CoreSettings
+
+DRAFT_LEN = 5
+BLOCK_SIZE = 16
+MAX_LENGTH = 2048
+CLASSES = ("", "chat", "code", "summary")
+ARRIVALS_PER_STEP = 256
+"""While the queue is filled."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """What a request turns out to be, and how far its worker is with it. Made when it is first listed."""
+
+    prompt: int
+    output: int
+    acceptance: float
+    lease_epoch: int
+    emitted: int = 0
+    residency: Residency = Residency.NONE
+    blocks: int = 0
+
+
+class VirtualWorker:
+    """Does what a worker does between two reports, without a model."""
+
+    def __init__(self, facts: WorkerFacts, rng: random.Random) -> None:
+        self.facts = facts
+        self.entries: dict[str, AssignEntry] = {}
+        self.jobs: dict[str, _Job] = {}
+        self._ran: frozenset[str] = frozenset()
+        self._round = 0
+        self._latched = False
+        self._rng = rng
+
+    def assign(self, command: Assign, shard: VirtualShard) -> None:
+        self.entries = {entry.request_id: entry for entry in command.entries}
+        for entry in command.entries:
+            if entry.request_id not in self.jobs:
+                self.jobs[entry.request_id] = shard.job(entry)
+
+    def drop(self, request_id: str, shard: VirtualShard) -> None:
+        self.entries.pop(request_id, None)
+        job = self.jobs.pop(request_id, None)
+        if job is not None:
+            shard.emitted[request_id] = job.emitted
+
+    def report(self) -> RoundReported:
+        facts = self.facts
+        place = Place(
+            slots=facts.slots,
+            block_size=facts.block_size,
+            target_blocks=facts.target_blocks,
+            draft_blocks=facts.draft_blocks,
+            max_growth_tokens=facts.max_draft_len + 1,
+            round_number=self._round,
+            kv_latched=self._latched,
+        )
+        choice = choose([self._candidate(entry) for entry in self.entries.values()], place)
+        self._latched = choice.kv_latched
+        changes = []
+        for request_id in choice.evict:
+            job = self.jobs[request_id]
+            job.residency, job.blocks = Residency.NONE, 0
+            changes.append(ResidencyChange(request_id, job.lease_epoch, Residency.NONE))
+        self._ran = frozenset(choice.run)
+        self._round += 1
+        progress = tuple(self._advance(request_id) for request_id in choice.run)
+        context = sum(
+            self.jobs[request_id].prompt + self.jobs[request_id].emitted for request_id in choice.run
+        )
+        prefilled = sum(one.prefilled for one in progress)
+        for one in progress:
+            if one.end is not None:
+                del self.jobs[one.request_id], self.entries[one.request_id]
+        free = facts.target_blocks - sum(job.blocks for job in self.jobs.values())
+        draft_s = 0.010
+        verify_s = 0.020 + 0.09e-3 * (DRAFT_LEN + 1) * len(progress) + 3e-7 * context
+        prefill_s = 0.09e-3 * prefilled
+        return RoundReported(
+            worker_id=facts.worker_id,
+            progress=progress,
+            residency=tuple(changes),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            prefill_s=prefill_s,
+            swap_s=0.0,
+            idle_s=0.0,
+            total_s=draft_s + verify_s + prefill_s,
+            free_target_blocks=free,
+            free_draft_blocks=free,
+        )
+
+    def _candidate(self, entry: AssignEntry) -> Candidate:
+        job = self.jobs[entry.request_id]
+        return Candidate(
+            request_id=entry.request_id,
+            rank_class=entry.rank_class,
+            index_s=entry.index_s,
+            resume_cost_s=entry.resume_cost_s,
+            reserved=entry.reserved,
+            pinned=entry.pinned,
+            running=entry.request_id in self._ran,
+            residency=job.residency,
+            tokens=job.prompt + job.emitted,
+            target_blocks=job.blocks,
+            draft_blocks=job.blocks,
+        )
+
+    def _advance(self, request_id: str) -> Progress:
+        job = self.jobs[request_id]
+        context = job.prompt + job.emitted
+        prefilled = 0 if job.residency is Residency.DEVICE else context
+        accepted = 0
+        while accepted < DRAFT_LEN and self._rng.random() < job.acceptance:
+            accepted += 1
+        count = min(accepted + 1, job.output - job.emitted)
+        position = job.emitted
+        job.emitted += count
+        job.residency = Residency.DEVICE
+        needed = -(-(context + DRAFT_LEN) // BLOCK_SIZE)
+        job.blocks = max(job.blocks, needed)
+        return Progress(
+            request_id=request_id,
+            lease_epoch=job.lease_epoch,
+            position=position,
+            tokens=tuple(range(position, position + count)),
+            drafted=DRAFT_LEN,
+            accepted=accepted,
+            prefilled=prefilled,
+            end=End.STOP if job.emitted == job.output else None,
+            cut_characters=0,
+            error="",
+            tested_by_position=(1,) * min(accepted + 1, DRAFT_LEN),
+            accepted_by_position=(1,) * accepted + (0,) * (accepted < DRAFT_LEN),
+        )
+
+
+class VirtualShard:
+    """The core, its workers, and the arrivals that keep the queue as long as it was."""
+
+    def __init__(self, *, queued: int, workers: int, slots: int, policy: str, seed: int = 1) -> None:
+        """`queued` requests wait beyond those that fill the workers' lists."""
+        self.now_s = 0.0
+        self.emitted: dict[str, int] = {}
+        """Output of requests that were taken back, where they go on."""
+        self.arrivals = 0
+        self._seed = seed
+        self._rng = random.Random(seed)
+        settings = CoreSettings()
+        self.core = Scheduler(policy_named(policy, settings), settings, Priors())
+        self.workers: dict[str, VirtualWorker] = {}
+        self._queued = queued
+        self._slots = slots
+        # Room for the slots and a quarter more: who is paused loses its KV at times, as on a real device.
+        blocks = max(MAX_LENGTH, slots * 600 * 5 // 4) // BLOCK_SIZE
+        for number in range(workers):
+            facts = WorkerFacts(
+                f"worker-{number:04d}", slots, blocks, blocks, BLOCK_SIZE, MAX_LENGTH, DRAFT_LEN
+            )
+            self.workers[facts.worker_id] = VirtualWorker(facts, self._rng)
+
+    def start(self) -> None:
+        """All workers up, and so many requests that their lists are full."""
+        self.step([WorkerUp(worker.facts, ()) for worker in self.workers.values()])
+        while self.core.totals().queued == 0:
+            self.step([self._arrival() for _ in range(min(self._slots, ARRIVALS_PER_STEP))])
+
+    def fill(self) -> None:
+        """Queue the rest."""
+        while (missing := self._queued - self.core.totals().queued) > 0:
+            self.step([self._arrival() for _ in range(min(missing, ARRIVALS_PER_STEP))])
+
+    def step(self, events: list[Event]) -> None:
+        self.carry_out(self.core.step(self.now_s, events))
+
+    def next_events(self, worker: VirtualWorker) -> list[Event]:
+        """The worker's next report, and arrivals for those that left the queue."""
+        report = worker.report()
+        self.now_s += report.total_s / len(self.workers)
+        missing = self._queued - self.core.totals().queued
+        return [report, *(self._arrival() for _ in range(missing))]
+
+    def carry_out(self, commands: list[Command]) -> None:
+        """What the workers do about it; the record is taken to agree."""
+        for command in commands:
+            if isinstance(command, Assign):
+                self.workers[command.worker_id].assign(command, self)
+            elif isinstance(command, Drop):
+                for request_id, _ in command.requests:
+                    self.workers[command.worker_id].drop(request_id, self)
+
+    def _arrival(self) -> Arrived:
+        self.arrivals += 1
+        rng = self._rng
+        facts = RequestFacts(
+            request_id=f"shard0-{self.arrivals:026d}",  # as long as real ones
+            sequence=self.arrivals,
+            arrival_s=self.now_s,
+            tenant="tenant",
+            priority=0,
+            workload_class=rng.choice(CLASSES),
+            prompt_tokens=rng.randint(16, 512),
+            max_tokens=1024,
+            expected_output_tokens=rng.randint(16, 512) if rng.random() < 0.5 else None,
+        )
+        return Arrived(facts)
+
+    def job(self, entry: AssignEntry) -> _Job:
+        """What this request turns out to be; the same whoever asks."""
+        rng = random.Random(f"{self._seed} {entry.request_id}")
+        return _Job(
+            prompt=rng.randint(16, 512),
+            output=max(1, min(1024, round(rng.lognormvariate(5.0, 0.8)))),
+            acceptance=rng.betavariate(5.4, 2.6),
+            lease_epoch=entry.lease_epoch,
+            emitted=self.emitted.pop(entry.request_id, 0),
+        )

@@ -1,0 +1,85 @@
+"""`laps-sd bench control` at small sizes: what it writes, and that a missed goal is told by the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench._shard import VirtualShard
+from bench.control import GOAL_BYTES, GOAL_MS, verdict
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "bench/control.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+SMALL = ("--queued", "200", "--workers", "2", "--slots", "4", "--reports", "20")
+
+
+def test_rows_of_the_core_and_of_the_whole_scheduler_are_written(tmp_path):
+    rows_file = tmp_path / "rows.json"
+
+    done = run(
+        *SMALL, "--goal-ms", "1000", "--fake-workers", "2", "--fake-round-s", "0.05", "--seconds", "1",
+        "--backlog", "20", "--json", str(rows_file),
+    )  # fmt: skip
+
+    core, whole = json.loads(rows_file.read_text())["rows"]
+    assert done.stdout.splitlines()[-1].startswith(("goal met:", "GOAL MISSED:"))
+    assert (core["queued"], core["workers"], core["reports"]) == (200, 2, 20)
+    assert 0 < core["median_ms"] <= core["p99_ms"]
+    assert whole["cpu_ms_per_report"] > 0
+    assert whole["reports_per_s"] > 0
+
+
+def test_a_goal_that_nothing_could_meet_is_missed_by_exit_code():
+    done = run(*SMALL, "--goal-ms", "0", "--fake-workers", "0")
+
+    assert done.returncode == 1
+    assert "GOAL MISSED" in done.stdout
+
+
+GOOD = {"median_ms": GOAL_MS, "ratio_shortest": 1.0, "memory_per_queued_bytes": 1000.0, "queued": 10}
+
+
+@pytest.mark.parametrize(
+    ("bad", "met"),
+    [
+        ({}, True),
+        ({"median_ms": GOAL_MS * 1.01}, False),
+        ({"ratio_shortest": 2.01}, False),
+        ({"memory_per_queued_bytes": float(GOAL_BYTES)}, False),
+    ],
+)
+def test_each_goal_can_be_missed(bad, met):
+    assert verdict([GOOD, GOOD | bad])[0] is met
+
+
+def test_the_virtual_shard_stays_in_steady_state():
+    shard = VirtualShard(queued=100, workers=2, slots=4, policy="laps-sd")
+    shard.start()
+    shard.fill()
+    ended = 0
+    for _ in range(200):
+        for worker in shard.workers.values():
+            events = shard.next_events(worker)
+            ended += sum(one.end is not None for one in events[0].progress)
+            assert len(events[0].progress) == 4, "no slot is idle"
+            shard.step(events)
+            shard.core.check()
+    assert ended > 0, "requests come and go"
+    assert 90 <= shard.core.totals().queued <= 120
