@@ -125,8 +125,8 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
       3. the other running requests, best first;
       4. waiting requests, best first. One that finds no room displaces the worst running ones, if it beats each
          of them by the hysteresis.
-    Whoever does not fit is passed over. Under the KV latch there is no step 2, nobody is displaced, and resident
-    requests come before the others in step 4.
+    Whoever does not fit is passed over. Under the KV latch nobody is displaced in step 4, and resident requests come
+    before the others there.
     """
     entries = [_entry(candidate, place) for candidate in candidates]
     entries.sort(key=_rank)
@@ -136,8 +136,7 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
     for entry in entries:
         if entry[3].running and entry[3].pinned:
             selection.add_if_it_fits(entry)
-    if not latched:
-        _fill_reserved_share(entries, place, selection)
+    _fill_reserved_share(entries, place, selection)
     for entry in entries:
         if entry[3].running and entry[2] not in selection.chosen and selection.add_if_it_fits(entry):
             selection.victims.append(entry)

@@ -16,7 +16,7 @@ def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
     if not worker.must_send and not _differs(worker, settings.resend_index_change):
         return None
     worker.must_send = False
-    in_order = [_entry(members[key[-1]]) for key in worker.ordered]
+    in_order = [_entry(members[key[-1]], worker) for key in worker.ordered]
     worker.sent = {entry.request_id: entry for entry in in_order}
     in_order.sort(key=_reserved_first)
     return Assign(worker.worker_id, tuple(in_order))
@@ -26,7 +26,7 @@ def _reserved_first(entry: AssignEntry) -> bool:
     return not entry.reserved
 
 
-def _entry(request: Request) -> AssignEntry:
+def _entry(request: Request, worker: Worker) -> AssignEntry:
     """Made once for each rank: who waits is sent again and again as it was."""
     entry = request.entry
     if entry is None:
@@ -37,7 +37,7 @@ def _entry(request: Request) -> AssignEntry:
             rank.rank_class,
             rank.index_s,
             rank.resume_cost_s,
-            request.reserved,
+            request.reserved and (request.running or not worker.reserve_debt_blocks),
             rank.pinned,
         )
     return entry
@@ -57,7 +57,7 @@ def _differs(worker: Worker, tolerance: float) -> bool:
         return False
     for request_id, request in members.items():
         sent = worker.sent[request_id]
-        if sent is not request.entry and _moved(sent, _entry(request), request.running, tolerance):
+        if sent is not request.entry and _moved(sent, _entry(request, worker), request.running, tolerance):
             return True
     return False
 

@@ -236,6 +236,7 @@ class Scheduler:
             prefilled = sum([progress.prefilled for progress in report.progress])
             verified = self._learn_round(report, prefilled, present, worker)
             self._who_ran(present, worker, ledger)
+            worker.charge_reserve()
             for progress, request in present:
                 self._charge(progress, request, report, prefilled, verified)
                 self._progressed(progress, request, verified, ledger)

@@ -125,6 +125,7 @@ class Shard:
         """Whether it took part in its worker's last round."""
         if request.running != running:
             request.running = running
+            request.entry = None
             self.running += 1 if running else -1
             self.depth[request.rank.level] += -1 if running else 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from laps_sd.choose import reserved_slots
+from laps_sd.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
 from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.request import OrderKey, Request
@@ -39,6 +39,8 @@ class Worker:
     """Members that are among the oldest of the shard."""
     free_target_blocks: int = 0
     free_draft_blocks: int = 0
+    reserve_debt_blocks: float = 0.0
+    """KV blocks times rounds that its reserved share has used beyond what is its due; see `charge_reserve`."""
     rounds: int = 0
     tokens: int = 0
     drafted: float = 0.0
@@ -72,6 +74,35 @@ class Worker:
     def reserved_share(self) -> int:
         """Requests that may use its reserved share; a one-slot worker has one, in its reserved slices."""
         return reserved_slots(self.slots, 0) or 1
+
+    def charge_reserve(self) -> None:
+        """A round is over. Where KV is short, the reserved share is one of blocks as much as of slots: what it used of
+        them beyond its part is a debt, and until that is paid no other old request is preferred. Otherwise the oldest
+        requests, which are the largest of all where the small ones overtake them, would take many times their share.
+        Our choice.
+        """
+        facts = self.facts
+        if facts is None:
+            return
+        used = 0.0
+        if self._is_short_of_blocks(facts):
+            tokens = sum(request.context_tokens for request in self.running.values() if request.reserved)
+            used = tokens / facts.block_size
+        share = self.reserved_share / facts.slots if facts.slots > 1 else 1 / RESERVED_ONE_IN
+        due = share * facts.target_blocks
+        owed = self.reserve_debt_blocks > 0
+        self.reserve_debt_blocks = max(0.0, self.reserve_debt_blocks + used - due)
+        if owed != (self.reserve_debt_blocks > 0):
+            for request in self.members.values():
+                if request.reserved:
+                    request.entry = None
+
+    def _is_short_of_blocks(self, facts: WorkerFacts) -> bool:
+        """Whether either pool is so full that `choose` may suspend preemption."""
+        return (
+            facts.target_blocks - self.free_target_blocks > LATCH_OFF * facts.target_blocks
+            or facts.draft_blocks - self.free_draft_blocks > LATCH_OFF * facts.draft_blocks
+        )
 
     @property
     def load(self) -> tuple[float, str]:

@@ -300,9 +300,10 @@ class TestLatch:
         who = [*self.WHO, candidate("c", 0.1, rank_class=-9, tokens=10)]
         assert choose(who, place(2, blocks=103)).run == ("a", "b")
 
-    def test_the_reserved_share_is_suspended(self) -> None:
+    def test_the_reserved_share_stands(self) -> None:
+        """Or an old request would wait for ever where KV is always short. The scheduler says whose turn it is."""
         who = [*self.WHO, candidate("old", 99.0, reserved=True, tokens=10)]
-        assert choose(who, place(2, blocks=103)).run == ("a", "b")
+        assert choose(who, place(2, blocks=103)).run == ("a", "old")
 
     def test_paused_resident_ones_come_before_those_without_kv(self) -> None:
         swapped = candidate("c", 0.2, residency=Residency.HOST, tokens=10)

@@ -54,6 +54,63 @@ def report(*progress: Progress, **more: object) -> RoundReported:
     return replace(base, **more)  # type: ignore[arg-type]
 
 
+class TestReserve:
+    """Where KV is short, the reserved share is one of blocks: 4 slots, one of them reserved, and 25 of 100 blocks."""
+
+    SMALL = replace(W, slots=4, target_blocks=100, draft_blocks=100)
+
+    def run(self, free_blocks: int, rounds: int) -> tuple[Scheduler, list[bool]]:
+        """The oldest, of 50 blocks, runs to its end in so many rounds; then for eight: is the next oldest preferred?"""
+        scheduler = core()
+        arrivals = [
+            Arrived(request("old", 0, prompt_tokens=800)),
+            Arrived(request("next", 1, prompt_tokens=700)),
+            *(Arrived(request(f"r{i}", 2 + i, prompt_tokens=20)) for i in range(3)),
+        ]
+        commands = scheduler.step(0.0, [WorkerUp(self.SMALL, ()), *arrivals])
+        sent = {entry.request_id: entry for c in commands if isinstance(c, Assign) for entry in c.entries}
+        assert [i for i, entry in sent.items() if entry.reserved] == ["old"]
+        free = {"free_target_blocks": free_blocks, "free_draft_blocks": free_blocks}
+        for n in range(rounds):
+            end = End.STOP if n == rounds - 1 else None
+            commands = scheduler.step(1.0, [report(did("old", n, 1, end=end), **free)])
+        preferred = []
+        for n in range(8):
+            sent |= {
+                entry.request_id: entry for c in commands if isinstance(c, Assign) for entry in c.entries
+            }
+            preferred.append(sent["next"].reserved)
+            commands = scheduler.step(1.0, [report(did("r0", n, 1), **free)])
+            scheduler.check()
+        return scheduler, preferred
+
+    def test_where_kv_is_short_the_next_one_waits_until_the_share_is_paid(self) -> None:
+        # Three rounds of 50 blocks and a little, of which 25 were due: as many rounds and one more without.
+        _, preferred = self.run(free_blocks=29, rounds=3)
+        assert preferred == [False] * 4 + [True] * 4
+
+    def test_where_there_is_room_it_costs_nothing(self) -> None:
+        _, preferred = self.run(free_blocks=30, rounds=3)
+        assert preferred == [True] * 8
+
+    def test_who_has_begun_keeps_its_place_until_it_ends(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(self.SMALL, ()), Arrived(request("old", 0, prompt_tokens=800))])
+        scheduler.step(0.1, [Arrived(request(f"r{i}", 1 + i, prompt_tokens=20)) for i in range(9)])
+        for n in range(5):
+            others = [did(f"r{i}", n, 1) for i in range(3)]
+            commands = scheduler.step(
+                1.0, [report(did("old", n, 1), *others, free_target_blocks=0, free_draft_blocks=0)]
+            )
+            assert all(
+                entry.reserved
+                for command in commands
+                if isinstance(command, Assign)
+                for entry in command.entries
+                if entry.request_id == "old"
+            )
+
+
 class TestExplain:
     def test_a_queued_request(self) -> None:
         scheduler = core()
