@@ -538,6 +538,7 @@ def about(options: argparse.Namespace, regimes: Sequence[Regime]) -> dict[str, A
                 for key, value in dataclasses.asdict(regime).items()
                 if key not in ("name", "policies", "expect")
             }
+            | {"goals": len(regime.expect)}
             for regime in regimes
         },
     }
