@@ -2,8 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+COLOURS = {
+    "laps-sd": "#c1121f",
+    "sd-index": "#f4a261",
+    "laps-sd-paper": "#7b2cbf",
+    "laps-sd-paper, perceived levels": "#c77dff",
+    "srpt-length": "#1565c0",
+    "sjf-length": "#64b5f6",
+    "las": "#00897b",
+    "mlfq": "#9ccc65",
+    "fcfs": "#616161",
+    "oracle": "#000000",
+}
+"""One policy has one colour in all figures."""
+YARDSTICKS = ("fcfs", "srpt-length", "oracle")
+
+
+def _pyplot() -> Any:
+    """Drawing without a screen; the same input gives the same SVG, with its text as text."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("Figures need matplotlib: pip install 'laps-sd[bench]'.") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams |= {"svg.hashsalt": "laps-sd", "svg.fonttype": "none", "font.size": 9}
+    return pyplot
+
+
+def _save(figure: Any, path: Path, source: str = "") -> None:
+    """`source` says what an SVG was drawn from."""
+    own = {"Date": None, "Source": source or None} if path.suffix == ".svg" else None
+    figure.savefig(path, metadata=own, dpi=150)
+    _pyplot().close(figure)
+    if path.suffix == ".svg":  # a hundredth of a point is enough
+        drawn = path.read_text(encoding="utf-8")
+        path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", drawn), encoding="utf-8")
 
 
 def lines(
@@ -18,13 +58,7 @@ def lines(
     goal: float | None = None,
 ) -> None:
     """One line for each series of (x, y), and a dashed one at `goal`; the suffix of `path` says PNG or SVG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("Figures need matplotlib: pip install 'laps-sd[bench]'.") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name, points in series.items():
         axes.plot([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
@@ -39,5 +73,148 @@ def lines(
         axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    _save(figure, path)
+
+
+# -- policies -------------------------------------------------------------------------------------------------------------
+
+
+def named(spec: str) -> str:
+    """A policy with its settings, in words."""
+    return spec.replace(":perceived_levels=true", ", perceived levels")
+
+
+def draw_policy(path: Path, results: Mapping[str, Any], source: str = "") -> None:
+    """What `laps-sd bench policy` found (`about` and `rows`, as it writes them): of one regime all policies, of several
+    what became of `laps-sd`.
+    """
+    regimes = list(results["about"]["regimes"])
+    if len(regimes) == 1:
+        draw_regime(path, results, regimes[0], source)
+    else:
+        draw_overview(path, results, source)
+
+
+def draw_regime(path: Path, results: Mapping[str, Any], regime: str, source: str = "") -> None:
+    """Two panels: the distribution of latencies of all seeds together; mean latency against load if it was swept, and
+    otherwise the mean as ratio to FCFS and the oracle.
+    """
+    own = [row for row in results["rows"] if row["regime"] == regime]
+    rows = [row for row in own if row["kind"] == "policy"]
+    swept = [row for row in own if row["kind"] == "sweep"]
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    for row in rows:
+        values = row["latencies_s"]
+        left.plot(
+            values, [(at + 0.5) / len(values) for at in range(len(values))], **_line(row["policy"], width=1.4)
+        )
+    left.set(xscale="log", ylim=(0, 1), xlabel="latency (s)", ylabel="share of requests", title="Latency")
+    left.grid(visible=True, alpha=0.25)
+    if swept:
+        _against_load(right, swept)
+    else:
+        _ratios(right, rows)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(results["about"]["regimes"][regime]["title"], fontsize=10)
+    _save(figure, path, source)
+
+
+def _line(spec: str, width: float) -> dict[str, Any]:
+    name = named(spec)
+    ours, truth = name == "laps-sd", name == "oracle"
+    return {
+        "label": name,
+        "color": COLOURS.get(name),
+        "linewidth": 2.2 if ours else width,
+        "linestyle": ":" if truth else "-",
+        "zorder": 3 if ours else 2,
+    }
+
+
+def _against_load(axes: Any, swept: Sequence[Mapping[str, Any]]) -> None:
+    for spec in dict.fromkeys(row["policy"] for row in swept):
+        points = [(row["load"], row["mean_s"]) for row in swept if row["policy"] == spec]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **_line(spec, width=1.2))
+    axes.set(yscale="log", xlabel="load", ylabel="mean latency (s)", title="Mean latency against load")
+    axes.set_xticks(sorted({row["load"] for row in swept}))
+    _plain_ticks(axes.yaxis)
+    axes.grid(visible=True, which="both", alpha=0.25)
+
+
+def _ratios(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for base, marker, shift in (("fcfs", "o", -0.15), ("oracle", "D", 0.15)):
+        for at, row in enumerate(rows):
+            key = f"ratio_{base}"
+            if key in row and row["policy"] != base:
+                _dot(
+                    axes, at + shift, (row[key], row[f"{key}_low"], row[f"{key}_high"]), row["policy"], marker
+                )
+        axes.plot([], [], marker, color="grey", label=f"to {base}")
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [named(row["policy"]) for row in rows])
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="ratio of mean latencies, 95 % interval", title="Mean latency, as a ratio")
+    _plain_ticks(axes.xaxis)
+    axes.grid(visible=True, axis="x", which="both", alpha=0.25)
+    axes.legend(fontsize=8)
+
+
+def _dot(axes: Any, at: float, found: Sequence[float], spec: str, marker: str) -> None:
+    middle, low, high = found
+    colour = COLOURS.get(named(spec))
+    axes.plot([low, high], [at, at], color=colour, linewidth=1.4)
+    axes.plot([middle], [at], marker, color=colour, markersize=5)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Numbers as people write them, on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=20))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def draw_overview(path: Path, results: Mapping[str, Any], source: str = "") -> None:
+    """Mean latency of `laps-sd` by regime as a ratio to FCFS, the strongest rival and the oracle, with its goals."""
+    regimes = list(results["about"]["regimes"])
+    rows = {
+        row["regime"]: row
+        for row in results["rows"]
+        if row["kind"] == "policy" and row["policy"] == "laps-sd"
+    }
+    goals = [
+        row
+        for row in results["rows"]
+        if row["kind"] == "verdict" and row["policy"] == "laps-sd" and row["figure"] == "mean_s"
+    ]
+    height = 1.4 + 0.27 * len(regimes)
+    figure, panels = _pyplot().subplots(1, 3, figsize=(10, height), sharey=True, layout="constrained")
+    for base, axes in zip(YARDSTICKS, panels, strict=True):
+        found = [
+            (at, *rows[regime]["ratios"][base])
+            for at, regime in enumerate(regimes)
+            if regime in rows and base in rows[regime]["ratios"]
+        ]
+        if found:
+            places, middles, lows, highs = zip(*found, strict=True)
+            axes.hlines(places, lows, highs, color=COLOURS["laps-sd"], linewidth=1.6)
+            axes.plot(middles, places, "o", color=COLOURS["laps-sd"], markersize=5)
+        for goal in goals:
+            for bound in (goal["at_least"], goal["at_most"]):
+                if goal["of"] == base and bound:
+                    colour = "#2e7d32" if goal["met"] else "#000000"
+                    at = regimes.index(goal["regime"])
+                    axes.plot([bound], [at], "|", color=colour, markersize=13, markeredgewidth=2)
+        axes.axvline(1, color="grey", linewidth=0.8)
+        axes.set(xscale="log", title=f"laps-sd / {base}", xlabel="ratio of mean latencies")
+        _plain_ticks(axes.xaxis)
+        axes.grid(visible=True, axis="both", alpha=0.25)
+    panels[0].set_yticks(range(len(regimes)), regimes)
+    panels[0].invert_yaxis()
+    axes.plot([], [], "o-", color=COLOURS["laps-sd"], label="found, 95 % interval")
+    axes.plot([], [], "|", color="#2e7d32", markersize=11, markeredgewidth=2, label="goal, met")
+    axes.plot([], [], "|", color="#000000", markersize=11, markeredgewidth=2, label="goal, missed")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    _save(figure, path, source)

@@ -5,7 +5,8 @@ interval over seeds. A regime is a file of bench/regimes: arrivals, lengths, acc
 hold there. The command exits non-zero when an expectation of a regime that ran fails.
 
 Examples:
-  laps-sd bench policy --regime chat
+  laps-sd bench policy --regime chat --details
+  laps-sd bench policy --regime chat --loads 0.5,0.7,0.8,0.9 --figure chat.svg
   laps-sd bench policy --regime all --data ../shared/data --json policy.json
   laps-sd bench policy --trace day.csv --predictor 1.0 --batch 32 --workers 4 --load 0.9 --policy fcfs --policy laps-sd
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
+import itertools
 import math
 import os
 import statistics
@@ -31,7 +34,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.report import Interval, finish, interval, table
+from bench._policy_tables import show, show_details, show_verdicts
+from bench.report import Interval, finish, interval
+from scheduler_svc.core.estimate_errors import Basis, EstimateErrors, Moment
 from scheduler_svc.core.policies import POLICIES, Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.sim.cluster import Cluster, Outcome
@@ -44,11 +49,21 @@ REGIMES = Path(__file__).parent / "regimes"
 BESIDE = Path(__file__).parents[2] / "shared" / "data"
 ALWAYS = ("fcfs", "oracle", "srpt-length", "sd-index", "laps-sd")
 """Policies that run in every regime that names no others: the yardsticks, the strongest rival, and ours."""
+OURS = "laps-sd"
 LEVELS_COST = 1.02
 """What the levels of `laps-sd` may cost against its level-free limit, in every regime."""
+RIVALS = (
+    "fcfs", "sjf-length", "srpt-length", "mlfq", "las", "laps-sd-paper", "laps-sd-paper:perceived_levels=true",
+    "sd-index", "laps-sd", "oracle",
+)  # fmt: skip
+"""What `--rivals` runs in every regime."""
+LEVELS_AT_WORK = 3
+"""Levels of `laps-sd` that carry work in every goal regime: with fewer it would be an index and nothing else."""
+WORK_SHARE = 0.01
+"""Of the machine's time: a level with less carries no work. Our choice."""
+SWEEP_SHARE = 0.5
+"""Of a regime's requests at each load of `--loads`: it shows a course, and no goal is judged by it."""
 DISTRIBUTION_POINTS = 200
-WIDTH = 190
-"""Characters of the widest table."""
 
 
 # -- what is asked --------------------------------------------------------------------------------------------------------
@@ -141,7 +156,7 @@ def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
     """What is reported of a run."""
     fates = outcome.fates
     latencies = sorted(fate.latency_s for fate in fates)
-    after = [fate.perceptible_after for fate in fates if fate.perceptible_after is not None]
+    after = sorted(fate.perceptible_after for fate in fates if fate.perceptible_after is not None)
     return {
         "mean_s": statistics.fmean(latencies),
         "p50_s": quantile(latencies, 0.50),
@@ -155,15 +170,43 @@ def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
         "utilisation": outcome.busy_s / outcome.end_s / workers,
         "perceptible_share": len(after) / len(fates),
         "perceptible_at_arrival_share": after.count(0) / len(fates),
-        "perceptible_after_rounds": statistics.fmean(after) if after else None,
+        **{
+            f"perceptible_after_rounds{name}": found if after else None
+            for name, found in (
+                ("", statistics.fmean(after or [0])),
+                ("_p50", quantile(after or [0], 0.5)),
+                ("_p90", quantile(after or [0], 0.9)),
+            )
+        },
         "level_s": {str(level): outcome.level_s[level] for level in sorted(outcome.level_s)},
         "level_requests": {
             str(level): len(outcome.level_requests[level]) for level in sorted(outcome.level_s)
         },
+        "estimates": estimates(outcome.estimate_errors),
         "latencies_s": [
             quantile(latencies, (point + 0.5) / DISTRIBUTION_POINTS) for point in range(DISTRIBUTION_POINTS)
         ],
     }
+
+
+def estimates(errors: EstimateErrors) -> list[dict[str, Any]]:
+    """Actual over predicted remaining service, by the moment of the estimate and what its length rested on."""
+    return [
+        {
+            "moment": moment.value,
+            "basis": basis.value,
+            "requests": found.count,
+            "predicted_s": found.predicted_s,
+            "actual_s": found.actual_s,
+            "log_rms": found.rms,
+            "ratio_p10": math.exp(found.quantile(0.1)),
+            "ratio_p50": math.exp(found.quantile(0.5)),
+            "ratio_p90": math.exp(found.quantile(0.9)),
+        }
+        for moment in Moment
+        for basis in Basis
+        if (found := errors.by.get((moment, basis))) is not None
+    ]
 
 
 def quantile(ordered: Sequence[float], level: float) -> float:
@@ -217,7 +260,7 @@ def rows_of(regime: Regime, runs: Runs, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for spec in regime.runs:
         own = runs[regime.name, spec]
-        row: dict[str, Any] = {"regime": regime.name, "policy": spec}
+        row: dict[str, Any] = {"kind": "policy", "regime": regime.name, "policy": spec}
         for figure in own[0]:
             if isinstance(own[0][figure], float | int):
                 row[figure] = statistics.fmean(run[figure] for run in own)
@@ -227,22 +270,66 @@ def rows_of(regime: Regime, runs: Runs, seeds: int) -> list[dict[str, Any]]:
                     found = ratio(runs, regime.name, spec, base, figure)
                     key = f"{label}ratio_{base.replace('-', '_')}"
                     row |= {key: found.middle, f"{key}_low": found.low, f"{key}_high": found.high}
-        after = [
-            run["perceptible_after_rounds"] for run in own if run["perceptible_after_rounds"] is not None
-        ]
-        row["perceptible_after_rounds"] = statistics.fmean(after) if after else None
+        if spec == OURS:
+            row["ratios"] = {
+                other: dataclasses.astuple(ratio(runs, regime.name, spec, other, "mean_s"))
+                for other in regime.runs
+                if other != spec
+            }
+        for name in ("", "_p50", "_p90"):
+            key = f"perceptible_after_rounds{name}"
+            after = [run[key] for run in own if run[key] is not None]
+            row[key] = statistics.fmean(after) if after else None
         for name in ("level_s", "level_requests"):
             levels = sorted({int(level) for run in own for level in run[name]})
             row[name] = {
                 str(level): statistics.fmean(run[name].get(str(level), 0.0) for run in own)
                 for level in levels
             }
+        pooled = sorted(itertools.chain.from_iterable(run["latencies_s"] for run in own))
         row["latencies_s"] = [
-            statistics.fmean(values) for values in zip(*(run["latencies_s"] for run in own), strict=True)
+            float(f"{quantile(pooled, (point + 0.5) / DISTRIBUTION_POINTS):.4g}")
+            for point in range(DISTRIBUTION_POINTS)
         ]
+        row["estimates"] = pooled_estimates([run["estimates"] for run in own])
         row["seeds"] = seeds
         rows.append(row)
     return rows
+
+
+def pooled_estimates(runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Over seeds: sums are added, the root mean square is that of all, quantiles are weighted means of the seeds'."""
+    by: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for found in itertools.chain.from_iterable(runs):
+        by[found["moment"], found["basis"]].append(found)
+    order = [moment.value for moment in Moment]
+    pooled = []
+    for (moment, basis), parts in sorted(by.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+        counts = [part["requests"] for part in parts]
+        row = {"moment": moment, "basis": basis, "requests": sum(counts)}
+        row |= {key: sum(part[key] for part in parts) for key in ("predicted_s", "actual_s")}
+        row["log_rms"] = math.sqrt(statistics.fmean([part["log_rms"] ** 2 for part in parts], counts))
+        for key in ("ratio_p10", "ratio_p50", "ratio_p90"):
+            row[key] = statistics.fmean([part[key] for part in parts], counts)
+        pooled.append(row)
+    return pooled
+
+
+def short(value: Any) -> Any:
+    """Six significant digits are more than the seeds bear out, and a file can be kept."""
+    match value:
+        case float():
+            return float(f"{value:.6g}")
+        case dict():
+            return {key: short(each) for key, each in value.items()}
+        case list() | tuple():
+            return [short(each) for each in value]
+    return value
+
+
+def levels_at_work(level_s: Mapping[str, float]) -> int:
+    """How many levels carry work."""
+    return sum(seconds >= WORK_SHARE * sum(level_s.values()) for seconds in level_s.values())
 
 
 def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
@@ -262,77 +349,66 @@ def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
                 "found_low": found.low,
                 "found_high": found.high,
                 "at_least": expected.at_least,
-                "at_most": expected.at_most,
+                "at_most": expected.at_most if expected.at_most < math.inf else None,
                 "met": expected.at_least <= found.middle <= expected.at_most,
+            }
+        )
+    if regime.expect and (regime.name, OURS) in runs:
+        counts = [levels_at_work(run["level_s"]) for run in runs[regime.name, OURS]]
+        verdicts.append(
+            {
+                "regime": regime.name,
+                "policy": OURS,
+                "figure": "levels_at_work",
+                "of": "",
+                "found": min(counts),
+                "found_low": min(counts),
+                "found_high": max(counts),
+                "at_least": LEVELS_AT_WORK,
+                "at_most": None,
+                "met": min(counts) >= LEVELS_AT_WORK,
             }
         )
     return verdicts
 
 
-# -- for people -----------------------------------------------------------------------------------------------------------
+# -- mean against load ----------------------------------------------------------------------------------------------------
 
 
-def show(regime: Regime, rows: Sequence[dict[str, Any]]) -> None:
-    """The table of one regime."""
-
-    def spread(row: dict[str, Any], key: str) -> str:
-        if key not in row:
-            return ""
-        return f"{row[key]:.3f} [{row[key + '_low']:.3f}, {row[key + '_high']:.3f}]"
-
-    shown = [
-        {
-            "policy": row["policy"],
-            "mean s": row["mean_s"],
-            "/ fcfs": spread(row, "ratio_fcfs"),
-            "/ oracle": spread(row, "ratio_oracle"),
-            "/ srpt-length": spread(row, "ratio_srpt_length"),
-            "p50 s": row["p50_s"],
-            "p90 s": row["p90_s"],
-            "p99 s": row["p99_s"],
-            "slowdown": row["mean_slowdown"],
-            "longest wait s": row["longest_wait_s"],
-            "preempted": row["preemptions"],
-            "evicted": row["evictions"],
-        }
-        for row in rows
+def at_loads(regime: Regime, loads: Sequence[float]) -> list[Regime]:
+    """The regime at each load, shorter and with nothing to be judged. ValueError if it has no load."""
+    arrivals = regime.workload.arrivals
+    if arrivals.process == "burst":
+        raise ValueError(f"--loads: {regime.name} is a burst and has no load")
+    requests = max(1, round(regime.workload.requests * SWEEP_SHARE))
+    return [
+        dataclasses.replace(
+            regime,
+            name=f"{regime.name} at load {load:g}",
+            policies=regime.runs,
+            expect=(),
+            workload=dataclasses.replace(
+                regime.workload, requests=requests, arrivals=dataclasses.replace(arrivals, load=load)
+            ),
+        )
+        for load in loads
     ]
-    table(f"{regime.name}: {regime.title}", shown, width=WIDTH)
-    for row in rows:
-        carried = {level: seconds for level, seconds in row["level_s"].items() if seconds > 0}
-        if row["policy"] in ("oracle",) or len(carried) < 2:
-            continue
-        total_s = sum(carried.values())
-        levels = "  ".join(
-            f"{level}: {seconds / total_s:.1%} of time, {row['level_requests'][level]:.0f} requests"
-            for level, seconds in carried.items()
-        )
-        after = row["perceptible_after_rounds"]
-        known = (
-            f"; perceptible at arrival {row['perceptible_at_arrival_share']:.0%}, ever"
-            f" {row['perceptible_share']:.0%}, after {after:.1f} rounds on average"
-            if after is not None
-            else ""
-        )
-        print(f"  {row['policy']} by level  {levels}{known}")
-    print()
 
 
-def show_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
-    """What was expected, and what was found."""
-    shown = []
-    for verdict in verdicts:
-        bounds = [f"≥ {verdict['at_least']:.2f}"] if verdict["at_least"] else []
-        bounds += [f"≤ {verdict['at_most']:.2f}"] if verdict["at_most"] < float("inf") else []
-        shown.append(
-            {
-                "regime": verdict["regime"],
-                "expected": f"{verdict['policy']} {verdict['figure']} / {verdict['of']} {', '.join(bounds)}",
-                "found": f"{verdict['found']:.3f} [{verdict['found_low']:.3f}, {verdict['found_high']:.3f}]",
-                "": "met" if verdict["met"] else "MISSED",
-            }
-        )
-    table("Expectations (mean over seeds of the paired ratio, 95 % interval)", shown, width=WIDTH)
+def sweep_rows(regime: Regime, loads: Sequence[float], runs: Runs) -> list[dict[str, Any]]:
+    """One row per load and policy."""
+    return [
+        {
+            "kind": "sweep",
+            "regime": regime.name,
+            "load": load,
+            "requests": at.workload.requests,
+            "policy": spec,
+            "mean_s": statistics.fmean(run["mean_s"] for run in runs[at.name, spec]),
+        }
+        for load, at in zip(loads, at_loads(regime, loads), strict=True)
+        for spec in at.runs
+    ]
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------
@@ -386,11 +462,27 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=os.cpu_count() or 1,
         help="simulations at once (default: one per core)",
     )
+    parser.add_argument(
+        "--rivals", action="store_true", help="run every policy in every regime (takes twice as long)"
+    )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="also tell levels, perceptibility and errors of the estimates",
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument(
         "--figure",
         type=Path,
-        help="draw latency distribution and mean against load (.png or .svg); takes more runs",
+        help="draw into this file (.png or .svg): of one regime latency distribution and mean against load (with --loads), "
+        "of several the ratios of laps-sd",
+    )
+    parser.add_argument(
+        "--loads",
+        action="append",
+        default=[],
+        metavar="[REGIME:]LOAD,LOAD,…",
+        help="also run the regime (default: each) at these loads, with half of its requests",
     )
     options = parser.parse_args(argv)
     if options.seeds < 1 or options.processes < 1:
@@ -401,7 +493,55 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(
                 f"--policy: there is no {name!r}; there are: {', '.join([*sorted(POLICIES), 'oracle'])}"
             )
+    try:
+        options.loads = [loads_of(text) for text in options.loads]
+    except ValueError:
+        parser.error("--loads must be [REGIME:]LOAD,LOAD,… with loads above 0, for example chat:0.5,0.7,0.9")
     return options
+
+
+def loads_of(text: str) -> tuple[str, list[float]]:
+    """(regime or "" for each, loads); ValueError if that cannot be read."""
+    name, _, numbers = text.rpartition(":")
+    loads = sorted({float(number) for number in numbers.split(",")})
+    if not all(0 < load < float("inf") for load in loads):
+        raise ValueError(text)
+    return name, loads
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """The command that gives these figures again: what decides them, and nothing of the machine it ran on."""
+    said = [("regime", name) for name in options.regime or ["chat"]]
+    said += [("policy", spec) for spec in options.policy or ()]
+    for name in ("requests", "load", "batch", "workers", "kv_tokens", "trace", "acceptance", "predictor"):
+        value = getattr(options, name)
+        if value is not None:
+            said.append((name.replace("_", "-"), value.name if isinstance(value, Path) else value))
+    said += [("seeds", options.seeds)]
+    for name, loads in options.loads:
+        said.append(("loads", f"{name}:" * bool(name) + ",".join(f"{load:g}" for load in loads)))
+    return " ".join(
+        ["laps-sd bench policy", *(f"--{name} {value}" for name, value in said)]
+        + ["--rivals"] * options.rivals
+    )
+
+
+def about(options: argparse.Namespace, regimes: Sequence[Regime]) -> dict[str, Any]:
+    """What the rows cannot tell themselves."""
+    return {
+        "command": command_of(options),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "seeds": options.seeds,
+        "regimes": {
+            regime.name: {
+                key: value
+                for key, value in dataclasses.asdict(regime).items()
+                if key not in ("name", "policies", "expect")
+            }
+            | {"goals": len(regime.expect)}
+            for regime in regimes
+        },
+    }
 
 
 def regimes_of(options: argparse.Namespace) -> list[Regime]:
@@ -448,15 +588,29 @@ def adapted(regime: Regime, options: argparse.Namespace) -> Regime:
     )
     if options.policy:
         changed = dataclasses.replace(changed, policies=tuple(options.policy))
-    return changed if changed == regime else dataclasses.replace(changed, expect=())
+    if changed != regime:
+        changed = dataclasses.replace(changed, expect=())
+    if options.rivals:
+        changed = dataclasses.replace(changed, policies=tuple(dict.fromkeys((*RIVALS, *changed.runs))))
+    return changed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
         regimes = regimes_of(options)
+        unknown = {name for name, _ in options.loads} - {"", *(regime.name for regime in regimes)}
+        if unknown:
+            raise ValueError(f"--loads: {', '.join(sorted(unknown))} does not run: name it with --regime too")
+        swept = [
+            (regime, loads)
+            for regime in regimes
+            for name, loads in options.loads
+            if name in ("", regime.name)
+        ]
+        everything = [*regimes, *itertools.chain.from_iterable(at_loads(*each) for each in swept)]
         began_s = time.monotonic()
-        runs = run_all(regimes, options.seeds, options.data, options.processes)
+        runs = run_all(everything, options.seeds, options.data, options.processes)
     except (ValueError, OSError) as error:
         print(f"laps-sd bench policy: {error}", file=sys.stderr)
         return 2
@@ -464,19 +618,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts: list[dict[str, Any]] = []
     for regime in regimes:
         own = rows_of(regime, runs, options.seeds)
-        show(regime, own)
+        show(regime.name, regime.title, own)
+        if options.details:
+            show_details(regime.name, own)
         rows += own
         verdicts += judged(regime, runs)
     if verdicts:
         show_verdicts(verdicts)
+    rows += [{"kind": "verdict", **verdict} for verdict in verdicts]
+    rows += itertools.chain.from_iterable(sweep_rows(*each, runs) for each in swept)
+    told = about(options, regimes)
     missed = [verdict for verdict in verdicts if not verdict["met"]]
     if options.figure is not None:
         from bench.figures import draw_policy  # only here: the figure's library is an extra
 
-        draw_policy(options.figure, regimes[0], rows)
+        draw_policy(options.figure, {"about": told, "rows": rows})
     minutes = (time.monotonic() - began_s) / 60
     return finish(
-        [*rows, *({"verdict": True, **verdict} for verdict in verdicts)],
+        [short(row) for row in rows],
+        about=told,
         json_file=options.json,
         summary=f"{len(verdicts) - len(missed)} of {len(verdicts)} expectations hold in {len(regimes)} regimes, "
         f"{options.seeds} seeds each, {minutes:.1f} minutes",

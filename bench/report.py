@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,18 @@ def table(title: str, rows: Sequence[dict[str, Any]], *, width: int = 100) -> No
     Console(width=max(width, Console().width)).print(shown)
 
 
-def finish(rows: Sequence[dict[str, Any]], *, json_file: Path | None, summary: str, met: bool) -> int:
-    """Write the rows, print the summary line, return the exit code."""
+def finish(
+    rows: Sequence[dict[str, Any]],
+    *,
+    json_file: Path | None,
+    summary: str,
+    met: bool,
+    about: Mapping[str, Any] | None = None,
+) -> int:
+    """Write the rows (and `about` them), each on a line of its own; print the summary line, return the exit code."""
     if json_file is not None:
-        json_file.write_text(json.dumps({"rows": list(rows)}, indent=2) + "\n")
+        head = "" if about is None else f'"about": {json.dumps(about)},\n'
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        json_file.write_text(f'{{{head}"rows": [\n{lines}\n]}}\n')
     print(("goal met: " if met else "GOAL MISSED: ") + summary)
     return 0 if met else 1

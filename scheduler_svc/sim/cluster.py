@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from laps_sd.choose import Candidate, Place, Residency, choose
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Commit, Drop
+from scheduler_svc.core.estimate_errors import EstimateErrors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -85,9 +86,11 @@ class Outcome:
     prefilled_tokens: int = 0
     steps: int = 0
     level_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Machine seconds by the level that requests had when they ran."""
+    """Machine seconds by the level that requests had when their round was reported; in all `busy_s`."""
     level_requests: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Who ever ran in a level."""
+    estimate_errors: EstimateErrors = field(default_factory=EstimateErrors)
+    """How wrong the core's estimates of remaining service were."""
     digest: str = ""
     """Of all commands, if asked for: equal digests mean equal decisions."""
     priors: Priors = field(default_factory=Priors)
@@ -192,12 +195,20 @@ class Cluster:
             raise ValueError("two jobs have the same request id")
         self.scheduler = Scheduler(make_policy(self._by_id, settings), settings, priors or Priors())
         self._machine = machine
+        # By the number of accepted proposals: what was compared, and what was kept, position by position.
+        most = machine.draft_len
+        self._tested = [(1,) * min(accepted + 1, most) for accepted in range(most + 1)]
+        self._accepted = [((1,) * accepted + (0,))[:most] for accepted in range(most + 1)]
         self._workers: dict[str, _Worker] = {}
         self._fates = {job.request_id: Fate(job) for job in jobs}
         self._emitted = dict.fromkeys(self._by_id, 0)
         self._rounds = dict.fromkeys(self._by_id, 0)
         self._ended = 0
-        self._outcome = Outcome(list(self._fates.values()), priors=self.scheduler.priors)
+        self._outcome = Outcome(
+            list(self._fates.values()),
+            priors=self.scheduler.priors,
+            estimate_errors=self.scheduler.estimate_errors,
+        )
         self._hash = hashlib.sha256() if digest else None
         self._check = check
         self._on_progress = on_progress
@@ -238,6 +249,9 @@ class Cluster:
     def _step(self, now_s: float, events: list[Event]) -> None:
         outcome, scheduler = self._outcome, self.scheduler
         outcome.steps += 1
+        for event in events:
+            if isinstance(event, RoundReported):
+                self._charge_levels(event)
         commands = scheduler.step(now_s, events)
         if self._check:
             scheduler.check()
@@ -264,10 +278,18 @@ class Cluster:
                 worker.busy = False
             self._carry_out(now_s, commands, reporters)
 
-    def _look_at(self, report: RoundReported) -> None:
-        """Which levels carry the work, and when requests become perceptible."""
+    def _charge_levels(self, report: RoundReported) -> None:
+        """Which levels carry the work; before the core has heard of the round and ranked its requests anew."""
         outcome = self._outcome
         share_s = report.total_s / len(report.progress)
+        for progress in report.progress:
+            rank = self.scheduler.rank_of(progress.request_id)
+            if rank is not None:
+                outcome.level_s[rank.level] += share_s
+                outcome.level_requests[rank.level].add(progress.request_id)
+
+    def _look_at(self, report: RoundReported) -> None:
+        """When requests become perceptible."""
         worker = self._workers[report.worker_id]
         for progress in report.progress:
             if progress.end is not None:
@@ -275,8 +297,6 @@ class Cluster:
             rank = self.scheduler.rank_of(progress.request_id)
             if rank is None:
                 continue
-            outcome.level_s[rank.level] += share_s
-            outcome.level_requests[rank.level].add(progress.request_id)
             fate = self._fates[progress.request_id]
             if rank.perceptible and fate.perceptible_after is None:
                 fate.perceptible_after = self._rounds[progress.request_id] + 1
@@ -413,17 +433,21 @@ class Cluster:
         kept.emitted += pace
         kept.rounds += 1
         kept.ended = kept.rounds == len(job.paces)
-        own_end = End.STOP if job.output_tokens < job.max_tokens else End.LENGTH
         draft_len = self._machine.draft_len
+        gained = job.uncut_last if kept.ended and job.uncut_last is not None else pace
+        accepted = min(gained - 1, draft_len)
+        own_end = End.STOP if job.output_tokens < job.max_tokens else End.LENGTH
         return Progress(
             job.request_id,
             kept.lease_epoch,
             position,
             _TOKENS[pace],
             draft_len,
-            min(pace - 1, draft_len),
+            accepted,
             fresh,
             own_end if kept.ended else None,
             0,
             "",
+            self._tested[accepted],
+            self._accepted[accepted],
         )

@@ -23,6 +23,8 @@ class Job:
     workload_class: str = ""
     tenant: str = ""
     priority: int = 0
+    uncut_last: int | None = None
+    """What the last round gained before it was cut at the end of the output; None: as much as `paces` says."""
     output_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

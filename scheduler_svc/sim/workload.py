@@ -149,7 +149,7 @@ class _Draw:
                 prompt, output = max(1, traced[number].input_tokens), traced[number].output_tokens
                 output = min(output, workload.max_tokens)
                 predicted = self._predict(output)
-            task, paces = self._paces(kind.acceptance, output)
+            task, paces, uncut_last = self._paces(kind.acceptance, output)
             drawn.append(
                 Job(
                     request_id=f"r{number:06d}",
@@ -159,6 +159,7 @@ class _Draw:
                     max_tokens=workload.max_tokens,
                     predicted_tokens=predicted,
                     workload_class="/".join(part for part in (kind.name, task) if part),
+                    uncut_last=uncut_last,
                 )
             )
         times = self._times(drawn, None if traced is None else [row.arrival_s for row in traced])
@@ -216,7 +217,8 @@ class _Draw:
 
     # Acceptance.
 
-    def _paces(self, acceptance: Acceptance, output: int) -> tuple[str, bytes]:
+    def _paces(self, acceptance: Acceptance, output: int) -> tuple[str, bytes, int]:
+        """The task that was recorded, tokens of each round, and those of the last before it was cut."""
         match acceptance.kind:
             case "process":
                 rounds = self._process(acceptance)
@@ -229,12 +231,13 @@ class _Draw:
             case _:
                 raise ValueError(f"acceptance.kind must be process or recorded, not {acceptance.kind!r}")
         paces = bytearray()
-        left = output
+        left, gained = output, 0
         while left:
-            pace = min(next(rounds), left)
+            gained = next(rounds)
+            pace = min(gained, left)
             paces.append(pace)
             left -= pace
-        return task, bytes(paces)
+        return task, bytes(paces), gained
 
     def _process(self, acceptance: Acceptance) -> Any:
         rng, most = self.random, self.machine.draft_len

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.policy import REGIMES, Regime, main, read_regime, settings_of
+from bench.policy import REGIMES, Regime, levels_at_work, main, pooled_estimates, read_regime, settings_of
 from scheduler_svc.core.policies import POLICIES
 
 SMALL = """
@@ -40,15 +40,101 @@ def test_an_expectation_that_holds_is_told_and_the_exit_code_is_0(regime, capsys
 
     out = capsys.readouterr().out
     assert code == 0
-    assert "goal met: 2 of 2 expectations hold in 1 regimes, 2 seeds each" in out
+    assert "goal met: 3 of 3 expectations hold in 1 regimes, 2 seeds each" in out
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    (ours,) = [row for row in rows if row.get("policy") == "laps-sd" and "mean_s" in row]
+    (ours,) = [row for row in rows if row["kind"] == "policy" and row["policy"] == "laps-sd"]
     assert ours["regime"] == "small"
     assert ours["seeds"] == 2
     assert ours["ratio_fcfs_low"] <= ours["ratio_fcfs"] <= ours["ratio_fcfs_high"]
     assert ours["p50_s"] <= ours["p90_s"] <= ours["p99_s"]
-    (fcfs,) = [row for row in rows if row.get("policy") == "fcfs" and "mean_s" in row]
+    (fcfs,) = [row for row in rows if row["kind"] == "policy" and row["policy"] == "fcfs"]
     assert (fcfs["ratio_fcfs"], fcfs["ratio_fcfs_low"]) == (1.0, 1.0)
+    assert ours["ratios"]["fcfs"] == [ours[f"ratio_fcfs{end}"] for end in ("", "_low", "_high")]
+    assert sorted(ours["latencies_s"]) == ours["latencies_s"]
+    levels = [row for row in rows if row["kind"] == "verdict" and row["figure"] == "levels_at_work"]
+    assert [(row["at_least"], row["at_most"], row["met"]) for row in levels] == [(3, None, True)]
+    assert levels_at_work(ours["level_s"]) >= 3
+
+
+def test_a_level_with_next_to_nothing_in_it_carries_no_work():
+    assert levels_at_work({"0": 0.9, "1": 50.0, "2": 49.1}) == 2
+
+
+def test_details_tell_levels_perceptibility_and_errors_of_the_estimates(regime, capsys, tmp_path):
+    """With a prediction lengths are known from the client, without one from what the class was like."""
+    bases = {}
+    for predictor in ("0.3", "none"):
+        file = tmp_path / f"{predictor}.json"
+        arguments = ("--seeds", "2", "--policy", "laps-sd", "--details", "--predictor", predictor)
+        assert run("--regime", regime("1.5"), *arguments, "--json", str(file)) == 0
+        (row,) = [row for row in json.loads(file.read_text())["rows"] if row["kind"] == "policy"]
+        bases[predictor] = {found["basis"] for found in row["estimates"]}
+        arrival, first = (
+            found for found in row["estimates"] if found["moment"] in ("arrival", "first_round")
+        )
+        assert arrival["requests"] == 2 * 40, "each request is judged at arrival"
+        assert first["requests"] < arrival["requests"], "some end with their first round"
+        assert arrival["ratio_p10"] <= arrival["ratio_p50"] <= arrival["ratio_p90"]
+        assert 0 <= row["perceptible_at_arrival_share"] <= row["perceptible_share"] <= 1
+
+    out = capsys.readouterr().out
+    assert bases == {"0.3": {"client"}, "none": {"class"}}
+    for title in ("levels (who ran", "perceptible (at arrival", "remaining service, actual over predicted"):
+        assert out.count(title) == 2
+
+
+def test_errors_of_several_seeds_are_those_of_all_their_requests():
+    one = {
+        "moment": "arrival",
+        "basis": "class",
+        "requests": 1,
+        "predicted_s": 2.0,
+        "actual_s": 1.0,
+        "log_rms": 1.0,
+    }
+    three = one | {"requests": 3, "predicted_s": 5.0, "actual_s": 9.0, "log_rms": 0.0}
+    quantiles = {"ratio_p10": 1.0, "ratio_p50": 1.0, "ratio_p90": 1.0}
+
+    (pooled,) = pooled_estimates([[one | quantiles], [three | quantiles | {"ratio_p50": 2.0}]])
+
+    assert (pooled["requests"], pooled["predicted_s"], pooled["actual_s"]) == (4, 7.0, 10.0)
+    assert pooled["log_rms"] == 0.5
+    assert pooled["ratio_p50"] == 1.75
+
+
+def test_a_regime_is_run_at_other_loads_too(regime, capsys, tmp_path):
+    file = tmp_path / "rows.json"
+    arguments = ("--seeds", "1", "--policy", "fcfs", "--loads", "small:0.9,0.3", "--json", str(file))
+
+    assert run("--regime", regime("1.5"), *arguments) == 0
+
+    found = json.loads(file.read_text())
+    light, heavy = [row for row in found["rows"] if row["kind"] == "sweep"]
+    assert [light["load"], heavy["load"]] == [0.3, 0.9]
+    assert light["requests"] == 20, "half of the regime's"
+    assert light["mean_s"] < heavy["mean_s"]
+    assert found["about"]["command"].endswith("--policy fcfs --seeds 1 --loads small:0.3,0.9")
+    assert found["about"]["regimes"]["small"]["workload"]["arrivals"]["load"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("loads", "more", "what"),
+    [
+        ("chat:0.5", "", "--loads: chat does not run"),
+        ("0.5", '\n[workload.arrivals]\nprocess = "burst"\n', "small is a burst and has no load"),
+    ],
+)
+def test_loads_that_cannot_be_run_are_refused(regime, capsys, loads, more, what):
+    assert run("--regime", regime("1.5", more), "--seeds", "1", "--loads", loads) == 2
+
+    assert what in capsys.readouterr().err
+
+
+def test_loads_that_cannot_be_read_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        run("--loads", "0.5,0")
+
+    assert "--loads must be" in capsys.readouterr().err
 
 
 def test_an_expectation_that_fails_is_told_and_the_exit_code_is_1(regime, capsys):
@@ -57,7 +143,7 @@ def test_an_expectation_that_fails_is_told_and_the_exit_code_is_1(regime, capsys
     out = capsys.readouterr().out
     assert code == 1
     assert "MISSED" in out
-    assert "GOAL MISSED: 1 of 2 expectations hold" in out
+    assert "GOAL MISSED: 2 of 3 expectations hold" in out
 
 
 def test_what_is_changed_by_options_has_no_expectations_of_the_file(regime, capsys):

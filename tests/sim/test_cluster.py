@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from scheduler_svc.core.estimate_errors import Moment
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.sim.cluster import Cluster, Outcome
@@ -224,12 +225,43 @@ def test_levels_and_perceptibility_are_told():
     machine = Machine()
     outcome = run("laps-sd", chat(60, 0.9, 9, machine), machine)
 
-    assert sum(outcome.level_s.values()) <= outcome.busy_s
+    assert sum(outcome.level_s.values()) == pytest.approx(outcome.busy_s), "each second has its level"
     assert len([level for level, seconds in outcome.level_s.items() if seconds > 0]) >= 3
     assert {request for requests in outcome.level_requests.values() for request in requests} <= {
         fate.job.request_id for fate in outcome.fates
     }
     assert any(fate.perceptible_after == 0 for fate in outcome.fates)
+
+
+def test_estimates_are_judged_when_requests_end():
+    machine = Machine()
+    jobs = chat(60, 0.9, 9, machine)
+
+    known = run("oracle", jobs, machine).estimate_errors.of(Moment.ARRIVAL)
+    guessed = run("laps-sd", jobs, machine).estimate_errors.of(Moment.ARRIVAL)
+
+    assert known.count == guessed.count == len(jobs)
+    assert known.rms == pytest.approx(0, abs=1e-3)
+    assert guessed.rms > 0.1
+
+
+def test_workers_report_acceptance_by_draft_position():
+    """Two of five proposals are kept each time: the third is compared and refused, the others nobody has looked at."""
+    jobs = [Job(f"r{n}", 0.1 * n, 20, bytes([3] * 30), 90) for n in range(20)]
+
+    priors = run("fcfs", jobs, Machine(draft_len=5)).priors
+
+    gained = [priors.tokens_by_draft_length("", length) for length in range(6)]
+    assert gained == pytest.approx([1, 2, 3, 3, 3, 3], abs=0.15)
+
+
+def test_a_last_round_that_was_cut_is_reported_as_it_was_accepted():
+    """As by a real worker: what lies behind the end was verified, though nobody gets it."""
+    jobs = [Job(f"r{n}", 0.1 * n, 20, b"\1", 1, uncut_last=6) for n in range(300)]
+
+    priors = run("fcfs", jobs, Machine(draft_len=5)).priors
+
+    assert priors.tokens_by_draft_length("", 5) > 5
 
 
 def test_a_job_says_what_is_wrong_with_it():

@@ -1,0 +1,164 @@
+"""docs/evidence.md says what the results say, the unflattering too, and the figures are drawn from the same results."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from bench.evidence import FIGURES, PAGE, Results, draw, main, newest, page
+from bench.figures import draw_regime
+from bench.policy import main as bench_policy
+
+SMALL = """
+title = "A few short requests"
+[workload]
+requests = 15
+[workload.arrivals]
+load = 1.0
+[[workload.kinds]]
+output = { median = 20, most = 60 }
+[[expect]]
+of = "fcfs"
+at_most = 0.01
+[[expect]]
+of = "fcfs"
+at_most = 9
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Results of one small regime, and of the same once more under another name."""
+    folder = tmp_path_factory.mktemp("evidence")
+    for name in ("small", "again"):
+        (folder / f"{name}.toml").write_text(SMALL)
+    regimes = [part for name in ("small", "again") for part in ("--regime", str(folder / f"{name}.toml"))]
+    policies = [part for name in ("fcfs", "srpt-length", "oracle", "laps-sd") for part in ("--policy", name)]
+    path = folder / "2026-01-01-policy.json"
+    options = ("--seeds", "2", "--processes", "1", "--loads", "small:0.5", "--json", str(path))
+    bench_policy([*regimes, *policies, *options])
+    return path
+
+
+def changed(path, folder, change):
+    """The same results with something else found of laps-sd in `small`."""
+    results = json.loads(path.read_text())
+    for row in results["rows"]:
+        if row["kind"] == "policy" and (row["regime"], row["policy"]) == ("small", "laps-sd"):
+            change(row)
+    other = folder / path.name
+    other.write_text(json.dumps(results))
+    return page(Results(other))
+
+
+def section(text, title):
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_page_is_what_its_results_say():
+    results = Results(newest())
+
+    assert PAGE.read_text(encoding="utf-8") == page(results), "run python -m bench.evidence"
+
+
+def test_the_figures_of_the_page_are_drawn_from_its_results():
+    results = Results(newest())
+
+    shown = re.findall(r"\(figures/(policy-[\w-]+\.svg)\)", PAGE.read_text(encoding="utf-8"))
+    assert shown
+    assert {path.name for path in FIGURES.glob("policy-*.svg")} == set(shown)
+    for name in shown:
+        assert results.source in (FIGURES / name).read_text(encoding="utf-8"), "run python -m bench.evidence"
+
+
+def test_a_page_that_is_out_of_date_fails_the_check(found, capsys):
+    assert main(["--check", "--results", str(found)]) == 1
+    assert "docs/evidence.md is out of date: run python -m bench.evidence" in capsys.readouterr().err
+
+
+def test_results_that_are_not_there_are_named(tmp_path, capsys):
+    assert main(["--check", "--results", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_a_changed_regime_is_called_a_reduced_run_without_goals(found):
+    text = page(Results(found))
+
+    assert "None were judged" in section(text, "Goals")
+    assert "**This is a reduced run" in text
+
+
+def test_goals_are_told_met_and_missed(tmp_path):
+    path = tmp_path / "goals-policy.json"
+    (tmp_path / "small.toml").write_text(SMALL)
+
+    assert bench_policy(["--regime", str(tmp_path / "small.toml"), "--seeds", "2", "--json", str(path)]) == 1
+
+    goals = section(page(Results(path)), "Goals")
+    assert "3 of 4 are met" in goals
+    assert re.search(r"fcfs ≤ 0\.01 \| [\d., \[\]]+ \| \*\*missed\*\* \| no \|", goals)
+    assert re.search(r"fcfs ≤ 9\.00 \| [\d., \[\]]+ \| met \| (yes|no) \|", goals)
+    assert "levels of `laps-sd` with at least 1.0 % of the machine's time, ≥ 3: met in 1 of 1" in goals
+
+
+def test_a_gain_and_a_loss_are_told_alike(found, tmp_path):
+    def against(ratio):
+        def change(row):
+            row["ratios"]["srpt-length"] = [ratio, ratio - 0.01, ratio + 0.01]
+
+        return section(changed(found, tmp_path, change), "Where it gains nothing")
+
+    assert "| `small` | `srpt-length` | **0.800** [0.790, 0.810] | faster |" in against(0.8)
+    assert "Acceptance gains something against it: `small`" in against(0.8)
+    assert "| `small` | `srpt-length` | 1.000 [0.990, 1.010] | no difference shown |" in against(1.0)
+    assert "| `small` | `srpt-length` | *1.200* [1.190, 1.210] | slower |" in against(1.2)
+    assert "- It loses: `small`" in against(1.2)
+
+
+def test_every_figure_of_every_rival_is_on_the_page(found):
+    results = Results(found)
+    text = page(results)
+
+    for regime in results.regimes:
+        for ratio in results.ours(regime)["ratios"].values():
+            assert f"{ratio[0]:.3f}" in section(text, "Against each rival")
+    assert found.name in text
+    assert str(found.parent) not in text.replace(results.about["command"], ""), "no path of this machine"
+
+
+def test_the_paper_is_never_said_to_have_found_what_was_found_here(found):
+    paper = section(page(Results(found)), "The paper's 39 %")
+
+    assert "No figure on this page is the paper's" in paper
+    assert "second hand" in paper
+
+
+def test_figures_are_small_and_the_same_each_time(found, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra `bench`")
+    results = Results(found)
+
+    once = draw(results, tmp_path)
+
+    assert [path.name for path in once] == ["policy-overview.svg", "policy-small.svg"]
+    for path in once:
+        text = path.read_text(encoding="utf-8")
+        assert results.source in text
+        assert "<dc:date>" not in text
+        assert len(text) < 100_000
+    draw_regime(tmp_path / "again.svg", results.all, "small", results.source)
+    assert (tmp_path / "again.svg").read_bytes() == once[1].read_bytes()
+    assert ">laps-sd<" in text.replace("\n", ""), "text is text"
+
+
+def test_one_regime_and_several_are_drawn_as_asked(found, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra `bench`")
+    (tmp_path / "small.toml").write_text(SMALL)
+    drawn = tmp_path / "one.png"
+
+    bench_policy(
+        ["--regime", str(tmp_path / "small.toml"), "--seeds", "2", "--requests", "5", "--figure", str(drawn)]
+    )
+
+    assert drawn.read_bytes().startswith(b"\x89PNG")
