@@ -108,7 +108,7 @@ class Leadership:
 
     async def _recovered_loop(self) -> Loop:
         blob = await self.store.load_priors()
-        core_settings = CoreSettings()
+        core_settings = CoreSettings(tenant_fairness=self.settings.tenant_fairness)
         core = Scheduler(
             policy_named(self.settings.policy, core_settings),
             core_settings,

@@ -22,6 +22,10 @@ class SchedulerSettings(ServingSettings):
     )
     pool: str = field("demo", help="The pool of workers (one model pair) that the shard serves.")
     policy: Literal["laps-sd", "srpt-length", "fcfs"] = field("laps-sd", help="How requests are ordered")
+    tenant_fairness: bool = field(
+        False,
+        help="Keep backlogged tenants of one priority within the service of the longest request of each other.",
+    )
     grpc_port: int = field(
         50052, help="Port for gateways, workers and operators; 0 takes a free one", minimum=0, maximum=65535
     )

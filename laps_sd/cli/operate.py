@@ -47,6 +47,8 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
     if e.state != pb.Explanation.STATE_ENDED:
         kind = "perceptible" if e.perceptible else "non-perceptible"
         lines.append(f"policy {e.policy}, level {e.level}, {kind}, {e.ahead} requests before it")
+        if e.tenant_ahead:
+            lines.append("waits for requests of other tenants: its own has had more service than they")
         lines.append(
             f"remaining {e.remaining_s:.3f} s (between {e.remaining_low_s:.3f} and {e.remaining_high_s:.3f})"
             + (f": {e.basis}" if e.basis else "")

@@ -844,6 +844,7 @@ class Explanation(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    TENANT_AHEAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___Explanation.State.ValueType
     policy: _builtins.str
@@ -867,6 +868,8 @@ class Explanation(_message.Message):
     tenant: _builtins.str
     priority: _builtins.int
     worker_id: _builtins.str
+    tenant_ahead: _builtins.bool
+    """It waits for requests of other tenants, because its own tenant had more service (fairness between tenants)."""
     @_builtins.property
     def story(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryLine]: ...
     def __init__(
@@ -893,10 +896,11 @@ class Explanation(_message.Message):
         tenant: _builtins.str = ...,
         priority: _builtins.int = ...,
         worker_id: _builtins.str = ...,
+        tenant_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "tenant_ahead", b"tenant_ahead", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

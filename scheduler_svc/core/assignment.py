@@ -26,11 +26,12 @@ def _entry(request: Request) -> AssignEntry:
     return AssignEntry(
         request_id=request.request_id,
         lease_epoch=request.lease_epoch,
-        rank_class=rank.rank_class,
+        rank_class=request.order_key[0],
         index_s=rank.index_s,
         resume_cost_s=rank.resume_cost_s,
         reserved=request.reserved,
-        pinned=rank.pinned,
+        # Between tenants a policy without preemption has no say: a tenant that is ahead can be paused.
+        pinned=rank.pinned and not request.tenant_ahead,
     )
 
 

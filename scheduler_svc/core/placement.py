@@ -66,10 +66,10 @@ def _queued_at(at: int, shard: Shard, ledger: Ledger) -> Request:
     may move them back, to some more; a bound keeps one step short however many wait.
     """
     for _ in range(MOST_REFRESHED):
-        request = shard.requests[shard.queued.at(at)[-1]]
+        request = shard.queued_at(at)
         if not ledger.refresh(request):
             return request
-    return shard.requests[shard.queued.at(at)[-1]]
+    return shard.queued_at(at)
 
 
 def _with_room(shard: Shard) -> Iterator[Worker]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from laps_sd.choose import Residency
 from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import RequestFacts
-from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.rank import AHEAD, RankKey
+from scheduler_svc.core.tenants import Account
 
 MAX_STORY_LINES = 64
 STORY_HEAD = 8
@@ -55,6 +56,9 @@ class Request:
     priors_version: int = -1
     """Version of the priors that its rank rests on."""
     order_key: OrderKey = (0, 0.0, "")
+    """Up to date while it is on a list; in the queue, its tenant's turn may have come or gone since."""
+    account: Account | None = None
+    """Its tenant's, when fairness is on and it is in the shard."""
     story: list[StoryLine] = field(default_factory=list)
 
     @property
@@ -73,10 +77,23 @@ class Request:
         return self.facts.prompt_tokens + self.facts.max_tokens
 
     @property
+    def tenant_ahead(self) -> bool:
+        """Whether it comes after the requests of other tenants, because its own has had more."""
+        return self.account is not None and self.account.ahead
+
+    @property
     def rank(self) -> RankKey:
         """Its rank now."""
         assert self.rank_before is not None, "ranked when it enters the shard"
         return self.rank_before
+
+    @property
+    def key_now(self) -> OrderKey:
+        """Its order key as its rank, its KV and its tenant stand now."""
+        rank = self.rank
+        cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
+        rank_class = rank.rank_class | AHEAD if self.tenant_ahead else rank.rank_class
+        return (rank_class, cost, self.facts.request_id)
 
     @property
     def standing(self) -> Standing:
@@ -94,8 +111,7 @@ class Request:
     def set_rank(self, rank: RankKey) -> None:
         """Give it this rank; the order key follows from the rank and from where the KV lies."""
         self.rank_before = rank
-        cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
-        self.order_key = (rank.rank_class, cost, self.facts.request_id)
+        self.order_key = self.key_now
 
     def tell(self, now_s: float, what: str, detail: str = "") -> None:
         """Add a line to its story, on the clock of `step`."""

@@ -63,7 +63,7 @@ class Scheduler:
         self._ranker = Ranker(policy, priors)
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
-        self._shard = Shard(settings.list_factor, settings.reserved_share)
+        self._shard = Shard(settings.list_factor, settings.reserved_share, settings.tenant_fairness)
 
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
         """Hear what happened since the last step; return what follows from it, in the order of the contract."""
@@ -71,6 +71,7 @@ class Scheduler:
         for event in events:
             self._apply(event, ledger)
         self._publish(now_s)
+        self._shard.take_turns()
         place(self._shard, ledger, self.settings)
         return ledger.commands(self.settings)
 
@@ -329,10 +330,12 @@ class Scheduler:
 
     def _charge(self, progress: Progress, request: Request, report: RoundReported) -> None:
         """Attained service: an equal share of the round, and of the prefill by the tokens computed."""
-        request.attained_s += (report.draft_s + report.verify_s) / len(report.progress)
+        seconds = (report.draft_s + report.verify_s) / len(report.progress)
         if progress.prefilled:
             prefilled = sum(other.prefilled for other in report.progress)
-            request.attained_s += report.prefill_s * progress.prefilled / prefilled
+            seconds += report.prefill_s * progress.prefilled / prefilled
+        request.attained_s += seconds
+        self._shard.charge(request, seconds)
 
     def _learn_end(self, end: End, request: Request) -> None:
         workload_class = request.facts.workload_class
@@ -396,6 +399,7 @@ class Scheduler:
             worker_id=request.worker,
             lease_epoch=request.lease_epoch,
             reserved=request.reserved,
+            tenant_ahead=request.tenant_ahead,
             fits_a_worker=request_id not in self._shard.parked,
             waiting_s=now_s - request.facts.arrival_s,
             attained_s=request.attained_s,
@@ -497,6 +501,8 @@ def _why_paused(request: Request, newcomer: Request | None) -> str:
         return NO_BLOCKS
     if newcomer.reserved and newcomer.order_key > request.order_key:
         return "the reserved share went to an older request"
+    if request.tenant_ahead and not newcomer.tenant_ahead:
+        return "its tenant is ahead of others that wait"
     return f"outranked by a request with {_left(newcomer)}; this one has {_left(request)}"
 
 

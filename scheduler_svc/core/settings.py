@@ -25,6 +25,9 @@ class CoreSettings:
     into play: a small value costs time with many workers, a large one leaves old ranks standing."""
     reserved_share: bool = True
     """Give max(1, B/32) slots to the oldest requests of the shard, so that nobody waits for ever: our choice."""
+    tenant_fairness: bool = False
+    """Keep tenants of one priority within the service of the longest request of each other while both have requests
+    in the queue (`core/tenants.py`). A request may then be paused for another tenant's under every policy."""
     level_base_s: float = 1 / 128
     """Machine seconds up to which a request is in level 0. Levels are absolute and grow exponentially, so the base
     sets the finest distinction only; see `policies/laps_sd.py` for why it is not learnt."""

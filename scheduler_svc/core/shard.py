@@ -19,6 +19,7 @@ from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.ranked import Ranked
 from scheduler_svc.core.request import OrderKey, Request
+from scheduler_svc.core.tenants import Account, Accounts, TenantOrder
 from scheduler_svc.core.worker import Worker
 
 _Cut = tuple[int, float, str, str]
@@ -28,12 +29,16 @@ _Cut = tuple[int, float, str, str]
 class Shard:
     """The working copy. Changes no rank and emits nothing by itself."""
 
-    def __init__(self, list_factor: int, reserved_share: bool) -> None:
+    def __init__(self, list_factor: int, reserved_share: bool, tenant_fairness: bool = False) -> None:
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
-        self.order: Ranked[OrderKey] = Ranked()
+        self._accounts = Accounts()
+        """Empty while there is no fairness between tenants."""
+        self._by_tenant: list[TenantOrder] = []
+        """Both orders below, with fairness between tenants."""
+        self.order: Ranked[OrderKey] | TenantOrder = self._new_order(tenant_fairness)
         """All unfinished requests."""
-        self.queued: Ranked[OrderKey] = Ranked()
+        self.queued: Ranked[OrderKey] | TenantOrder = self._new_order(tenant_fairness)
         self.parked: dict[str, Request] = {}
         self.touched: dict[str, Worker] = {}
         """Workers whose list may differ from what they have."""
@@ -58,11 +63,24 @@ class Shard:
         self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
 
+    def _new_order(self, tenant_fairness: bool) -> Ranked[OrderKey] | TenantOrder:
+        if not tenant_fairness:
+            return Ranked()
+        self._by_tenant.append(TenantOrder(self._account_of))
+        return self._by_tenant[-1]
+
+    def _account_of(self, request_id: str) -> Account:
+        account = self.requests[request_id].account
+        assert account is not None, "opened when the request entered"
+        return account
+
     # Requests.
 
     def enter(self, request: Request) -> None:
         """A ranked request joins: in the queue, or on the list of the worker that it names."""
         self.requests[request.request_id] = request
+        if self._by_tenant:
+            request.account = self._accounts.open(request.facts.priority, request.facts.tenant)
         self.order.add(request.order_key)
         age = (request.facts.sequence, request.request_id)
         self._by_age.add(age)
@@ -85,6 +103,8 @@ class Shard:
         self.order.remove(request.order_key)
         self._reserved.pop(request.request_id, None)
         del self.requests[request.request_id]
+        if request.account is not None:
+            self._accounts.close(request.account)
         if not self.requests:
             self.backlog_s = 0.0  # what rounding left
 
@@ -125,6 +145,26 @@ class Shard:
             worker.reorder(request, before)
             self.touched[worker.worker_id] = worker
 
+    def queued_at(self, index: int) -> Request:
+        """The queued request with so many better ones."""
+        key = self.queued.at(index)
+        request = self.requests[key[-1]]
+        request.order_key = key
+        return request
+
+    def charge(self, request: Request, seconds: float) -> None:
+        """A round served the request so long."""
+        if request.account is not None:
+            self._accounts.charge(request.account, seconds, request.attained_s)
+
+    def take_turns(self) -> None:
+        """Move the requests of the tenants whose turn came or went by the events of this step."""
+        for account in self._accounts.settle():
+            for order in self._by_tenant:
+                order.turned(account)
+            for request in account.listed.values():
+                self.rerank(request, request.rank)
+
     def set_running(self, request: Request, running: bool) -> None:
         """Whether it took part in its worker's last round."""
         self._count(request, -1)
@@ -141,6 +181,8 @@ class Shard:
     def _enqueue(self, request: Request) -> None:
         if request.longest_tokens <= self.capacity_tokens:
             self.queued.add(request.order_key)
+            if request.account is not None:
+                self._accounts.queued(request.account, +1)
             if request.reserved:
                 self.reserved_queued[request.request_id] = request
         else:
@@ -150,9 +192,14 @@ class Shard:
         self.reserved_queued.pop(request.request_id, None)
         if self.parked.pop(request.request_id, None) is None:
             self.queued.remove(request.order_key)
+            if request.account is not None:
+                self._accounts.queued(request.account, -1)
 
     def _enlist(self, request: Request, worker: Worker) -> None:
         request.worker = worker.worker_id
+        if request.account is not None:
+            request.account.listed[request.request_id] = request
+            request.set_rank(request.rank)
         worker.add(request)
         worker.reserved += request.reserved
         self._list_changed(worker)
@@ -161,6 +208,8 @@ class Shard:
         assert request.worker is not None
         worker = self.workers[request.worker]
         worker.remove(request)
+        if request.account is not None:
+            del request.account.listed[request.request_id]
         self._list_changed(worker)
         if worker.facts is None and not worker.members:
             del self.workers[worker.worker_id]
@@ -284,8 +333,10 @@ class Shard:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests: its cost grows with the shard."""
-        assert sorted(self.order) == list(self.order) == sorted(r.order_key for r in self.requests.values())
         queued = {key[-1] for key in self.queued}
+        self._accounts.check()
+        assert sorted(self.order) == list(self.order) == sorted(r.key_now for r in self.requests.values())
+        assert list(self.queued) == [key for key in self.order if key[-1] in queued]
         listed: set[str] = set()
         for worker in self.workers.values():
             assert worker.ordered == sorted(r.order_key for r in worker.members.values())
