@@ -117,7 +117,7 @@ def test_backlogged_tenants_differ_by_the_longest_request_and_a_round(policy, lo
 @given(
     loads=st.lists(LOAD, min_size=2, max_size=4), slots=st.lists(st.integers(1, 4), min_size=1, max_size=3)
 )
-@examples(max_examples=200, deadline=None, phases=NO_SHRINKING)
+@examples(max_examples=100, deadline=None, phases=NO_SHRINKING)
 def test_the_same_at_length(policy, loads, slots) -> None:  # type: ignore[no-untyped-def]
     check_bound(policy, loads, slots)
 
