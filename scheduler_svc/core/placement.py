@@ -59,7 +59,7 @@ class _Front:
     def at(self, index: int) -> tuple[Request, bool]:
         """The queued request there, and whether its rank rests on the newest priors."""
         while True:
-            request = self._shard.requests[self._shard.queued.at(index)[-1]]
+            request = self._shard.queued_at(index)
             if self._left == 0:
                 return request, not self._ledger.is_stale(request)
             if not self._ledger.refresh(request):
