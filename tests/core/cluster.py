@@ -160,9 +160,8 @@ class Cluster:
         self.drained: list[str] = []
         self.served_s: Counter[str] = Counter()
         """Machine seconds of each request, as its worker's rounds were: shares of rounds, and its own prefill."""
-        self.reserved_s: Counter[str] = Counter()
-        """The part of it that a request had while it was among the oldest."""
-        self.tenant_served_s: Counter[str] = Counter()
+        self.tenant_served_s: Counter[tuple[int, str]] = Counter()
+        """The same by priority and tenant."""
         self.longest_round_s: Counter[str] = Counter()
         """By worker."""
         self.commands: list[tuple[float, Command]] = []
@@ -221,7 +220,6 @@ class Cluster:
                 raise AssertionError(other)
 
     def _count_service(self, report: RoundReported) -> None:
-        reserved = {entry.request_id for entry in self.workers[report.worker_id].entries if entry.reserved}
         prefilled = max(1, sum(progress.prefilled for progress in report.progress))
         for progress in report.progress:
             if self.lease[progress.request_id] != (report.worker_id, progress.lease_epoch):
@@ -229,9 +227,8 @@ class Cluster:
             seconds = (report.draft_s + report.verify_s) / len(report.progress)
             seconds += report.prefill_s * progress.prefilled / prefilled
             self.served_s[progress.request_id] += seconds
-            self.tenant_served_s[self.jobs[progress.request_id].tenant] += seconds
-            if progress.request_id in reserved:
-                self.reserved_s[progress.request_id] += seconds
+            job = self.jobs[progress.request_id]
+            self.tenant_served_s[job.priority, job.tenant] += seconds
         longest = max(self.longest_round_s[report.worker_id], report.total_s)
         self.longest_round_s[report.worker_id] = longest
 

@@ -1,7 +1,7 @@
 """Fairness between tenants: the bound, what it does not touch, and that it forgets who has gone.
 
-The bound, for any policy: two tenants that have requests of one priority in the queue all the time differ in machine
-seconds by at most the service of the longest request, plus one round on each worker.
+The bound, for any policy, with the reserved share and without: two tenants that have requests of one priority in the queue
+all the time differ in machine seconds by at most the service of the longest request, plus one round on each worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.tenants import Account, Accounts
 from tests.core.cluster import Cluster, Job, facts
 
-FAIR = CoreSettings(tenant_fairness=True, reserved_share=False)
+FAIR = CoreSettings(tenant_fairness=True)
 ANY_POLICY = pytest.mark.parametrize("policy", sorted(POLICIES))
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 """A failing example of a hundred requests is shrunk for minutes and stays large."""
@@ -35,20 +35,26 @@ LOAD = st.tuples(
     st.lists(KIND, min_size=1, max_size=4),
     st.integers(12, 60),  # requests
     st.sampled_from([0.0, 0.001, 0.02]),  # between arrivals
+    st.lists(st.integers(0, 1), min_size=1, max_size=3),  # priorities
 )
+LOADS = st.lists(LOAD, min_size=2, max_size=4)
+SLOTS = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 def jobs(tenant: str, load) -> list[Job]:  # type: ignore[no-untyped-def]
-    kinds, count, gap_s = load
+    kinds, count, gap_s, priorities = load
     out = []
     for i in range(count):
         prompt, output, pace, hint = kinds[i % len(kinds)]
-        out.append(Job(f"{tenant}{i:03d}", i * gap_s, prompt, output, pace, 0, tenant, hint, None, tenant))
+        priority = priorities[i % len(priorities)]
+        out.append(
+            Job(f"{tenant}{i:03d}", i * gap_s, prompt, output, pace, priority, tenant, hint, None, tenant)
+        )
     return out
 
 
 class Gauge:
-    """How far any two tenants are apart, from when both have something in the queue until one of them has not."""
+    """How far any two tenants are apart at one priority, from when both have something in the queue until one has not."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.together_s = 0.0
@@ -56,9 +62,9 @@ class Gauge:
         self.anyhow_s = 0.0
         """The greatest difference of any two."""
         self._cluster = cluster
-        self._since_s: dict[str, float] = {}
-        self._start: dict[tuple[str, str], float] = {}
-        self._over: set[tuple[str, str]] = set()
+        self._since_s: dict[tuple[int, str], float] = {}
+        self._start: dict[tuple[tuple[int, str], tuple[int, str]], float] = {}
+        self._over: set[tuple[tuple[int, str], tuple[int, str]]] = set()
         self._step = cluster.step
         cluster.step = self.step  # type: ignore[method-assign]
 
@@ -66,12 +72,12 @@ class Gauge:
         self._step(events)
         cluster = self._cluster
         waiting = (i for i, (worker, _) in cluster.lease.items() if worker is None and i not in cluster.ended)
-        queued = {cluster.jobs[i].tenant for i in waiting}
-        for tenant in queued:
-            self._since_s.setdefault(tenant, cluster.now_s)
+        queued = {(cluster.jobs[i].priority, cluster.jobs[i].tenant) for i in waiting}
+        for account in queued:
+            self._since_s.setdefault(account, cluster.now_s)
         self._over |= {pair for pair in self._start if not queued.issuperset(pair)}
         for pair in combinations(sorted(queued), 2):
-            if pair in self._over:
+            if pair in self._over or pair[0][0] != pair[1][0]:
                 continue
             difference = cluster.tenant_served_s[pair[0]] - cluster.tenant_served_s[pair[1]]
             apart = abs(difference - self._start.setdefault(pair, difference))
@@ -96,36 +102,35 @@ def bound_s(cluster: Cluster) -> float:
     return max(cluster.served_s.values()) + sum(cluster.longest_round_s.values()) + 1e-9
 
 
-def check_bound(policy: str, loads, slots: list[int]) -> None:  # type: ignore[no-untyped-def]
-    cluster, gauge = run(policy, loads, slots)
+def check_bound(policy: str, loads, slots: list[int], reserved_share: bool) -> None:  # type: ignore[no-untyped-def]
+    settings = CoreSettings(tenant_fairness=True, reserved_share=reserved_share)
+    cluster, gauge = run(policy, loads, slots, settings)
     assert gauge.together_s <= bound_s(cluster)
     # Who begins to wait later finds the others up to the bound apart.
     assert gauge.anyhow_s <= 2 * bound_s(cluster)
 
 
 @ANY_POLICY
-@given(
-    loads=st.lists(LOAD, min_size=2, max_size=4), slots=st.lists(st.integers(1, 4), min_size=1, max_size=3)
-)
-@examples(max_examples=10, deadline=None, phases=NO_SHRINKING)
-def test_backlogged_tenants_differ_by_the_longest_request_and_a_round(policy, loads, slots) -> None:  # type: ignore[no-untyped-def]
-    check_bound(policy, loads, slots)
+@given(loads=LOADS, slots=SLOTS, reserved_share=st.booleans())
+@examples(max_examples=6, deadline=None, phases=NO_SHRINKING)
+def test_backlogged_tenants_differ_by_the_longest_request_and_a_round(  # type: ignore[no-untyped-def]
+    policy, loads, slots, reserved_share
+) -> None:
+    check_bound(policy, loads, slots, reserved_share)
 
 
 @pytest.mark.long
 @ANY_POLICY
-@given(
-    loads=st.lists(LOAD, min_size=2, max_size=4), slots=st.lists(st.integers(1, 4), min_size=1, max_size=3)
-)
+@given(loads=LOADS, slots=SLOTS, reserved_share=st.booleans())
 @examples(max_examples=100, deadline=None, phases=NO_SHRINKING)
-def test_the_same_at_length(policy, loads, slots) -> None:  # type: ignore[no-untyped-def]
-    check_bound(policy, loads, slots)
+def test_the_same_at_length(policy, loads, slots, reserved_share) -> None:  # type: ignore[no-untyped-def]
+    check_bound(policy, loads, slots, reserved_share)
 
 
 def hog_and_guest(policy: str, settings: CoreSettings) -> tuple[Cluster, Gauge]:
     """One has short requests and many of them, so that every policy but fcfs puts it first; fcfs because it came first."""
-    hog = ([(20, 30, (3,), 30)], 120, 0.0)
-    guest = ([(20, 60, (3,), 60)], 60, 0.0)
+    hog = ([(20, 30, (3,), 30)], 120, 0.0, [0])
+    guest = ([(20, 60, (3,), 60)], 60, 0.0, [0])
     return run(policy, [hog, guest], [2], settings)
 
 
@@ -137,17 +142,33 @@ def test_without_it_one_tenant_can_wait_for_all_of_another(policy: str) -> None:
 
 
 @ANY_POLICY
-def test_what_the_reserved_share_gives_is_charged(policy: str) -> None:
-    """It stands above fairness: tenants can be further apart by what it gave, and by no more."""
-    cluster, gauge = hog_and_guest(policy, CoreSettings(tenant_fairness=True))
-    assert gauge.anyhow_s <= bound_s(cluster) + max(cluster.reserved_s.values(), default=0.0)
+def test_the_reserved_share_takes_turns_too(policy: str) -> None:
+    """One slot of two is reserved, and all that is oldest belongs to one tenant."""
+    cluster, gauge = hog_and_guest(policy, FAIR)
+    assert gauge.anyhow_s <= bound_s(cluster)
+
+
+@ANY_POLICY
+def test_what_has_the_reserved_share_to_itself_takes_turns(policy: str) -> None:
+    """The same among requests that run through the reserved share only, since better ones never end."""
+    cluster = Cluster(policy, [facts("w", 2, 10_000)], FAIR)
+    gauge = Gauge(cluster)
+    low = [0.0, [-1]]
+    cluster.submit(jobs("hog", ([(20, 30, (3,), 30)], 12, *low)))
+    cluster.submit(jobs("guest", ([(20, 60, (3,), 60)], 6, *low)))
+    cluster.submit(jobs("stream", ([(20, 30, (3,), 30)], 40, 0.0, [1])))
+    cluster.run()
+    better_s = max(s for i, s in cluster.finished_s.items() if cluster.jobs[i].priority == 1)
+    ended = [i for i, s in cluster.finished_s.items() if s < better_s and cluster.jobs[i].priority == -1]
+    assert {cluster.jobs[i].tenant for i in ended} == {"hog", "guest"}
+    assert 0 < gauge.together_s <= bound_s(cluster)
 
 
 def step_cost(waiting: int, fair: bool) -> int:
     """Comparisons are not counted, ranks are: policy calls of the step in which a turn comes."""
     cluster = Cluster("laps-sd", [facts("w", 2, 10_000)], CoreSettings(tenant_fairness=fair), check=False)
-    cluster.submit(jobs("a", ([(20, 60, (3,), 60)], waiting, 0.0)))
-    cluster.submit(jobs("b", ([(20, 60, (3,), 60)], waiting, 0.0)))
+    cluster.submit(jobs("a", ([(20, 60, (3,), 60)], waiting, 0.0, [0])))
+    cluster.submit(jobs("b", ([(20, 60, (3,), 60)], waiting, 0.0, [0])))
     cluster.run(until_s=0.0)
     calls = 0
     rank = cluster.scheduler.policy.rank
