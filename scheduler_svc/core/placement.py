@@ -36,7 +36,7 @@ def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
 
 
 def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
-    """The oldest requests are on some list whatever their rank, spread as the workers' reserved shares allow."""
+    """The reserved requests are on some list whatever their rank, spread as the workers' reserved shares allow."""
     shard.update_reserved()
     for request in list(shard.reserved_queued.values()):
         # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
