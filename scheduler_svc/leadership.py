@@ -112,7 +112,9 @@ class Leadership:
 
     async def _recovered_loop(self) -> Loop:
         blob = await self.store.load_priors()
-        core_settings = CoreSettings(perceived_levels=self.settings.perceived_levels)
+        core_settings = CoreSettings(
+            perceived_levels=self.settings.perceived_levels, tenant_fairness=self.settings.tenant_fairness
+        )
         core = Scheduler(
             policy_named(self.settings.policy, core_settings),
             core_settings,

@@ -29,6 +29,10 @@ class SchedulerSettings(ServingSettings):
         False,
         help="Of laps-sd-paper: a request whose acceptance has settled goes to the level of its remaining time.",
     )
+    tenant_fairness: bool = field(
+        False,
+        help="Keep backlogged tenants of one priority within the service of the longest request of each other.",
+    )
     grpc_port: int = field(
         50052, help="Port for gateways, workers and operators; 0 takes a free one", minimum=0, maximum=65535
     )

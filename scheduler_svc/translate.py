@@ -306,6 +306,7 @@ def explanation(view: Explanation) -> pb.Explanation:
         tenant=view.tenant,
         priority=view.priority,
         worker_id=view.worker_id or "",
+        tenant_ahead=view.tenant_ahead,
     )
 
 

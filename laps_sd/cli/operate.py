@@ -53,6 +53,8 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
         lines.append(", ".join([*place, f"{e.ahead} requests before it"]))
         if e.ordered_by:
             lines.append(f"ordered by {e.ordered_by}")
+        if e.tenant_ahead:
+            lines.append("waits for requests of other tenants: its own has had more service than they")
         lines.append(
             f"remaining {e.remaining_s:.3f} s (between {e.remaining_low_s:.3f} and {e.remaining_high_s:.3f})"
             + (f": {e.basis}" if e.basis else "")

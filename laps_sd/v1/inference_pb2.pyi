@@ -845,6 +845,7 @@ class Explanation(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ORDERED_BY_FIELD_NUMBER: _builtins.int
+    TENANT_AHEAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___Explanation.State.ValueType
     policy: _builtins.str
@@ -871,6 +872,8 @@ class Explanation(_message.Message):
     worker_id: _builtins.str
     ordered_by: _builtins.str
     """What its place rests on, a phrase: "about 0.5 s left (level 3)"."""
+    tenant_ahead: _builtins.bool
+    """It waits for requests of other tenants, because its own tenant had more service (fairness between tenants)."""
     @_builtins.property
     def story(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryLine]: ...
     def __init__(
@@ -898,10 +901,11 @@ class Explanation(_message.Message):
         priority: _builtins.int = ...,
         worker_id: _builtins.str = ...,
         ordered_by: _builtins.str = ...,
+        tenant_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "level", b"level", "perceptible", b"perceptible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "tenant_ahead", b"tenant_ahead", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
     _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015

@@ -34,11 +34,12 @@ def _entry(request: Request, worker: Worker) -> AssignEntry:
         request.entry = entry = AssignEntry(
             request.facts.request_id,
             request.lease_epoch,
-            rank.rank_class,
+            request.order_key[0],
             rank.index_s,
             rank.resume_cost_s,
             request.reserved and (request.running or not worker.reserve_debt_blocks),
-            rank.pinned,
+            # Between tenants a policy without preemption has no say: a tenant that is ahead can be paused.
+            rank.pinned and not request.tenant_ahead,
         )
     return entry
 

@@ -36,7 +36,7 @@ def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
 
 
 def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
-    """The oldest requests are on some list whatever their rank, spread as the workers' reserved shares allow."""
+    """The reserved requests are on some list whatever their rank, spread as the workers' reserved shares allow."""
     shard.update_reserved()
     for request in list(shard.reserved_queued.values()):
         # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
@@ -59,7 +59,7 @@ class _Front:
     def at(self, index: int) -> tuple[Request, bool]:
         """The queued request there, and whether its rank rests on the newest priors."""
         while True:
-            request = self._shard.requests[self._shard.queued.at(index)[-1]]
+            request = self._shard.queued_at(index)
             if self._left == 0:
                 return request, not self._ledger.is_stale(request)
             if not self._ledger.refresh(request):

@@ -6,19 +6,21 @@ from typing import NamedTuple
 
 MAX_LEVELS = 32
 """Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be bounded."""
-DEFICIT_BANDS = 64
-"""Room for the tenant deficit between priority and level."""
+AHEAD = MAX_LEVELS
+"""The bit between priority and level: set while the tenant is ahead of others (`core/tenants.py`), and no business of
+a policy. MAX_LEVELS is a power of two, so it is a bit of the class of any priority.
+"""
 
 
-def pack_rank_class(priority: int, level: int, deficit_band: int = 0) -> int:
+def pack_rank_class(priority: int, level: int) -> int:
     """Pack the precedence above the index into one number; smaller runs first.
 
     Precedence (our choice): the reserved share stands above all of this and is a flag of its own; then priority,
-    higher first; then the tenant's deficit (when fairness is on); then the level. Each part has its own digits:
+    higher first; then whether the tenant is ahead (when fairness is on); then the level. Each part has its own bits:
 
-        rank_class = (−priority · DEFICIT_BANDS + deficit_band) · MAX_LEVELS + level
+        rank_class = −priority · 2 · MAX_LEVELS + (AHEAD if the tenant is ahead) + level
     """
-    return (-priority * DEFICIT_BANDS + deficit_band) * MAX_LEVELS + level
+    return -priority * 2 * MAX_LEVELS + level
 
 
 class Remaining(NamedTuple):

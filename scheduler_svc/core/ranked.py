@@ -27,6 +27,9 @@ class Ranked(Generic[Key]):
     def __len__(self) -> int:
         return self._size
 
+    def __bool__(self) -> bool:
+        return self._size > 0
+
     def __iter__(self) -> Iterator[Key]:
         for block in self._blocks:
             yield from block

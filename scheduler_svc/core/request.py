@@ -8,7 +8,8 @@ from laps_sd.choose import Residency
 from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
 from scheduler_svc.core.estimate_errors import SETTLED_ROUNDS, Basis, Estimate, Moment
 from scheduler_svc.core.events import RequestFacts
-from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.rank import AHEAD, RankKey
+from scheduler_svc.core.tenants import Account
 
 STABLE_ROUNDS = 8
 """Rounds of running acceptance that are remembered; `policies/laps_sd_paper.py` asks for them. Our choice."""
@@ -66,8 +67,11 @@ class Request:
     priors_version: int = -1
     """Version of the priors that its rank rests on."""
     order_key: OrderKey = (0, 0.0, "")
+    """Up to date while it is on a list; in the queue, its tenant's turn may have come or gone since."""
     entry: AssignEntry | None = None
     """What its worker's list says of it; None when that has to be made anew."""
+    account: Account | None = None
+    """Its tenant's, when fairness is on and it is in the shard."""
     story: list[StoryLine] = field(default_factory=list)
 
     @property
@@ -91,10 +95,26 @@ class Request:
         return self.facts.prompt_tokens + self.facts.max_tokens
 
     @property
+    def tenant_ahead(self) -> bool:
+        """Whether it comes after the requests of other tenants, because its own has had more."""
+        return self.account is not None and self.account.ahead
+
+    @property
     def rank(self) -> RankKey:
         """Its rank now."""
         assert self.rank_before is not None, "ranked when it enters the shard"
         return self.rank_before
+
+    @property
+    def key_now(self) -> OrderKey:
+        """Its order key in its tenant's present turn."""
+        rank_class, cost, request_id = self.order_key
+        return (rank_class | AHEAD if self.tenant_ahead else rank_class & ~AHEAD, cost, request_id)
+
+    @property
+    def age_key(self) -> OrderKey:
+        """By this the oldest come first."""
+        return (0, self.facts.sequence, self.facts.request_id)
 
     @property
     def standing(self) -> Standing:
@@ -115,8 +135,10 @@ class Request:
             self.attained_before_level_s = self.attained_s
         self.rank_before = rank
         self.entry = None
+        account = self.account
+        rank_class = rank.rank_class if account is None or not account.ahead else rank.rank_class | AHEAD
         cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
-        self.order_key = (rank.rank_class, cost, self.facts.request_id)
+        self.order_key = (rank_class, cost, self.facts.request_id)
 
     def speculated(self, drafted: int, accepted: int) -> None:
         """A round drafted so many tokens, and so many of them were accepted."""

@@ -66,7 +66,7 @@ class Scheduler:
         self._ranker = Ranker(policy, priors)
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
-        self._shard = Shard(settings.list_factor, settings.reserved_share)
+        self._shard = Shard(settings.list_factor, settings.reserved_share, settings.tenant_fairness)
 
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
         """Hear what happened since the last step; return what follows from it, in the order of the contract."""
@@ -75,6 +75,7 @@ class Scheduler:
         for event in events:
             self._apply(event, ledger)
         self._publish(now_s)
+        self._shard.take_turns()
         place(self._shard, ledger, self.settings)
         return ledger.commands(self.settings)
 
@@ -341,6 +342,8 @@ class Scheduler:
             return NO_BLOCKS
         if newcomer.reserved and newcomer.order_key > request.order_key:
             return "the reserved share went to an older request"
+        if request.tenant_ahead and not newcomer.tenant_ahead:
+            return "its tenant is ahead of others that wait"
         theirs, its = self.policy.ordered_by(newcomer), self.policy.ordered_by(request)
         return f"outranked by a request with {theirs}; this one has {its}"
 
@@ -388,10 +391,14 @@ class Scheduler:
         """Attained service: an equal share of the round for all that it verified (for all that took part, if it
         verified nothing), and of the prefill by the tokens computed.
         """
+        seconds = 0.0
         if progress.tokens or not verified:
-            request.attained_s += (report.draft_s + report.verify_s) / (verified or len(report.progress))
+            seconds = (report.draft_s + report.verify_s) / (verified or len(report.progress))
         if progress.prefilled:
-            request.attained_s += report.prefill_s * progress.prefilled / prefilled
+            seconds += report.prefill_s * progress.prefilled / prefilled
+        request.attained_s += seconds
+        if request.account is not None:
+            self._shard.charge(request.account, seconds, request.attained_s)
 
     def _learn_end(self, end: End, request: Request) -> None:
         workload_class = request.facts.workload_class
@@ -452,7 +459,7 @@ class Scheduler:
             level=rank.level if self.policy.has_levels else None,
             ordered_by=self.policy.ordered_by(request),
             index_s=request.order_key[1],
-            position=self._shard.position(request.order_key),
+            position=self._shard.position(request),
             perceptible=rank.perceptible,
             remaining_s=rank.remaining.mean_s,
             remaining_low_s=rank.remaining.low_s,
@@ -461,6 +468,7 @@ class Scheduler:
             worker_id=request.worker,
             lease_epoch=request.lease_epoch,
             reserved=request.reserved,
+            tenant_ahead=request.tenant_ahead,
             fits_a_worker=request_id not in self._shard.parked,
             waiting_s=now_s - request.facts.arrival_s,
             attained_s=request.attained_s,

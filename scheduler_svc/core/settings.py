@@ -24,7 +24,16 @@ class CoreSettings:
     """Seconds between two versions of what was learnt. Each makes the ranks of waiting requests anew as they come
     into play: a small value costs time with many workers, a large one leaves old ranks standing."""
     reserved_share: bool = True
-    """Give max(1, B/32) slots to the oldest requests of the shard, so that nobody waits for ever: our choice."""
+    """Give max(1, B/32) slots to the oldest requests of the shard, so that nobody waits for ever: our choice. With
+    `tenant_fairness`, to the oldest of those whose tenant is not ahead.
+
+    Bound, for one worker whose KV is not latched: with two slots or more, the oldest request is in every round; with
+    one slot, in 32 of each 1024. A request has ended when all older ones and itself have had their rounds that way.
+    With `tenant_fairness` this is so while its tenant is not ahead, and `core/tenants.py` says how long that can be.
+    """
+    tenant_fairness: bool = False
+    """Keep tenants of one priority within the service of the longest request of each other while both have requests
+    in the queue (`core/tenants.py`). A request may then be paused for another tenant's under every policy."""
     level_base_s: float = 1 / 128
     """Machine seconds up to which a request is in level 0. Levels are absolute and grow exponentially, so the base
     sets the finest distinction only; see `policies/laps_sd.py` for why it is not learnt."""

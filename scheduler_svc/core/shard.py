@@ -3,7 +3,8 @@
 Invariants (`check` states them in code; tests call it after every step)
   * A request is in exactly one place: queued, parked, or on the list of the one worker that it names.
   * `queued` holds what some worker that takes work could hold, `parked` what none could.
-  * The reserved requests are the oldest ones, as many as the workers' reserved shares add up to.
+  * The reserved requests are the oldest ones whose tenant is not ahead, as many as the workers' reserved shares add up
+    to. Without fairness between tenants nobody is ahead.
 
 Only this module changes the orders, so that they cannot drift apart.
 """
@@ -14,13 +15,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
-from scheduler_svc.core.rank import RankKey
+from scheduler_svc.core.rank import AHEAD, RankKey
 from scheduler_svc.core.ranked import Ranked
 from scheduler_svc.core.request import OrderKey, Request
+from scheduler_svc.core.tenants import Account, Accounts, TenantOrder
 from scheduler_svc.core.worker import Worker
 
 _Cut = tuple[int, float, str, str]
@@ -30,10 +32,14 @@ _Cut = tuple[int, float, str, str]
 class Shard:
     """The working copy. Changes no rank and emits nothing by itself."""
 
-    def __init__(self, list_factor: int, reserved_share: bool) -> None:
+    def __init__(self, list_factor: int, reserved_share: bool, tenant_fairness: bool = False) -> None:
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
-        self.queued: Ranked[OrderKey] = Ranked()
+        self._accounts = Accounts()
+        """Empty while there is no fairness between tenants."""
+        self._by_tenant: list[TenantOrder] = []
+        """The orders of queued and of unreserved requests, with fairness between tenants."""
+        self.queued = self._new_order(tenant_fairness)
         self.parked: dict[str, Request] = {}
         self.touched: dict[str, Worker] = {}
         """Workers whose list may differ from what they have."""
@@ -45,12 +51,14 @@ class Shard:
         self.running = 0
         self._list_factor = list_factor
         self._reserved_share = reserved_share
-        self._by_age: Ranked[tuple[int, str]] = Ranked()
-        self._reserved: dict[str, Request] = {}
+        self._reserved: Ranked[OrderKey] = Ranked()
+        """The reserved requests, by age."""
+        self._unreserved = self._new_order(tenant_fairness)
+        """All others, by age; those whose tenant is ahead after those whose tenant is not."""
         self.reserved_queued: dict[str, Request] = {}
         """Reserved requests in the queue: they go onto a list whatever their rank."""
         self._reserved_total = 0
-        self._reserve_afresh = False
+        self._shares_changed = False
         self._loads: Ranked[tuple[float, str]] = Ranked()
         self._load_of: dict[str, tuple[float, str]] = {}
         self._cuts: Ranked[_Cut] = Ranked()
@@ -58,15 +66,25 @@ class Shard:
         self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
 
+    def _new_order(self, tenant_fairness: bool) -> Ranked[OrderKey] | TenantOrder:
+        if not tenant_fairness:
+            return Ranked()
+        self._by_tenant.append(TenantOrder(self._account_of))
+        return self._by_tenant[-1]
+
+    def _account_of(self, request_id: str) -> Account:
+        account = self.requests[request_id].account
+        assert account is not None, "opened when the request entered"
+        return account
+
     # Requests.
 
     def enter(self, request: Request) -> None:
         """A ranked request joins: in the queue, or on the list of the worker that it names."""
         self.requests[request.request_id] = request
-        age = (request.facts.sequence, request.request_id)
-        self._by_age.add(age)
-        if self._reserved and age <= self._by_age.at(len(self._reserved) - 1):
-            self._reserve_afresh = True
+        if self._by_tenant:
+            request.account = self._accounts.open(request.facts.priority, request.facts.tenant)
+        self._unreserved.add(request.age_key)
         self._count(request, +1)
         if request.worker is None:
             self._enqueue(request)
@@ -80,9 +98,10 @@ class Shard:
         else:
             self._delist(request)
         self._count(request, -1)
-        self._by_age.remove((request.facts.sequence, request.request_id))
-        self._reserved.pop(request.request_id, None)
+        (self._reserved if request.reserved else self._unreserved).remove(request.age_key)
         del self.requests[request.request_id]
+        if request.account is not None:
+            self._accounts.close(request.account)
         if not self.requests:
             self.backlog_s = 0.0  # what rounding left
 
@@ -121,6 +140,28 @@ class Shard:
             self.queued.remove(before)
             self.queued.add(request.order_key)
 
+    def queued_at(self, index: int) -> Request:
+        """The queued request with so many better ones."""
+        key = self.queued.at(index)
+        request = self.requests[key[-1]]
+        request.order_key = key
+        return request
+
+    def charge(self, account: Account, seconds: float, attained_s: float) -> None:
+        """A round served a request of this tenant so long, and all its rounds `attained_s`."""
+        self._accounts.charge(account, seconds, attained_s)
+
+    def take_turns(self) -> None:
+        """Move the requests of the tenants whose turn came or went by the events of this step."""
+        for account in self._accounts.settle():
+            for order in self._by_tenant:
+                order.turned(account)
+            for request in account.listed.values():
+                self.rerank(request, request.rank)
+            if account.ahead:
+                for key in [key for key in self._reserved if self.requests[key[-1]].account is account]:
+                    self._set_reserved(key, False)
+
     def set_running(self, request: Request, running: bool) -> None:
         """Whether it took part in its worker's last round."""
         if request.running != running:
@@ -129,15 +170,16 @@ class Shard:
             self.running += 1 if running else -1
             self.depth[request.rank.level] += -1 if running else 1
 
-    def position(self, key: OrderKey) -> int:
-        """How many unfinished requests have a smaller key. Costs a bisection for each list: for people's questions."""
+    def position(self, request: Request) -> int:
+        """How many unfinished requests come before it. Costs a bisection for each list: for people's questions."""
+        key = request.key_now
         listed = sum(bisect_left(worker.ordered, key) for worker in self.workers.values())
-        parked = sum(request.order_key < key for request in self.parked.values())
+        parked = sum(other.key_now < key for other in self.parked.values())
         return self.queued.position(key) + listed + parked
 
     def in_order(self) -> Iterator[Request]:
         """All unfinished requests, best first. For people's questions."""
-        parked = sorted(request.order_key for request in self.parked.values())
+        parked = sorted(request.key_now for request in self.parked.values())
         lists = (worker.ordered for worker in self.workers.values())
         return (self.requests[key[-1]] for key in merge(self.queued, parked, *lists))
 
@@ -151,6 +193,8 @@ class Shard:
     def _enqueue(self, request: Request) -> None:
         if request.longest_tokens <= self.capacity_tokens:
             self.queued.add(request.order_key)
+            if request.account is not None:
+                self._accounts.queued(request.account, +1)
             if request.reserved:
                 self.reserved_queued[request.request_id] = request
         else:
@@ -160,9 +204,14 @@ class Shard:
         self.reserved_queued.pop(request.request_id, None)
         if self.parked.pop(request.request_id, None) is None:
             self.queued.remove(request.order_key)
+            if request.account is not None:
+                self._accounts.queued(request.account, -1)
 
     def _enlist(self, request: Request, worker: Worker) -> None:
         request.worker = worker.worker_id
+        if request.account is not None:
+            request.account.listed[request.request_id] = request
+            request.order_key = request.key_now
         worker.add(request)
         worker.reserved += request.reserved
         self._list_changed(worker)
@@ -171,6 +220,8 @@ class Shard:
         assert request.worker is not None
         worker = self.workers[request.worker]
         worker.remove(request)
+        if request.account is not None:
+            del request.account.listed[request.request_id]
         self._list_changed(worker)
         if worker.facts is None and not worker.members:
             del self.workers[worker.worker_id]
@@ -199,7 +250,7 @@ class Shard:
             for request in waiting:
                 self._dequeue(request)
                 self._enqueue(request)
-        self._reserve_afresh = True
+        self._shares_changed = True
 
     def worker_lost(self, worker: Worker) -> None:
         """It takes no more work, and is forgotten as soon as it has no members."""
@@ -258,49 +309,54 @@ class Shard:
     # The reserved share.
 
     def update_reserved(self) -> None:
-        """Bring the reserved requests up to date with the ends, arrivals and workers of a step."""
-        if self._reserve_afresh:
-            self._reserve_afresh = False
-            takers = [worker for worker in self.workers.values() if worker.takes_work]
-            self._reserved_total = (
-                sum(worker.reserved_share for worker in takers) if self._reserved_share else 0
-            )
-            oldest = {key[1] for key in islice(self._by_age, self._reserved_total)}
-            for request in [r for r in self._reserved.values() if r.request_id not in oldest]:
-                self._set_reserved(request, False)
-            for key in list(islice(self._by_age, self._reserved_total)):
-                self._set_reserved(self.requests[key[1]], True)
-        # An end leaves a gap among the oldest; whoever is next in age moves up.
-        while len(self._reserved) < min(self._reserved_total, len(self._by_age)):
-            self._set_reserved(self.requests[self._by_age.at(len(self._reserved))[1]], True)
+        """Bring the reserved requests up to date with the ends, arrivals, turns and workers of a step."""
+        if self._shares_changed:
+            self._shares_changed = False
+            self._reserved_total = self._shares()
+        reserved, unreserved = self._reserved, self._unreserved
+        while len(reserved) > self._reserved_total:
+            self._set_reserved(_youngest(reserved), False)
+        while len(reserved) < self._reserved_total and unreserved and not unreserved.at(0)[0] & AHEAD:
+            self._set_reserved(unreserved.at(0), True)
+        # Who came back from the record, or whose turn came, may be older than some that are reserved.
+        while reserved and unreserved and unreserved.at(0) < _youngest(reserved):
+            self._set_reserved(_youngest(reserved), False)
+            self._set_reserved(unreserved.at(0), True)
 
-    def _set_reserved(self, request: Request, reserved: bool) -> None:
-        if request.reserved == reserved:
-            return
+    def _shares(self) -> int:
+        takers = (worker for worker in self.workers.values() if worker.takes_work)
+        return sum(worker.reserved_share for worker in takers) if self._reserved_share else 0
+
+    def _set_reserved(self, age_key: OrderKey, reserved: bool) -> None:
+        request = self.requests[age_key[-1]]
         request.reserved = reserved
         request.entry = None
         if reserved:
-            self._reserved[request.request_id] = request
+            self._unreserved.remove(age_key)
+            self._reserved.add(age_key)
         else:
-            del self._reserved[request.request_id]
+            self._reserved.remove(age_key)
+            self._unreserved.add(age_key)
         if request.worker is not None:
             worker = self.workers[request.worker]
             worker.reserved += 1 if reserved else -1
             self.touched[worker.worker_id] = worker
         elif request.request_id not in self.parked:
-            self._dequeue(request)
-            self._enqueue(request)
+            if reserved:
+                self.reserved_queued[request.request_id] = request
+            else:
+                del self.reserved_queued[request.request_id]
 
     # What must always hold.
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests: its cost grows with the shard."""
-        assert list(self.queued) == sorted(self.queued)
-        assert all(self.requests[key[-1]].order_key == key for key in self.queued)
+        self._accounts.check()
         queued = {key[-1] for key in self.queued}
+        assert list(self.queued) == sorted(self.requests[i].key_now for i in queued)
         listed: set[str] = set()
         for worker in self.workers.values():
-            assert worker.ordered == sorted(r.order_key for r in worker.members.values())
+            assert worker.ordered == sorted(r.key_now for r in worker.members.values())
             assert all(r.worker == worker.worker_id for r in worker.members.values())
             assert set(worker.sent) <= set(worker.members)
             assert worker.reserved == sum(r.reserved for r in worker.members.values())
@@ -316,7 +372,12 @@ class Shard:
         assert self.running == sum(r.running for r in self.requests.values())
         takers = [w for w in self.workers.values() if w.takes_work]
         assert sorted(w.load for w in takers) == list(self._loads)
-        oldest = sorted(self.requests.values(), key=lambda r: (r.facts.sequence, r.request_id))
-        share = sum(w.reserved_share for w in takers) if self._reserved_share else 0
         assert set(self.reserved_queued) == {i for i in queued if self.requests[i].reserved}
-        assert [r.reserved for r in oldest] == [i < share for i in range(len(oldest))]
+        in_turn = sorted(r.age_key for r in self.requests.values() if not r.tenant_ahead)
+        assert list(self._reserved) == in_turn[: self._shares()]
+        assert list(self._reserved) == sorted(r.age_key for r in self.requests.values() if r.reserved)
+        assert len(self._reserved) + len(self._unreserved) == len(self.requests)
+
+
+def _youngest(by_age: Ranked[OrderKey]) -> OrderKey:
+    return next(reversed(by_age))

@@ -45,7 +45,9 @@ class Explanation:
     worker_id: str | None
     lease_epoch: int
     reserved: bool
-    """Among the oldest: may use the reserved share."""
+    """Among the oldest (of the tenants that are not ahead): may use the reserved share."""
+    tenant_ahead: bool
+    """It waits for requests of other tenants, because its own had more (only with fairness between tenants)."""
     fits_a_worker: bool
     """False: no worker that is up could hold it, so it waits for one."""
     waiting_s: float

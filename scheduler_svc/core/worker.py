@@ -36,7 +36,7 @@ class Worker:
     """It said hello: it gets its list whatever is in it."""
     told_drained: bool = False
     reserved: int = 0
-    """Members that are among the oldest of the shard."""
+    """Members that may use the reserved share."""
     free_target_blocks: int = 0
     free_draft_blocks: int = 0
     reserve_debt_blocks: float = 0.0

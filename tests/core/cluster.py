@@ -6,6 +6,7 @@ Zero-latency messages; the time of a round grows with its sequences and their co
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 
 from laps_sd.choose import Candidate, Place, Residency, choose
@@ -57,13 +58,14 @@ class Job:
     workload_class: str = ""
     hint: int | None = None
     max_tokens: int | None = None
+    tenant: str = "t"
 
     def facts(self, sequence: int) -> RequestFacts:
         return RequestFacts(
             request_id=self.request_id,
             sequence=sequence,
             arrival_s=self.arrival_s,
-            tenant="t",
+            tenant=self.tenant,
             priority=self.priority,
             workload_class=self.workload_class,
             prompt_tokens=self.prompt,
@@ -156,6 +158,12 @@ class Cluster:
         self.ended: dict[str, End] = {}
         self.finished_s: dict[str, float] = {}
         self.drained: list[str] = []
+        self.served_s: Counter[str] = Counter()
+        """Machine seconds of each request, as its worker's rounds were: shares of rounds, and its own prefill."""
+        self.tenant_served_s: Counter[tuple[int, str]] = Counter()
+        """The same by priority and tenant."""
+        self.longest_round_s: Counter[str] = Counter()
+        """By worker."""
         self.commands: list[tuple[float, Command]] = []
         self.now_s = 0.0
         self._check = check
@@ -191,6 +199,7 @@ class Cluster:
             case "report", (str() as worker_id, SimWorker() as sim, RoundReported() as report):
                 if self.workers.get(worker_id) is sim:  # else it died with its report
                     sim.busy = False
+                    self._count_service(report)
                     self.step([report])
             case "lost", str() as worker_id:
                 if self.workers.pop(worker_id, None) is not None:
@@ -209,6 +218,19 @@ class Cluster:
                 self.step([EndRequested(request_id, End.CANCELLED, "")])
             case other:
                 raise AssertionError(other)
+
+    def _count_service(self, report: RoundReported) -> None:
+        prefilled = max(1, sum(progress.prefilled for progress in report.progress))
+        for progress in report.progress:
+            if self.lease[progress.request_id] != (report.worker_id, progress.lease_epoch):
+                continue  # taken back while the round was under way: its tokens count for nothing
+            seconds = (report.draft_s + report.verify_s) / len(report.progress)
+            seconds += report.prefill_s * progress.prefilled / prefilled
+            self.served_s[progress.request_id] += seconds
+            job = self.jobs[progress.request_id]
+            self.tenant_served_s[job.priority, job.tenant] += seconds
+        longest = max(self.longest_round_s[report.worker_id], report.total_s)
+        self.longest_round_s[report.worker_id] = longest
 
     def step(self, events: list[Event]) -> None:
         commands = self.scheduler.step(self.now_s, events)

@@ -5,7 +5,7 @@
     at SECONDS                       the clock from here on
     worker ID [slots= blocks= max_length=] [holds=a@1,b@2:host]
                                      it says hello, with what it holds (on the device unless said otherwise)
-    arrive ID [prompt= max= hint= priority= class=]
+    arrive ID [prompt= max= hint= priority= class= tenant=]
     recovered ID … [on=WORKER] epoch=N emitted=N rounds=N
     report WORKER ID:TOKENS …        a round: ID:3 three tokens; ID:3! and the end; ID:3@2 under lease epoch 2;
                                      ID:3/7 from position 7; evicted=ID residency none after it; s=SECONDS its time
@@ -142,7 +142,7 @@ class Script:
             request_id=request_id,
             sequence=int(named.get("sequence", self._sequence)),
             arrival_s=self._now_s,
-            tenant="t",
+            tenant=named.get("tenant", "t"),
             priority=int(named.get("priority", 0)),
             workload_class=named.get("class", ""),
             prompt_tokens=int(named.get("prompt", 100)),
@@ -226,7 +226,8 @@ class Script:
                 fits = "" if e.fits_a_worker else ", fits no worker"
                 rank = f"{level}{known}{e.ahead} ahead"
                 reserved = ", reserved" if e.reserved else ""
-                return [f"{request_id}: {where}, {rank}, {e.preemptions} preemptions{reserved}{fits}"]
+                turn = ", its tenant is ahead" if e.tenant_ahead else ""
+                return [f"{request_id}: {where}, {rank}, {e.preemptions} preemptions{reserved}{turn}{fits}"]
             case ["place", request_id]:
                 e = self.core.explain(request_id, self._now_s)
                 assert e is not None

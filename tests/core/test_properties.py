@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from laps_sd.choose import RESERVED_ONE_IN, RESERVED_SLICE_ROUNDS
 from scheduler_svc.core.events import End
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.settings import CoreSettings
@@ -40,11 +41,25 @@ WORKERS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([40, 80, 1000]))
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def build(policy: str, jobs: list, workers: list, faults: list) -> Cluster:  # type: ignore[type-arg]
-    cluster = Cluster(policy, [facts(f"w{i}", slots, blocks) for i, (slots, blocks) in enumerate(workers)])
+def build(policy: str, jobs: list, workers: list, faults: list, fair: bool = False) -> Cluster:  # type: ignore[type-arg]
+    cluster = Cluster(
+        policy,
+        [facts(f"w{i}", slots, blocks) for i, (slots, blocks) in enumerate(workers)],
+        CoreSettings(tenant_fairness=fair),
+    )
     cluster.submit(
         [
-            Job(f"r{i:02d}", arrival, prompt, output, tuple(pace), priority, workload_class, hint)
+            Job(
+                f"r{i:02d}",
+                arrival,
+                prompt,
+                output,
+                tuple(pace),
+                priority,
+                workload_class,
+                hint,
+                tenant="abc"[i % 3],
+            )
             for i, (arrival, prompt, output, pace, priority, workload_class, hint) in enumerate(jobs)
         ]
     )
@@ -62,10 +77,21 @@ def build(policy: str, jobs: list, workers: list, faults: list) -> Cluster:  # t
     return cluster
 
 
-@given(jobs=JOBS, workers=WORKERS, faults=FAULTS)
+@given(jobs=JOBS, workers=WORKERS, faults=FAULTS, fair=st.booleans())
 @QUICK
-def test_every_request_ends_once_with_all_its_tokens(policy, jobs, workers, faults) -> None:  # type: ignore[no-untyped-def]
-    cluster = build(policy, jobs, workers, faults)
+def test_every_request_ends_once_with_all_its_tokens(policy, jobs, workers, faults, fair) -> None:  # type: ignore[no-untyped-def]
+    ends_once(policy, jobs, workers, faults, fair)
+
+
+@pytest.mark.long
+@given(jobs=JOBS, workers=WORKERS, faults=FAULTS, fair=st.booleans())
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_same_at_length(policy, jobs, workers, faults, fair) -> None:  # type: ignore[no-untyped-def]
+    ends_once(policy, jobs, workers, faults, fair)
+
+
+def ends_once(policy, jobs, workers, faults, fair) -> None:  # type: ignore[no-untyped-def]
+    cluster = build(policy, jobs, workers, faults, fair)
     cluster.run()
     assert set(cluster.ended) == set(cluster.jobs)
     for request_id, job in cluster.jobs.items():
@@ -79,19 +105,19 @@ def test_every_request_ends_once_with_all_its_tokens(policy, jobs, workers, faul
     assert sum(cluster.scheduler.depth_by_level()) == 0
 
 
-@given(jobs=JOBS, workers=WORKERS, faults=FAULTS)
+@given(jobs=JOBS, workers=WORKERS, faults=FAULTS, fair=st.booleans())
 @QUICK
-def test_the_same_events_give_the_same_commands(policy, jobs, workers, faults) -> None:  # type: ignore[no-untyped-def]
-    first, second = build(policy, jobs, workers, faults), build(policy, jobs, workers, faults)
+def test_the_same_events_give_the_same_commands(policy, jobs, workers, faults, fair) -> None:  # type: ignore[no-untyped-def]
+    first, second = build(policy, jobs, workers, faults, fair), build(policy, jobs, workers, faults, fair)
     first.run()
     second.run()
     assert first.commands == second.commands
 
 
-@given(jobs=JOBS, workers=WORKERS)
+@given(jobs=JOBS, workers=WORKERS, fair=st.booleans())
 @QUICK
-def test_no_slot_is_idle_while_something_that_fits_waits(policy, jobs, workers) -> None:  # type: ignore[no-untyped-def]
-    cluster = build(policy, jobs, workers, [])
+def test_no_slot_is_idle_while_something_that_fits_waits(policy, jobs, workers, fair) -> None:  # type: ignore[no-untyped-def]
+    cluster = build(policy, jobs, workers, [], fair)
     step = cluster.step
 
     def step_and_look(events) -> None:  # type: ignore[no-untyped-def]
@@ -149,3 +175,32 @@ def test_lists_stay_bounded_when_better_ones_keep_arriving(policy: str) -> None:
     # 4 = 2 × 2 slots, 2 of margin, 1 reserved, and what is paused on the device.
     paused = sum(kept.blocks > 0 for kept in cluster.workers["w"].kept.values())
     assert longest <= 7 + paused
+
+
+@pytest.mark.parametrize("fair", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_low_priority_is_served_through_the_reserved_share(policy: str, slots: int, fair: bool) -> None:
+    """Under a stream of higher priority that never ends, the oldest request has the reserved share to itself.
+
+    The bound, on one worker whose KV is not latched: with two slots or more it is in every round from when it is the
+    oldest; with one slot in `RESERVED_SLICE_ROUNDS` of each `RESERVED_SLICE_ROUNDS · RESERVED_ONE_IN` rounds.
+    """
+    cluster = Cluster(policy, [facts("w", slots, 10_000)], CoreSettings(tenant_fairness=fair), check=False)
+    low = Job("low", 0.001, 20, 90, priority=-1)
+    rounds = low.output // 3
+    older = [Job(f"older{i}", 0.0, 20, 30, priority=1) for i in range(slots)]
+    share = (
+        RESERVED_SLICE_ROUNDS * RESERVED_ONE_IN * -(-rounds // RESERVED_SLICE_ROUNDS)
+        if slots == 1
+        else rounds
+    )
+    allowed = sum(job.output // 3 for job in older) + share + 2
+    stream = [
+        Job(f"s{i:03d}", 0.002, 20, 30, priority=1, tenant="another")
+        for i in range(slots * (allowed // 10 + 5))
+    ]
+    cluster.submit([*older, low, *stream])
+    while "low" not in cluster.ended:
+        cluster.run(until_s=cluster.now_s + 0.05)
+        assert cluster.workers["w"].round_number <= allowed
+    assert len(cluster.ended) < len(cluster.jobs), "the stream has not ended"
