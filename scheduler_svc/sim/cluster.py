@@ -349,7 +349,7 @@ class Cluster:
         if not run:
             return
         progress = []
-        context = prefilled = decoding = 0
+        context = prefilled = decoding = verified = 0
         budget = machine.prefill_chunk or 1 << 62
         for request_id in run:
             kept = worker.kept[request_id]
@@ -368,6 +368,7 @@ class Cluster:
                 progress.append(self._waits(kept, fresh))
                 continue
             decoding += 1
+            verified += kept.job.drafted(kept.rounds, machine.draft_len) + 1
             context += tokens
             progress.append(self._decodes(kept, fresh))
             if kept.ended:
@@ -375,7 +376,7 @@ class Cluster:
         if worker.free_blocks < 0:
             raise RuntimeError(f"{worker.facts.worker_id} holds more KV than it has")
         worker.round_number += 1
-        decode_s = machine.decode_s(decoding, context)
+        decode_s = machine.decode_s(decoding, context, verified)
         prefill_s = machine.prefill_token_s * prefilled
         swap_s = machine.swap_token_s * moved
         total_s = decode_s + prefill_s + swap_s
@@ -410,11 +411,11 @@ class Cluster:
         """A round of drafting and verification."""
         job, position = kept.job, kept.emitted
         pace = job.paces[kept.rounds]
+        draft_len = job.drafted(kept.rounds, self._machine.draft_len)
         kept.emitted += pace
         kept.rounds += 1
         kept.ended = kept.rounds == len(job.paces)
         own_end = End.STOP if job.output_tokens < job.max_tokens else End.LENGTH
-        draft_len = self._machine.draft_len
         return Progress(
             job.request_id,
             kept.lease_epoch,
