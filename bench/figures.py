@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def lines(
@@ -18,13 +19,7 @@ def lines(
     goal: float | None = None,
 ) -> None:
     """One line for each series of (x, y), and a dashed one at `goal`; the suffix of `path` says PNG or SVG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("Figures need matplotlib: pip install 'laps-sd[bench]'.") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name, points in series.items():
         axes.plot([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
@@ -41,3 +36,43 @@ def lines(
     axes.legend()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
+
+
+def ratios(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Mean latency over that of fcfs by policy, one panel per scenario: measured with its interval, and as simulated. Rows of
+    `bench.serve`; those without the ratio are left out."""
+    pyplot = _pyplot()
+    scenarios = list(dict.fromkeys(row["config"] for row in rows))
+    size = (4.2 * len(scenarios), 4.0)
+    figure, panels = pyplot.subplots(
+        1, len(scenarios), figsize=size, layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, scenario in zip(panels[0], scenarios, strict=True):
+        shown = [row for row in rows if row["config"] == scenario and "ratio_fcfs" in row]
+        places = range(len(shown))
+        middles = [row["ratio_fcfs"] for row in shown]
+        ends = [
+            [abs((row[f"ratio_fcfs_{end}"] or row["ratio_fcfs"]) - row["ratio_fcfs"]) for row in shown]
+            for end in ("low", "high")
+        ]
+        axes.bar(places, middles, yerr=ends, capsize=3, color="tab:blue", alpha=0.7, label="measured")
+        predicted = [row["simulated_ratio_fcfs"] for row in shown]
+        axes.scatter(places, predicted, marker="D", color="tab:orange", zorder=3, label="simulated")
+        axes.set_xticks(list(places), [row["policy"] for row in shown], rotation=45, ha="right")
+        axes.set_title(scenario)
+        axes.grid(visible=True, axis="y", alpha=0.3)
+    panels[0][0].set_ylabel("mean latency / fcfs")
+    panels[0][0].legend()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("Figures need matplotlib: pip install 'laps-sd[bench]'.") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
