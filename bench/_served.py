@@ -128,6 +128,9 @@ class ServedStack:
                 if time.monotonic() > deadline:
                     raise RuntimeError("the worker did not find the new scheduler")
                 time.sleep(0.02)
+            in_force = admin.GetShard(admin_pb2.GetShardRequest(), timeout=10).policy
+        if in_force != policy:
+            raise RuntimeError(f"the scheduler runs {in_force}, {policy} was asked for")
 
     def learnt(self) -> bytes:
         """What the scheduler has learnt, once it has written that down and learns no more."""

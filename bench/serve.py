@@ -48,6 +48,7 @@ from bench._served import (
 )
 from bench.policy import quantile
 from bench.report import Interval, finish, interval, progress, table
+from laps_sd.errors import StartupError
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.policies import POLICIES
 
@@ -528,7 +529,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     try:
         runs, _ = asyncio.run(measure(options))
-    except (ValueError, OSError) as error:
+    except (StartupError, ValueError, OSError, RuntimeError) as error:
         print(f"laps-sd bench serve: {error}", file=sys.stderr)
         return 2
     by = counted(runs)
