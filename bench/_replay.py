@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ TEMPERATURE = 0.8
 MAX_TRACED_TOKENS = 480
 """Of either part of a traced request: the demo pair knows positions up to 1022."""
 
-Send = Callable[[pb.GenerateRequest], AsyncIterator[pb.GenerateEvent]]
+Send = Callable[[pb.GenerateRequest], AsyncIterable[pb.GenerateEvent]]
 
 
 # -- what is sent ---------------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def _token_ids(kind: str, seed: int) -> tuple[int, ...]:
     """One prompt of a kind; never empty."""
     from tokenizers import Tokenizer
 
-    from laps_sd.model_dir import demo_target_dir
+    from worker_svc.demo import TARGET_DIR
 
-    tokenizer = Tokenizer.from_file(str(demo_target_dir() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
     return tuple(tokenizer.encode(demo_prompts(kind, 1, seed)[0].text + "\n").ids)
 
 
