@@ -76,6 +76,33 @@ def lines(
     _save(figure, path)
 
 
+def ratios(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Mean latency over that of fcfs by policy, one panel per scenario: measured with its interval, and as simulated. Rows of
+    `bench.serve`; those without the ratio are left out."""
+    scenarios = list(dict.fromkeys(row["config"] for row in rows))
+    size = (4.2 * len(scenarios), 4.0)
+    figure, panels = _pyplot().subplots(
+        1, len(scenarios), figsize=size, layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, scenario in zip(panels[0], scenarios, strict=True):
+        shown = [row for row in rows if row["config"] == scenario and "ratio_fcfs" in row]
+        places = range(len(shown))
+        middles = [row["ratio_fcfs"] for row in shown]
+        ends = [
+            [abs((row[f"ratio_fcfs_{end}"] or row["ratio_fcfs"]) - row["ratio_fcfs"]) for row in shown]
+            for end in ("low", "high")
+        ]
+        axes.bar(places, middles, yerr=ends, capsize=3, color="tab:blue", alpha=0.7, label="measured")
+        predicted = [row["simulated_ratio_fcfs"] for row in shown]
+        axes.scatter(places, predicted, marker="D", color="tab:orange", zorder=3, label="simulated")
+        axes.set_xticks(list(places), [row["policy"] for row in shown], rotation=45, ha="right")
+        axes.set_title(scenario)
+        axes.grid(visible=True, axis="y", alpha=0.3)
+    panels[0][0].set_ylabel("mean latency / fcfs")
+    panels[0][0].legend()
+    _save(figure, path)
+
+
 # -- policies -------------------------------------------------------------------------------------------------------------
 
 

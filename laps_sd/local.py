@@ -257,10 +257,12 @@ class LocalStack:
                 f"{child.name} did not stop within {timeout_s} s of SIGTERM. Its log:\n{child.log_tail()}"
             )
 
-    def restart(self, name: str, *, wait: bool = True) -> None:
-        """Starts a component again, on the same ports and with the same settings; kills it before if it lives."""
+    def restart(self, name: str, *, wait: bool = True, **settings: object) -> None:
+        """Starts a component again, on the same ports and with the same settings but those named here; kills it before
+        if it lives."""
         child = self.children[self._full(name)]
         child.kill()
+        child.environment |= {PREFIX + key.upper(): str(value) for key, value in settings.items()}
         self._began = time.monotonic()
         self._launch(child)
         if wait:

@@ -7,6 +7,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from laps_sd.choose import Candidate, Place, Residency, choose
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Commit, Drop
@@ -195,10 +196,6 @@ class Cluster:
             raise ValueError("two jobs have the same request id")
         self.scheduler = Scheduler(make_policy(self._by_id, settings), settings, priors or Priors())
         self._machine = machine
-        # By the number of accepted proposals: what was compared, and what was kept, position by position.
-        most = machine.draft_len
-        self._tested = [(1,) * min(accepted + 1, most) for accepted in range(most + 1)]
-        self._accepted = [((1,) * accepted + (0,))[:most] for accepted in range(most + 1)]
         self._workers: dict[str, _Worker] = {}
         self._fates = {job.request_id: Fate(job) for job in jobs}
         self._emitted = dict.fromkeys(self._by_id, 0)
@@ -369,7 +366,7 @@ class Cluster:
         if not run:
             return
         progress = []
-        context = prefilled = decoding = 0
+        context = prefilled = decoding = verified = 0
         budget = machine.prefill_chunk or 1 << 62
         for request_id in run:
             kept = worker.kept[request_id]
@@ -388,6 +385,7 @@ class Cluster:
                 progress.append(self._waits(kept, fresh))
                 continue
             decoding += 1
+            verified += kept.job.drafted(kept.rounds, machine.draft_len) + 1
             context += tokens
             progress.append(self._decodes(kept, fresh))
             if kept.ended:
@@ -395,7 +393,7 @@ class Cluster:
         if worker.free_blocks < 0:
             raise RuntimeError(f"{worker.facts.worker_id} holds more KV than it has")
         worker.round_number += 1
-        decode_s = machine.decode_s(decoding, context)
+        decode_s = machine.decode_s(decoding, context, verified)
         prefill_s = machine.prefill_token_s * prefilled
         swap_s = machine.swap_token_s * moved
         total_s = decode_s + prefill_s + swap_s
@@ -430,10 +428,10 @@ class Cluster:
         """A round of drafting and verification."""
         job, position = kept.job, kept.emitted
         pace = job.paces[kept.rounds]
+        draft_len = job.drafted(kept.rounds, self._machine.draft_len)
         kept.emitted += pace
         kept.rounds += 1
         kept.ended = kept.rounds == len(job.paces)
-        draft_len = self._machine.draft_len
         gained = job.uncut_last if kept.ended and job.uncut_last is not None else pace
         accepted = min(gained - 1, draft_len)
         own_end = End.STOP if job.output_tokens < job.max_tokens else End.LENGTH
@@ -448,6 +446,11 @@ class Cluster:
             own_end if kept.ended else None,
             0,
             "",
-            self._tested[accepted],
-            self._accepted[accepted],
+            *_positions(accepted, draft_len),
         )
+
+
+@cache
+def _positions(accepted: int, drafted: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What was compared, and what was kept, position by position."""
+    return (1,) * min(accepted + 1, drafted), ((1,) * accepted + (0,))[:drafted]

@@ -25,6 +25,8 @@ class Job:
     priority: int = 0
     uncut_last: int | None = None
     """What the last round gained before it was cut at the end of the output; None: as much as `paces` says."""
+    drafts: bytes = b""
+    """Tokens drafted in each round, as recorded; empty: the machine's `draft_len` in all of them."""
     output_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -33,6 +35,14 @@ class Job:
             raise ValueError(
                 f"{self.request_id}: output of {self.output_tokens} tokens is not within 1 … {self.max_tokens}"
             )
+        if self.drafts and len(self.drafts) != len(self.paces):
+            raise ValueError(
+                f"{self.request_id}: {len(self.drafts)} draft lengths for {len(self.paces)} rounds"
+            )
+
+    def drafted(self, number: int, draft_len: int) -> int:
+        """Tokens drafted in round `number`, on a machine that drafts `draft_len` unless it was recorded."""
+        return self.drafts[number] if self.drafts else draft_len
 
     def facts(self, sequence: int) -> RequestFacts:
         """What the core is told of it."""

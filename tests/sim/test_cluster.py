@@ -194,6 +194,19 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_go_on():
     assert 7 * machine.round_s < outcome.fates[1].first_token_s - 0.1 < 9 * chunk_s
 
 
+def test_a_round_costs_what_was_drafted_in_it():
+    """Recorded draft lengths replace the machine's own; what they cost is the difference in verified tokens."""
+    machine = Machine(draft_len=5, sequence_s=0.002)
+    usual = Job("r0", 0.0, 100, bytes([2] * 10), 60)
+    recorded = Job("r0", 0.0, 100, bytes([2] * 10), 60, drafts=bytes([1, 3] * 5))
+
+    own, other = run("fcfs", [usual], machine).busy_s, run("fcfs", [recorded], machine).busy_s
+
+    assert own - other == pytest.approx((5 * 10 - 20) * machine.verified_token_s)
+    assert other == pytest.approx(machine.alone_s(recorded), rel=0.001)
+    assert run("fcfs", [usual], Machine(draft_len=5)).busy_s == pytest.approx(own - 10 * 0.002)
+
+
 def test_a_slow_link_delays_decisions_and_not_the_machine():
     """Workers run on with the list they have: with one request there is nothing to decide, and nothing is lost but the way."""
     job = Job("r0", 0.0, 100, bytes([3] * 20), 60)

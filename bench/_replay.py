@@ -1,0 +1,183 @@
+"""What `bench serve` sends, when, and the open-loop client that sends it.
+
+Open loop: every send time is fixed before the first request goes out and no reply is ever waited for, so a slow server meets
+the same arrivals as a fast one. A latency counts from the time at which its request was to be sent, so that a generator
+that falls behind hides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import grpc
+
+from laps_sd.errors import describe
+from laps_sd.v1 import inference_pb2 as pb
+from scheduler_svc.sim.traces import read_trace
+from worker_svc.demo.prompts import KINDS, demo_prompts
+
+LEAD_S = 0.2
+"""From the start of a run to the first send, so that the first is not late."""
+TEMPERATURE = 0.8
+"""At 0 the demo pair loops on prose and logs until the limit, at 0.8 its own end token decides the lengths."""
+MAX_TRACED_TOKENS = 480
+"""Of either part of a traced request: the demo pair knows positions up to 1022."""
+
+Send = Callable[[pb.GenerateRequest], AsyncIterable[pb.GenerateEvent]]
+
+
+# -- what is sent ---------------------------------------------------------------------------------------------------------
+
+
+def draw_requests(seed: int, count: int, max_tokens: int) -> list[pb.GenerateRequest]:
+    """Prompts of all kinds in equal parts and random order, every other one as a chat. Equal seeds give equal requests."""
+    rng = random.Random(f"serve/requests/{seed}")
+    requests = []
+    for number, prompt in enumerate(demo_prompts(None, count, seed)):
+        request = pb.GenerateRequest(workload_class=prompt.kind)
+        if number % 2:
+            request.messages.messages.add(role="user", content=prompt.text)
+        else:
+            request.text = prompt.text
+        request.sampling.max_tokens = max_tokens
+        request.sampling.temperature = TEMPERATURE
+        request.sampling.seed = rng.randrange(1 << 32)
+        requests.append(request)
+    return requests
+
+
+def traced_requests(path: Path, seed: int, count: int) -> tuple[list[pb.GenerateRequest], list[float]]:
+    """A window of a recorded trace that the seed chooses: requests of its lengths (cut to `MAX_TRACED_TOKENS`), and
+    when they arrive, seconds from the first. Prompts are texts of the demo pair's kinds, one behind the other."""
+    rng = random.Random(f"serve/trace/{seed}")
+    rows = _trace(path)
+    first = rng.randrange(max(1, len(rows) - count + 1))
+    rows = rows[first : first + count]
+    requests = []
+    for row in rows:
+        ids = itertools.chain.from_iterable(
+            _token_ids(rng.choice(KINDS), rng.randrange(64)) for _ in itertools.count()
+        )
+        request = pb.GenerateRequest(workload_class="trace")
+        length = min(MAX_TRACED_TOKENS, max(1, row.input_tokens))
+        request.token_ids.ids.extend(itertools.islice(ids, length))
+        request.sampling.max_tokens = min(MAX_TRACED_TOKENS, row.output_tokens)
+        request.sampling.ignore_eos = True
+        request.sampling.temperature = TEMPERATURE
+        request.sampling.seed = rng.randrange(1 << 32)
+        requests.append(request)
+    return requests, [row.arrival_s - rows[0].arrival_s for row in rows]
+
+
+_trace = cache(read_trace)
+
+
+@cache
+def _token_ids(kind: str, seed: int) -> tuple[int, ...]:
+    """One prompt of a kind; never empty."""
+    from tokenizers import Tokenizer
+
+    from worker_svc.demo import TARGET_DIR
+
+    tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
+    return tuple(tokenizer.encode(demo_prompts(kind, 1, seed)[0].text + "\n").ids)
+
+
+def poisson_times(seed: int, count: int, gap_s: float) -> list[float]:
+    """Arrivals from 0 on, `gap_s` seconds apart on average. The average is exact in each draw (our choice): the load of a
+    few dozen requests would vary by a fifth otherwise."""
+    rng = random.Random(f"serve/arrivals/{seed}")
+    gaps = [rng.expovariate(1.0) for _ in range(count - 1)]
+    stretch = gap_s * len(gaps) / (sum(gaps) or 1.0)
+    return [0.0, *itertools.accumulate(gap * stretch for gap in gaps)]
+
+
+def stretched(times_s: Sequence[float], gap_s: float) -> list[float]:
+    """The same pattern with this average gap."""
+    whole_s = times_s[-1] - times_s[0]
+    factor = gap_s * (len(times_s) - 1) / whole_s if whole_s else 1.0
+    return [(time_s - times_s[0]) * factor for time_s in times_s]
+
+
+def digest(requests: Sequence[pb.GenerateRequest], due_s: Sequence[float]) -> str:
+    """Equal digests: the same requests at the same times."""
+    sha = hashlib.sha256()
+    for request, at_s in zip(requests, due_s, strict=True):
+        sha.update(request.SerializeToString(deterministic=True))
+        sha.update(repr(at_s).encode())
+    return sha.hexdigest()[:16]
+
+
+# -- sending it -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came of one request. Seconds count from its scheduled send time."""
+
+    late_s: float = 0.0
+    """How much later than scheduled it was sent."""
+    accepted_s: float = 0.0
+    first_token_s: float = 0.0
+    latency_s: float = 0.0
+    deltas: list[int] = field(default_factory=list)
+    """Tokens of each message that brought some: those of a round, unless messages were joined."""
+    ended: pb.Ended = field(default_factory=pb.Ended)
+    error: str = ""
+    """Why it counts as failed; empty otherwise."""
+
+
+async def replay(
+    requests: Sequence[pb.GenerateRequest],
+    due_s: Sequence[float],
+    send: Send,
+    *,
+    lead_s: float = LEAD_S,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> list[Reply]:
+    """Sends each request at its time (seconds from the start, ascending), whatever became of those before, and returns
+    when all have ended."""
+    start_s = now() + lead_s
+    running = []
+    for request, at_s in zip(requests, due_s, strict=True):
+        while (wait_s := start_s + at_s - now()) > 0:
+            await sleep(wait_s)
+        running.append(asyncio.create_task(_one(request, start_s + at_s, send, now)))
+    return list(await asyncio.gather(*running))
+
+
+async def _one(request: pb.GenerateRequest, due_s: float, send: Send, now: Callable[[], float]) -> Reply:
+    reply = Reply(late_s=now() - due_s, error="its stream ended without an end")
+    try:
+        async for event in send(request):
+            at_s = now() - due_s
+            match event.WhichOneof("event"):
+                case "accepted":
+                    reply.accepted_s = at_s
+                case "delta" if event.delta.token_ids:
+                    if not reply.deltas:
+                        reply.first_token_s = at_s
+                    reply.deltas.append(len(event.delta.token_ids))
+                case "end":
+                    reply.latency_s = at_s
+                    reply.ended = event.end
+                    reply.error = _error(event.end)
+    except grpc.RpcError as error:
+        reply.error = describe(error)
+    return reply
+
+
+def _error(ended: pb.Ended) -> str:
+    if ended.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
+        return ""
+    reason = pb.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
+    return f"{reason}: {ended.error}" if ended.error else reason
