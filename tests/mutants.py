@@ -251,6 +251,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=60, help="mutants to try (default 60), 0: all")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default 1)")
     parser.add_argument("--least", type=float, default=0.85, help="share that must be found (default 0.85)")
+    parser.add_argument(
+        "--quick", action="store_true", help="without tests/core/test_properties.py, the slowest of them"
+    )
     options = parser.parse_args()
     core = [*sorted((ROOT / "scheduler_svc/core").rglob("*.py")), ROOT / "laps_sd/choose.py"]
     files = [file.resolve() for file in options.files] or core
@@ -276,6 +279,8 @@ def main() -> int:
         "not long",
         str(ROOT / "tests/core"),
     ]
+    if options.quick:
+        arguments.append(f"--ignore={ROOT / 'tests/core/test_properties.py'}")
     pytest.main([*(word for setting in settings for word in ("-o", setting)), *arguments], plugins=[trials])
     if not trials.well:
         print("tests/core fails without any mutant", file=sys.stderr)

@@ -131,10 +131,10 @@ def within(timeout_s: float | None) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        if timeout_s is not None and isinstance(error, grpc.Call):
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                error.add_note(
-                    f"The deadline was --timeout {timeout_s:g} (seconds): give more, or --time-limit instead, "
-                    "which ends the text in time and counts as success."
-                )
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            error.add_note(
+                f"The deadline was --timeout {timeout_s:g} (seconds): give more, or --time-limit instead, "
+                "which ends the text in time and counts as success."
+            )
         raise

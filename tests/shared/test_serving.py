@@ -483,10 +483,10 @@ def test_the_first_signal_drains_and_the_process_ends_well(number):
 
 def test_a_variable_that_nothing_reads_is_one_warning_at_the_start():
     mistyped = {"LAPS_SD_DRAINS": "1", "LAPS_SD_METRIC_PORT": "hunter2"}
-    with start(LAPS_SD_LOG_STYLE="json", LAPS_SD_SLOTS="2", **mistyped) as process:
+    with start(LAPS_SD_LOG_STYLE="json", LAPS_SD_DRAIN_S="1", LAPS_SD_SLOTS="2", **mistyped) as process:
         assert process.stdout.readline().strip().isdigit()
         process.send_signal(signal.SIGTERM)
-        _, written = process.communicate(timeout=10)
+        _, written = process.communicate(timeout=60)
 
     warnings = [line for line in map(json.loads, written.splitlines()) if line["level"] == "warning"]
     assert [line["nearest_known"] for line in warnings] == [
