@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import importlib
 import json
 import math
@@ -126,24 +125,37 @@ def functions(code: CodeType) -> dict[str, CodeType]:
     return found
 
 
-def mutants(file: Path) -> list[Mutant]:
-    """All mistakes that can be planted in one file."""
+@dataclass(frozen=True)
+class Spot:
+    """Where a mistake can be planted: the node of a file, by its place in `bodies`, and which of its `changes`."""
+
+    file: Path
+    node: int
+    change: int
+
+
+def spots(file: Path) -> list[Spot]:
+    """All of them in one file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    right = functions(compile(tree, str(file), "exec", dont_inherit=True))
-    found = []
-    for number, node in enumerate(bodies(tree)):
-        for which, (name, _) in enumerate(changes(node)):
-            changed = copy.deepcopy(tree)
-            twin = list(bodies(changed))[number]
-            list(changes(twin))[which][1](twin)
-            what = f"{name}: {ast.unparse(node).splitlines()[0]} -> {ast.unparse(twin).splitlines()[0]}"
-            wrong = functions(
-                compile(ast.fix_missing_locations(changed), str(file), "exec", dont_inherit=True)
-            )
-            for function, code in wrong.items():
-                if code != right[function]:
-                    found.append(Mutant(file, getattr(node, "lineno", 0), what, function, code))
-    return found
+    nodes = enumerate(bodies(tree))
+    return [Spot(file, number, which) for number, node in nodes for which, _ in enumerate(changes(node))]
+
+
+def mutants(spot: Spot) -> Iterator[Mutant]:
+    """The mistake planted there; none where Python makes the same code of it."""
+    text = spot.file.read_text(encoding="utf-8")
+    tree, changed = ast.parse(text), ast.parse(text)
+    node, twin = (list(bodies(each))[spot.node] for each in (tree, changed))
+    name, change = list(changes(twin))[spot.change]
+    change(twin)
+    what = f"{name}: {ast.unparse(node).splitlines()[0]} -> {ast.unparse(twin).splitlines()[0]}"
+    right, wrong = (
+        functions(compile(each, str(spot.file), "exec", dont_inherit=True))
+        for each in (tree, ast.fix_missing_locations(changed))
+    )
+    for function, code in wrong.items():
+        if code != right[function]:
+            yield Mutant(spot.file, getattr(node, "lineno", 0), what, function, code)
 
 
 class Trials:
@@ -257,10 +269,11 @@ def main() -> int:
     options = parser.parse_args()
     core = [*sorted((ROOT / "scheduler_svc/core").rglob("*.py")), ROOT / "laps_sd/choose.py"]
     files = [file.resolve() for file in options.files] or core
-    chosen = [mutant for file in files for mutant in mutants(file)]
-    total = len(chosen)
+    all_spots = [spot for file in files for spot in spots(file)]
+    total = len(all_spots)
     if options.sample:
-        chosen = random.Random(options.seed).sample(chosen, min(options.sample, total))
+        all_spots = random.Random(options.seed).sample(all_spots, min(options.sample, total))
+    chosen = [mutant for spot in all_spots for mutant in mutants(spot)]
 
     # The same examples for every mutant, and none is made smaller: that it fails is all that counts.
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
