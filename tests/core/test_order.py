@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laps_sd.choose import Residency, reserved_slots
-from scheduler_svc.core.commands import Command, Rank, Release
+from scheduler_svc.core.commands import Command, Lease, Rank, Release
 from scheduler_svc.core.events import Arrived, Recovered, WorkerUp
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.priors import Priors
@@ -36,6 +36,32 @@ class TestTheOrderKey:
         assert commands == [Rank("a", rank.level, told.index_s)]
         assert told.index_s == pytest.approx(rank.index_s + rank.resume_cost_s)
         assert scheduler.rank_of("b") is None
+
+    def test_the_story_of_one_from_the_record_begins_with_its_arrival(self) -> None:
+        scheduler = core()
+        scheduler.step(7.0, [Recovered(request("a"), 30, 10, 50, 20, 0.3, 1, None, 2)])
+        told = scheduler.explain("a", 7.0)
+        assert told is not None
+        assert [(line.at_s, line.what) for line in told.story] == [(1.0, "arrived"), (7.0, "recovered")]
+        assert told.story[1].detail == "from the record: 30 tokens, 10 rounds, 1 preemptions before"
+
+
+def test_whoever_waits_overtakes_a_list_only_by_ranks_of_the_same_age() -> None:
+    """Rounds turn out ten times as cheap: the longer request looks shorter than what the list still says of the other."""
+    settings = CoreSettings(reserved_share=False)
+    scheduler = Scheduler(policy_named("srpt-length", settings), settings, Priors())
+    lengths = {"a": 100, "b": 200, "c": 220}
+    arrivals = [
+        Arrived(request(name, number, expected_output_tokens=length))
+        for number, (name, length) in enumerate(lengths.items())
+    ]
+    scheduler.step(1.0, [WorkerUp(W, ()), *arrivals])
+    before = {entry.request_id: entry.index_s for entry in scheduler.queue(1.0, 3)}
+    commands = scheduler.step(2.0, [report(did("a", 0, 1), draft_s=0.0015, verify_s=0.0015)])
+    after = {entry.request_id: entry.index_s for entry in scheduler.queue(2.0, 3)}
+    assert after["c"] < before["b"]
+    assert list(after) == ["a", "b", "c"]
+    assert not [command for command in commands if isinstance(command, Lease)]
 
 
 class TestBehindTheEndOfAList:
