@@ -82,7 +82,7 @@ protos: setup ## Generate laps_sd/v1 from protos/
 	protos/generate.sh .
 
 .PHONY: docs
-docs: setup ## Write docs/settings.md and docs/metrics.md from the code
+docs: setup ## Write docs/settings.md, docs/metrics.md and laps_sd/variables.py from the code
 	$(BIN)/python docs/generate.py
 
 .PHONY: format

@@ -1,6 +1,6 @@
-"""Writes docs/settings.md and docs/metrics.md from the code: every setting, every metric, nothing else.
+"""Writes docs/settings.md, docs/metrics.md and laps_sd/variables.py from the code: every setting, every metric, nothing else.
 
-    python docs/generate.py            # write both
+    python docs/generate.py            # write them
     python docs/generate.py --check    # write nothing; exit 1 when one is out of date
 
 It imports the settings and the metrics of the three services, starts nothing and needs no torch.
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
+import typer
 from prometheus_client.metrics import MetricWrapperBase
 
 import gateway.metrics
@@ -22,23 +23,30 @@ import scheduler_svc.metrics
 import worker_svc.metrics
 from gateway.settings import GatewaySettings
 from laps_sd import config
+from laps_sd.cli.app import app
 from laps_sd.metrics import SECONDS, TOKENS
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
-DOCS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 SERVICES: tuple[tuple[str, str, type[config.Settings], ModuleType], ...] = (
     ("Gateway", "gateway", GatewaySettings, gateway.metrics),
     ("Scheduler", "scheduler", SchedulerSettings, scheduler_svc.metrics),
     ("Worker", "worker", WorkerSettings, worker_svc.metrics),
 )
 GENERATED = "<!-- Written by docs/generate.py from the code. Change the code, then run it again. -->"
+OF_A_CHECKOUT = ("LAPS_SD_BENCH_DATA", "LAPS_SD_TEST_DEVICE")
+"""Variables that only `bench/` and `tests/` read."""
 USUAL_BUCKETS = {tuple(map(float, SECONDS)): "seconds", tuple(map(float, TOKENS)): "tokens"}
 
 
 def pages() -> dict[str, str]:
-    """File name to text."""
-    return {"settings.md": settings_page(), "metrics.md": metrics_page()}
+    """Path in the repository to text."""
+    return {
+        "docs/settings.md": settings_page(),
+        "docs/metrics.md": metrics_page(),
+        "laps_sd/variables.py": variables_module(),
+    }
 
 
 def settings_page() -> str:
@@ -96,6 +104,31 @@ def bounds(hint: Any, field: dataclasses.Field[Any]) -> str:
     return "" if maximum is None else f"to {maximum}"
 
 
+def variables_module() -> str:
+    """The names of all variables that a program of the project reads, as a module that each of them can import."""
+    fields = (field for _, _, cls, _ in SERVICES for field in dataclasses.fields(cls))
+    names = {config.variable(field.name) for field in fields} | command_line_variables() | {*OF_A_CHECKOUT}
+    lines = [
+        '"""Every variable that a program of the project reads. Written by docs/generate.py from the code: `make docs`."""',
+        "",
+        "KNOWN = frozenset(",
+        "    {",
+        *(f'        "{name}",' for name in sorted(names)),
+        "    }",
+        ")",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def command_line_variables() -> set[str]:
+    """The variables that stand for flags of `laps-sd` itself."""
+    command = typer.main.get_command(app)
+    context = command.make_context("laps-sd", [], resilient_parsing=True)
+    commands = [command.get_command(context, name) for name in command.list_commands(context)]  # type: ignore[attr-defined]
+    given = {parameter.envvar for each in commands for parameter in each.params}
+    return {name for name in given if isinstance(name, str)}
+
+
 def metrics_page() -> str:
     """Every metric of the three services."""
     lines = [
@@ -146,15 +179,16 @@ def main(arguments: Sequence[str]) -> int:
     """Writes or checks; the exit code."""
     stale = []
     for name, text in pages().items():
-        path = DOCS / name
+        path = ROOT / name
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(name)
         if "--check" not in arguments:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
     verb = "is out of date: run python docs/generate.py" if "--check" in arguments else "written"
     for name in stale:
-        sys.stderr.write(f"docs/{name} {verb}\n")
+        sys.stderr.write(f"{name} {verb}\n")
     return 1 if stale and "--check" in arguments else 0
 
 

@@ -277,10 +277,10 @@ class ShardLink:
     async def _listen(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._settings.link_silence_s):
+                async with asyncio.timeout(self._settings.silence_s):
                     reply = await call.read()
             except TimeoutError:
-                raise _Broken(f"nothing was heard for {self._settings.link_silence_s:g} s") from None
+                raise _Broken(f"nothing was heard for {self._settings.silence_s:g} s") from None
             if not isinstance(reply, link_pb2.GatewayLinkReply):  # the end of the stream
                 raise _Broken("it closed the stream")
             self._on_reply(reply)

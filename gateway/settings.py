@@ -87,8 +87,15 @@ class GatewaySettings(LinkSettings, ServingSettings):
         help="Tokens kept for a client that reads slowly; beyond, they are read from the record again.",
         minimum=1,
     )
-    heartbeat_s: float = field(1.0, help="Time between heartbeats on a link.", minimum=0.01)
-    link_silence_s: float = field(5.0, help="A link that is silent for this long is given up.", minimum=0.05)
+    heartbeat_s: float = field(
+        1.0, help="Interval of heartbeats to the scheduler.", minimum=0.01, maximum=60.0
+    )
+    silence_s: float = field(
+        5.0,
+        help="A scheduler that has not been heard for this long is given up.",
+        minimum=0.05,
+        maximum=600.0,
+    )
     dial_timeout_s: float = field(
         2.0, help="A scheduler that has not greeted by then is left for the next seed.", minimum=0.05
     )
@@ -107,7 +114,10 @@ class GatewaySettings(LinkSettings, ServingSettings):
             yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."
         if not self.model:
             yield "LAPS_SD_MODEL must not be empty."
-        if self.link_silence_s <= self.heartbeat_s:
-            yield "LAPS_SD_LINK_SILENCE_S must be larger than LAPS_SD_HEARTBEAT_S, or every link is given up."
+        if self.heartbeat_s >= self.silence_s:
+            yield (
+                f"LAPS_SD_HEARTBEAT_S must be smaller than LAPS_SD_SILENCE_S ({self.silence_s} s), "
+                f"got {self.heartbeat_s}."
+            )
         if self.backoff_max_s < self.backoff_min_s:
             yield "LAPS_SD_BACKOFF_MAX_S must not be smaller than LAPS_SD_BACKOFF_MIN_S."

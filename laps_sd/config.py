@@ -23,6 +23,7 @@ Types: str, int, float, bool, Path, Literal[...], tuple[str, ...] (comma separat
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 import types
@@ -30,6 +31,8 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from laps_sd.variables import KNOWN
 
 __all__ = [
     "PREFIX",
@@ -41,6 +44,7 @@ __all__ = [
     "field",
     "load",
     "provenance",
+    "unknown",
     "without_password",
 ]
 
@@ -270,6 +274,33 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     return str(value)
+
+
+def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
+    """The variables with our prefix that no program of the project reads, each with the known name most like it.
+
+    A service takes no notice of variables of the others, since one environment often serves them all. What Kubernetes adds
+    for its own services (LAPS_SD_GATEWAY_PORT and the like, beside LAPS_SD_GATEWAY_SERVICE_HOST) is not meant for us.
+    """
+    given = os.environ if environ is None else environ
+    services = [name.removesuffix("_SERVICE_HOST") for name in given if name.endswith("_SERVICE_HOST")]
+    links = tuple(f"{service}_{part}" for service in services for part in ("SERVICE_", "PORT"))
+    strangers = (n for n in given if n.startswith(PREFIX) and n not in KNOWN and not n.startswith(links))
+    known = sorted(name.removeprefix(PREFIX) for name in KNOWN)
+    found: dict[str, str | None] = {}
+    for name in sorted(strangers):
+        near = difflib.get_close_matches(name.removeprefix(PREFIX).upper(), known, n=1)
+        found[name] = PREFIX + near[0] if near else None
+    return found
+
+
+def unknown_sentences(environ: Mapping[str, str] | None = None) -> list[str]:
+    """`unknown`, as a person is told."""
+    return [
+        f"{name} is no setting of any part of LAPS-SD and changes nothing"
+        + (f": is {near} meant?" if near else "; docs/settings.md lists them all.")
+        for name, near in unknown(environ).items()
+    ]
 
 
 def environment(settings: Settings) -> dict[str, str]:

@@ -50,7 +50,7 @@ from grpc_reflection.v1alpha import reflection
 
 from laps_sd import log as logging
 from laps_sd import metrics
-from laps_sd.config import ConfigError, Settings, field, load
+from laps_sd.config import ConfigError, Settings, field, load, unknown
 from laps_sd.errors import StartupError
 from laps_sd.interceptor import CallGuard
 from laps_sd.wire import MAX_MESSAGE_BYTES, Tls, server_options
@@ -320,6 +320,8 @@ def _run(
     try:
         settings = load(settings_type, overrides)
         logging.configure(service, level=settings.log_level, style=settings.log_style)
+        if strangers := unknown():
+            log.warning("variables that nothing reads", nearest_known=strangers)
         uvloop.run(serve(settings))
     except ConfigError as error:
         for problem in error.problems:

@@ -3,29 +3,35 @@
     python -m tests.mutants --sample 60 --seed 1                       # of the whole core and laps_sd/choose.py
     python -m tests.mutants --sample 20 scheduler_svc/core/rank.py     # of one file
 
-Each mutant is one changed operator, constant, condition or a dropped statement, in a copy of the tree; `tests/core` runs on it until
-the first failure. One that takes three times as long as the tests usually do counts as found. Prints the survivors, the share that
-was found and its 95 % interval (Wilson); the exit code is 1 if that share is below --least.
+Each mutant is one changed operator, constant, condition or a dropped statement in one function. The tests of `tests/core` that call that
+function run on it until the first failure; one that takes three times the processor time they usually take counts as found.
+Prints the survivors, the share that was found and its 95 % interval (Wilson); the exit code is 1 if that share is below --least.
+
+pytest collects once, in this process; each mutant is a child forked off it, in which the function gets other code. So most cost
+milliseconds, no file is written, and the working tree may change meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
+import importlib
+import json
 import math
 import os
 import random
-import shutil
-import subprocess
+import resource
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import hypothesis
+import pytest
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("laps_sd", "scheduler_svc", "tests", "pyproject.toml")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -34,6 +40,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
 PATIENCE = 3.0
+LEAST_S = 5.0
+"""Processor time that any mutant gets."""
 
 Change = tuple[str, Callable[[ast.AST], None]]
 
@@ -77,40 +85,167 @@ def bodies(tree: ast.Module) -> Iterator[ast.AST]:
                 waiting += [child for child in ast.iter_child_nodes(node) if child is not skipped]
 
 
-def mutants(file: Path) -> list[tuple[Path, int, str, str]]:
-    """File, line, name of the change and the changed source of every mutant."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    found = []
-    for number, node in enumerate(bodies(tree)):
-        for which, (name, _) in enumerate(changes(node)):
-            changed = copy.deepcopy(tree)
-            twin = list(bodies(changed))[number]
-            list(changes(twin))[which][1](twin)
-            source = ast.unparse(ast.fix_missing_locations(changed))
-            found.append((file, getattr(node, "lineno", 0), name, source))
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake. `function` is the outermost function that holds it, named as Python does (`Class.method`)."""
+
+    file: Path
+    line: int
+    what: str
+    function: str
+    code: CodeType
+
+    def plant(self) -> None:
+        """Gives the function its mistake, for the rest of this process."""
+        holder: Any = importlib.import_module(module_name(self.file))
+        *classes, name = self.function.split(".")
+        for each in classes:
+            holder = getattr(holder, each)
+        found = vars(holder)[name]
+        for inside in ("__func__", "fget", "func", "__wrapped__"):  # class methods, properties, caches
+            found = getattr(found, inside, None) or found
+        found.__code__ = self.code
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def functions(code: CodeType) -> dict[str, CodeType]:
+    """The outermost functions of a module, methods too, by name."""
+    found = {}
+    for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
+        if "<" in inner.co_name:
+            continue
+        if inner.co_flags & 0x1:  # optimized: a function; otherwise the body of a class
+            found[inner.co_qualname] = inner
+        else:
+            found |= functions(inner)
     return found
 
 
-def passes(tree: Path, timeout_s: float | None) -> bool:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not long",
-        "tests/core",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        return not subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, timeout=timeout_s
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return False
+@dataclass(frozen=True)
+class Spot:
+    """Where a mistake can be planted: the node of a file, by its place in `bodies`, and which of its `changes`."""
+
+    file: Path
+    node: int
+    change: int
+
+
+def spots(file: Path) -> list[Spot]:
+    """All of them in one file."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = enumerate(bodies(tree))
+    return [Spot(file, number, which) for number, node in nodes for which, _ in enumerate(changes(node))]
+
+
+def mutants(spot: Spot) -> Iterator[Mutant]:
+    """The mistake planted there; none where Python makes the same code of it."""
+    text = spot.file.read_text(encoding="utf-8")
+    tree, changed = ast.parse(text), ast.parse(text)
+    node, twin = (list(bodies(each))[spot.node] for each in (tree, changed))
+    name, change = list(changes(twin))[spot.change]
+    change(twin)
+    what = f"{name}: {ast.unparse(node).splitlines()[0]} -> {ast.unparse(twin).splitlines()[0]}"
+    right, wrong = (
+        functions(compile(each, str(spot.file), "exec", dont_inherit=True))
+        for each in (tree, ast.fix_missing_locations(changed))
+    )
+    for function, code in wrong.items():
+        if code != right[function]:
+            yield Mutant(spot.file, getattr(node, "lineno", 0), what, function, code)
+
+
+class Trials:
+    """A pytest plugin: instead of running what was collected once, it runs it once for each mutant."""
+
+    def __init__(self, chosen: Sequence[Mutant]) -> None:
+        self.chosen = chosen
+        self.survivors: list[Mutant] = []
+        self.well = False
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Tries all mutants."""
+        output, told = os.pipe()
+        child = os.fork()
+        if child == 0:
+            report = json.dumps(self.usual(session)).encode()
+            with os.fdopen(told, "wb") as stream:
+                stream.write(report)
+            os._exit(session.testsfailed)
+        os.close(told)
+        with os.fdopen(output, "rb") as stream:
+            usual = json.loads(stream.read() or b"[]")
+        self.well = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        if not self.well:
+            return True
+        for number, mutant in enumerate(self.chosen):
+            print(f"{number} of {len(self.chosen)} done", end="\r", file=sys.stderr, flush=True)
+            key = f"{mutant.file}:{mutant.function}"
+            callers = sorted((took_s, at) for at, (took_s, called) in enumerate(usual) if key in called)
+            if self.survives(session, mutant, callers):
+                self.survivors.append(mutant)
+                print(f"survived: {mutant.file.relative_to(ROOT)}:{mutant.line} {mutant.what}", flush=True)
+        return True
+
+    def usual(self, session: pytest.Session) -> list[tuple[float, list[str]]]:
+        """Of each test the processor time it takes, s, and the functions it calls."""
+        silence()
+        wanted = {str(mutant.file) for mutant in self.chosen}
+        called: set[CodeType] = set()
+
+        def watch(frame: FrameType, event: str, _: object) -> None:
+            if event == "call":
+                called.add(frame.f_code)
+
+        found = []
+        for item in session.items:
+            called.clear()
+            began_s = time_s()
+            sys.setprofile(watch)
+            run(session, item)
+            sys.setprofile(None)
+            names = {
+                f"{code.co_filename}:{code.co_qualname.partition('.<locals>')[0]}"
+                for code in called
+                if code.co_filename in wanted
+            }
+            found.append((time_s() - began_s, sorted(names)))
+        return found
+
+    def survives(self, session: pytest.Session, mutant: Mutant, callers: Sequence[tuple[float, int]]) -> bool:
+        """Whether every test that calls the function passes with the mistake in it; quick ones run first."""
+        child = os.fork()
+        if child == 0:
+            silence()
+            limit_s = math.ceil(LEAST_S + PATIENCE * sum(took_s for took_s, _ in callers))
+            resource.setrlimit(
+                resource.RLIMIT_CPU, (limit_s + math.ceil(time_s()), limit_s + math.ceil(time_s()) + 1)
+            )
+            mutant.plant()
+            for _, at in callers:
+                run(session, session.items[at])
+                if session.testsfailed:
+                    os._exit(1)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def run(session: pytest.Session, item: pytest.Item) -> None:
+    session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+
+
+def silence() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def time_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def wilson(found: int, of: int) -> tuple[float, float]:
@@ -128,38 +263,42 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=60, help="mutants to try (default 60), 0: all")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default 1)")
     parser.add_argument("--least", type=float, default=0.85, help="share that must be found (default 0.85)")
+    parser.add_argument(
+        "--quick", action="store_true", help="without tests/core/test_properties.py, the slowest of them"
+    )
     options = parser.parse_args()
     core = [*sorted((ROOT / "scheduler_svc/core").rglob("*.py")), ROOT / "laps_sd/choose.py"]
     files = [file.resolve() for file in options.files] or core
-    chosen = [mutant for file in files for mutant in mutants(file)]
-    total = len(chosen)
+    all_spots = [spot for file in files for spot in spots(file)]
+    total = len(all_spots)
     if options.sample:
-        chosen = random.Random(options.seed).sample(chosen, min(options.sample, total))
+        all_spots = random.Random(options.seed).sample(all_spots, min(options.sample, total))
+    chosen = [mutant for spot in all_spots for mutant in mutants(spot)]
 
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            copied = shutil.copytree if source.is_dir() else shutil.copy
-            copied(source, tree / name)
-        began_s = time.monotonic()
-        if not passes(tree, None):
-            print("tests/core fails without any mutant", file=sys.stderr)
-            return 2
-        usual_s = time.monotonic() - began_s
-        survivors = 0
-        for number, (file, line, name, source) in enumerate(chosen):
-            print(
-                f"{number} of {len(chosen)} done, {survivors} survived", end="\r", file=sys.stderr, flush=True
-            )
-            target = tree / file.relative_to(ROOT)
-            before = target.read_text(encoding="utf-8")
-            target.write_text(source, encoding="utf-8")
-            if passes(tree, PATIENCE * usual_s):
-                survivors += 1
-                print(f"survived: {file.relative_to(ROOT)}:{line} {name}", flush=True)
-            target.write_text(before, encoding="utf-8")
-    found = len(chosen) - survivors
+    # The same examples for every mutant, and none is made smaller: that it fails is all that counts.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutants", database=None, derandomize=True, phases=phases)
+    hypothesis.settings.load_profile("mutants")
+    del sys.modules["tests"]  # pytest imports it in its own way
+    trials = Trials(chosen)
+    settings = ("addopts=--strict-markers --import-mode=importlib", "timeout=0")
+    arguments = [
+        "-s",
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not long",
+        str(ROOT / "tests/core"),
+    ]
+    if options.quick:
+        arguments.append(f"--ignore={ROOT / 'tests/core/test_properties.py'}")
+    pytest.main([*(word for setting in settings for word in ("-o", setting)), *arguments], plugins=[trials])
+    if not trials.well:
+        print("tests/core fails without any mutant", file=sys.stderr)
+        return 2
+    found = len(chosen) - len(trials.survivors)
     low, high = wilson(found, len(chosen))
     print(
         f"{found} of {len(chosen)} mutants found, {found / len(chosen):.1%} [{low:.1%}, {high:.1%}]; {total} in all"

@@ -14,9 +14,9 @@ import grpc
 import typer
 
 from laps_sd import __version__
-from laps_sd.cli import chat, config, generate, operate, up
+from laps_sd.cli import chat, config, dial, generate, operate, up
 from laps_sd.config import ConfigError
-from laps_sd.errors import StartupError, describe
+from laps_sd.errors import StartupError
 
 app = typer.Typer(
     name="laps-sd",
@@ -106,34 +106,13 @@ def version() -> None:
     )
 
 
-def _with_next_step(error: grpc.RpcError) -> str:
-    """What failed, and what to do about it where the call did not reach what it was meant for."""
-    sentence = describe(error)
-    said = sentence.lower()
-    if "handshake" in said or "ssl_error" in said:
-        return (
-            f"no TLS with what answers at the address ({sentence}). Leave out grpcs:// if it speaks plain text; "
-            "--tls-ca names the CA of a certificate of your own."
-        )
-    if "failed parsing http/2" in said:
-        return f"what answers at the address speaks no gRPC ({sentence}). Is it the port of the metrics?"
-    if "failed to connect" in said:
-        return f"nobody answers at the address ({sentence}). Is the system up? `laps-sd up` starts it."
-    if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return (
-            f"what answers at the address does not know this call ({sentence}). A gateway (--url, usually port 50051) "
-            "answers generate, chat and explain; a scheduler (--scheduler, usually port 50052) queue, workers and drain."
-        )
-    return sentence
-
-
 def run() -> NoReturn:
     """Runs the command line; every expected failure is one sentence."""
     try:
         # Completion asks for this name, however we were started.
         app(prog_name="laps-sd", standalone_mode=True)
     except grpc.RpcError as error:
-        sys.exit(f"laps-sd: {_with_next_step(error)}")
+        sys.exit(f"laps-sd: {dial.with_next_step(error)}")
     except ConfigError as error:
         print("\n".join(f"laps-sd: {problem}" for problem in error.problems), file=sys.stderr)
         sys.exit(2)

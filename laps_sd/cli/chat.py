@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from laps_sd.cli import ask, dial, generate
-from laps_sd.errors import StartupError, describe
+from laps_sd.errors import StartupError
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 
@@ -86,11 +86,11 @@ def chat(
         if interactive:
             print(HELP, file=sys.stderr)
         for line in _typed_lines() if interactive else sys.stdin:
-            if not _take(talk, line.strip(), interactive):
+            if not _take(talk, line.strip(), interactive=interactive, timeout=timeout):
                 break
 
 
-def _take(talk: Conversation, line: str, interactive: bool) -> bool:
+def _take(talk: Conversation, line: str, *, interactive: bool, timeout: float | None) -> bool:
     """One line: a command or a message. False ends the conversation."""
     if line == "/quit":
         return False
@@ -100,11 +100,12 @@ def _take(talk: Conversation, line: str, interactive: bool) -> bool:
         print(HELP, file=sys.stderr)
     elif line:
         try:
-            answered = talk.say(line)
+            with dial.within(timeout):
+                answered = talk.say(line)
         except grpc.RpcError as error:
             if not interactive:
                 raise
-            print(f"laps-sd: {describe(error)}", file=sys.stderr)
+            print(f"laps-sd: {dial.with_next_step(error)}", file=sys.stderr)
             answered = True
         if not (answered or interactive):
             raise typer.Exit(1)

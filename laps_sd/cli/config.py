@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from laps_sd.cli import dial
+from laps_sd.config import unknown_sentences
 from laps_sd.errors import StartupError
 
 MODULES = {"gateway": "gateway", "scheduler": "scheduler_svc", "worker": "worker_svc"}
@@ -52,6 +53,8 @@ def config(
     """Print every setting in force: value, unit, origin (default, environment, override) and meaning."""
     wanted = [service] if service is not None else [name for name in MODULES if _installed(name)]
     told = {name: _settings(name, context.args) for name in wanted}
+    for sentence in unknown_sentences():
+        print(f"laps-sd: {sentence}", file=sys.stderr)
     if as_json:
         print(json.dumps(told, indent=2, ensure_ascii=False))
         return

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 import grpc
 import typer
 
+from laps_sd.errors import describe
 from laps_sd.wire import Tls, channel_options
 
 GATEWAY = "127.0.0.1:50051"
@@ -96,3 +97,44 @@ def ask_leader(schedulers: str, call: Callable[[grpc.Channel], Reply]) -> Reply:
     if last is None:
         raise typer.BadParameter("give at least one scheduler as host:port")
     raise last
+
+
+def with_next_step(error: grpc.RpcError) -> str:
+    """What failed, and what to do about it where the call did not reach what it was meant for."""
+    sentence = describe(error)
+    if notes := getattr(error, "__notes__", ()):
+        return f"{sentence}. {' '.join(notes)}"
+    said = sentence.lower()
+    if "handshake" in said or "ssl_error" in said:
+        return (
+            f"no TLS with what answers at the address ({sentence}). Leave out grpcs:// if it speaks plain text; "
+            "--tls-ca names the CA of a certificate of your own."
+        )
+    if "failed parsing http/2" in said:
+        return f"what answers at the address speaks no gRPC ({sentence}). Is it the port of the metrics?"
+    if "failed to connect" in said:
+        return f"nobody answers at the address ({sentence}). Is the system up? `laps-sd up` starts it."
+    code = error.code() if isinstance(error, grpc.Call) else None
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"what answers at the address took too long ({sentence}). Its log says what it waits for; then try again."
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return (
+            f"what answers at the address does not know this call ({sentence}). A gateway (--url, usually port 50051) "
+            "answers generate, chat and explain; a scheduler (--scheduler, usually port 50052) queue, workers and drain."
+        )
+    return sentence
+
+
+@contextmanager
+def within(timeout_s: float | None) -> Iterator[None]:
+    """Around a call with the deadline that --timeout gave: if that passes, the error says so."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            error.add_note(
+                f"The deadline was --timeout {timeout_s:g} (seconds): give more, or --time-limit instead, "
+                "which ends the text in time and counts as success."
+            )
+        raise

@@ -74,7 +74,8 @@ def generate(
         put_prompt(request, text, system=system, chat=not raw and ask.has_template(stub, model, credentials))
         events = stub.GenerateStream(request, timeout=timeout, metadata=credentials)
         try:
-            ended = print_json(events) if as_json else print_text(events)
+            with dial.within(timeout):
+                ended = print_json(events) if as_json else print_text(events)
         except KeyboardInterrupt:
             events.cancel()
             raise
@@ -98,15 +99,20 @@ def print_text(events: Iterable[pb.GenerateEvent], out: TextIO | None = None) ->
     """Text to stdout as it comes, the summary to stderr."""
     out = out or sys.stdout
     ended: pb.Ended | None = None
-    for event in events:
-        match event.WhichOneof("event"):
-            case "delta":
-                out.write(event.delta.text)
-                out.flush()
-            case "end":
-                ended = event.end
-    out.write("\n")
-    out.flush()
+    begun = False
+    try:
+        for event in events:
+            match event.WhichOneof("event"):
+                case "delta":
+                    out.write(event.delta.text)
+                    out.flush()
+                    begun = True
+                case "end":
+                    ended = event.end
+    finally:
+        if begun or ended is not None:  # what comes next begins a line
+            out.write("\n")
+            out.flush()
     if ended is not None:
         print(summary(ended), file=sys.stderr)
     return ended

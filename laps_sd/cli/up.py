@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.status import Status
 
 from laps_sd.cli import generate
-from laps_sd.config import PREFIX
+from laps_sd.config import PREFIX, unknown_sentences
 from laps_sd.local import LocalStack, Ports, Progress, StackOptions
 
 DEMO_PROMPT = "Tell me a story about the harbour."
@@ -121,6 +121,8 @@ def up(
 ) -> None:
     """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C."""
     console = Console(stderr=True, highlight=False)
+    for sentence in unknown_sentences():
+        console.print(f"laps-sd: {sentence}", soft_wrap=True)
     options = StackOptions(
         workers=workers,
         policy=policy,

@@ -188,7 +188,7 @@ Global___SchedulerHello: _TypeAlias = SchedulerHello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent by both sides every second; a side that has heard nothing for `LINK_SILENCE_S` (5 s) gives the stream up."""
+    """Sent by both sides every second; a side that has heard nothing for `LAPS_SD_SILENCE_S` (5 s) gives the stream up."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

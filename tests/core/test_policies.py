@@ -208,8 +208,8 @@ class TestMlfq:
     def test_demoted_when_the_quantum_is_used_up_and_not_before(self) -> None:
         request = make(prompt=1)
         live("mlfq", request)
-        assert self.spend(request, 0.99 * self.BASE_S) == 0
-        assert self.spend(request, 0.02 * self.BASE_S) == 1
+        assert self.spend(request, self.BASE_S) == 0
+        assert self.spend(request, 0.01 * self.BASE_S) == 1
 
     def test_the_quantum_doubles_from_level_to_level(self) -> None:
         request = make(prompt=1)

@@ -52,6 +52,9 @@ def test_growing_keys_are_found_when_a_block_splits() -> None:
     for i in range(5000):
         keys.add((i,))
         assert keys.position((i,)) == i
+    assert [keys.at(i) for i in range(5000)] == list(keys)
+    with pytest.raises(IndexError):
+        keys.at(5000)
     for i in reversed(range(5000)):
         keys.remove((i,))
     assert len(keys) == 0

@@ -291,6 +291,16 @@ class TestReports:
         commands = scheduler.step(1.0, [report(did("a", 0, 3)), report()])
         assert commands == [Drop("w", (("a", 1),))]
 
+    def test_a_worker_that_is_ahead_of_the_record_loses_the_request_and_its_story_says_why(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        commands = scheduler.step(2.0, [report(did("a", 7, 3))])
+        assert Release("a", 1) in commands
+        assert Drop("w", (("a", 1),)) in commands
+        told = scheduler.explain("a", 2.0)
+        assert told is not None
+        assert ("requeued", "its worker was ahead of the record") in [(x.what, x.detail) for x in told.story]
+
     def test_a_round_that_only_prefilled_is_charged(self) -> None:
         scheduler = core()
         scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])

@@ -279,6 +279,25 @@ def test_the_wrong_address_says_what_answers_there(fake_stack):
     assert {each.returncode for each in (at_scheduler, at_gateway, at_metrics, without_tls)} == {1}
 
 
+@pytest.mark.parametrize("asked", [("generate", "Once"), ("chat",)])
+def test_a_deadline_that_passed_names_its_flag_and_the_one_that_keeps_the_text(fake_stack, asked):
+    done = laps_sd(
+        *asked,
+        "--timeout",
+        "0.05",
+        "--max-tokens",
+        "4000",
+        "--url",
+        fake_stack.gateway_address,
+        text="Once\n",
+    )
+
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("laps-sd: DEADLINE_EXCEEDED: ")
+    assert "--timeout 0.05 (seconds)" in said and "--time-limit" in said
+
+
 def test_a_system_message_needs_a_template(fake_stack):
     done = laps_sd("generate", "Once", "--raw", "--system", "Be brief.", "--url", fake_stack.gateway_address)
 
@@ -363,6 +382,16 @@ def test_config_says_what_is_wrong_with_a_setting():
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("laps-sd scheduler: LAPS_SD_LEASE_S must be at least")
+
+
+def test_config_names_a_mistyped_variable_and_the_one_that_was_meant():
+    done = laps_sd("config", "gateway", "--json", LAPS_SD_LEASES="2", LAPS_SD_SLOTS="4")
+
+    assert done.returncode == 0
+    assert done.stderr == (
+        "laps-sd: LAPS_SD_LEASES is no setting of any part of LAPS-SD and changes nothing: is LAPS_SD_LEASE_S meant?\n"
+    )
+    assert "LAPS_SD_SHARD" in done.stdout
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -12,7 +12,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from laps_sd.config import ConfigError, Settings, environment, field, load, provenance
+from laps_sd.config import (
+    ConfigError,
+    Settings,
+    environment,
+    field,
+    load,
+    provenance,
+    unknown,
+    unknown_sentences,
+)
 from laps_sd.flags import options
 from laps_sd.serving import ServingSettings
 from laps_sd.wire import LinkSettings
@@ -148,3 +157,36 @@ def test_every_shared_setting_says_what_it_means(kind):
 def test_certificate_and_key_come_together():
     with pytest.raises(ConfigError, match="must be set together"):
         ServingSettings(tls_cert=Path("cert.pem"))
+
+
+def test_a_mistyped_variable_is_named_with_the_one_that_was_meant():
+    environ = {"LAPS_SD_LEASES": "3", "LAPS_SD_policy": "fcfs", "LAPS_SD_QQQQ": "1", "LAPS_SD_LEASE_S": "3"}
+
+    assert unknown(environ) == {
+        "LAPS_SD_LEASES": "LAPS_SD_LEASE_S",
+        "LAPS_SD_QQQQ": None,
+        "LAPS_SD_policy": "LAPS_SD_POLICY",
+    }
+    first, second, _ = unknown_sentences(environ)
+    assert first.startswith("LAPS_SD_LEASES is no setting") and "is LAPS_SD_LEASE_S meant?" in first
+    assert second.startswith("LAPS_SD_QQQQ is no setting") and "docs/settings.md" in second
+
+
+def test_what_only_another_program_of_the_project_reads_is_no_mistake():
+    environ = dict.fromkeys(
+        ("LAPS_SD_BENCH_DATA", "LAPS_SD_URL", "LAPS_SD_FAKE_ROUND_S", "LAPS_SD_LEASE_S"), ""
+    )
+
+    assert unknown(environ | {"PATH": "/bin"}) == {}
+
+
+def test_what_kubernetes_says_of_its_services_is_no_mistake():
+    environ = {
+        "LAPS_SD_GATEWAY_SERVICE_HOST": "10.0.0.1",
+        "LAPS_SD_GATEWAY_SERVICE_PORT_GRPC": "50051",
+        "LAPS_SD_GATEWAY_PORT": "tcp://10.0.0.1:50051",
+        "LAPS_SD_GATEWAY_PORT_50051_TCP_ADDR": "10.0.0.1",
+    }
+
+    assert unknown(environ) == {}
+    assert list(unknown({"LAPS_SD_METRIC_PORT": "1"} | environ)) == ["LAPS_SD_METRIC_PORT"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from docs import generate
+from laps_sd import config
 from laps_sd.metrics import REGISTRY
+from laps_sd.variables import KNOWN
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PACKAGES = ("laps_sd", "gateway", "scheduler_svc", "worker_svc")
 
 
-@pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["docs/settings.md", "docs/metrics.md", "laps_sd/variables.py"])
 def test_a_generated_page_is_not_out_of_date(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == generate.pages()[name], (
+    assert (ROOT / name).read_text(encoding="utf-8") == generate.pages()[name], (
         "the code has changed: run python docs/generate.py"
     )
 
@@ -42,7 +46,7 @@ def test_every_setting_and_metric_says_what_it_means() -> None:
 def test_a_stale_page_fails_the_check_and_the_generator_needs_no_torch(tmp_path: Path) -> None:
     # In a process of its own: here another test may have imported torch already.
     program = (
-        "import sys; from pathlib import Path; from docs import generate; generate.DOCS = Path(sys.argv[1]);"
+        "import sys; from pathlib import Path; from docs import generate; generate.ROOT = Path(sys.argv[1]);"
         "stale = generate.main(['--check']); generate.main([]);"
         "print(stale, generate.main(['--check']), 'torch' in sys.modules)"
     )
@@ -72,6 +76,44 @@ def test_troubleshooting_quotes_what_the_programs_say() -> None:
 
     assert len(sentences) > 25
     assert [part for part in parts if len(part) > 4 and part not in said] == []
+
+
+def test_every_variable_that_a_page_names_exists() -> None:
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]
+    named = {
+        word
+        for page in pages
+        for word in re.findall(r"\bLAPS_SD_[A-Z][A-Z_]+\b", page.read_text(encoding="utf-8"))
+    }
+
+    assert len(named) > 50
+    assert named - KNOWN == {"LAPS_SD_STEAL_PAUSE_S"}, "only the one that docs/how-to/add-a-setting.md adds"
+
+
+def test_every_variable_that_something_reads_is_known() -> None:
+    """Wherever it is read: a field of a settings class, a flag of the command line, or the environment itself."""
+    read = set()
+    for path in (path for name in (*PACKAGES, "bench", "tests") for path in (ROOT / name).rglob("*.py")):
+        code = path.read_text(encoding="utf-8")
+        read |= set(re.findall(r"""(?:environ\.get\(|environ\[|envvar=)\s*["'](LAPS_SD_[A-Z_]+)""", code))
+
+    assert read > {"LAPS_SD_BENCH_DATA", "LAPS_SD_TEST_DEVICE", "LAPS_SD_URL"}
+    assert read - KNOWN == set()
+
+
+def test_one_thing_has_one_name_in_all_services() -> None:
+    """What two services call the same is of the same type and unit; and how long a silent peer is borne is called the same."""
+    meant: dict[str, set[tuple[str, str]]] = {}
+    silences = set()
+    for _, _, cls, _ in generate.SERVICES:
+        for field in dataclasses.fields(cls):
+            kind = str(config.field_types(cls)[field.name])
+            meant.setdefault(field.name, set()).add((kind, config.unit(field)))
+            if "not been heard for this long" in field.metadata["help"]:
+                silences.add((field.name, field.default))
+
+    assert {name: kinds for name, kinds in meant.items() if len(kinds) > 1} == {}
+    assert silences == {("silence_s", 5.0)}
 
 
 def test_every_link_between_the_pages_leads_somewhere() -> None:

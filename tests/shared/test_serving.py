@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -478,6 +479,20 @@ def test_the_first_signal_drains_and_the_process_ends_well(number):
         process.send_signal(number)
         assert process.stdout.readline() == "draining\n"
         assert process.wait(10) == 0
+
+
+def test_a_variable_that_nothing_reads_is_one_warning_at_the_start():
+    mistyped = {"LAPS_SD_DRAINS": "1", "LAPS_SD_METRIC_PORT": "hunter2"}
+    with start(LAPS_SD_LOG_STYLE="json", LAPS_SD_DRAIN_S="1", LAPS_SD_SLOTS="2", **mistyped) as process:
+        assert process.stdout.readline().strip().isdigit()
+        process.send_signal(signal.SIGTERM)
+        _, written = process.communicate(timeout=60)
+
+    warnings = [line for line in map(json.loads, written.splitlines()) if line["level"] == "warning"]
+    assert [line["nearest_known"] for line in warnings] == [
+        {"LAPS_SD_DRAINS": "LAPS_SD_DRAIN_S", "LAPS_SD_METRIC_PORT": "LAPS_SD_METRICS_PORT"}
+    ]
+    assert "hunter2" not in written
 
 
 def test_the_second_signal_leaves_at_once():

@@ -229,7 +229,7 @@ def test_a_trace_context_that_is_none_is_dropped(value: str) -> None:
         ({"scheduler_seeds": ("nowhere",)}, "host:port"),
         ({"shard": "a.b"}, "LAPS_SD_SHARD"),
         ({"model": ""}, "LAPS_SD_MODEL"),
-        ({"heartbeat_s": 5.0}, "LAPS_SD_LINK_SILENCE_S"),
+        ({"heartbeat_s": 5.0}, "LAPS_SD_SILENCE_S"),
         ({"backoff_min_s": 3.0}, "LAPS_SD_BACKOFF_MAX_S"),
     ],
 )
