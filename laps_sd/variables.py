@@ -70,6 +70,7 @@ KNOWN = frozenset(
         "LAPS_SD_SLOTS",
         "LAPS_SD_STREAM_BUFFER_TOKENS",
         "LAPS_SD_TARGET",
+        "LAPS_SD_TENANT_FAIRNESS",
         "LAPS_SD_TEST_DEVICE",
         "LAPS_SD_THREADS",
         "LAPS_SD_TLS_CA",
