@@ -286,7 +286,7 @@ def test_a_deadline_that_passed_names_its_flag_and_the_one_that_keeps_the_text(f
         "--timeout",
         "0.05",
         "--max-tokens",
-        "4000",
+        "1500",
         "--url",
         fake_stack.gateway_address,
         text="Once\n",
