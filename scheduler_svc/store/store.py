@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import re
 import secrets
@@ -52,7 +53,7 @@ from scheduler_svc.store.errors import (
     StoreError,
     StoreUnavailable,
 )
-from scheduler_svc.store.keys import SCHEMA_VERSION, SHARD_TTL_S, Keys
+from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S, SCHEMA_VERSION, SHARD_TTL_S, Keys
 from scheduler_svc.store.records import (
     Leader,
     LeaderEpoch,
@@ -186,6 +187,8 @@ class Store:
         # Which idempotency key expires with which request. A leader has submitted or loaded whatever it ends, so this
         # saves asking the record at the end; without an entry here it is asked.
         self._expires_with: dict[str, str] = {}
+        # Claims of requests that have ended; their expiry is set by the next `settle_claims`.
+        self._ended_claims: set[str] = set()
 
     @classmethod
     def open(
@@ -366,18 +369,56 @@ class Store:
         """Write new requests to the record; what is not ACCEPTED is not there. `shown`: by request id, for those that the
         record has had before and lost. Where it has them still, they stay as they are.
 
+        An idempotency key is claimed first, so that no other shard takes it too.
+
         Raises Fenced, StoreUnavailable (then the outcome is unknown: submit the very same requests again, which answers
         ACCEPTED for those that are there), ValueError for token ids or request ids that cannot be stored.
         """
         calls = [self._submit_call(request, shown.get(request.request_id, Shown())) for request in requests]
-        replies = await self._run(calls, leading=True)
+        decides = await self._claim(
+            [(request.request_id, self._idempotency_key(request)) for request in requests]
+        )
+        # What was accepted once stays, whoever has taken its key since.
+        own = [
+            request.request_id in shown or owner == self.keys.shard
+            for request, owner in zip(requests, decides, strict=True)
+        ]
+        replies = iter(
+            await self._run([call for call, mine in zip(calls, own, strict=True) if mine], leading=True)
+        )
         results = []
-        for request, (status, request_id, sequence) in zip(requests, replies, strict=True):
+        refused: list[tuple[str, str]] = []
+        for request, mine, owner in zip(requests, own, decides, strict=True):
+            if not mine:
+                results.append(SubmitResult(SubmitStatus.ELSEWHERE, request.request_id, 0, owner))
+                continue
+            status, request_id, sequence = next(replies)
             result = SubmitResult(SubmitStatus(status.decode()), request_id.decode(), sequence)
+            expires_with = self._idempotency_key(request)
             if result.status is SubmitStatus.ACCEPTED:
-                self._expires_with[request.request_id] = self._idempotency_key(request)
+                self._expires_with[request.request_id] = expires_with
+                self._ended_claims.discard(self.keys.claim(expires_with) or "")
+            elif result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
+                refused.append((request.request_id, expires_with))
             results.append(result)
+        await self._unclaim(refused)
         return results
+
+    async def claim_again(self, requests: Sequence[NewRequest]) -> None:
+        """After the record was emptied: the shard decides about the idempotency keys of its requests, as before. Where
+        another shard has taken one in between, it stays there.
+        """
+        await self._claim([(request.request_id, self._idempotency_key(request)) for request in requests])
+
+    async def settle_claims(self) -> None:
+        """Claims of requests that have ended expire soon after them. Call about once a second; raises StoreUnavailable."""
+        while self._ended_claims:
+            some = list(itertools.islice(self._ended_claims, MAX_ENTRIES))
+            ttl_ms = self._finished_ttl_ms + CLAIM_SLACK_S * 1000
+            await self._run(
+                [_Call(scripts.UNCLAIM, [claim], [self.keys.shard, "", ttl_ms]) for claim in some]
+            )
+            self._ended_claims.difference_update(some)
 
     def batch(self) -> Batch:
         """Transitions that travel together, under the leadership of now."""
@@ -491,6 +532,31 @@ class Store:
         ]
         return _Call(scripts.SUBMIT, keys, arguments)
 
+    async def _claim(self, entries: Sequence[tuple[str, str]]) -> list[str]:
+        """Which shard decides, for each request id and the key that expires with it; this one where there is no key."""
+        shard, ttl_ms = self.keys.shard, CLAIM_TTL_S * 1000
+        claims = [self.keys.claim(expires_with) for _, expires_with in entries]
+        replies = iter(
+            await self._run(
+                [
+                    _Call(scripts.CLAIM, [claim], [shard, request_id, ttl_ms])
+                    for (request_id, _), claim in zip(entries, claims, strict=True)
+                    if claim is not None
+                ]
+            )
+        )
+        return [shard if claim is None else next(replies)[0].decode() for claim in claims]
+
+    async def _unclaim(self, entries: Sequence[tuple[str, str]]) -> None:
+        """Refused: another shard may take the key. If that cannot be said now, it stays until CLAIM_TTL_S is over."""
+        calls = [
+            _Call(scripts.UNCLAIM, [claim], [self.keys.shard, request_id, 0])
+            for request_id, expires_with in entries
+            if (claim := self.keys.claim(expires_with)) is not None
+        ]
+        with contextlib.suppress(StoreUnavailable):
+            await self._run(calls)
+
     def _idempotency_key(self, request: NewRequest) -> str:
         """The key that expires with the request: where it has none, its own again, which changes nothing."""
         if not request.idempotency_key:
@@ -510,6 +576,12 @@ class Store:
             self._expires_with[request_id] = (
                 self.keys.idempotency(tenant.decode(), key.decode()) if key else self.keys.request(request_id)
             )
+
+    def _let_go(self, request_id: str) -> None:
+        """It has ended."""
+        claim = self.keys.claim(self._expires_with.pop(request_id, ""))
+        if claim is not None:
+            self._ended_claims.add(claim)
 
     def _forget_leadership(self) -> None:
         self._leadership, self._epoch = "", None
@@ -662,7 +734,7 @@ class Batch:
             work.pending.set(answers[id(work)])
             for entry, answer in zip(work.entries, answers[id(work)], strict=True):
                 if entry.request_id in self._ending and answer is not TransitionStatus.STALE:
-                    self._store._expires_with.pop(entry.request_id, None)
+                    self._store._let_go(entry.request_id)
 
     def _queue(
         self, entries: Sequence[C], encode: Callable[[Sequence[C], int], _Call], chunk: int = MAX_ENTRIES
