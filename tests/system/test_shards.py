@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from laps_sd.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
@@ -15,7 +16,7 @@ from tests.conftest import StackMaker
 from tests.helpers import wait_until_async
 from tests.system.calls import Outcome, seeded, stream, stream_all
 
-STREAMS = 24
+STREAMS = 16
 
 
 def request(number: int, **fields: Any) -> pb.GenerateRequest:
@@ -31,16 +32,17 @@ def stub_of(channel: grpc.aio.Channel) -> Any:
 
 
 async def all_linked(stack: LocalStack, shards: int) -> None:
-    """Both gateways and all shards know each other: a metric says so."""
+    """Every gateway has been greeted by the leader of every shard."""
+    gateways = [name for name in stack.children if name.startswith("gateway-")]
 
     def linked() -> bool:
-        return all(stack.log(name).count("greeted") >= shards for name in ("gateway-0", "gateway-1"))
+        return all(stack.log(name).count("greeted") >= shards for name in gateways)
 
-    await wait_until_async(linked, description=f"two gateways, {shards} shards")
+    await wait_until_async(linked, description=f"{len(gateways)} gateways know {shards} shards", timeout_s=60)
 
 
 async def test_the_death_of_one_leader_disturbs_no_other_shard(make_stack: StackMaker) -> None:
-    stack = make_stack(shards=2, gateways=2, slots=8)
+    stack = make_stack(shards=2, slots=8)
     await all_linked(stack, 2)
     async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
         stub = stub_of(channel)
@@ -64,7 +66,7 @@ async def test_the_death_of_one_leader_disturbs_no_other_shard(make_stack: Stack
         def ended_of_s1() -> list[Outcome]:
             return [task.result() for task in running if task.done() and shard_of(task.result()) == "s1"]
 
-        await wait_until_async(ended_of_s1, description="streams of s1 end")
+        await wait_until_async(ended_of_s1, description="streams of s1 end", timeout_s=60)
         while_down = await stream_all(stub, [request(number) for number in range(4)])
         await asyncio.to_thread(stack.restart, "scheduler-0")
         outcomes = await asyncio.gather(*running)
@@ -88,86 +90,59 @@ async def test_a_shard_is_added_under_traffic(make_stack: StackMaker) -> None:
     async def client(stub: Any) -> None:
         while not stopping.is_set():
             number = next(numbers)
-            outcomes[number] = await stream(stub, request(number))
+            outcomes[number] = await stream(stub, request(number, max_tokens=16))
 
-    async with (
-        grpc.aio.insecure_channel(stack.gateway_addresses[0]) as first,
-        grpc.aio.insecure_channel(stack.gateway_addresses[1]) as second,
-    ):
-        clients = [
-            asyncio.create_task(client(stub_of(channel))) for channel in (first, second) for _ in range(8)
-        ]
-        await wait_until_async(lambda: len(outcomes) >= 16, description="traffic runs")
-        kept = await stream_all(
-            stub_of(first), [request(n, idempotency_key=f"key-{n}", keep=True) for n in range(12)]
-        )
-
-        added = await asyncio.to_thread(stack.add_shard)
-
-        def served_there() -> bool:
-            return sum(shard_of(outcome) == added for outcome in outcomes.values()) >= 8
-
-        await wait_until_async(served_there, description="the new shard serves")
-        again = await stream_all(
-            stub_of(second), [request(n, idempotency_key=f"key-{n}", keep=True) for n in range(12)]
-        )
-        stopping.set()
-        await asyncio.gather(*clients)
-        alone = await stream_all(stub_of(first), [request(number) for number in outcomes])
-
-    assert added == "s2"
-    assert {shard_of(outcome) for outcome in outcomes.values()} == {"s0", "s1", "s2"}
-    assert len({outcome.request_id for outcome in outcomes.values()}) == len(outcomes)
-    assert [outcome.tokens for outcome in outcomes.values()] == [outcome.tokens for outcome in alone]
-    assert [outcome.request_id for outcome in again] == [outcome.request_id for outcome in kept]
-    assert [outcome.tokens for outcome in again] == [outcome.tokens for outcome in kept]
-
-
-async def test_an_idempotency_key_means_one_request_even_when_all_gateways_and_shards_hear_of_it_at_once(
-    make_stack: StackMaker,
-) -> None:
-    stack = make_stack(shards=2, gateways=2)
-    await all_linked(stack, 2)
     async with (
         grpc.aio.insecure_channel(stack.gateway_addresses[0]) as first,
         grpc.aio.insecure_channel(stack.gateway_addresses[1]) as second,
     ):
         stubs = [stub_of(first), stub_of(second)]
-        for attempt in range(4):
-            same = request(attempt, idempotency_key=f"once-{attempt}")
-            outcomes = await asyncio.gather(*(stream(stubs[n % 2], same) for n in range(8)))
+        # The same key through both gateways at once is one request.
+        keyed = [request(n, idempotency_key=f"key-{n}", keep=True) for n in range(6)]
+        before = await stream_all(stubs[0], keyed)
+        for same, outcome in zip(keyed, before, strict=True):
+            both = await asyncio.gather(*(stream(stub, same) for stub in stubs))
+            assert {one.request_id for one in both} == {outcome.request_id}
+        fresh = request(99, idempotency_key="at once")
+        assert (
+            len(
+                {
+                    one.request_id
+                    for one in await asyncio.gather(*(stream(stubs[n % 2], fresh) for n in range(6)))
+                }
+            )
+            == 1
+        )
 
-            assert len({outcome.request_id for outcome in outcomes}) == 1
-            assert len({tuple(outcome.tokens) for outcome in outcomes}) == 1
-        shards = {shard_of(outcome) for outcome in await stream_all(stubs[0], [request(n) for n in range(8)])}
+        clients = [asyncio.create_task(client(stub)) for stub in stubs for _ in range(3)]
+        await wait_until_async(lambda: len(outcomes) >= 6, description="traffic runs", timeout_s=60)
+        added = await asyncio.to_thread(stack.add_shard)
 
-    assert shards == {"s0", "s1"}, "requests were not spread, so nothing was shown"
+        def served_there() -> bool:
+            return any(shard_of(outcome) == added for outcome in outcomes.values())
 
+        await wait_until_async(served_there, description="the new shard serves", timeout_s=60)
+        after = await stream_all(stubs[1], keyed)
+        stopping.set()
+        await asyncio.gather(*clients)
 
-async def test_resume_explain_and_cancel_go_to_the_shard_that_the_id_names(make_stack: StackMaker) -> None:
-    stack = make_stack(shards=2, gateways=2)
-    await all_linked(stack, 2)
-    async with (
-        grpc.aio.insecure_channel(stack.gateway_addresses[0]) as first,
-        grpc.aio.insecure_channel(stack.gateway_addresses[1]) as second,
-    ):
-        outcomes = await stream_all(stub_of(first), [request(number) for number in range(8)])
-        by_shard = {shard_of(outcome): outcome for outcome in outcomes}
-        assert set(by_shard) == {"s0", "s1"}
-        elsewhere = stub_of(second)
-        for outcome in by_shard.values():
+        # An id names its shard: through the other gateway it is resumed and explained, and nothing is left to cancel.
+        for outcome in {shard_of(outcome): outcome for outcome in outcomes.values()}.values():
             tokens: list[int] = []
-            async for event in elsewhere.Resume(pb.ResumeRequest(request_id=outcome.request_id)):
+            async for event in stubs[0].Resume(pb.ResumeRequest(request_id=outcome.request_id)):
                 tokens += event.delta.token_ids
-            explained = await elsewhere.Explain(pb.ExplainRequest(request_id=outcome.request_id))
-            cancelled = await elsewhere.Cancel(pb.CancelRequest(request_id=outcome.request_id))
-
+            explained = await stubs[1].Explain(pb.ExplainRequest(request_id=outcome.request_id))
+            cancelled = await stubs[1].Cancel(pb.CancelRequest(request_id=outcome.request_id))
             assert tokens == outcome.tokens
             assert explained.explanation.request_id == outcome.request_id
-            assert not cancelled.cancelled, "it had ended"
-        try:
-            await elsewhere.Explain(pb.ExplainRequest(request_id="s9." + "a" * 26))
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.NOT_FOUND
-        else:
-            raise AssertionError("a shard that does not exist answered")
+            assert not cancelled.cancelled
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await stubs[0].Explain(pb.ExplainRequest(request_id="s9." + "a" * 26))
+
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    assert added == "s2"
+    assert {shard_of(outcome) for outcome in outcomes.values()} == {"s0", "s1", "s2"}
+    assert len({outcome.request_id for outcome in outcomes.values()}) == len(outcomes)
+    assert all(len(outcome.tokens) == 16 for outcome in outcomes.values())
+    assert [outcome.request_id for outcome in after] == [outcome.request_id for outcome in before]
+    assert [outcome.tokens for outcome in after] == [outcome.tokens for outcome in before]
