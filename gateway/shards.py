@@ -96,6 +96,8 @@ class Shards:
         self._settings = settings
         self._rng = rng or random.Random()
         self._links: dict[str, ShardLink] = {}
+        self._named: set[str] = set()
+        """In the shards file. The others are draining: their last streams are served."""
         self._draining: set[str] = set()
         self._text = ""  # of the shards file, as it was last read
         if settings.shards_file is None:
@@ -141,9 +143,7 @@ class Shards:
         while True:
             tried.add(link.shard)
             submit.request_id = submit.specification.request_id = new_request_id(link.shard)
-            addressed = link_pb2.Submit()
-            addressed.CopyFrom(submit)
-            stream = link.submit(addressed, deadline=deadline)
+            stream = link.submit(submit, deadline=deadline)
             try:
                 return link, stream, await link.accepted(stream, wait_s=wait_s)
             except LapsSdError as error:
@@ -213,13 +213,15 @@ class Shards:
 
     async def greeted(self) -> None:
         """Returns once a leader of any shard has greeted."""
-        waiting = [asyncio.create_task(link.greeted.wait()) for link in self._links.values()]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+        while not any(link.greeted.is_set() for link in self._links.values()):
+            # For a while only: the shards may be others by then.
+            waiting = [asyncio.create_task(link.greeted.wait()) for link in self._links.values()]
+            try:
+                await asyncio.wait(waiting, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
 
     def _look(self) -> None:
         """Takes up a change of the shards file. One that cannot be used changes nothing, and is said once."""

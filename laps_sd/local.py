@@ -35,6 +35,7 @@ from laps_sd.children import Child, ChildDied
 from laps_sd.config import PREFIX
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import demo_target_dir
+from laps_sd.wire import Tls
 
 __all__ = ["LocalStack", "NotReady", "Ports", "StackOptions"]
 
@@ -117,6 +118,8 @@ class StackOptions:
     """What a component takes for draining; `stop` kills those that take much longer (STOP_S), `terminate` waits."""
     log_level: str = "info"
     log_style: Literal["json", "console"] = "console"
+    tls: Tls | None = None
+    """Mutual TLS on every gRPC link, with these files at both ends."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Further variables for all services (LAPS_SD_…); the stack's own win."""
 
@@ -462,6 +465,9 @@ class LocalStack:
             "log_style": self.options.log_style,
             "drain_s": self.options.drain_s,
         }
+        if (tls := self.options.tls) is not None:
+            common |= {"tls_cert": tls.cert, "tls_key": tls.key, "tls_client_ca": tls.ca, "link_tls": "true"}
+            common |= {"link_tls_ca": tls.ca, "link_tls_cert": tls.cert, "link_tls_key": tls.key}
         self._add(name, module, (), common | dict(settings))
 
     def _add(
@@ -510,7 +516,7 @@ class LocalStack:
             return _answers_ping(self._valkey_port)
         # Of several schedulers one leads and alone is ready; a gateway's readiness says that there is a leader.
         standby = name.startswith("scheduler-") and self.options.schedulers > 1
-        return is_serving(self._addresses[name], "liveness" if standby else "readiness")
+        return is_serving(self._addresses[name], "liveness" if standby else "readiness", tls=self.options.tls)
 
 
 class _PortPlan:
@@ -559,7 +565,9 @@ class _PortPlan:
                 ) from None
 
 
-def is_serving(address: str, service: str = "readiness", timeout_s: float = 1.0) -> bool:
+def is_serving(
+    address: str, service: str = "readiness", timeout_s: float = 1.0, *, tls: Tls | None = None
+) -> bool:
     """Whether a server answers health checks with SERVING. A new channel each time: no back-off from earlier failures."""
     host, _, port = address.rpartition(":")
     try:
@@ -567,7 +575,11 @@ def is_serving(address: str, service: str = "readiness", timeout_s: float = 1.0)
         socket.create_connection((host, int(port)), timeout_s).close()
     except OSError:
         return False
-    with grpc.insecure_channel(address) as channel:
+    with (
+        grpc.insecure_channel(address)
+        if tls is None
+        else grpc.secure_channel(address, tls.channel_credentials())
+    ) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_s

@@ -293,3 +293,15 @@ class TestShardsComeAndGo:
         await asyncio.wait_for(shop.schedulers["s0"].connected(), 10)
 
         assert await shop.submit() == "s0"
+
+    async def test_a_gateway_that_began_with_the_wrong_shards_becomes_ready_with_the_right_ones(
+        self, shop: Shop
+    ) -> None:
+        shop.write("s9 127.0.0.1:1")
+        shop.running = await shop._start_gateway("127.0.0.1:1", shards_file=shop.path)
+        await shop.add("s0")
+        shop.write(shop.line("s0"))
+
+        await asyncio.wait_for(shop.running.gateway.shards.greeted(), 10)
+
+        assert await shop.submit() == "s0"
