@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.link import ShardLink
 from gateway.service import InferenceService
 from gateway.settings import GatewaySettings
+from gateway.shards import Shards
 from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import demo_target_dir
@@ -21,19 +21,19 @@ class GatewayApp:
 
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
         self.app = ServiceApp("gateway", settings)
-        self.link = ShardLink(settings, settings.shard)
-        service = InferenceService(settings, model, {settings.shard: self.link})
+        self.shards = Shards(settings)
+        service = InferenceService(settings, model, self.shards)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
         self.app.names.append(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
 
     async def start(self) -> None:
-        """Binds the port. Health says SERVING once a leader of the shard has greeted."""
+        """Binds the port. Health says SERVING once a leader of any shard has greeted."""
         await self.app.start()
-        self.app.spawn(self.link.run(), name=f"link to shard {self.link.shard}")
+        self.app.spawn(self.shards.run(), name="links to the shards")
         self.app.spawn(self._become_ready(), name="waiting for a leader", may_end=True)
 
     async def _become_ready(self) -> None:
-        await self.link.greeted.wait()
+        await self.shards.greeted()
         self.app.set_ready(True)
 
 

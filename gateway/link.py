@@ -1,6 +1,6 @@
 """The gateway's end of GatewayLink for one shard: finds the leader, stays connected, repairs after every fault.
 
-    link = ShardLink(settings, "s0")
+    link = ShardLink(settings, "s0", seeds=["scheduler-0:50052", "scheduler-1:50052"])
     run = asyncio.create_task(link.run())        # until cancelled
     stream = link.submit(submit, deadline=None)
     try:
@@ -20,6 +20,7 @@ import math
 import random
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -66,8 +67,21 @@ class _Visit:
 class ShardLink:
     """See the top of this file. One task runs `run`; everything else may be called from any task of the same loop."""
 
-    def __init__(self, settings: GatewaySettings, shard: str, *, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        shard: str,
+        *,
+        seeds: Sequence[str] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
         self.shard = shard
+        self.seeds = list(settings.scheduler_seeds if seeds is None else seeds)
+        """Any of them names the leader. May change at any time; the next round of dialling asks the new ones."""
+        self.load: link_pb2.ShardLoad | None = None
+        """What the leader said last; None while there is none."""
+        self.submitted = 0
+        """New requests since the leader said so."""
         self.streams = Streams(buffer_tokens=settings.stream_buffer_tokens, restore_s=settings.restore_s)
         self.greeted = asyncio.Event()
         """Set for good by the first leader."""
@@ -88,6 +102,15 @@ class ShardLink:
         """A leader has greeted on the present connection."""
         return self._connected.is_set()
 
+    def expected_wait_s(self, request_s: float) -> float:
+        """Until a new request would run, when each takes `request_s` of machine time. Endless without a worker, and while the
+        leader has not said how much it has to do."""
+        if self.load is None or not self.load.workers:
+            return math.inf
+        # All gateways have heard the same load, and choose as this one does until they hear it again.
+        since_s = self.submitted * max(1, self.load.gateways) * request_s
+        return (self.load.backlog_s + since_s) / self.load.workers
+
     # ---- for calls
 
     def submit(self, submit: link_pb2.Submit, *, deadline: float | None) -> ClientStream:
@@ -96,6 +119,7 @@ class ShardLink:
             submit, attachment_id=self._new_attachment_id(), deadline=deadline, now=self._now()
         )
         self._send(message)
+        self.submitted += 1
         return stream
 
     def attach(self, request_id: str, *, tenant: str) -> ClientStream:
@@ -178,11 +202,10 @@ class ShardLink:
 
     async def run(self) -> None:
         """Keeps a connection to the shard's leader, for ever."""
-        seeds = list(self._settings.scheduler_seeds)
-        self._rng.shuffle(seeds)
         known = ""  # who led last, or was named as the leader
         rounds = 0
         while True:
+            seeds = self._rng.sample(self.seeds, len(self.seeds))
             addresses = deque(dict.fromkeys([known, *seeds] if known else seeds))
             known = ""
             redirects = 0
@@ -230,6 +253,7 @@ class ShardLink:
                 log.debug("no leader there", shard=self.shard, address=address, reason=_reason(error))
         finally:
             self._channel = None
+            self.load = None
             self._connected.clear()
             self._outbox.clear()
             metrics.LINK_UP.labels(self.shard).set(0)
@@ -340,6 +364,8 @@ class ShardLink:
         if reply.leader_epoch != self._leader_epoch:
             metrics.LINK_STALE.labels(self.shard).inc()
             return
+        if reply.HasField("load"):
+            self.load, self.submitted = reply.load, 0
         now = self._now()
         match kind:
             case "submit_reply":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -14,28 +13,22 @@ from gateway import metrics
 from gateway.link import ShardLink, deadline_of
 from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
-from gateway.streams import ClientStream
+from gateway.shards import Shards
+from gateway.streams import Acceptance, ClientStream
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
-from gateway.validation import check_request, check_request_id, complete, shard_of, valid_traceparent
-from laps_sd.errors import InvalidArgument, LapsSdError, NotFound, ResourceExhausted
+from gateway.validation import check_request, check_request_id, complete, valid_traceparent
+from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
 
-__all__ = ["TENANT_KEY", "InferenceService", "new_request_id", "tenant_of"]
+__all__ = ["TENANT_KEY", "InferenceService", "tenant_of"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 ANONYMOUS = "anonymous"
 TENANT_KEY = "laps-sd-tenant"
 MAX_TENANT_CHARACTERS = 64
-BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
-ID_CHARACTERS = 26  # 130 bits
 LONG_PROMPTS_AT_ONCE = 2
 """Long prompts that are tokenized at the same time. A prompt of the largest size takes some hundred MiB meanwhile."""
-
-
-def new_request_id(shard: str) -> str:
-    """Names the shard; the rest is chance, so that no two gateways issue the same."""
-    return f"{shard}.{''.join(secrets.choice(BASE32) for _ in range(ID_CHARACTERS))}"
 
 
 def tenant_of(context: Context, *, trust_metadata: bool) -> str:
@@ -56,12 +49,12 @@ def _metadata(context: Context, key: str) -> str:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """See the proto. One model; the links, by shard, must include the settings' shard."""
+    """See the proto. One model."""
 
-    def __init__(self, settings: GatewaySettings, model: ModelFiles, links: Mapping[str, ShardLink]) -> None:
+    def __init__(self, settings: GatewaySettings, model: ModelFiles, shards: Shards) -> None:
         self._settings = settings
         self._model = model
-        self._links = links
+        self._shards = shards
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
 
     # The handlers write to the context instead of yielding: a cancelled call then runs their `finally` at once.
@@ -70,9 +63,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Submits and streams."""
         began = _now()
-        link, stream = await self._submit(request, context)
+        link, stream, acceptance = await self._submit(request, context)
         try:
-            await self._relay(link, stream, context, began=began)
+            await self._relay(link, stream, acceptance, context, began=began)
         finally:
             link.close(stream)
 
@@ -81,9 +74,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.GenerateResponse:
         """Submits and collects."""
         began = _now()
-        link, stream = await self._submit(request, context)
+        link, stream, acceptance = await self._submit(request, context)
         try:
-            return await self._collect(link, stream, context, began=began)
+            return await self._collect(link, stream, acceptance, began=began)
         finally:
             link.close(stream)
 
@@ -92,10 +85,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         began = _now()
         tenant = self._tenant(context)
         link = self._link_of(request.request_id)
-        self._check_room(link)
+        self._check_room()
         stream = link.attach(request.request_id, tenant=tenant)
         try:
-            await self._relay(link, stream, context, began=began, cursor=request.cursor)
+            try:
+                acceptance = await link.accepted(stream, wait_s=self._settings.scheduler_wait_s)
+            except LapsSdError as error:
+                metrics.REFUSED.labels(error.code.name).inc()
+                raise
+            await self._relay(link, stream, acceptance, context, began=began, cursor=request.cursor)
         finally:
             link.close(stream)
 
@@ -134,29 +132,32 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _submit(
         self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> tuple[ShardLink, ClientStream]:
+    ) -> tuple[ShardLink, ClientStream, Acceptance]:
         """Validates, tokenizes and hands in. The caller closes the stream."""
         deadline = deadline_of(context.time_remaining(), _now())
         try:
             tenant = self._tenant(context)
             check_request(request, self._settings, self._model)
-            self._check_room(self._links[self._settings.shard])
+            self._check_room()
             prompt_ids = await self._prompt_ids(request)
             submit = complete(
                 request,
                 prompt_ids,
                 settings=self._settings,
                 model=self._model,
-                request_id=new_request_id(self._settings.shard),
                 tenant=tenant,
                 fallback_seed=secrets.randbits(64),
+            )
+            submit.traceparent = valid_traceparent(_metadata(context, "traceparent"))
+            link, stream, acceptance = await self._shards.place(
+                submit, deadline=deadline, wait_s=self._settings.scheduler_wait_s
             )
         except LapsSdError as error:
             metrics.REFUSED.labels(error.code.name).inc()
             raise
-        submit.traceparent = valid_traceparent(_metadata(context, "traceparent"))
-        link = self._links[self._settings.shard]
-        return link, link.submit(submit, deadline=deadline)
+        if not acceptance.attached:
+            metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
+        return link, stream, acceptance
 
     async def _prompt_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
         match request.WhichOneof("prompt"):
@@ -182,28 +183,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with self._long_prompts:
             return await self._model.encode_off_loop(text, rendered=rendered)
 
-    async def _accepted(
-        self, link: ShardLink, stream: ClientStream, context: Context, cursor: inference_pb2.Cursor | None
-    ) -> tuple[inference_pb2.Accepted, Output]:
-        try:
-            acceptance = await link.accepted(stream, wait_s=self._settings.scheduler_wait_s)
-        except LapsSdError as error:
-            metrics.REFUSED.labels(error.code.name).inc()
-            raise
-        if not acceptance.attached:
-            metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
-        return accepted_event(acceptance, self._model), Output(acceptance, self._model, cursor)
-
     async def _relay(
         self,
         link: ShardLink,
         stream: ClientStream,
+        acceptance: Acceptance,
         context: Context,
         *,
         began: float,
         cursor: inference_pb2.Cursor | None = None,
     ) -> None:
-        accepted, output = await self._accepted(link, stream, context, cursor)
+        accepted, output = accepted_event(acceptance, self._model), Output(acceptance, self._model, cursor)
         pace = _Pace(began, fresh=cursor is None)
         with pace:
             await context.write(inference_pb2.GenerateEvent(accepted=accepted))
@@ -220,9 +210,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         await context.write(inference_pb2.GenerateEvent(end=message))
 
     async def _collect(
-        self, link: ShardLink, stream: ClientStream, context: Context, *, began: float
+        self, link: ShardLink, stream: ClientStream, acceptance: Acceptance, *, began: float
     ) -> inference_pb2.GenerateResponse:
-        accepted, output = await self._accepted(link, stream, context, None)
+        accepted, output = accepted_event(acceptance, self._model), Output(acceptance, self._model, None)
         response = inference_pb2.GenerateResponse(accepted=accepted)
         text: list[str] = []
         with _Pace(began, fresh=True) as pace:
@@ -240,8 +230,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         response.text = "".join(text)
         return response
 
-    def _check_room(self, link: ShardLink) -> None:
-        if len(link.streams) >= self._settings.max_streams:
+    def _check_room(self) -> None:
+        if self._shards.streams >= self._settings.max_streams:
             raise ResourceExhausted(
                 f"this gateway has {self._settings.max_streams} streams open, its limit", retry_after_s=1.0
             )
@@ -251,10 +241,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _link_of(self, request_id: str) -> ShardLink:
         check_request_id(request_id)
-        link = self._links.get(shard_of(request_id))
-        if link is None:
-            raise NotFound(f"there is no request {request_id!r}")
-        return link
+        return self._shards.link_of(request_id)
 
 
 class _Pace:

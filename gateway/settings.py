@@ -33,6 +33,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
 
     shard: str = field("s0", help="Shard that this gateway submits to; request ids start with it.")
+    shards_file: Path | None = field(
+        None,
+        help="Several shards instead of LAPS_SD_SHARD and LAPS_SD_SCHEDULER_SEEDS: a file with a line"
+        " NAME HOST:PORT[,HOST:PORT …] [draining] for each. It is read again when it changes.",
+    )
     model: str = field("laps-sd-demo", help="Name under which the model is served.")
     tokenizer_dir: Path | None = field(
         None,

@@ -74,6 +74,7 @@ class ClientStream:
     deadline: float | None  # of the client's call, in the caller's clock
     acceptance: Acceptance | None = None
     failure: LapsSdError | None = None
+    refused: link_pb2.SubmitRefused | None = None  # why the submission failed, as the scheduler said it
     end: link_pb2.RequestEnd | None = None
     next_token: int = 0  # the first that has not arrived
     attach_id: int = 0  # of the Attach that is not answered; 0: none
@@ -245,6 +246,7 @@ class Streams:
             # It was accepted once: it waits for its place instead of being turned away.
             self._retry(stream, now)
         else:
+            stream.refused = refused
             self._fail(stream, _refusal(refused))
         return []
 

@@ -198,11 +198,10 @@ def complete(
     *,
     settings: GatewaySettings,
     model: ModelFiles,
-    request_id: str,
     tenant: str,
     fallback_seed: int,
 ) -> gateway_link_pb2.Submit:
-    """The submission of a checked request, defaults filled in. Raises InvalidArgument when it does not fit the context."""
+    """The submission of a checked request, defaults filled in; the id comes with the shard. Raises InvalidArgument when it does not fit the context."""
     prompt = request.WhichOneof("prompt") or "prompt"
     if not prompt_ids:
         raise InvalidArgument(prompt, "must make at least one token, got none")
@@ -222,7 +221,6 @@ def complete(
         else min(left, settings.default_max_tokens, settings.max_output_tokens)
     )
     specification = gateway_link_pb2.Specification(
-        request_id=request_id,
         prompt_ids=prompt_ids,
         max_tokens=max_tokens,
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
@@ -240,7 +238,6 @@ def complete(
         specification.logprobs = request.logprobs
 
     submit = gateway_link_pb2.Submit(
-        request_id=request_id,
         tenant=tenant,
         specification=specification,
         idempotency_key=request.idempotency_key,

@@ -7,6 +7,7 @@
         print(stack.log("scheduler-0"))
 
 Components are named valkey, scheduler-0, scheduler-1 …, worker-0 …, gateway-0 …; without a number the only one is meant.
+With several shards they are numbered through, and `shard_of` says which one a scheduler or worker belongs to.
 This module launches the services by their names and knows nothing else of them: settings go by environment variables,
 readiness comes from their health service. Everything lies in one temporary folder that goes with the stack.
 """
@@ -34,6 +35,7 @@ from laps_sd.children import Child, ChildDied
 from laps_sd.config import PREFIX
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import demo_target_dir
+from laps_sd.wire import Tls
 
 __all__ = ["LocalStack", "NotReady", "Ports", "StackOptions"]
 
@@ -82,13 +84,18 @@ FLAGS = {
 class StackOptions:
     """What a stack is made of. None of a setting: the service's own default."""
 
+    shards: int = 1
+    """Each with its own schedulers and workers."""
     workers: int = 1
+    """Of each shard."""
     schedulers: int = 1
+    """Of each shard: one leads, the others stand by."""
     gateways: int = 1
     engine: Literal["auto", "demo", "fake"] = "auto"
     """auto: the target if one is given, else the demo pair."""
     policy: str | None = None
     shard: str = "s0"
+    """Name of the first shard; further ones are s1, s2 …"""
     pool: str = "demo"
     model: str = "laps-sd-demo"
     target: Path | None = None
@@ -111,6 +118,8 @@ class StackOptions:
     """What a component takes for draining; `stop` kills those that take much longer (STOP_S), `terminate` waits."""
     log_level: str = "info"
     log_style: Literal["json", "console"] = "console"
+    tls: Tls | None = None
+    """Mutual TLS on every gRPC link, with these files at both ends."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Further variables for all services (LAPS_SD_…); the stack's own win."""
 
@@ -136,6 +145,7 @@ class LocalStack:
         self.children: dict[str, Child] = {}
         self.redis_url = ""
         self._addresses: dict[str, str] = {}
+        self._shards: dict[str, str] = {}
         self._metrics: dict[str, str] = {}
         self._valkey_port = 0
 
@@ -160,6 +170,21 @@ class LocalStack:
     def scheduler_addresses(self) -> list[str]:
         """All schedulers, leading or not."""
         return [address for name, address in self._addresses.items() if name.startswith("scheduler-")]
+
+    @property
+    def schedulers(self) -> dict[str, str]:
+        """Every scheduler and its shard."""
+        return {name: shard for name, shard in self._shards.items() if name.startswith("scheduler-")}
+
+    def shard_of(self, name: str) -> str:
+        """The shard that a scheduler or a worker belongs to."""
+        return self._shards[self._full(name)]
+
+    def of_shard(self, shard: str, kind: str) -> list[str]:
+        """Names of the schedulers or workers of a shard; kind is "scheduler" or "worker"."""
+        return [
+            name for name, other in self._shards.items() if other == shard and name.startswith(f"{kind}-")
+        ]
 
     def address(self, name: str) -> str:
         """host:port of a component's gRPC server."""
@@ -268,15 +293,35 @@ class LocalStack:
         if wait:
             self.wait_ready(name)
 
-    def add_worker(self, *, wait: bool = True) -> str:
-        """One more worker; returns its name."""
-        name = f"worker-{sum(1 for other in self.children if other.startswith('worker-'))}"
-        self._add_service(name, "worker_svc", _PortPlan(FREE_PORTS), self._worker_settings(name))
+    def add_worker(self, *, shard: str | None = None, wait: bool = True) -> str:
+        """One more worker, of the first shard unless said otherwise; returns its name."""
+        name = f"worker-{self._count('worker')}"
+        self._plan_worker(name, shard or self.options.shard, _PortPlan(FREE_PORTS))
         self._began = time.monotonic()
         self._launch(self.children[name])
         if wait:
             self.wait_ready(name)
         return name
+
+    def add_shard(self) -> str:
+        """One more shard with its schedulers and workers; returns its name once they are ready and gateways may use it."""
+        shard = f"s{len(set(self._shards.values()))}"
+        ports = _PortPlan(FREE_PORTS)
+        schedulers = [f"scheduler-{self._count('scheduler') + n}" for n in range(self.options.schedulers)]
+        workers = [f"worker-{self._count('worker') + n}" for n in range(self.options.workers)]
+        for name in schedulers:
+            self._plan_scheduler(name, shard, ports)
+        for name in workers:
+            self._plan_worker(name, shard, ports)
+        self._began = time.monotonic()
+        for name in (*schedulers, *workers):
+            self._launch(self.children[name])
+        self._wait_for({*schedulers, *workers})
+        self._write_shards()
+        return shard
+
+    def _count(self, kind: str) -> int:
+        return sum(1 for name in self._addresses if name.startswith(f"{kind}-"))
 
     def wait_ready(self, name: str) -> None:
         """Returns once the component is ready."""
@@ -332,41 +377,56 @@ class LocalStack:
             self._add("valkey", "scheduler_svc.store.embedded", arguments, {})
         else:
             self.redis_url = options.redis_url
-        for number in range(options.schedulers):
-            port = ports.take("scheduler") if number == 0 else ports.free()
-            self._addresses[f"scheduler-{number}"] = f"{HOST}:{port}"
-        gateway_ports = [
-            ports.take("gateway") if number == 0 else ports.free() for number in range(options.gateways)
-        ]
-        for kind, count in (
-            ("gateway", options.gateways),
-            ("scheduler", options.schedulers),
-            ("worker", options.workers),
-        ):
-            for number in range(count):
-                self._metrics[f"{kind}-{number}"] = f"{HOST}:{ports.take('metrics')}"
-        for number in range(options.workers):
-            name = f"worker-{number}"
-            self._add_service(name, "worker_svc", ports, self._worker_settings(name))
-        for number, port in enumerate(gateway_ports):
-            name = f"gateway-{number}"
+        shards = [options.shard, *(f"s{number}" for number in range(1, options.shards))]
+        schedulers = [f"scheduler-{number}" for number in range(options.shards * options.schedulers)]
+        workers = [f"worker-{number}" for number in range(options.shards * options.workers)]
+        gateways = [f"gateway-{number}" for number in range(options.gateways)]
+        for name in schedulers:
+            port = ports.take("scheduler") if name == schedulers[0] else ports.free()
             self._addresses[name] = f"{HOST}:{port}"
-            self._add_service(name, "gateway", ports, self._gateway_settings())
-        for number in range(options.schedulers):
-            name = f"scheduler-{number}"
-            self._add_service(
-                name,
-                "scheduler_svc",
-                ports,
-                {
-                    "redis_url": self.redis_url,
-                    "policy": options.policy,
-                    "advertise_address": self._addresses[name],
-                    "scheduler_address": self._addresses[name],
-                },
-            )
+        for name in gateways:
+            port = ports.take("gateway") if name == gateways[0] else ports.free()
+            self._addresses[name] = f"{HOST}:{port}"
+        for name in (*gateways, *schedulers, *workers):
+            self._metrics[name] = f"{HOST}:{ports.take('metrics')}"
+        for number, name in enumerate(schedulers):
+            self._shards[name] = shards[number // options.schedulers]
+        for number, name in enumerate(workers):
+            self._plan_worker(name, shards[number // options.workers], ports)
+        self._write_shards()
+        for name in gateways:
+            self._add_service(name, "gateway", options.shard, ports, self._gateway_settings())
+        for name in schedulers:
+            self._plan_scheduler(name, self._shards[name], ports)
 
-    def _worker_settings(self, name: str) -> dict[str, object]:
+    def _plan_scheduler(self, name: str, shard: str, ports: _PortPlan) -> None:
+        self._shards[name] = shard
+        if name not in self._addresses:
+            self._addresses[name] = f"{HOST}:{ports.free()}"
+        settings = {
+            "redis_url": self.redis_url,
+            "policy": self.options.policy,
+            "advertise_address": self._addresses[name],
+            "scheduler_address": self._addresses[name],
+        }
+        self._add_service(name, "scheduler_svc", shard, ports, settings)
+
+    def _plan_worker(self, name: str, shard: str, ports: _PortPlan) -> None:
+        self._shards[name] = shard
+        self._add_service(name, "worker_svc", shard, ports, self._worker_settings(name, shard))
+
+    def _write_shards(self) -> None:
+        """The file that gateways read; replaced as a whole, so that none reads half of it."""
+        path = self.dir / "shards"
+        lines = [f"{shard} {self._seeds(shard)}\n" for shard in dict.fromkeys(self._shards.values())]
+        written = path.with_suffix(".new")
+        written.write_text("".join(lines))
+        written.replace(path)
+
+    def _seeds(self, shard: str) -> str:
+        return ",".join(self._addresses[name] for name in self.of_shard(shard, "scheduler"))
+
+    def _worker_settings(self, name: str, shard: str) -> dict[str, object]:
         options = self.options
         return {
             "worker_name": name,
@@ -377,23 +437,26 @@ class LocalStack:
             "dtype": options.dtype,
             "slots": options.slots,
             "threads": options.threads,
-            "scheduler_seeds": ",".join(self.scheduler_addresses),
+            "scheduler_seeds": self._seeds(shard),
         }
 
     def _gateway_settings(self) -> dict[str, object]:
         options = self.options
         return {
             "tokenizer_dir": options.tokenizer_dir or options.target or demo_target_dir(),
-            "scheduler_seeds": ",".join(self.scheduler_addresses),
+            "scheduler_seeds": self._seeds(options.shard),
+            "shards_file": self.dir / "shards",
         }
 
-    def _add_service(self, name: str, module: str, ports: _PortPlan, settings: Mapping[str, object]) -> None:
+    def _add_service(
+        self, name: str, module: str, shard: str, ports: _PortPlan, settings: Mapping[str, object]
+    ) -> None:
         if name not in self._addresses:
             self._addresses[name] = f"{HOST}:{ports.free()}"
         if name not in self._metrics:
             self._metrics[name] = f"{HOST}:{ports.take('metrics')}"
         common: dict[str, object] = {
-            "shard": self.options.shard,
+            "shard": shard,
             "pool": self.options.pool,
             "model": self.options.model,
             "context_tokens": self.options.context_tokens,
@@ -404,6 +467,9 @@ class LocalStack:
             "log_style": self.options.log_style,
             "drain_s": self.options.drain_s,
         }
+        if (tls := self.options.tls) is not None:
+            common |= {"tls_cert": tls.cert, "tls_key": tls.key, "tls_client_ca": tls.ca, "link_tls": "true"}
+            common |= {"link_tls_ca": tls.ca, "link_tls_cert": tls.cert, "link_tls_key": tls.key}
         self._add(name, module, (), common | dict(settings))
 
     def _add(
@@ -452,7 +518,7 @@ class LocalStack:
             return _answers_ping(self._valkey_port)
         # Of several schedulers one leads and alone is ready; a gateway's readiness says that there is a leader.
         standby = name.startswith("scheduler-") and self.options.schedulers > 1
-        return is_serving(self._addresses[name], "liveness" if standby else "readiness")
+        return is_serving(self._addresses[name], "liveness" if standby else "readiness", tls=self.options.tls)
 
 
 class _PortPlan:
@@ -501,7 +567,9 @@ class _PortPlan:
                 ) from None
 
 
-def is_serving(address: str, service: str = "readiness", timeout_s: float = 1.0) -> bool:
+def is_serving(
+    address: str, service: str = "readiness", timeout_s: float = 1.0, *, tls: Tls | None = None
+) -> bool:
     """Whether a server answers health checks with SERVING. A new channel each time: no back-off from earlier failures."""
     host, _, port = address.rpartition(":")
     try:
@@ -509,7 +577,11 @@ def is_serving(address: str, service: str = "readiness", timeout_s: float = 1.0)
         socket.create_connection((host, int(port)), timeout_s).close()
     except OSError:
         return False
-    with grpc.insecure_channel(address) as channel:
+    with (
+        grpc.insecure_channel(address)
+        if tls is None
+        else grpc.secure_channel(address, tls.channel_credentials())
+    ) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_s

@@ -7,7 +7,7 @@ async with make_channel("scheduler:50052", link_tls(settings)) as channel:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ __all__ = [
     "channel_options",
     "link_tls",
     "make_channel",
+    "seed_problems",
     "server_options",
 ]
 
@@ -125,16 +126,22 @@ class LinkSettings(Settings):
     def problems(self) -> Iterator[str]:
         """There is somebody to dial; certificate and key come together, and mean TLS."""
         yield from super().problems()
-        if not self.scheduler_seeds:
-            yield "LAPS_SD_SCHEDULER_SEEDS must name at least one scheduler as host:port."
-        for seed in self.scheduler_seeds:
-            host, _, port = seed.rpartition(":")
-            if not host or not port.isdigit():
-                yield f"LAPS_SD_SCHEDULER_SEEDS must be host:port, separated by commas, got {seed!r}."
+        for problem in seed_problems(self.scheduler_seeds):
+            yield f"LAPS_SD_SCHEDULER_SEEDS {problem}."
         if (self.link_tls_cert is None) != (self.link_tls_key is None):
             yield "LAPS_SD_LINK_TLS_CERT and LAPS_SD_LINK_TLS_KEY must be set together."
         if not self.link_tls and (self.link_tls_ca or self.link_tls_cert):
             yield "LAPS_SD_LINK_TLS_CA and LAPS_SD_LINK_TLS_CERT need LAPS_SD_LINK_TLS=true."
+
+
+def seed_problems(seeds: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the addresses of a shard's schedulers, as the end of a sentence."""
+    if not seeds:
+        yield "must name at least one scheduler as host:port"
+    for seed in seeds:
+        host, _, port = seed.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+            yield f"must be host:port, separated by commas, got {seed!r}"
 
 
 def link_tls(settings: LinkSettings) -> Tls | None:

@@ -12,6 +12,7 @@ from scheduler_svc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import SchemaMismatch
 from scheduler_svc.store.records import Limits
+from scheduler_svc.store.servers import RedisTls
 from scheduler_svc.store.store import Store
 
 
@@ -35,6 +36,9 @@ async def serve(settings: SchedulerSettings) -> None:
             max_requests_per_tenant=settings.max_requests_per_tenant,
         ),
         finished_ttl_s=settings.finished_ttl_s,
+        tls=RedisTls(ca=settings.redis_tls_ca, cert=settings.redis_tls_cert, key=settings.redis_tls_key),
+        password_file=settings.redis_password_file,
+        wait_replicas=settings.redis_wait_replicas,
         clock=steady_unix_clock,
     )
     leadership = Leadership(settings, store, steady_unix_clock, on_lead=app.set_ready)

@@ -245,6 +245,9 @@ class Clients:
             case SubmitStatus.QUEUE_FULL:
                 detail = f"the queue of shard {self._settings.shard} is full"
                 _refuse(item, Refused.REASON_QUEUE_FULL, detail, round(self._retry_after_s() * 1000))
+            case SubmitStatus.ELSEWHERE:
+                detail = f"shard {result.shard} decides about the idempotency key"
+                _refuse(item, Refused.REASON_KEY_ELSEWHERE, detail, shard=result.shard)
             case SubmitStatus.TENANT_FULL:
                 limit = self._settings.max_requests_per_tenant
                 detail = f"the tenant has {limit} unfinished requests, which is its limit"
@@ -390,9 +393,14 @@ def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token:
 
 
 def _refuse(
-    item: FromGateway, reason: Refused.Reason.ValueType, detail: str, retry_after_ms: int = 0
+    item: FromGateway,
+    reason: Refused.Reason.ValueType,
+    detail: str,
+    retry_after_ms: int = 0,
+    *,
+    shard: str = "",
 ) -> None:
-    refused = Refused(reason=reason, detail=detail, retry_after_ms=retry_after_ms)
+    refused = Refused(reason=reason, detail=detail, retry_after_ms=retry_after_ms, shard=shard)
     reply = gateway_pb.SubmitReply(submission_id=item.message.submit.submission_id, refused=refused)
     item.session.reply(gateway_pb.GatewayLinkReply(submit_reply=reply))
     metrics.SUBMISSIONS.labels("refused").inc()

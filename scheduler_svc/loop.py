@@ -127,6 +127,15 @@ class Loop:
 
     # The outside of the loop.
 
+    def load(self, *, gateways: int) -> gateway_pb.ShardLoad:
+        """What gateways choose a shard by; `gateways`: how many of them hear it."""
+        return gateway_pb.ShardLoad(
+            backlog_s=self.core.totals().backlog_s,
+            requests=len(self.clients.live),
+            workers=sum(entry.session is not None for entry in self.roster.workers.values()),
+            gateways=gateways,
+        )
+
     def put(self, item: Item) -> None:
         """Hand something to the next turn."""
         self._inbox.append(item)
@@ -273,6 +282,14 @@ class Loop:
     def _observe_queue(self, turn: Turn) -> None:
         metrics.observe_queue(self.core)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
+        turn.chores.append(self._settle_claims)
+
+    async def _settle_claims(self) -> None:
+        if not self.outage.on:
+            try:
+                await self.store.settle_claims()
+            except StoreUnavailable as error:  # the next second tries again
+                self.outage.began(error)
 
     def _save_priors_soon(self, turn: Turn) -> None:
         self.timers.at(turn.now_s + self.settings.priors_save_s, self._save_priors_soon)
@@ -391,13 +408,17 @@ class Loop:
         ]
         for start in range(0, len(behind), WRITE_BACK_TOGETHER):
             batch = self.store.batch()
-            batch.restore([copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]])
+            restored = [copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]]
+            batch.restore(restored)
             await batch.execute()
+            await self.store.claim_again(restored)
         for ended in self.clients.ended_lately(self.clock()):
             batch = self.store.batch()
-            batch.restore([ended.live.to_record()])
+            restored = [ended.live.to_record()]
+            batch.restore(restored)
             batch.commit([ended.commit])
             await batch.execute()
+            await self.store.claim_again(restored)
         known = {*live, *self.clients.doubtful}
         unknown = [request_id for request_id in await self.store.unfinished_ids() if request_id not in known]
         for start in range(0, len(unknown), WRITE_BACK_TOGETHER):

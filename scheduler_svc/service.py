@@ -176,15 +176,18 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
                 loop.put(FromGateway(session, message))
                 await loop.room.wait()
 
+        def beat() -> gateway_pb.GatewayLinkReply:
+            gateways = sum(isinstance(other, GatewaySession) for other in leadership.sessions)
+            load = loop.load(gateways=gateways)
+            return gateway_pb.GatewayLinkReply(leader_epoch=stream.epoch, heartbeat=_heartbeat(), load=load)
+
         try:
             await context.write(
                 gateway_pb.GatewayLinkReply(
                     leader_epoch=stream.epoch, hello=_scheduler_hello(leadership, version)
                 )
             )
-            await stream.run(
-                take, lambda: gateway_pb.GatewayLinkReply(leader_epoch=stream.epoch, heartbeat=_heartbeat())
-            )
+            await stream.run(take, beat)
         finally:
             leadership.sessions.discard(session)
             loop.put(GatewayClosed(session))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from laps_sd.config import field, without_password
 from laps_sd.serving import ServingSettings
+from scheduler_svc.redis_url import parse_redis_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,25 @@ class SchedulerSettings(ServingSettings):
     """One scheduler: one shard of one pool."""
 
     redis_url: str = field(
-        "redis://127.0.0.1:6379/0", help="Where the record lies (Redis 7.0 or newer, or Valkey)."
+        "redis://127.0.0.1:6379/0",
+        help="Where the record lies (Redis 7.0 or newer, or Valkey): redis://HOST:PORT[,HOST:PORT …]/DB, also nodes of a"
+        " cluster; redis+sentinel://HOST:PORT[,…]/NAME/DB; rediss and rediss+sentinel with TLS; unix://PATH.",
+    )
+    redis_password_file: Path | None = field(
+        None, help="File with the password of the user in LAPS_SD_REDIS_URL; read for each connection."
+    )
+    redis_tls_ca: Path | None = field(
+        None, help="CA file that verifies the Redis server; none: the system's roots."
+    )
+    redis_tls_cert: Path | None = field(
+        None, help="Certificate that the scheduler shows to Redis (mutual TLS)."
+    )
+    redis_tls_key: Path | None = field(None, help="Key of LAPS_SD_REDIS_TLS_CERT.")
+    redis_wait_replicas: int = field(
+        0,
+        help="Replicas that must have what was written before it counts (WAIT); with fewer the record is unavailable.",
+        minimum=0,
+        maximum=16,
     )
     shard: str = field(
         "s0", help="The shard this process leads or stands by for; part of every key and request id."
@@ -92,17 +111,28 @@ class SchedulerSettings(ServingSettings):
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
         yield from super().problems()
-        try:
-            url = urlsplit(self.redis_url)
-            readable = url.scheme in ("redis", "rediss", "unix") and url.port != 0
-        except ValueError:  # of a port that is no number
-            readable = False
-        if not readable:
-            yield (
-                "LAPS_SD_REDIS_URL must be redis://HOST:PORT/DB, rediss://… (TLS) or unix://PATH, "
-                f"got {without_password(self.redis_url)!r}."
-            )
+        yield from self._redis_problems()
         for name in ("shard", "pool"):
             value = getattr(self, name)
             if not value or not value.replace("-", "").replace("_", "").isalnum() or len(value) > 64:
                 yield f"LAPS_SD_{name.upper()} must be 1 to 64 letters, digits, '-' or '_', got {value!r}."
+
+    def _redis_problems(self) -> Iterator[str]:
+        try:
+            url = parse_redis_url(self.redis_url)
+        except ValueError as error:
+            yield (
+                "LAPS_SD_REDIS_URL must be redis://HOST:PORT/DB, rediss://… (TLS) or unix://PATH, "
+                f"got {without_password(self.redis_url)!r}: {error}."
+            )
+            return
+        if self.redis_password_file is not None and url.password:
+            yield "LAPS_SD_REDIS_URL holds a password and LAPS_SD_REDIS_PASSWORD_FILE names one: give one of them."
+        if (self.redis_tls_cert is None) != (self.redis_tls_key is None):
+            yield "LAPS_SD_REDIS_TLS_CERT and LAPS_SD_REDIS_TLS_KEY must be set together."
+        if not url.tls and (self.redis_tls_ca or self.redis_tls_cert):
+            yield "LAPS_SD_REDIS_TLS_CA and LAPS_SD_REDIS_TLS_CERT need a LAPS_SD_REDIS_URL that begins with rediss."
+        for name in ("redis_password_file", "redis_tls_ca", "redis_tls_cert", "redis_tls_key"):
+            path: Path | None = getattr(self, name)
+            if path is not None and not path.is_file():
+                yield f"LAPS_SD_{name.upper()} must be a file, and {path} is none."

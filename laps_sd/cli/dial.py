@@ -46,14 +46,25 @@ SchedulerOption = Annotated[
         help="Schedulers of the shard, host:port[,host:port ...].",
     ),
 ]
+LinkCaOption = Annotated[
+    Path | None,
+    typer.Option("--tls-ca", envvar="LAPS_SD_LINK_TLS_CA", help="CA file that verifies the scheduler: TLS."),
+]
+LinkCertOption = Annotated[
+    Path | None,
+    typer.Option("--tls-cert", envvar="LAPS_SD_LINK_TLS_CERT", help="Certificate to show (mutual TLS)."),
+]
+LinkKeyOption = Annotated[
+    Path | None, typer.Option("--tls-key", envvar="LAPS_SD_LINK_TLS_KEY", help="Key of --tls-cert.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Reply = TypeVar("Reply")
 
 
 @contextmanager
-def channel(url: str, ca: Path | None = None) -> Iterator[grpc.Channel]:
-    """A channel to host:port; the schemes grpcs and https mean TLS."""
+def channel(url: str, ca: Path | None = None, tls: Tls | None = None) -> Iterator[grpc.Channel]:
+    """A channel to host:port; the schemes grpcs and https mean TLS, and so does any file."""
     scheme, _, address = url.rpartition("://")
     address = address.rstrip("/")
     host, _, port = address.rpartition(":")
@@ -61,8 +72,9 @@ def channel(url: str, ca: Path | None = None) -> Iterator[grpc.Channel]:
         raise typer.BadParameter(
             f"an address is host:port, as {GATEWAY}, or grpcs://host:port for TLS; got {url!r}"
         )
-    if scheme in SECURE or ca is not None:
-        made = grpc.secure_channel(address, Tls(ca=ca).channel_credentials(), options=channel_options())
+    tls = tls or Tls(ca=ca)
+    if scheme in SECURE or tls != Tls():
+        made = grpc.secure_channel(address, tls.channel_credentials(), options=channel_options())
     else:
         made = grpc.insecure_channel(address, options=channel_options())
     with made:
@@ -74,8 +86,17 @@ def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def ask_leader(schedulers: str, call: Callable[[grpc.Channel], Reply]) -> Reply:
-    """Calls the leader: tries each address in turn, and the one that a standby names."""
+def ask_leader(
+    schedulers: str,
+    call: Callable[[grpc.Channel], Reply],
+    *,
+    ca: Path | None = None,
+    cert: Path | None = None,
+    key: Path | None = None,
+) -> Reply:
+    """Calls the leader: tries each address in turn, and the one that a standby names. Any file means TLS."""
+    if (cert is None) != (key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key come together")
     waiting = [address.strip() for address in schedulers.split(",") if address.strip()]
     tried: set[str] = set()
     last: grpc.RpcError | None = None
@@ -85,7 +106,7 @@ def ask_leader(schedulers: str, call: Callable[[grpc.Channel], Reply]) -> Reply:
             continue
         tried.add(address)
         try:
-            with channel(address) as made:
+            with channel(address, tls=Tls(ca=ca, cert=cert, key=key)) as made:
                 return call(made)
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None

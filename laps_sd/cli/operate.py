@@ -71,6 +71,9 @@ def queue(
     scheduler: dial.SchedulerOption = dial.SCHEDULER,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Entries at most.")] = 20,
     as_json: dial.JsonOption = False,
+    tls_ca: dial.LinkCaOption = None,
+    tls_cert: dial.LinkCertOption = None,
+    tls_key: dial.LinkKeyOption = None,
 ) -> None:
     """Show the queue of a shard, best first (times in seconds)."""
     reply = dial.ask_leader(
@@ -78,6 +81,9 @@ def queue(
         lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
             admin_pb2.ListQueueRequest(limit=limit), timeout=TIMEOUT_S
         ),
+        ca=tls_ca,
+        cert=tls_cert,
+        key=tls_key,
     )
     if as_json:
         _print_json(reply)
@@ -108,13 +114,22 @@ def queue_table(reply: admin_pb2.ListQueueResponse) -> Table:
     return table
 
 
-def workers(scheduler: dial.SchedulerOption = dial.SCHEDULER, as_json: dial.JsonOption = False) -> None:
+def workers(
+    scheduler: dial.SchedulerOption = dial.SCHEDULER,
+    as_json: dial.JsonOption = False,
+    tls_ca: dial.LinkCaOption = None,
+    tls_cert: dial.LinkCertOption = None,
+    tls_key: dial.LinkKeyOption = None,
+) -> None:
     """Show the workers of a shard and what they carry."""
     reply = dial.ask_leader(
         scheduler,
         lambda channel: admin_pb2_grpc.AdminStub(channel).ListWorkers(
             admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S
         ),
+        ca=tls_ca,
+        cert=tls_cert,
+        key=tls_key,
     )
     if as_json:
         _print_json(reply)
@@ -141,6 +156,9 @@ def workers(scheduler: dial.SchedulerOption = dial.SCHEDULER, as_json: dial.Json
 def drain(
     worker: Annotated[str, typer.Argument(help="Name or id, as `laps-sd workers` shows it.")],
     scheduler: dial.SchedulerOption = dial.SCHEDULER,
+    tls_ca: dial.LinkCaOption = None,
+    tls_cert: dial.LinkCertOption = None,
+    tls_key: dial.LinkKeyOption = None,
 ) -> None:
     """Ask a worker to leave: no new work, its requests move elsewhere or finish."""
     reply = dial.ask_leader(
@@ -148,6 +166,9 @@ def drain(
         lambda channel: admin_pb2_grpc.AdminStub(channel).DrainWorker(
             admin_pb2.DrainWorkerRequest(worker=worker), timeout=TIMEOUT_S
         ),
+        ca=tls_ca,
+        cert=tls_cert,
+        key=tls_key,
     )
     print(f"{reply.worker_id} drains")
 

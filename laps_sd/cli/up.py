@@ -24,7 +24,10 @@ LOOK_EVERY_S = 0.5
 
 
 def up(
-    workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 1,
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes of each shard.")] = 1,
+    shards: Annotated[
+        int, typer.Option(min=1, max=64, help="Shards: schedulers that share the requests among them.")
+    ] = 1,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -125,6 +128,7 @@ def up(
         console.print(f"laps-sd: {sentence}", soft_wrap=True)
     options = StackOptions(
         workers=workers,
+        shards=shards,
         policy=policy,
         engine=engine,
         target=target,
@@ -190,7 +194,10 @@ def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
     gateway = stack.gateway_address
     elsewhere = "" if gateway == "127.0.0.1:50051" else f" --url {gateway}"
     console.print(f"\nListening: gRPC {gateway}")
-    console.print(f"Metrics: {stack.metrics_url('gateway')}, scheduler gRPC {stack.scheduler_address}")
+    schedulers = stack.scheduler_address
+    if stack.options.shards > 1:
+        schedulers = ", ".join(f"{stack.address(name)} ({shard})" for name, shard in stack.schedulers.items())
+    console.print(f"Metrics: {stack.metrics_url('gateway')}, scheduler gRPC {schedulers}")
     console.print("Try in another terminal:")
     console.print(
         f'  laps-sd generate "What is the capital of France?"{elsewhere}', markup=False, soft_wrap=True

@@ -85,6 +85,7 @@ class GatewayLinkReply(_message.Message):
     ATTACH_REPLY_FIELD_NUMBER: _builtins.int
     DELIVERIES_FIELD_NUMBER: _builtins.int
     CANCEL_REPLY_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     leader_epoch: _builtins.str
     """Epoch of the leader that sends this. Empty only in NotLeader."""
     @_builtins.property
@@ -101,6 +102,10 @@ class GatewayLinkReply(_message.Message):
     def deliveries(self) -> Global___Deliveries: ...
     @_builtins.property
     def cancel_reply(self) -> Global___CancelReply: ...
+    @_builtins.property
+    def load(self) -> Global___ShardLoad:
+        """Beside a heartbeat: how much the shard has to do."""
+
     def __init__(
         self,
         *,
@@ -112,16 +117,51 @@ class GatewayLinkReply(_message.Message):
         attach_reply: Global___AttachReply | None = ...,
         deliveries: Global___Deliveries | None = ...,
         cancel_reply: Global___CancelReply | None = ...,
+        load: Global___ShardLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach_reply", b"attach_reply", "cancel_reply", b"cancel_reply", "deliveries", b"deliveries", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "not_leader", b"not_leader", "submit_reply", b"submit_reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach_reply", b"attach_reply", "cancel_reply", b"cancel_reply", "deliveries", b"deliveries", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "message", b"message", "not_leader", b"not_leader", "submit_reply", b"submit_reply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_reply", b"attach_reply", "cancel_reply", b"cancel_reply", "deliveries", b"deliveries", "heartbeat", b"heartbeat", "hello", b"hello", "leader_epoch", b"leader_epoch", "message", b"message", "not_leader", b"not_leader", "submit_reply", b"submit_reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_reply", b"attach_reply", "cancel_reply", b"cancel_reply", "deliveries", b"deliveries", "heartbeat", b"heartbeat", "hello", b"hello", "leader_epoch", b"leader_epoch", "load", b"load", "message", b"message", "not_leader", b"not_leader", "submit_reply", b"submit_reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "not_leader", "submit_reply", "attach_reply", "deliveries", "cancel_reply"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___GatewayLinkReply: _TypeAlias = GatewayLinkReply  # noqa: Y015
+
+@_typing.final
+class ShardLoad(_message.Message):
+    """How long a new request would wait in a shard. A gateway submits to the shard where that is least."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKLOG_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
+    backlog_s: _builtins.float
+    """Machine seconds of work that is left, by the scheduler's estimates."""
+    requests: _builtins.int
+    """Unfinished requests."""
+    workers: _builtins.int
+    """Connected workers; without one everything waits."""
+    gateways: _builtins.int
+    """Connected gateways, which all hear this and act on it until the next heartbeat."""
+    def __init__(
+        self,
+        *,
+        backlog_s: _builtins.float = ...,
+        requests: _builtins.int = ...,
+        workers: _builtins.int = ...,
+        gateways: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "gateways", b"gateways", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardLoad: _TypeAlias = ShardLoad  # noqa: Y015
 
 @_typing.final
 class GatewayHello(_message.Message):
@@ -518,6 +558,8 @@ class SubmitRefused(_message.Message):
         """The deadline passed before acceptance: DEADLINE_EXCEEDED."""
         REASON_INVALID: SubmitRefused._Reason.ValueType  # 6
         """The specification is out of the shard's bounds: INVALID_ARGUMENT."""
+        REASON_KEY_ELSEWHERE: SubmitRefused._Reason.ValueType  # 7
+        """Another shard decides about the idempotency key: submit to `shard`, under an id of that shard."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: SubmitRefused.Reason.ValueType  # 0
@@ -533,24 +575,30 @@ class SubmitRefused(_message.Message):
     """The deadline passed before acceptance: DEADLINE_EXCEEDED."""
     REASON_INVALID: SubmitRefused.Reason.ValueType  # 6
     """The specification is out of the shard's bounds: INVALID_ARGUMENT."""
+    REASON_KEY_ELSEWHERE: SubmitRefused.Reason.ValueType  # 7
+    """Another shard decides about the idempotency key: submit to `shard`, under an id of that shard."""
 
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     reason: Global___SubmitRefused.Reason.ValueType
     detail: _builtins.str
     retry_after_ms: _builtins.int
     """When a retry makes sense, milliseconds; 0: no advice."""
+    shard: _builtins.str
+    """Of REASON_KEY_ELSEWHERE."""
     def __init__(
         self,
         *,
         reason: Global___SubmitRefused.Reason.ValueType = ...,
         detail: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
+        shard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

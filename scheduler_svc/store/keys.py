@@ -1,11 +1,13 @@
 """Every key of the record. Nothing else builds one.
 
 All keys of a shard carry the shard as their hash tag, so they live in one slot of a Redis Cluster and one script
-may touch them together. Once all requests of a shard have ended, each key that is left has an expiry.
+may touch them together. Claims belong to no shard and have slots of their own. Once all requests of a shard have
+ended, each key that is left has an expiry.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from urllib.parse import quote
 
@@ -14,6 +16,12 @@ SCHEMA_VERSION = 1
 
 SHARD_TTL_S = 30 * 24 * 3600
 """How long what belongs to the shard as a whole outlives its last leader. Renewals of leadership refresh it."""
+
+CLAIM_TTL_S = 7 * 24 * 3600
+"""How long a shard keeps an idempotency key for a request that has not ended; a request that waits longer loses it."""
+
+CLAIM_SLACK_S = 60
+"""How much longer a claim lasts than what it points to, so that no other shard takes the key a moment too early."""
 
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -26,6 +34,7 @@ class Keys:
             raise ValueError(
                 f"shard {shard!r}: 1 to 63 letters, digits, '.', '_' or '-', the first a letter or a digit"
             )
+        self.shard = shard
         self.prefix = f"laps-sd:{{{shard}}}:"
 
     # the shard as a whole
@@ -89,3 +98,15 @@ class Keys:
     def idempotency(self, tenant: str, idempotency_key: str) -> str:
         """string `sequence request-id body-hash` · TTL as the request's. The tenant is quoted, so it holds no colon."""
         return f"{self.prefix}idempotency:{quote(tenant, safe='')}:{idempotency_key}"
+
+    def claim(self, idempotency: str) -> str | None:
+        """string `shard request-id`: which shard decides about an idempotency key, for all shards; None where `idempotency`
+        is no key that the method above built · TTL: CLAIM_TTL_S, at the end the request's and CLAIM_SLACK_S.
+
+        Hashed: its size is bounded, and a client's braces choose no slot.
+        """
+        prefix = self.prefix + "idempotency:"
+        if not idempotency.startswith(prefix):
+            return None
+        digest = hashlib.sha256(idempotency.removeprefix(prefix).encode()).hexdigest()
+        return f"laps-sd:claim:{digest[:32]}"

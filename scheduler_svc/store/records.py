@@ -117,6 +117,8 @@ class SubmitStatus(enum.Enum):
     """Same idempotency key (or same request id), other body."""
     QUEUE_FULL = "queue_full"
     TENANT_FULL = "tenant_full"
+    ELSEWHERE = "elsewhere"
+    """Another shard decides about the idempotency key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class SubmitResult:
     request_id: str
     sequence: int
     """0 when nothing was accepted or attached to."""
+    shard: str = ""
+    """Of ELSEWHERE: which."""
 
 
 class TransitionStatus(enum.Enum):

@@ -38,5 +38,22 @@ RELEASE = _load("release")
 RANK = _load("rank")
 RESTORE = _load("restore")
 SAVE_PRIORS = _load("save_priors")
+CLAIM = _load("claim")
+UNCLAIM = _load("unclaim")
 
-ALL = (ACQUIRE, RENEW, RECLAIM, RESIGN, SUBMIT, COMMIT, FINISH, LEASE, RELEASE, RANK, RESTORE, SAVE_PRIORS)
+ALL = (
+    ACQUIRE,
+    RENEW,
+    RECLAIM,
+    RESIGN,
+    SUBMIT,
+    COMMIT,
+    FINISH,
+    LEASE,
+    RELEASE,
+    RANK,
+    RESTORE,
+    SAVE_PRIORS,
+    CLAIM,
+    UNCLAIM,
+)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -25,11 +26,10 @@ import redis.asyncio as redis_client
 from hiredis import pack_command
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import BlockingConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release, Standing
 from scheduler_svc.core.rank import MAX_LEVELS
+from scheduler_svc.redis_url import Address, parse_redis_url
 from scheduler_svc.store import scripts
 from scheduler_svc.store.codec import (
     Argument,
@@ -52,7 +52,7 @@ from scheduler_svc.store.errors import (
     StoreError,
     StoreUnavailable,
 )
-from scheduler_svc.store.keys import SCHEMA_VERSION, SHARD_TTL_S, Keys
+from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S, SCHEMA_VERSION, SHARD_TTL_S, Keys
 from scheduler_svc.store.records import (
     Leader,
     LeaderEpoch,
@@ -65,6 +65,7 @@ from scheduler_svc.store.records import (
     TransitionStatus,
 )
 from scheduler_svc.store.scripts import MAX_ENTRIES, Script
+from scheduler_svc.store.servers import RedisTls, Servers, moved_to, reply_of
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -77,7 +78,6 @@ _READ_CHUNK = 128
 _RESTORE_CHUNK = 32
 """Requests in one restore call; they carry their prompts."""
 _SHARD_TTL_MS = SHARD_TTL_S * 1000
-_RUN_ID = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 _STATUS = {status.value: status for status in TransitionStatus}
 _FAULTS = {
     "OOM": Fault.FULL,
@@ -89,6 +89,8 @@ _FAULTS = {
     "NOREPLICAS": Fault.OTHER,
     "CLUSTERDOWN": Fault.OTHER,
     "TRYAGAIN": Fault.OTHER,
+    "MOVED": Fault.OTHER,
+    "ASK": Fault.OTHER,
 }
 """Error codes of a server that cannot be read or written now."""
 
@@ -137,24 +139,27 @@ class Store:
 
     def __init__(
         self,
-        client: redis_client.Redis,
+        servers: Servers,
         shard: str,
         *,
         limits: Limits | None = None,
         finished_ttl_s: float = FINISHED_TTL_S,
         timeout_s: float = 2.0,
+        wait_replicas: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`client` must not decode responses; `open` makes the right one.
+        """`open` makes the servers. `wait_replicas`: nothing counts as written before so many replicas have it.
 
         `timeout_s` bounds each exchange with the server, connecting included. `clock` gives Unix seconds: when tokens
         came and requests ended.
         """
         self.keys = Keys(shard)
-        self._client = client
+        self._servers = servers
+        self._client = redis_client.Redis(connection_pool=servers.pool)
         self._limits = limits or Limits()
         self._finished_ttl_ms = max(1, math.ceil(finished_ttl_s * 1000))
         self._timeout_s = timeout_s
+        self._wait_replicas = wait_replicas
         self._clock = clock
         self._queue_keys = [
             self.keys.leader(),
@@ -172,6 +177,8 @@ class Store:
             self.keys.priors(),
         ]
         self._leadership = ""
+        # One at a time: a renewal that overtakes a reclaim would look like another leader's.
+        self._leading = asyncio.Lock()
         self._lease_ms = 0
         self._epoch: LeaderEpoch | None = None
         self._highest_number = 0
@@ -179,13 +186,13 @@ class Store:
         self._next_incarnation = secrets.token_hex(8)
         self._nonce = secrets.token_hex(8)
         self._emptied_since_s: float | None = None
-        # The server's run id, as the newest connection heard it, and the one that holds all that this leader wrote.
-        self._server = ""
+        # The run id of the server that holds all that this leader wrote.
         self._trusted_server: str | None = ""
-        client.connection_pool.connection_kwargs["redis_connect_func"] = self._greet
         # Which idempotency key expires with which request. A leader has submitted or loaded whatever it ends, so this
         # saves asking the record at the end; without an entry here it is asked.
         self._expires_with: dict[str, str] = {}
+        # Claims of requests that have ended; their expiry is set by the next `settle_claims`.
+        self._ended_claims: set[str] = set()
 
     @classmethod
     def open(
@@ -197,22 +204,28 @@ class Store:
         finished_ttl_s: float = FINISHED_TTL_S,
         timeout_s: float = 2.0,
         max_connections: int = 16,
+        tls: RedisTls | None = None,
+        password_file: Path | None = None,
+        wait_replicas: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> Store:
-        """Connects when first used. `url`: redis://, rediss:// or unix:// as redis-py reads them."""
-        pool = BlockingConnectionPool.from_url(
-            url,
+        """Connects when first used. `url`: see `redis_url`; `tls` and `password_file`: see `servers`. Raises ValueError."""
+        servers = Servers(
+            parse_redis_url(url),
+            probe_key=Keys(shard).leader(),
+            timeout_s=timeout_s,
             max_connections=max_connections,
-            timeout=timeout_s,
-            socket_timeout=None,
-            socket_connect_timeout=timeout_s,
-            # Callers retry: they know whether the answer still matters.
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
+            tls=tls,
+            password_file=password_file,
         )
-        client = redis_client.Redis.from_pool(pool)
         return cls(
-            client, shard, limits=limits, finished_ttl_s=finished_ttl_s, timeout_s=timeout_s, clock=clock
+            servers,
+            shard,
+            limits=limits,
+            finished_ttl_s=finished_ttl_s,
+            timeout_s=timeout_s,
+            wait_replicas=wait_replicas,
+            clock=clock,
         )
 
     async def ping(self) -> None:
@@ -222,7 +235,7 @@ class Store:
 
     async def close(self) -> None:
         """Closes the connections. Leadership, if held, runs out by itself; `resign` first to hand it over at once."""
-        await self._client.aclose()
+        await self._servers.close()
 
     # leadership
 
@@ -289,6 +302,10 @@ class Store:
 
     async def renew_leadership(self) -> bool:
         """False: this process no longer leads, and the next batch would be fenced. Raises RecordBehind."""
+        async with self._leading:
+            return await self._renew()
+
+    async def _renew(self) -> bool:
         if self._epoch is None:
             return False
         renewed = await self._call(
@@ -300,7 +317,7 @@ class Store:
             self._forget_leadership()
         elif renewed[0] == 2:
             raise RecordBehind("the record was emptied, or set back to before this leadership")
-        elif self._server != self._trusted_server:
+        elif self._servers.run_id != self._trusted_server:
             raise RecordBehind("the server of the record was restarted, or another one answers in its place")
         return bool(renewed[0])
 
@@ -309,6 +326,10 @@ class Store:
 
         `newest_sequence`: of all requests that were ever accepted; later ones get larger ones.
         """
+        async with self._leading:
+            return await self._reclaim(newest_sequence)
+
+    async def _reclaim(self, newest_sequence: int) -> bool:
         if self._epoch is None:
             return False
         reply = await self._call(
@@ -338,7 +359,7 @@ class Store:
     def _lives_in(self, incarnation: bytes) -> None:
         self._incarnation = incarnation.decode()
         self._next_incarnation = secrets.token_hex(8)
-        self._trusted_server = self._server
+        self._trusted_server = self._servers.run_id
 
     async def resign(self) -> None:
         """Stop leading, so that a standby need not wait for the lease to run out. Nothing happens to another leader."""
@@ -366,18 +387,56 @@ class Store:
         """Write new requests to the record; what is not ACCEPTED is not there. `shown`: by request id, for those that the
         record has had before and lost. Where it has them still, they stay as they are.
 
+        An idempotency key is claimed first, so that no other shard takes it too.
+
         Raises Fenced, StoreUnavailable (then the outcome is unknown: submit the very same requests again, which answers
         ACCEPTED for those that are there), ValueError for token ids or request ids that cannot be stored.
         """
         calls = [self._submit_call(request, shown.get(request.request_id, Shown())) for request in requests]
-        replies = await self._run(calls, leading=True)
+        decides = await self._claim(
+            [(request.request_id, self._idempotency_key(request)) for request in requests]
+        )
+        # What was accepted once stays, whoever has taken its key since.
+        own = [
+            request.request_id in shown or owner == self.keys.shard
+            for request, owner in zip(requests, decides, strict=True)
+        ]
+        replies = iter(
+            await self._run([call for call, mine in zip(calls, own, strict=True) if mine], leading=True)
+        )
         results = []
-        for request, (status, request_id, sequence) in zip(requests, replies, strict=True):
+        refused: list[tuple[str, str]] = []
+        for request, mine, owner in zip(requests, own, decides, strict=True):
+            if not mine:
+                results.append(SubmitResult(SubmitStatus.ELSEWHERE, request.request_id, 0, owner))
+                continue
+            status, request_id, sequence = next(replies)
             result = SubmitResult(SubmitStatus(status.decode()), request_id.decode(), sequence)
+            expires_with = self._idempotency_key(request)
             if result.status is SubmitStatus.ACCEPTED:
-                self._expires_with[request.request_id] = self._idempotency_key(request)
+                self._expires_with[request.request_id] = expires_with
+                self._ended_claims.discard(self.keys.claim(expires_with) or "")
+            elif result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
+                refused.append((request.request_id, expires_with))
             results.append(result)
+        await self._unclaim(refused)
         return results
+
+    async def claim_again(self, requests: Sequence[NewRequest]) -> None:
+        """After the record was emptied: the shard decides about the idempotency keys of its requests, as before. Where
+        another shard has taken one in between, it stays there.
+        """
+        await self._claim([(request.request_id, self._idempotency_key(request)) for request in requests])
+
+    async def settle_claims(self) -> None:
+        """Claims of requests that have ended expire soon after them. Call about once a second; raises StoreUnavailable."""
+        while self._ended_claims:
+            some = list(itertools.islice(self._ended_claims, MAX_ENTRIES))
+            ttl_ms = self._finished_ttl_ms + CLAIM_SLACK_S * 1000
+            await self._run_anywhere(
+                [_Call(scripts.UNCLAIM, [claim], [self.keys.shard, "", ttl_ms]) for claim in some]
+            )
+            self._ended_claims.difference_update(some)
 
     def batch(self) -> Batch:
         """Transitions that travel together, under the leadership of now."""
@@ -491,6 +550,31 @@ class Store:
         ]
         return _Call(scripts.SUBMIT, keys, arguments)
 
+    async def _claim(self, entries: Sequence[tuple[str, str]]) -> list[str]:
+        """Which shard decides, for each request id and the key that expires with it; this one where there is no key."""
+        shard, ttl_ms = self.keys.shard, CLAIM_TTL_S * 1000
+        claims = [self.keys.claim(expires_with) for _, expires_with in entries]
+        replies = iter(
+            await self._run_anywhere(
+                [
+                    _Call(scripts.CLAIM, [claim], [shard, request_id, ttl_ms])
+                    for (request_id, _), claim in zip(entries, claims, strict=True)
+                    if claim is not None
+                ]
+            )
+        )
+        return [shard if claim is None else next(replies)[0].decode() for claim in claims]
+
+    async def _unclaim(self, entries: Sequence[tuple[str, str]]) -> None:
+        """Refused: another shard may take the key. If that cannot be said now, it stays until CLAIM_TTL_S is over."""
+        calls = [
+            _Call(scripts.UNCLAIM, [claim], [self.keys.shard, request_id, 0])
+            for request_id, expires_with in entries
+            if (claim := self.keys.claim(expires_with)) is not None
+        ]
+        with contextlib.suppress(StoreUnavailable):
+            await self._run_anywhere(calls)
+
     def _idempotency_key(self, request: NewRequest) -> str:
         """The key that expires with the request: where it has none, its own again, which changes nothing."""
         if not request.idempotency_key:
@@ -511,6 +595,12 @@ class Store:
                 self.keys.idempotency(tenant.decode(), key.decode()) if key else self.keys.request(request_id)
             )
 
+    def _let_go(self, request_id: str) -> None:
+        """It has ended."""
+        claim = self.keys.claim(self._expires_with.pop(request_id, ""))
+        if claim is not None:
+            self._ended_claims.add(claim)
+
     def _forget_leadership(self) -> None:
         self._leadership, self._epoch = "", None
 
@@ -529,6 +619,9 @@ class Store:
                 f"the record did not answer within {self._timeout_s} s", Fault.SLOW
             ) from error
         except (redis_errors.RedisError, OSError) as error:
+            if moved := moved_to(error):
+                self._servers.prefer(moved)
+                await self._servers.pool.disconnect(inuse_connections=False)
             raise _translated(error) from error
 
     async def _call(self, script: Script, keys: list[str], arguments: list[Argument]) -> Any:
@@ -539,16 +632,14 @@ class Store:
 
         `leading`: only to the server that is known to hold what this leader wrote; to another one, Fenced.
         """
-        replies = await self._send(calls, leading=leading)
-        if any(isinstance(reply, redis_errors.NoScriptError) for reply in replies):
-            # The server has started anew. What ran already answers that it did.
+        replies = await self._replies(calls, self._servers.pool, leading=leading)
+        if moved := next((address for reply in replies if (address := moved_to(reply))), None):
+            # What ran before the slot moved already answers that it did. A shard's keys all move together.
+            self._servers.prefer(moved)
             async with self._reached():
-                for script in scripts.ALL:
-                    await self._client.script_load(script.source)
-            replies = await self._send(calls, leading=leading)
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise _translated(reply) from reply
+                await self._servers.pool.disconnect(inuse_connections=False)
+            replies = await self._replies(calls, self._servers.pool, leading=leading)
+        _raise_errors(replies)
         for reply in replies:
             if reply[0] == b"fenced":
                 raise Fenced(
@@ -556,36 +647,59 @@ class Store:
                 )
         return replies
 
-    async def _greet(self, connection: Any) -> None:
-        """A new connection: learn which server it leads to. One that may not say counts as always the same."""
-        await connection.on_connect()
-        await connection.send_command("INFO", "server", check_health=False)
-        answer = await self._reply(connection)
-        found = _RUN_ID.search(answer) if isinstance(answer, bytes) else None
-        self._server = found[1].decode() if found else ""
+    async def _run_anywhere(self, calls: Sequence[_Call]) -> list[Any]:
+        """Calls that each have one key in a slot of its own: in a cluster, wherever it says that those are."""
+        replies = await self._replies(calls, self._servers.pool)
+        moved: dict[Address, list[int]] = {}
+        for number, reply in enumerate(replies):
+            address = moved_to(reply)
+            if address is not None:
+                moved.setdefault(address, []).append(number)
+        for address, numbers in moved.items():
+            there = await self._replies([calls[number] for number in numbers], self._servers.at(address))
+            for number, reply in zip(numbers, there, strict=True):
+                replies[number] = reply
+        _raise_errors(replies)
+        return replies
 
-    async def _send(self, calls: Sequence[_Call], *, leading: bool) -> list[Any]:
-        if not calls:
-            return []
+    async def _replies(
+        self, calls: Sequence[_Call], pool: BlockingConnectionPool, *, leading: bool = False
+    ) -> list[Any]:
+        """What the server behind `pool` says to each call, errors included. It learns the scripts if it has to."""
         # The client's own pipeline encodes each argument in Python, which costs more than all the rest of a commit.
         packed = [
-            # Its type hint has a tuple of one argument where any number is meant.
-            pack_command(("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments))  # type: ignore[arg-type]
-            for call in calls
+            _packed("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments) for call in calls
         ]
-        pool = self._client.connection_pool
+        replies = await self._send(packed, pool, leading=leading)
+        if any(isinstance(reply, redis_errors.NoScriptError) for reply in replies):
+            # The server has started anew. What ran already answers that it did.
+            await self._send([_packed("SCRIPT", "LOAD", script.source) for script in scripts.ALL], pool)
+            replies = await self._send(packed, pool, leading=leading)
+        return replies
+
+    async def _send(
+        self, packed: list[bytes], pool: BlockingConnectionPool, *, leading: bool = False
+    ) -> list[Any]:
+        if not packed:
+            return []
+        expected = len(packed)
+        if leading and self._wait_replicas:
+            wait_ms = max(1, int(self._timeout_s * 1000 / 2))
+            packed = [*packed, _packed("WAIT", self._wait_replicas, wait_ms)]
         async with self._reached():
             connection = await pool.get_connection()
             try:
-                if leading and self._epoch is not None and self._server != self._trusted_server:
+                if leading and self._epoch is not None and self._servers.run_id != self._trusted_server:
                     raise Fenced("another server answers for the record: it may lack the newest commits")
                 await connection.send_packed_command(packed)
-                replies = [await self._reply(connection) for _ in calls]
-                if any(isinstance(reply, redis_errors.ReadOnlyError) for reply in replies):
-                    # A replica by now: the same address may lead to the new primary.
+                replies = [await reply_of(connection) for _ in packed]
+                if any(isinstance(reply, redis_errors.ReadOnlyError) or moved_to(reply) for reply in replies):
+                    # A replica by now, or without the slot: the same way may lead to the right server.
                     await connection.disconnect(nowait=True)
+                if len(packed) > expected and (reached := replies.pop()) != self._wait_replicas:
+                    self._check_replicas(reached)
                 return replies
-            except Fenced:
+            except (Fenced, StoreUnavailable):
                 raise
             except BaseException:
                 # Answers may still be on their way: nobody else must read them.
@@ -594,12 +708,13 @@ class Store:
             finally:
                 await asyncio.shield(pool.release(connection))
 
-    @staticmethod
-    async def _reply(connection: Any) -> Any:
-        try:
-            return await connection.read_response()
-        except redis_errors.ResponseError as error:
-            return error
+    def _check_replicas(self, reached: Any) -> None:
+        if isinstance(reached, Exception):
+            raise _translated(reached)
+        if reached < self._wait_replicas:
+            raise StoreUnavailable(
+                f"{reached} replicas have what was written, and {self._wait_replicas} must", Fault.OTHER
+            )
 
 
 class Batch:
@@ -662,7 +777,7 @@ class Batch:
             work.pending.set(answers[id(work)])
             for entry, answer in zip(work.entries, answers[id(work)], strict=True):
                 if entry.request_id in self._ending and answer is not TransitionStatus.STALE:
-                    self._store._expires_with.pop(entry.request_id, None)
+                    self._store._let_go(entry.request_id)
 
     def _queue(
         self, entries: Sequence[C], encode: Callable[[Sequence[C], int], _Call], chunk: int = MAX_ENTRIES
@@ -785,6 +900,18 @@ def _schema_mismatch(found: bytes) -> SchemaMismatch:
     )
 
 
+def _packed(*parts: Argument) -> bytes:
+    # Its type hint has a tuple of one argument where any number is meant.
+    packed: bytes = pack_command(parts)  # type: ignore[arg-type]
+    return packed
+
+
+def _raise_errors(replies: Sequence[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise _translated(reply) from reply
+
+
 def _limit(value: int | None) -> int:
     return -1 if value is None else value
 
@@ -800,6 +927,8 @@ def _translated(error: Exception) -> StoreError:
             fault = Fault.LOADING
         case redis_errors.ConnectionError() | redis_errors.TimeoutError() | OSError():
             return StoreUnavailable(f"the record cannot be reached: {error}", Fault.UNREACHABLE)
+        case redis_errors.AskError() | redis_errors.TryAgainError() | redis_errors.ClusterDownError():
+            fault = Fault.OTHER  # MOVED is a kind of ASK, MASTERDOWN one of CLUSTERDOWN
         case _:
             fault = next((fault for code, fault in _FAULTS.items() if str(error).startswith(code)), None)
     if fault is not None:

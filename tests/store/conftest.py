@@ -12,7 +12,7 @@ import redis.asyncio as redis_client
 
 from scheduler_svc.store import Store
 from scheduler_svc.store.embedded import EmbeddedServer
-from tests.store.kit import NOW_S, assert_nothing_leaks, end_everything, new_shard
+from tests.store.kit import NOW_S, assert_nothing_leaks, end_everything, forget_claims, new_shard
 
 OpenStore = Callable[..., Store]
 
@@ -74,7 +74,9 @@ async def open_store(server: EmbeddedServer, client: redis_client.Redis) -> Asyn
     await client.delete(last.keys.leader(), last.keys.schema_version())
     await last.acquire_leadership(owner="the end:1", lease_s=60)
     await end_everything(last)
+    await last.settle_claims()
     await assert_nothing_leaks(client, last.keys.prefix)
+    await forget_claims(client)
     for store in opened:
         await store.close()
 

@@ -145,3 +145,9 @@ async def assert_nothing_leaks(client: redis_client.Redis, prefix: str) -> None:
     lasting = [key for key, ttl_ms in zip(keys, await ttls_ms(client, keys), strict=True) if ttl_ms == -1]
 
     assert lasting == []
+
+
+async def forget_claims(client: redis_client.Redis) -> None:
+    """Other tests have other shards, and the same idempotency keys."""
+    if claims := await keys_of(client, "laps-sd:claim:"):
+        await client.delete(*claims)

@@ -290,3 +290,21 @@ async def test_all_keys_of_a_shard_live_in_one_slot_of_a_cluster(tmp_path: Path)
         assert -1 not in await ttls_ms(operator, [key.decode() for key in await operator.keys("*")])
         await store.close()
         await operator.aclose()
+
+
+async def test_a_renewal_that_waits_behind_a_reclaim_finds_the_leader_leading(
+    own_server: EmbeddedServer, operator: redis_client.Redis
+) -> None:
+    """One connection, so that the second of them is asked after the first has changed the record."""
+    store = Store.open(own_server.url, "main", max_connections=1)
+    await store.acquire_leadership(owner="a:1", lease_s=60)
+    epoch = store.epoch
+    await operator.flushall()  # a server that this test started
+
+    reclaimed, renewed = await asyncio.gather(
+        store.reclaim_leadership(newest_sequence=0), store.renew_leadership()
+    )
+
+    assert (reclaimed, renewed) == (True, True)
+    assert store.epoch == epoch
+    await store.close()

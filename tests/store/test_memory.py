@@ -17,6 +17,7 @@ REQUEST_BYTES = 2000
 PROMPT_TOKEN_BYTES = 5
 OUTPUT_TOKEN_BYTES = 9
 """Four in the data; a string that grows keeps as much again in reserve."""
+CLAIM_BYTES = 200
 PROMPT, OUTPUT = 4000, 2000
 COUNT = 64
 
@@ -49,6 +50,9 @@ async def test_a_queued_request_and_its_tokens_stay_below_the_documented_bound(
     queued = await used(client, store)
     each = (queued - before) / COUNT
     assert each <= REQUEST_BYTES + PROMPT_TOKEN_BYTES * PROMPT
+    claims = await keys_of(client, "laps-sd:claim:")
+    assert len(claims) == COUNT
+    assert max([await client.memory_usage(key, samples=0) or 0 for key in claims]) <= CLAIM_BYTES
 
     for number in range(COUNT):
         request_id = f"shard-0.{number:032x}"

@@ -33,6 +33,7 @@ from tests.store.kit import (
     a_standing,
     assert_nothing_leaks,
     end_everything,
+    forget_claims,
     new_shard,
     unfinished,
 )
@@ -279,6 +280,7 @@ class TwoProcesses(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.run(end_everything(self.leading))
         self.run(assert_nothing_leaks(self.client, self.leading.keys.prefix))
+        self.run(forget_claims(self.client))
         for closing in (self.leading.close(), self.fenced.close(), self.client.aclose()):
             self.run(closing)
         self.runner.close()

@@ -2,7 +2,7 @@
 --
 -- Rules of all scripts
 --   * KEYS[1] is the leader key and ARGV[1] the caller's leadership; when they differ the answer is {'fenced'}
---     and nothing has changed.
+--     and nothing has changed. (claim and unclaim are no business of one leader: see there.)
 --   * Time comes as an argument. Every key comes in KEYS.
 --   * Numbers are stored as the caller wrote them.
 local OK, ALREADY, STALE, GONE = 0, 1, 2, 3

@@ -89,7 +89,7 @@ class Running:
 
     @property
     def link(self) -> ShardLink:
-        return self.gateway.link
+        return next(iter(self.gateway.shards.links.values()))
 
 
 def fast_settings(seeds: tuple[str, ...], **changes: Any) -> GatewaySettings:

@@ -62,6 +62,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         self.answers_attaches = True
         self.heartbeats = True
         self.refuse: link_pb2.SubmitRefused | None = None
+        self.load: link_pb2.ShardLoad | None = None  # said with every heartbeat
         self.attach_results: list[int] = []  # for the next Attaches; then the record decides
         self.replay_chunk = 1_000_000
         self._server: grpc.aio.Server | None = None
@@ -164,7 +165,9 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
                 except TimeoutError:
                     if not self.heartbeats:
                         continue
-                    reply = Reply(leader_epoch=self.epoch, heartbeat=link_pb2.Heartbeat(sent_ms=1))
+                    reply = Reply(
+                        leader_epoch=self.epoch, heartbeat=link_pb2.Heartbeat(sent_ms=1), load=self.load
+                    )
                 yield reply
         finally:
             listening.cancel()

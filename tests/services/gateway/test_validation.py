@@ -153,7 +153,6 @@ class TestTheContext:
                 [70] * prompt_tokens,
                 settings=settings,
                 model=model,
-                request_id="s0.a",
                 tenant="t",
                 fallback_seed=9,
             )
@@ -186,9 +185,7 @@ class TestTheContext:
 
 def test_the_seed_of_the_client_wins_even_when_it_is_zero(model: ModelFiles) -> None:
     for request, seed in ((sampling(seed=0), 0), (GenerateRequest(text="x"), 9)):
-        submit = complete(
-            request, [1], settings=SETTINGS, model=model, request_id="s0.a", tenant="t", fallback_seed=9
-        )
+        submit = complete(request, [1], settings=SETTINGS, model=model, tenant="t", fallback_seed=9)
         assert submit.specification.seed == seed
 
 

@@ -1,0 +1,123 @@
+"""Records of more than one server, on loopback: a cluster, a primary with its replica, a sentinel over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import redis.asyncio as redis_client
+from redis.crc import key_slot
+
+from scheduler_svc.store.embedded import EmbeddedServer, packaged_binary
+from tests.helpers import free_port, wait_until_async
+
+SLOTS = 16384
+
+
+def client_of(server: EmbeddedServer) -> redis_client.Redis:
+    return redis_client.Redis.from_url(server.url, protocol=2)
+
+
+async def ask(server: EmbeddedServer, *command: Any) -> Any:
+    async with client_of(server) as client:
+        return await client.execute_command(*command)
+
+
+@contextlib.contextmanager
+def three_masters(folder: Path) -> Iterator[list[EmbeddedServer]]:
+    """A cluster, a third of the slots on each."""
+    servers: list[EmbeddedServer] = []
+    try:
+        for number in range(3):
+            settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+            settings += ("--cluster-port", str(free_port()))
+            servers.append(EmbeddedServer(folder / str(number), settings=settings).start())
+        asyncio.run(_join(servers))
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+async def _join(servers: list[EmbeddedServer]) -> None:
+    for number, server in enumerate(servers):
+        first, last = SLOTS * number // 3, SLOTS * (number + 1) // 3 - 1
+        await ask(server, "CLUSTER", "ADDSLOTSRANGE", first, last)
+        bus = int((await ask(server, "CONFIG", "GET", "cluster-port"))[1])
+        await ask(servers[0], "CLUSTER", "MEET", "127.0.0.1", server.port, bus)
+
+    async def joined() -> bool:
+        states = [await ask(server, "CLUSTER", "INFO") for server in servers]
+        return all(b"cluster_state:ok" in s and b"cluster_known_nodes:3" in s for s in map(_octets, states))
+
+    await wait_until_async(joined, description="the cluster is complete", timeout_s=60)
+
+
+def _octets(answer: Any) -> bytes:
+    if isinstance(answer, dict):  # as redis-py parses CLUSTER INFO
+        return b"\n".join(f"{key}:{value}".encode() for key, value in answer.items())
+    return answer if isinstance(answer, bytes) else str(answer).encode()
+
+
+def shard_at(node: int, prefix: str = "shard") -> str:
+    """A shard whose slot is on that node of the cluster."""
+    return next(
+        shard
+        for shard in (f"{prefix}-{n}" for n in range(1000))
+        if key_slot(f"laps-sd:{{{shard}}}:leader".encode()) * 3 // SLOTS == node
+    )
+
+
+@contextlib.contextmanager
+def primary_and_replica(folder: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer]]:
+    """The replica may still be catching up."""
+    primary = EmbeddedServer(folder / "a", settings=("--repl-diskless-sync-delay", "0")).start()
+    replica = EmbeddedServer(folder / "b", settings=("--replicaof", "127.0.0.1", str(primary.port))).start()
+    yield primary, replica
+    for server in (primary, replica):
+        server.stop()
+
+
+async def in_step(replica: EmbeddedServer) -> None:
+    async def linked() -> bool:
+        async with client_of(replica) as client:
+            return bool((await client.info("replication")).get("master_link_status") == "up")
+
+    await wait_until_async(linked, description="the replica follows")
+
+
+async def promote(replica: EmbeddedServer) -> None:
+    await ask(replica, "REPLICAOF", "NO", "ONE")
+
+
+class Sentinel:
+    """Takes the primary, known as `main`, for dead after a second, and promotes its replica."""
+
+    def __init__(self, folder: Path, primary_port: int) -> None:
+        self.port = free_port()
+        self._config = folder / "sentinel.conf"
+        self._config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n"
+            f"sentinel monitor main 127.0.0.1 {primary_port} 1\n"
+            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n"
+        )
+
+    def __enter__(self) -> Self:
+        command = [str(packaged_binary()), str(self._config), "--sentinel"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    async def knows_a_replica(self) -> bool:
+        async with redis_client.Redis(port=self.port) as client:
+            try:
+                return bool(await client.execute_command("SENTINEL", "REPLICAS", "main"))
+            except redis_client.ConnectionError:
+                return False

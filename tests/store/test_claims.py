@@ -1,0 +1,150 @@
+"""One idempotency key belongs to one shard, whichever shards are asked, in any order, before and after one is added."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import redis.asyncio as redis_client
+
+from scheduler_svc.store import Limits, Store, SubmitStatus
+from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S
+from tests.store.kit import NOW_S, One, a_finish, a_request, accept, forget_claims, new_shard
+
+OpenShard = Callable[..., Any]
+TTL_S = 60.0
+
+
+@pytest.fixture
+async def open_shard(server: EmbeddedServer, client: redis_client.Redis) -> AsyncIterator[OpenShard]:
+    """Leaders of shards over the same record."""
+    opened: list[Store] = []
+
+    async def open_one(**settings: Any) -> Store:
+        store = Store.open(
+            server.url, new_shard(), **({"clock": lambda: NOW_S, "finished_ttl_s": TTL_S} | settings)
+        )
+        opened.append(store)
+        await store.acquire_leadership(owner="a:1", lease_s=60)
+        return store
+
+    yield open_one
+    await forget_claims(client)
+    for store in opened:
+        await store.close()
+
+
+def keyed(request_id: str, **changes: Any) -> Any:
+    return a_request(request_id, **({"idempotency_key": "k", "body_hash": "b"} | changes))
+
+
+async def claims(client: redis_client.Redis) -> list[str]:
+    return [key.decode() async for key in client.scan_iter(match="laps-sd:claim:*")]
+
+
+async def test_the_shard_that_was_asked_first_decides(open_shard: OpenShard) -> None:
+    first, second = await open_shard(), await open_shard()
+    await accept(first, keyed("r1"))
+
+    [result] = await second.submit([keyed("r2")])
+
+    assert (result.status, result.shard) == (SubmitStatus.ELSEWHERE, first.keys.shard)
+    assert await second.read("r2") is None
+    [there] = await first.submit([keyed("r3")])
+    assert (there.status, there.request_id) == (SubmitStatus.ATTACHED, "r1")
+
+
+async def test_only_that_key_of_that_tenant_is_taken(open_shard: OpenShard) -> None:
+    first, second = await open_shard(), await open_shard()
+    await accept(first, keyed("r1"))
+
+    await accept(second, keyed("r2", idempotency_key="k2"), keyed("r3", tenant="other"), a_request("r4"))
+
+
+async def test_in_one_call_the_others_are_taken_in_and_answers_keep_their_order(
+    open_shard: OpenShard,
+) -> None:
+    first, second = await open_shard(), await open_shard()
+    await accept(first, keyed("r1"))
+
+    results = await second.submit([a_request("r2"), keyed("r3"), a_request("r4")])
+
+    assert [result.status.value for result in results] == ["accepted", "elsewhere", "accepted"]
+    assert [result.request_id for result in results] == ["r2", "r3", "r4"]
+
+
+async def test_a_refused_submission_leaves_the_key_to_others(open_shard: OpenShard) -> None:
+    full, roomy = await open_shard(limits=Limits(max_requests=0)), await open_shard()
+    [refused] = await full.submit([keyed("r1")])
+    assert refused.status is SubmitStatus.QUEUE_FULL
+
+    await accept(roomy, keyed("r2"))
+
+
+async def test_a_refusal_does_not_take_the_key_from_a_newer_submission(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    """A leader that is paused between the refusal and letting the key go, while its successor accepts the key."""
+    paused, other = await open_shard(), await open_shard()
+    await paused._claim([("r1", paused._idempotency_key(keyed("r1")))])
+    await accept(paused, keyed("r2"))
+
+    await paused._unclaim([("r1", paused._idempotency_key(keyed("r1")))])
+
+    [result] = await other.submit([keyed("r3")])
+    assert result.status is SubmitStatus.ELSEWHERE
+
+
+async def test_the_claim_outlives_the_ended_request_a_little(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    store = await open_shard()
+    await accept(store, keyed("r1"))
+    [claim] = await claims(client)
+    assert TTL_S + CLAIM_SLACK_S < await client.ttl(claim) <= CLAIM_TTL_S
+
+    await One(store).finish(a_finish("r1"))
+    await store.settle_claims()
+
+    assert await client.pttl(store.keys.idempotency("acme", "k")) < await client.pttl(claim)
+    assert await client.ttl(claim) <= TTL_S + CLAIM_SLACK_S
+
+
+async def test_a_key_that_is_used_anew_is_not_let_go_for_the_request_before(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    store = await open_shard()
+    await accept(store, keyed("r1"))
+    await One(store).finish(a_finish("r1"))
+    await client.delete(store.keys.idempotency("acme", "k"))  # expired
+    await accept(store, keyed("r2"))
+    await store.settle_claims()
+
+    [claim] = await claims(client)
+    assert await client.ttl(claim) > TTL_S + CLAIM_SLACK_S
+
+
+async def test_what_was_accepted_before_the_record_was_emptied_claims_its_key_again(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    first, second = await open_shard(), await open_shard()
+    await accept(first, keyed("r1"))
+    await forget_claims(client)
+    await first.claim_again([keyed("r1")])
+
+    [result] = await second.submit([keyed("r2")])
+
+    assert result.status is SubmitStatus.ELSEWHERE
+
+
+async def test_a_claim_is_of_bounded_size_and_in_no_slot_of_a_clients_choice(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    store = await open_shard()
+    await accept(store, keyed("r1", idempotency_key="{x}" + "y" * 125))
+
+    [claim] = await claims(client)
+    assert "{" not in claim
+    assert len(claim) == len("laps-sd:claim:") + 32

@@ -1,0 +1,260 @@
+"""The store finds its server: in a cluster, behind sentinels, and after a failover. All with real servers on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.crc import key_slot
+
+from scheduler_svc.redis_url import RedisUrl, parse_redis_url
+from scheduler_svc.store import Store, StoreUnavailable, SubmitStatus
+from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.errors import RecordBehind
+from tests.helpers import wait_until_async
+from tests.store.kit import OK, One, a_commit, a_finish, a_request, accept, lease, read
+from tests.store.servers import (
+    SLOTS,
+    Sentinel,
+    ask,
+    in_step,
+    primary_and_replica,
+    promote,
+    shard_at,
+    three_masters,
+)
+
+
+class TestTheUrl:
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("redis://h", RedisUrl("redis://h:6379/0", (("h", 6379),))),
+            ("rediss://u:p%40@h:1/2", RedisUrl("rediss://h:1/2", (("h", 1),), "", "u", "p@")),
+            ("redis://a:1,b:2/3", RedisUrl("redis://a:1/3", (("a", 1), ("b", 2)))),
+            ("redis://[::1]:7/0", RedisUrl("redis://[::1]:7/0", (("::1", 7),))),
+            (
+                "redis+sentinel://a,b:2/main/1",
+                RedisUrl("redis://a:26379/1", (("a", 26379), ("b", 2)), "main"),
+            ),
+            ("unix://u:p@/run/redis", RedisUrl("unix:///run/redis", (), "", "u", "p")),
+        ],
+    )
+    def test_names_servers_or_sentinels(self, text: str, found: RedisUrl) -> None:
+        assert parse_redis_url(text) == found
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "h:1",
+            "http://h",
+            "redis://h:0",
+            "redis://h:x",
+            "redis://h:1,b:99999",
+            "redis://h/x",
+            "redis+sentinel://h:1",
+        ],
+    )
+    def test_is_refused_when_it_names_none(self, text: str) -> None:
+        with pytest.raises(ValueError):
+            parse_redis_url(text)
+
+
+# ---- a cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EmbeddedServer]]:
+    with three_masters(tmp_path_factory.mktemp("cluster")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer]]:
+    with primary_and_replica(tmp_path) as servers:
+        yield servers
+
+
+Open = Callable[..., Awaitable[Store]]
+
+
+@pytest.fixture
+async def open_store() -> AsyncIterator[Open]:
+    """Leaders."""
+    opened: list[Store] = []
+
+    async def open_one(*servers: EmbeddedServer, shard: str = "main", **settings: Any) -> Store:
+        hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        store = Store.open(f"redis://{hosts}", shard, **settings)
+        opened.append(store)
+        await store.acquire_leadership(owner="a:1", lease_s=60)
+        assert store.epoch is not None
+        return store
+
+    yield open_one
+    for store in opened:
+        await store.close()
+
+
+class TestACluster:
+    async def test_any_node_leads_to_the_shard_and_each_shard_is_in_one_slot(
+        self, cluster: list[EmbeddedServer], open_store: Open
+    ) -> None:
+        for node in range(3):
+            shard = shard_at(node)
+            store = await open_store(cluster[0], cluster[1], shard=shard)
+            await accept(store, a_request("r1", idempotency_key=f"of {shard}"), a_request("r2"))
+            await lease(store)
+            assert await One(store).commit(a_commit()) is OK
+            await One(store).finish(a_finish())
+            await store.save_priors(b"{}")
+            await store.settle_claims()
+
+            assert (await read(store)).committed_ids == (11, 12, 13)
+            assert await store.unfinished_ids() == ["r2"]
+            for other in range(3):
+                keys = await ask(cluster[other], "KEYS", f"laps-sd:{{{shard}}}:*")
+                assert bool(keys) == (other == node)
+
+    async def test_a_key_is_claimed_across_nodes(
+        self, cluster: list[EmbeddedServer], open_store: Open
+    ) -> None:
+        """Sixteen keys, so that their claims lie on every node."""
+        first = await open_store(cluster[0], shard=shard_at(0, "first"))
+        second = await open_store(cluster[0], shard=shard_at(1, "second"))
+        keyed = [a_request(f"k{n}", idempotency_key=f"key-{n}") for n in range(16)]
+        await accept(first, *keyed)
+
+        results = await second.submit(keyed)
+
+        assert {result.status for result in results} == {SubmitStatus.ELSEWHERE}
+        assert {result.shard for result in results} == {first.keys.shard}
+        counts = [len(await ask(server, "KEYS", "laps-sd:claim:*")) for server in cluster]
+        assert all(counts)
+
+    async def test_a_slot_that_moves_is_followed_and_the_leader_makes_sure_of_the_record(
+        self, cluster: list[EmbeddedServer], open_store: Open
+    ) -> None:
+        shard = next(
+            s for s in (f"moving-{n}" for n in range(1000)) if key_slot(f"{{{s}}}".encode()) * 3 // SLOTS == 0
+        )
+        store = await open_store(cluster[0], shard=shard)
+        await accept(store, a_request())
+        await lease(store)
+
+        await self._move(cluster, shard)
+
+        with pytest.raises(RecordBehind):  # another server: it could lack something
+            await store.renew_leadership()
+        assert await store.reclaim_leadership(newest_sequence=1)
+        assert await One(store).commit(a_commit()) is OK
+        assert (await read(store)).committed_ids == (11, 12, 13)
+
+    async def _move(self, cluster: list[EmbeddedServer], shard: str) -> None:
+        source, target = cluster[0], cluster[2]
+        slot = key_slot(f"{{{shard}}}".encode())
+        ids = [(await ask(server, "CLUSTER", "MYID")).decode() for server in (source, target)]
+        await ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        await ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        keys = await ask(source, "CLUSTER", "GETKEYSINSLOT", slot, 1000)
+        await ask(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+        for server in (target, source, cluster[1]):
+            await ask(server, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+
+# ---- a primary and its replica
+
+
+async def doubts(store: Store) -> bool:
+    """Whether the leader has found the other server, and wants to compare."""
+    try:
+        await store.renew_leadership()
+    except RecordBehind:
+        return True
+    except StoreUnavailable:
+        return False
+    raise AssertionError("the leader took the replica for the server it wrote to")
+
+
+class TestAReplicaThatIsPromoted:
+    async def test_is_found_and_gets_what_it_lacks_from_the_leader(
+        self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
+    ) -> None:
+        primary, replica = pair
+        await in_step(replica)
+        store = await open_store(replica, primary)  # in the wrong order: a replica is passed over
+        await accept(store, a_request())
+        await lease(store)
+        await wait_until_async(lambda: _holds(replica, store), description="the replica has the request")
+        await promote(replica)  # from here on it lacks what is written
+        assert await One(store).commit(a_commit()) is OK
+        before = await read(store)
+        primary.kill()
+
+        await wait_until_async(lambda: doubts(store), description="the leader finds the new primary")
+        assert await store.reclaim_leadership(newest_sequence=1)
+        assert (await read(store)).committed_ids == ()
+        assert await One(store).restore(before) is OK
+        assert (await read(store)).committed_ids == (11, 12, 13)
+
+    async def test_lacks_nothing_that_was_waited_for(
+        self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
+    ) -> None:
+        primary, replica = pair
+        await in_step(replica)
+        store = await open_store(primary, replica, wait_replicas=1)
+        await accept(store, a_request())
+        await lease(store)
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGSTOP)
+        batch = store.batch()
+        pending = batch.commit([a_commit()])
+        for _ in range(2):  # nothing new is written the second time, and the replica still lacks it
+            with pytest.raises(StoreUnavailable, match="0 replicas have what was written, and 1 must"):
+                await batch.execute()
+        os.kill(replica.pid, signal.SIGCONT)
+
+        async def executed() -> bool:
+            try:
+                await batch.execute()
+            except StoreUnavailable:
+                return False
+            return True
+
+        await wait_until_async(executed, description="the replica has it")
+        primary.kill()
+        await promote(replica)
+        await wait_until_async(lambda: doubts(store), description="the leader finds the new primary")
+        assert await store.reclaim_leadership(newest_sequence=1)
+
+        assert pending.done
+        assert (await read(store)).committed_ids == (11, 12, 13)
+
+
+async def _holds(server: EmbeddedServer, store: Store) -> bool:
+    return bool(await ask(server, "EXISTS", store.keys.request("r1")))
+
+
+@pytest.mark.long
+async def test_sentinels_name_the_primary_before_and_after_a_failover(
+    pair: tuple[EmbeddedServer, EmbeddedServer], tmp_path: Path
+) -> None:
+    primary, replica = pair
+    await in_step(replica)
+    with Sentinel(tmp_path, primary.port or 0) as sentinel:
+        store = Store.open(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/main", "main")
+        await wait_until_async(sentinel.knows_a_replica, description="the sentinel has found the replica")
+        await store.acquire_leadership(owner="a:1", lease_s=600)
+        await accept(store, a_request())
+        await wait_until_async(lambda: _holds(replica, store), description="the replica has the request")
+        primary.kill()
+
+        await wait_until_async(lambda: doubts(store), description="the leader is led over", timeout_s=60)
+        assert await store.reclaim_leadership(newest_sequence=1)
+        assert await store.unfinished_ids() == ["r1"]
+        await store.close()
