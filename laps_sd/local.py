@@ -50,6 +50,14 @@ Progress = Callable[[str, Literal["starting", "ready", "stopping"], float], None
 """Called with component, state and seconds since the start (or stop) began."""
 
 
+Front = Callable[[str, str], str]
+
+
+def _direct(name: str, address: str) -> str:
+    """Nothing in between."""
+    return address
+
+
 def _silent(name: str, state: str, seconds: float) -> None:
     """For whoever does not watch."""
 
@@ -124,12 +132,18 @@ class LocalStack:
         *,
         ports: Ports | None = None,
         progress: Progress | None = None,
+        front: Front | None = None,
         **settings: object,
     ) -> None:
-        """`settings` are fields of StackOptions; `ports=None` takes free ones."""
+        """`settings` are fields of StackOptions; `ports=None` takes free ones.
+
+        `front` is asked with the name and host:port of each component that others dial (record, schedulers, gateways), before
+        anything runs, and answers where they are to dial instead: a place for a proxy.
+        """
         base = options or StackOptions()
         self.options: StackOptions = dataclasses.replace(base, **settings)  # type: ignore[arg-type]
         self._progress: Progress = progress or _silent
+        self._front: Front = front or _direct
         self._wanted = ports or FREE_PORTS
         self._began = 0.0
         self.dir = Path()
@@ -137,6 +151,8 @@ class LocalStack:
         self.redis_url = ""
         self._addresses: dict[str, str] = {}
         self._metrics: dict[str, str] = {}
+        self._seeds: dict[str, str] = {}
+        """Where gateways and workers dial each scheduler."""
         self._valkey_port = 0
 
     # -- addresses ----------------------------------------------------------------------------------------------
@@ -324,15 +340,18 @@ class LocalStack:
         if options.redis_url is None:
             self._valkey_port = ports.take("valkey")
             self.redis_url = f"redis://{HOST}:{self._valkey_port}/0"
+            dialled_redis_url = f"redis://{self._front('valkey', f'{HOST}:{self._valkey_port}')}/0"
             data = options.data_dir or self.dir / "valkey"
             data.mkdir(parents=True, exist_ok=True)
             arguments = ("--port", str(self._valkey_port), "--data-dir", str(data))
             self._add("valkey", "scheduler_svc.store.embedded", arguments, {})
         else:
-            self.redis_url = options.redis_url
+            self.redis_url = dialled_redis_url = options.redis_url
         for number in range(options.schedulers):
+            name = f"scheduler-{number}"
             port = ports.take("scheduler") if number == 0 else ports.free()
-            self._addresses[f"scheduler-{number}"] = f"{HOST}:{port}"
+            self._addresses[name] = f"{HOST}:{port}"
+            self._seeds[name] = self._front(name, self._addresses[name])
         gateway_ports = [
             ports.take("gateway") if number == 0 else ports.free() for number in range(options.gateways)
         ]
@@ -349,6 +368,7 @@ class LocalStack:
         for number, port in enumerate(gateway_ports):
             name = f"gateway-{number}"
             self._addresses[name] = f"{HOST}:{port}"
+            self._front(name, self._addresses[name])
             self._add_service(name, "gateway", ports, self._gateway_settings())
         for number in range(options.schedulers):
             name = f"scheduler-{number}"
@@ -357,10 +377,10 @@ class LocalStack:
                 "scheduler_svc",
                 ports,
                 {
-                    "redis_url": self.redis_url,
+                    "redis_url": dialled_redis_url,
                     "policy": options.policy,
-                    "advertise_address": self._addresses[name],
-                    "scheduler_address": self._addresses[name],
+                    "advertise_address": self._seeds[name],
+                    "scheduler_address": self._seeds[name],
                 },
             )
 
@@ -375,14 +395,14 @@ class LocalStack:
             "dtype": options.dtype,
             "slots": options.slots,
             "threads": options.threads,
-            "scheduler_seeds": ",".join(self.scheduler_addresses),
+            "scheduler_seeds": ",".join(self._seeds.values()),
         }
 
     def _gateway_settings(self) -> dict[str, object]:
         options = self.options
         return {
             "tokenizer_dir": options.tokenizer_dir or options.target or demo_target_dir(),
-            "scheduler_seeds": ",".join(self.scheduler_addresses),
+            "scheduler_seeds": ",".join(self._seeds.values()),
         }
 
     def _add_service(self, name: str, module: str, ports: _PortPlan, settings: Mapping[str, object]) -> None:
