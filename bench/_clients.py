@@ -74,7 +74,9 @@ class Outcome:
 class Load:
     """Keeps `concurrency` requests open, for ever, until `finish`."""
 
-    def __init__(self, addresses: Sequence[str], pieces: Sequence[Piece], *, seed: int, cancel_share: float) -> None:
+    def __init__(
+        self, addresses: Sequence[str], pieces: Sequence[Piece], *, seed: int, cancel_share: float
+    ) -> None:
         self._pieces = pieces
         self._seed = seed
         self._cancel_share = cancel_share
@@ -102,7 +104,9 @@ class Load:
     async def reference(self) -> None:
         """Run each piece once. Raises whatever fails: nothing disturbs this."""
         self.expected = list(
-            await asyncio.gather(*(self._one(number, piece=number, calm=True) for number in range(len(self._pieces))))
+            await asyncio.gather(
+                *(self._one(number, piece=number, calm=True) for number in range(len(self._pieces)))
+            )
         )
         for outcome in self.expected:
             if outcome.error or outcome.problems or outcome.end is None:
@@ -128,6 +132,19 @@ class Load:
             if isinstance(result, Exception):
                 raise result
         return stuck
+
+    async def wave(self, count: int) -> list[Outcome]:
+        """So many at once, each to its end, with nothing cancelled."""
+        self._cancel_share = 0.0
+        first, self._next = self._next, self._next + count
+        return list(
+            await asyncio.gather(
+                *(
+                    self._one(number, piece=number % len(self._pieces))
+                    for number in range(first, first + count)
+                )
+            )
+        )
 
     async def close(self) -> None:
         """Ends the connections."""
@@ -207,7 +224,9 @@ class Load:
             try:
                 outcome.cancelled = await client.cancel(outcome.request_id, timeout_s=10.0)
                 return
-            except LapsSdError:  # a gateway that is gone, or a record that is away: ask again, unless it is over
+            except (
+                LapsSdError
+            ):  # a gateway that is gone, or a record that is away: ask again, unless it is over
                 if outcome.end is not None or outcome.error:
                     return
                 await asyncio.sleep(0.3)
@@ -221,7 +240,9 @@ class Load:
         expected = self.expected[outcome.piece]
         if outcome.end.finish_reason == pb.FINISH_REASON_CANCELLED:
             if outcome.tokens != expected.tokens[: len(outcome.tokens)]:
-                outcome.problems.append("cancelled, and its tokens are not the first of the undisturbed run's")
+                outcome.problems.append(
+                    "cancelled, and its tokens are not the first of the undisturbed run's"
+                )
             if not outcome.cancelled:
                 outcome.error = "ended as cancelled, and nobody had cancelled it"
         elif outcome.digest() != expected.digest():

@@ -19,7 +19,7 @@ import grpc.aio
 import redis.asyncio as redis_client
 
 from bench._proxy import BOTH, Direction, Proxy
-from laps_sd.local import LocalStack, NotReady
+from laps_sd.local import LocalStack, is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
 LONGEST_S = 8.0
@@ -28,6 +28,7 @@ DOWN_S = 2.0
 """Of a killed process at most, before somebody starts it again."""
 ASK_S = 0.5
 """How often the stack is asked who leads and who carries what."""
+LEAVING_S = 60.0
 RECOVERY_S = 10.0
 """After the record was emptied its leader is left alone for this long, and the record is not emptied while its leader was hit so lately:
 together they are a fault of another name."""
@@ -113,7 +114,13 @@ class Hand:
     """Carries faults out, one task each, and puts right what they broke."""
 
     def __init__(
-        self, stack: LocalStack, proxies: dict[str, Proxy], *, now: Callable[[], float], workers: int, own_pid: int
+        self,
+        stack: LocalStack,
+        proxies: dict[str, Proxy],
+        *,
+        now: Callable[[], float],
+        workers: int,
+        own_pid: int,
     ) -> None:
         self._stack = stack
         self._proxies = proxies
@@ -134,13 +141,21 @@ class Hand:
 
     # -- watching -------------------------------------------------------------------------------------------------------
 
-    async def watch(self) -> None:
-        """Keeps `picture` new, until cancelled."""
+    async def watch(self, groups: set[int]) -> None:
+        """Keeps `picture` new, until cancelled; `groups` gets every process there ever was."""
         while True:
-            await self._look()
+            await self.look()
+            for name, child in list(self._stack.children.items()):
+                groups.add(child.pid or 0)
+                if not child.alive and name not in self.expected_ends:
+                    self.expected_ends.add(name)
+                    self.problems.append(
+                        f"{name} died by itself, exit code {child.returncode}:\n{child.log_tail()}"
+                    )
             await asyncio.sleep(ASK_S)
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Once."""
         picture = self.picture
         leader = ""
         for name in self.schedulers():
@@ -216,7 +231,9 @@ class Hand:
         """Who is hit; None: nobody can be now."""
         words = fault.kind.split()
         leader = self.picture.leader
-        workers = [name for name in self.workers() if name not in self.down and self._stack.children[name].alive]
+        workers = [
+            name for name in self.workers() if name not in self.down and self._stack.children[name].alive
+        ]
         # One stays up, so that requests go on.
         workers = workers if len(workers) > 1 else []
         busy = [name for name in workers if self.picture.listed.get(name, 0)] or workers
@@ -227,7 +244,9 @@ class Hand:
         now = self._now()
         if now - self._emptied_at_s < RECOVERY_S:
             leaders, records = [], []
-        lately = [name for name in self.schedulers() if now - self._hit_at_s.get(name, float("-inf")) < RECOVERY_S]
+        lately = [
+            name for name in self.schedulers() if now - self._hit_at_s.get(name, float("-inf")) < RECOVERY_S
+        ]
 
         def one(names: list[str]) -> str | None:
             return names[int(fault.draw * len(names))] if names else None
@@ -268,7 +287,9 @@ class Hand:
         try:
             await self._break(done)
         except Exception as error:
-            self.problems.append(f"fault {fault.number} ({fault.kind} {victims}) could not be repaired: {error!r}")
+            self.problems.append(
+                f"fault {fault.number} ({fault.kind} {victims}) could not be repaired: {error!r}"
+            )
         finally:
             self.down.difference_update(victims)
             done.over_s = self._now()
@@ -357,12 +378,18 @@ class Hand:
         await self._ended(name)
 
     async def _ended(self, name: str) -> None:
-        """It was asked to leave; a minute is more than its own bound. Then it is killed, as an orchestrator would."""
+        """It was asked to leave; if it did not hear that (its leader died with the order), SIGTERM says so again. One that does not
+        leave within a time that is far more than its own bound is a problem, and killed, as an orchestrator would."""
         child = self._stack.children[name]
-        deadline = time.monotonic() + 60.0
+        began = time.monotonic()
+        asked_again = False
         while child.alive:
-            if time.monotonic() > deadline:
-                self.problems.append(f"{name} did not leave within 60 s of being asked to")
+            waited_s = time.monotonic() - began
+            if waited_s > LEAVING_S / 4 and not asked_again:
+                asked_again = True
+                child.ask_to_stop()
+            if waited_s > LEAVING_S:
+                self.problems.append(f"{name} did not leave within {LEAVING_S:g} s of being asked to")
                 self._kill(name)
             await asyncio.sleep(0.05)
 
@@ -372,9 +399,14 @@ class Hand:
         await self._ready(name)
 
     async def _ready(self, name: str) -> None:
-        # Readiness of a worker or gateway needs a leader, which may be the next to be hit: a process that lives is enough here.
-        with contextlib.suppress(NotReady):
-            await asyncio.to_thread(self._stack.wait_alive, name)
+        if name == "valkey":
+            await asyncio.to_thread(self._stack.wait_ready, name)
+            return
+        # Not readiness: that of a worker or gateway needs a leader, which may be the next to be hit.
+        while self._stack.children[name].alive:
+            if await asyncio.to_thread(is_serving, self._stack.address(name), "liveness"):
+                return
+            await asyncio.sleep(0.1)
 
     async def _drain(self, name: str) -> None:
         """As an operator does, again until a leader takes the order. One that is lost with its leader is given again by the SIGTERM."""
@@ -382,7 +414,9 @@ class Hand:
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                async with grpc.aio.insecure_channel(self._stack.address(self.picture.leader or "scheduler-0")) as channel:
+                async with grpc.aio.insecure_channel(
+                    self._stack.address(self.picture.leader or "scheduler-0")
+                ) as channel:
                     await admin_pb2_grpc.AdminStub(channel).DrainWorker(
                         admin_pb2.DrainWorkerRequest(worker=name), timeout=1.0
                     )

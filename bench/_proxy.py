@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from pathlib import Path
 from typing import Literal
@@ -26,7 +25,7 @@ def ports_of(pid: int) -> set[int]:
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                target = os.readlink(descriptor)
+                target = str(descriptor.readlink())
                 if target.startswith("socket:["):
                     inodes.add(target[8:-1])
     except OSError:
