@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import signal
 import time
@@ -22,6 +23,8 @@ from bench._proxy import BOTH, Direction, Proxy
 from laps_sd.local import LocalStack, is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
+PATIENCE_S = 2.0
+"""How long a fault waits for something that it can hit."""
 LONGEST_S = 8.0
 """Of a pause or a silence: longer than the lease, the links' silence and a worker's grace, so that both sides of each are met."""
 DOWN_S = 2.0
@@ -33,7 +36,7 @@ RECOVERY_S = 10.0
 """After the record was emptied its leader is left alone for this long, and the record is not emptied while its leader was hit so lately:
 together they are a fault of another name."""
 
-FAKE_WEIGHTS = {
+WEIGHTS = {
     "kill worker": 10, "pause worker": 8, "drain worker": 5, "scale down": 4, "scale up": 3,
     "cut worker": 6, "silence worker": 4, "half-silence worker": 4,
     "kill leader": 5, "pause leader": 5, "stop leader": 3, "kill standby": 1,
@@ -53,7 +56,7 @@ DOUBLE = frozenset(
         "empty record and kill leader",
     }
 )
-KINDS = tuple(FAKE_WEIGHTS)
+KINDS = tuple(WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ class Fault:
     """One line of the plan."""
 
     number: int
-    at_s: float
+    after_s: float
+    """Since the fault before."""
     kind: str
     lasts_s: float
     draw: float
@@ -71,15 +75,14 @@ class Fault:
 def plan(seed: int, count: int, *, every_s: float, kinds: tuple[str, ...] = KINDS) -> list[Fault]:
     """The same for the same arguments."""
     rng = random.Random(seed)
-    weights = [FAKE_WEIGHTS[kind] for kind in kinds]
+    weights = [WEIGHTS[kind] for kind in kinds]
     faults = []
-    at_s = 0.0
     for number in range(count):
-        at_s += every_s * rng.uniform(0.5, 1.5)
+        after_s = every_s * rng.uniform(0.5, 1.5)
         [kind] = rng.choices(kinds, weights)
         # Short ones are the more interesting half: things come back amid the reaction to their absence.
         lasts_s = LONGEST_S * rng.random() ** 2
-        faults.append(Fault(number, at_s, kind, lasts_s, rng.random()))
+        faults.append(Fault(number, after_s, kind, lasts_s, rng.random()))
     return faults
 
 
@@ -121,12 +124,15 @@ class Hand:
         now: Callable[[], float],
         workers: int,
         own_pid: int,
+        kinds: tuple[str, ...] = KINDS,
     ) -> None:
         self._stack = stack
         self._proxies = proxies
         self._now = now
         self._workers = workers
         self._own_pid = own_pid
+        self._kinds = kinds
+        self._weights = [WEIGHTS[kind] for kind in kinds]
         self.picture = Picture()
         self.done: list[Done] = []
         self.down: set[str] = set()
@@ -194,17 +200,15 @@ class Hand:
     # -- breaking -------------------------------------------------------------------------------------------------------
 
     async def inject(self, fault: Fault) -> None:
-        """Begins the fault; waits, no longer than needed, until something can be hit by its kind."""
-        waited_s = 0.0
-        while True:
-            victims = self._victims(fault)
-            if victims is not None:
-                break
-            await asyncio.sleep(0.1)
-            waited_s += 0.1
-            if waited_s > 30.0:
-                victims = ()
-                break
+        """Begins the fault once something can be hit by its kind; if that takes long, one of another kind in its place."""
+        rng = random.Random(fault.draw)
+        began_s = self._now()
+        while (victims := self._victims(fault)) is None:
+            await asyncio.sleep(0.05)
+            if self._now() - began_s > PATIENCE_S:
+                fault = dataclasses.replace(fault, kind=rng.choices(self._kinds, self._weights)[0])
+        if fault.kind.startswith("empty"):
+            self._emptied_at_s = self._now()
         carried = bool(self.picture.unfinished) and any(self._carries(name) for name in victims)
         done = Done(fault, victims, self._now(), carried)
         self.done.append(done)
@@ -308,13 +312,9 @@ class Hand:
                 await self._ended(victims[0])
                 await self._start(victims[0])
             case ["empty", "record"]:
-                done.loses = True
-                self._emptied_at_s = self._now()
                 await self._empty()
-                await asyncio.sleep(RECOVERY_S / 2)
             case ["empty", "record", "and", "kill", "leader"]:
                 done.loses = True
-                self._emptied_at_s = self._now()
                 self._kill(victims[1])
                 await self._empty()
                 await asyncio.sleep(down_s)
@@ -330,6 +330,7 @@ class Hand:
                 self._kill(victims[0])
                 await asyncio.sleep(down_s)
                 await self._start(victims[0])
+                self._stack.children[victims[1]].ask_to_stop()  # the order may have died with the leader
                 await self._ended(victims[1])
                 await self._start(victims[1])
             case ["kill", *_]:

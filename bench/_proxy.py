@@ -81,18 +81,26 @@ class Proxy:
         self.connections: set[Connection] = set()
         self._cut_off: dict[int, tuple[Direction, ...]] = {}
         self._server: asyncio.Server | None = None
+        self._taking: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Begin to take connections."""
-        self._server = await asyncio.start_server(self._take, sock=self._socket)
 
-    def close(self) -> None:
+        def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._take(reader, writer))
+            self._taking.add(task)
+            task.add_done_callback(self._taking.discard)
+
+        self._server = await asyncio.start_server(take, sock=self._socket)
+
+    async def close(self) -> None:
         """Ends everything."""
         if self._server is not None:
             self._server.close()
         self._socket.close()
         for connection in list(self.connections):
             connection.cut()
+        await asyncio.gather(*self._taking, return_exceptions=True)
 
     def of(self, pid: int) -> list[Connection]:
         """The connections that this process has dialled."""

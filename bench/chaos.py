@@ -338,7 +338,7 @@ class Run:
                 progress(f"logs: {folder}")
             await asyncio.to_thread(stack.stop)
             for proxy in self.proxies.values():
-                proxy.close()
+                await proxy.close()
             if left := processes_of({group for group in groups if group}):
                 self.violations.append(f"processes are left: {left}")
 
@@ -360,7 +360,14 @@ class Run:
         progress(
             f"  in {time.monotonic() - began:.0f} s; now {options.requests} at once, and {options.faults} faults"
         )
-        hand = Hand(stack, self.proxies, now=load.now, workers=options.workers, own_pid=os.getpid())
+        hand = Hand(
+            stack,
+            self.proxies,
+            now=load.now,
+            workers=options.workers,
+            own_pid=os.getpid(),
+            kinds=options.kinds,
+        )
         memory = Memory(stack)
         watching = [
             asyncio.create_task(hand.watch(groups)),
@@ -370,7 +377,7 @@ class Run:
         load.start(options.requests)
         started_s = load.now()
         try:
-            breaking = asyncio.create_task(self._break(load, hand, started_s))
+            breaking = asyncio.create_task(self._break(hand))
             done, _ = await asyncio.wait({breaking, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -398,18 +405,19 @@ class Run:
         self.violations += hand.problems
         self._judge(completed, tokens, hand, memory, broken_s)
 
-    async def _break(self, load: Load, hand: Hand, started_s: float) -> None:
+    async def _break(self, hand: Hand) -> None:
         options = self.options
         for fault in _faults.plan(options.seed, options.faults, every_s=options.every_s, kinds=options.kinds):
-            while load.now() - started_s < fault.at_s:
-                await asyncio.sleep(0.02)
+            await asyncio.sleep(fault.after_s)
             await hand.inject(fault)
 
     async def _tell(self, load: Load, hand: Hand, started_s: float) -> None:
         """How far it is, until cancelled."""
         while True:
             await asyncio.sleep(TELL_S)
-            under_way = [f"{done.fault.kind} {' '.join(done.victims)}" for done in hand.done if done.over_s is None]
+            under_way = [
+                f"{done.fault.kind} {' '.join(done.victims)}" for done in hand.done if done.over_s is None
+            ]
             bad = sum(bool(outcome.error or outcome.problems) for outcome in load.done)
             progress(
                 f"{load.now() - started_s:5.0f} s  {len(hand.done)}/{self.options.faults} faults, "

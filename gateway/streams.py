@@ -272,6 +272,8 @@ class Streams:
                     stream.news.set()
             case link_pb2.AttachReply.RESULT_NOT_FOUND:
                 return self._lost(stream, now)
+            case link_pb2.AttachReply.RESULT_NOT_FOUND_YET if stream.acceptance is not None:
+                return self._lost(stream, now)
             case _:
                 self._retry(stream, now)
         return []

@@ -63,6 +63,8 @@ class Clients:
         self.live: dict[str, Live] = {}
         self.newest_sequence = 0
         """Of all requests the record has ever accepted, as far as this leader knows."""
+        self.brought_back_until_s = 0.0
+        """The record was empty when this leader came: until then those who hold what it lost bring it back."""
         self.doubtful: set[str] = set()
         """Submissions that were refused because the record did not answer, and that it may hold all the same."""
         self._settings = settings
@@ -173,7 +175,7 @@ class Clients:
             _reply_cancel(session, cancel, found=True, cancelled=False)
         else:
             turn.events.append(EndRequested(cancel.request_id, End.CANCELLED, "cancelled by the client"))
-            turn.cancelled.append((session, cancel))
+            turn.cancelled.append((session, cancel, live))
 
     async def admit(self, turn: Turn) -> None:
         """Write this turn's submissions to the record; what it takes is accepted, and only that."""
@@ -338,7 +340,11 @@ class Clients:
         """Attach to requests that are not led here: they have ended."""
         for session, attach in turn.unknown_attaches:
             try:
-                self._answer_attach(session, attach, await self._find(attach.request_id))
+                live = await self._find(attach.request_id)
+                if live is None and turn.now_s < self.brought_back_until_s:
+                    _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND_YET)
+                else:
+                    self._answer_attach(session, attach, live)
             except StoreUnavailable:
                 _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
         for item, request_id in turn.unknown_submits:
@@ -354,8 +360,9 @@ class Clients:
 
     def answer_cancelled(self, turn: Turn) -> None:
         """The ends that were asked for are on the record."""
-        for session, cancel in turn.cancelled:
-            _reply_cancel(session, cancel, found=True, cancelled=True)
+        for session, cancel, live in turn.cancelled:
+            by_cancel = live.end is not None and live.end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
+            _reply_cancel(session, cancel, found=True, cancelled=by_cancel)
 
     async def _find(self, request_id: str) -> Live | None:
         live = self.live.get(request_id)

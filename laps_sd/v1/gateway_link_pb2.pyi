@@ -609,6 +609,10 @@ class AttachReply(_message.Message):
         """Unknown, expired, or another tenant's."""
         RESULT_UNAVAILABLE: AttachReply._Result.ValueType  # 3
         """The record cannot be read now; try again."""
+        RESULT_NOT_FOUND_YET: AttachReply._Result.ValueType  # 4
+        """Unknown to a record that was empty when this leader came. Workers and gateways may still bring it back: whoever can
+        submits it again now, everybody else tries again.
+        """
 
     class Result(_Result, metaclass=_ResultEnumTypeWrapper): ...
     RESULT_UNSPECIFIED: AttachReply.Result.ValueType  # 0
@@ -617,6 +621,10 @@ class AttachReply(_message.Message):
     """Unknown, expired, or another tenant's."""
     RESULT_UNAVAILABLE: AttachReply.Result.ValueType  # 3
     """The record cannot be read now; try again."""
+    RESULT_NOT_FOUND_YET: AttachReply.Result.ValueType  # 4
+    """Unknown to a record that was empty when this leader came. Workers and gateways may still bring it back: whoever can
+    submits it again now, everybody else tries again.
+    """
 
     ATTACH_ID_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int

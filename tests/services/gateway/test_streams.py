@@ -181,6 +181,26 @@ def test_the_deadline_that_is_left_travels_with_every_submission() -> None:
     assert late.submit.deadline_in_ms == 1
 
 
+def test_a_request_that_may_still_be_brought_back_is_submitted_again_by_who_holds_it_and_awaited_by_others() -> (
+    None
+):
+    streams, holding = accepted_streams()
+    resuming, _ = streams.attach("s0.b", tenant="t", attachment_id="g/2", now=0)
+    (attach, _) = streams.reconnected(1.0)
+    yet = link_pb2.AttachReply(result=link_pb2.AttachReply.RESULT_NOT_FOUND_YET)
+
+    yet.attach_id = attach.attach.attach_id
+    (again,) = streams.on_attach_reply(yet, 1.0)
+    yet.attach_id = resuming.attach_id
+    assert streams.on_attach_reply(yet, 1.0) == []
+
+    assert again.submit.restores
+    assert holding.restoring
+    assert resuming.failure is None
+    (retried,) = streams.tick(2.0)
+    assert retried.attach.request_id == "s0.b"
+
+
 def test_a_restored_request_whose_key_leads_elsewhere_is_lost() -> None:
     streams, stream = accepted_streams()
     (attach,) = streams.reconnected(1.0)

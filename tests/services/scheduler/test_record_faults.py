@@ -221,7 +221,7 @@ async def test_without_leader_and_record_a_gateway_restores_what_it_has_shown(
     second = await start_own()
     async with gateway(second.address) as client, worker(second.address) as gpu:
         gone = await client.attach("r1", from_token=2, attachment_id="r1-client")
-        assert gone.result == gateway_pb.AttachReply.RESULT_NOT_FOUND
+        assert gone.result == gateway_pb.AttachReply.RESULT_NOT_FOUND_YET
         reply = await client.submit("r1", restores=True, shown_ids=[10, 11], idempotency_key="k")
         assert (reply.accepted.request_id, reply.accepted.attached_to_existing) == ("r1", False)
         listed = (await gpu.assigned("r1"))["r1"]
@@ -252,6 +252,30 @@ async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: Star
         await gpu.run_round("r1", again.lease_epoch, 3, [13], end=STOP)
         assert (await less.read("first"))[0] == [11, 12, 13]
         assert (await more.read("second"))[0] == [13]
+
+
+async def test_a_leader_that_found_the_record_empty_says_not_found_only_when_nobody_has_brought_it_back(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    await first.crash()
+    await operator.flushall()
+    second = await start_own(reattach_grace_s=0.2)
+    yet, gone = gateway_pb.AttachReply.RESULT_NOT_FOUND_YET, gateway_pb.AttachReply.RESULT_NOT_FOUND
+    async with gateway(second.address) as client:
+        answers = [(await client.attach("r1")).result]
+
+        async def is_certain() -> bool:
+            answers.append((await client.attach("r1")).result)
+            return answers[-1] == gone
+
+        await wait_until_async(is_certain, description="it is certain that r1 does not exist")
+        assert set(answers) <= {yet, gone}
+        assert answers == sorted(answers, key=[yet, gone].index), "what was certain stays so"
+    await second.crash()
+    third = await start_own(reattach_grace_s=60.0)
+    async with gateway(third.address) as client:
+        assert (await client.attach("r1")).result == gone, "the record was not empty"
 
 
 def held_by_a_worker(running: Running, tokens: list[int]) -> worker_pb.HeldRequest:
