@@ -60,8 +60,9 @@ class Outcome:
     over_s: float = 0.0
     refused: int = 0
     """Calls that failed before acceptance."""
+    cancel_asked: bool = False
     cancelled: bool = False
-    """A cancel was answered with yes."""
+    """A cancel was answered with yes. One whose answer got lost may have ended it, and the next is answered with no."""
     problems: list[str] = field(default_factory=list)
 
     def digest(self) -> str:
@@ -221,6 +222,7 @@ class Load:
 
     async def _cancel(self, client: AsyncClient, outcome: Outcome) -> None:
         while True:
+            outcome.cancel_asked = True
             try:
                 outcome.cancelled = await client.cancel(outcome.request_id, timeout_s=10.0)
                 return
@@ -243,7 +245,7 @@ class Load:
                 outcome.problems.append(
                     "cancelled, and its tokens are not the first of the undisturbed run's"
                 )
-            if not outcome.cancelled:
+            if not outcome.cancel_asked:
                 outcome.error = "ended as cancelled, and nobody had cancelled it"
         elif outcome.digest() != expected.digest():
             at = next(

@@ -454,7 +454,7 @@ class Run:
         loses = [done for done in hand.done if done.loses]
         allowed = 0
         for outcome in outcomes:
-            who = f"{outcome.request_id or outcome.key} ({outcome.began_s:.1f} to {outcome.over_s:.1f} s)"
+            who = f"request {outcome.number}, {outcome.request_id or outcome.key} ({outcome.began_s:.1f} to {outcome.over_s:.1f} s)"
             self.violations += [f"{who}: {problem}" for problem in outcome.problems]
             if outcome.error:
                 under = [done for done in loses if outcome.began_s <= done.at_s <= outcome.over_s]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,9 +54,8 @@ REQUESTS = 4
 EPOCH = 1_000_000
 """A token is lease epoch × this + position."""
 
-a_scheduler = st.integers(0, SCHEDULERS - 1)
-a_worker = st.integers(0, WORKERS - 1)
-a_slot = st.integers(0, REQUESTS - 1)
+a_draw = st.integers(0, 11)
+"""Picks one of those that the rule can be about."""
 
 
 @dataclass
@@ -78,14 +77,6 @@ class Held:
     lease_epoch: int
     outputs: int
     ended: bool = False
-
-
-@dataclass
-class Worker:
-    name: str
-    follows: int | None = None
-    held: dict[str, Held] = field(default_factory=dict)
-    kept: list[Report] = field(default_factory=list)
 
 
 @dataclass
@@ -117,6 +108,50 @@ class Scheduler:
         self.inbox, self.batch, self.asked, self.answers = [], None, [], []
 
 
+@dataclass
+class Worker:
+    name: str
+    follows: Scheduler | None = None
+    held: dict[str, Held] = field(default_factory=dict)
+    kept: list[Report] = field(default_factory=list)
+
+
+def copy_of(stored: StoredRequest) -> Copy:
+    return Copy(stored.lease_epoch, stored.worker_id, list(stored.committed_ids), stored.standing.rounds)
+
+
+def stands_by(scheduler: Scheduler) -> bool:
+    return not scheduler.epoch
+
+
+def believes(scheduler: Scheduler) -> bool:
+    return bool(scheduler.epoch)
+
+
+def recovers(scheduler: Scheduler) -> bool:
+    return scheduler.recovering
+
+
+def leads(scheduler: Scheduler) -> bool:
+    """By its own lights."""
+    return scheduler.copies is not None
+
+
+def can_decide(scheduler: Scheduler) -> bool:
+    return leads(scheduler) and scheduler.batch is None
+
+
+def has_batch(scheduler: Scheduler) -> bool:
+    return scheduler.batch is not None
+
+
+def pick(those: Sequence[T], draw: int) -> T:
+    return those[draw % len(those)]
+
+
+VERBS = {Commit: "commit", Lease: "lease", Release: "release", Finish: "finish", Rank: "rank"}
+
+
 class Protocol(RuleBasedStateMachine):
     """See the top of the file."""
 
@@ -139,8 +174,12 @@ class Protocol(RuleBasedStateMachine):
         self.before: dict[str, StoredRequest] = {}
         self.granted: dict[tuple[str, int], str] = {}
         self.acknowledged: list[Report] = []
-        self.acquire(0)
-        self.recover(0)
+        # One leads, and each worker has something to do: what is interesting lies behind this.
+        self.acquire(0, recovers_at_once=True)
+        for at in range(WORKERS):
+            self.connect(0, at)
+            self.submit(0, key=True, retried=False)
+            self.decide(0, slot=at, worker=at, what=0, at_once=True)
 
     def run(self, work: Awaitable[T]) -> T:
         async def main() -> T:
@@ -174,17 +213,22 @@ class Protocol(RuleBasedStateMachine):
 
     # -- leadership -----------------------------------------------------------------------------------------------------
 
+    def those(self, fits: Callable[[Scheduler], bool]) -> list[Scheduler]:
+        return [scheduler for scheduler in self.schedulers if fits(scheduler)]
+
+    @precondition(lambda self: self.run(self.client.exists(self.reader.keys.leader())))
     @rule()
     def the_lease_runs_out(self) -> None:
         self.run(self.client.delete(self.reader.keys.leader()))
 
-    @rule(at=a_scheduler)
-    def acquire(self, at: int) -> None:
-        scheduler = self.schedulers[at]
-        if scheduler.epoch:
-            return
+    @precondition(lambda self: self.those(stands_by))
+    @rule(draw=a_draw, recovers_at_once=st.booleans())
+    def acquire(self, draw: int, recovers_at_once: bool) -> None:
+        scheduler = pick(self.those(stands_by), draw)
         taken = self.run(self.client.get(self.reader.keys.leader()))
-        epoch = self.run(scheduler.store.acquire_leadership(owner=f"s{at}:1", lease_s=600))
+        epoch = self.run(
+            scheduler.store.acquire_leadership(owner=f"s{self.schedulers.index(scheduler)}:1", lease_s=600)
+        )
         if epoch is None:
             assert taken is not None, "nobody led, and nobody could"
             return
@@ -192,26 +236,24 @@ class Protocol(RuleBasedStateMachine):
         assert epoch.number > max(self.epochs, default=0), "an epoch was used again"
         self.epochs.append(epoch.number)
         scheduler.epoch, scheduler.recovering = str(epoch), True
+        if recovers_at_once:
+            self.recover(0)
 
-    @rule(at=a_scheduler)
-    def recover(self, at: int) -> None:
-        scheduler = self.schedulers[at]
-        if not scheduler.recovering:
-            return
+    @precondition(lambda self: self.those(recovers))
+    @rule(draw=a_draw)
+    def recover(self, draw: int) -> None:
+        scheduler = pick(self.those(recovers), draw)
         scheduler.recovering = False
         scheduler.copies = {
-            stored.request_id: Copy(
-                stored.lease_epoch, stored.worker_id, list(stored.committed_ids), stored.standing.rounds
-            )
-            for stored in self.run(unfinished(scheduler.store))
+            stored.request_id: copy_of(stored) for stored in self.run(unfinished(scheduler.store))
         }
 
-    @rule(at=a_scheduler)
-    def renew(self, at: int) -> None:
+    @precondition(lambda self: self.those(believes))
+    @rule(draw=a_draw)
+    def renew(self, draw: int) -> None:
         """In time, late, or after it was fenced."""
-        scheduler = self.schedulers[at]
-        if not scheduler.epoch:
-            return
+        doubting = self.those(lambda scheduler: scheduler.doubts)
+        scheduler = pick(doubting or self.those(believes), draw)
         leader = self.run(self.client.get(self.reader.keys.leader()))
         newest = int(scheduler.epoch.split(":")[0]) == self.epochs[-1]
         renewed = self.run(scheduler.store.renew_leadership())
@@ -224,12 +266,10 @@ class Protocol(RuleBasedStateMachine):
 
     # -- clients --------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.accepted) < REQUESTS)
-    @rule(at=a_scheduler, key=st.booleans(), retried=st.booleans())
-    def submit(self, at: int, key: bool, retried: bool) -> None:
-        scheduler = self.schedulers[at]
-        if scheduler.copies is None:
-            return
+    @precondition(lambda self: len(self.accepted) < REQUESTS and self.those(leads))
+    @rule(draw=a_draw, key=st.booleans(), retried=st.booleans())
+    def submit(self, draw: int, key: bool, retried: bool) -> None:
+        scheduler = pick(self.those(leads), draw)
         request_id = f"r{len(self.accepted)}"
         new = a_request(request_id, idempotency_key=f"k-{request_id}" if key else "")
         results = self.write(scheduler, scheduler.store.submit([new]))
@@ -242,6 +282,7 @@ class Protocol(RuleBasedStateMachine):
         assert (result.status, result.request_id) == (SubmitStatus.ACCEPTED, request_id)
         self.accepted.append(request_id)
         self.shown[request_id] = []
+        assert scheduler.copies is not None
         scheduler.copies[request_id] = Copy(0, None, [], 0)
 
     def show(self, request_id: str, tokens: Sequence[int]) -> None:
@@ -255,65 +296,57 @@ class Protocol(RuleBasedStateMachine):
 
     # -- a scheduler's turn: decide, send, hear -------------------------------------------------------------------------
 
-    @rule(
-        at=a_scheduler,
-        take=st.booleans(),
-        slot=a_slot,
-        worker=a_worker,
-        what=st.sampled_from(["nothing", "lease", "lease", "lease", "steal", "release", "finish", "rank"]),
-    )
-    def decide(self, at: int, take: bool, slot: int, worker: int, what: str) -> None:
-        """Reports that came in, and perhaps one decision behind them, in one batch. Sent by another rule."""
-        scheduler, request_id = self.schedulers[at], f"r{slot}"
-        if scheduler.copies is None or scheduler.batch is not None:
-            return
+    @precondition(lambda self: self.those(can_decide))
+    @rule(draw=a_draw, slot=a_draw, worker=a_draw, what=a_draw, at_once=st.booleans())
+    def decide(self, draw: int, slot: int, worker: int, what: int, at_once: bool) -> None:
+        """All reports that came in, and perhaps one decision behind them, in one batch; sent at once, or who knows when."""
+        scheduler = pick(self.those(can_decide), draw)
+        assert scheduler.copies is not None
         asked: list[tuple[Any, Report | None]] = []
-        if take:
-            reports, scheduler.inbox = scheduler.inbox, []
-            for report in reports:
-                known = scheduler.copies.get(report.request_id)
-                if known is None:
-                    self.drop(at, report)
-                    continue
-                known.rounds += 1
-                commit = a_commit(
-                    report.request_id,
-                    lease_epoch=report.lease_epoch,
-                    position=report.position,
-                    tokens=report.tokens,
-                    standing=a_standing(rounds=known.rounds, attained_s=known.rounds / 8),
-                    end=report.end,
-                )
-                asked.append((commit, report))
-        copy = scheduler.copies.get(request_id)
-        if copy is not None:
-            match what:
-                case "lease" if copy.worker is None:
-                    asked.append((Lease(request_id, f"w{worker}", copy.lease_epoch + 1), None))
-                case "steal" if copy.worker not in (None, f"w{worker}"):
-                    asked.append((Lease(request_id, f"w{worker}", copy.lease_epoch + 1), None))
-                case "release" if copy.worker is not None:
-                    asked.append((Release(request_id, copy.lease_epoch), None))
-                case "finish":
-                    asked.append((a_finish(request_id, End.CANCELLED), None))
-                case "rank":
-                    asked.append((Rank(request_id, worker, float(slot)), None))
+        reports, scheduler.inbox = scheduler.inbox, []
+        for report in reports:
+            known = scheduler.copies.get(report.request_id)
+            if known is None:
+                self.drop(scheduler, report)
+                continue
+            known.rounds += 1
+            commit = a_commit(
+                report.request_id,
+                lease_epoch=report.lease_epoch,
+                position=report.position,
+                tokens=report.tokens,
+                standing=a_standing(rounds=known.rounds, attained_s=known.rounds / 8),
+                end=report.end,
+            )
+            asked.append((commit, report))
+        if scheduler.copies:
+            request_id = pick(sorted(scheduler.copies), slot)
+            copy = scheduler.copies[request_id]
+            others = [name for name in self.workers if name != copy.worker]
+            choices: list[Any] = [Lease(request_id, pick(others, worker), copy.lease_epoch + 1)] * 3
+            if copy.worker is not None:
+                choices += [Release(request_id, copy.lease_epoch)] * 2
+            choices += [Rank(request_id, worker % 3, float(slot)), a_finish(request_id, End.CANCELLED), None]
+            decision = pick(choices, what)
+            if decision is not None:
+                asked.append((decision, None))
         if not asked:
             return
-        verbs = {Commit: "commit", Lease: "lease", Release: "release", Finish: "finish", Rank: "rank"}
         scheduler.asked, scheduler.batch = asked, scheduler.store.batch()
         scheduler.answers = [
-            getattr(scheduler.batch, verbs[kind])(list(run))
+            getattr(scheduler.batch, VERBS[kind])(list(run))
             for kind, run in itertools.groupby([command for command, _ in asked], type)
         ]
+        if at_once:
+            self.send_of(scheduler, answer_is_lost=False)
 
-    @rule(at=a_scheduler, answer_is_lost=st.sampled_from([False, False, True]))
-    def send(self, at: int, answer_is_lost: bool) -> None:
+    @precondition(lambda self: self.those(has_batch))
+    @rule(draw=a_draw, answer_is_lost=st.sampled_from([False, False, True]))
+    def send(self, draw: int, answer_is_lost: bool) -> None:
         """For the first time, or again since the answer was lost or it was fenced: perhaps long after the decision."""
-        scheduler = self.schedulers[at]
-        if scheduler.batch is None:
-            return
+        self.send_of(pick(self.those(has_batch), draw), answer_is_lost=answer_is_lost)
 
+    def send_of(self, scheduler: Scheduler, *, answer_is_lost: bool) -> None:
         async def execute() -> bool:
             assert scheduler.batch is not None
             await scheduler.batch.execute()
@@ -325,29 +358,29 @@ class Protocol(RuleBasedStateMachine):
         asked = scheduler.asked
         scheduler.batch, scheduler.asked, scheduler.answers = None, [], []
         for (command, report), status in zip(asked, statuses, strict=True):
-            self.heard(at, command, report, status)
+            self.heard(scheduler, command, report, status)
 
-    def heard(self, at: int, command: Any, report: Report | None, status: TransitionStatus) -> None:
-        scheduler, request_id = self.schedulers[at], command.request_id
+    def heard(
+        self, scheduler: Scheduler, command: Any, report: Report | None, status: TransitionStatus
+    ) -> None:
+        request_id = command.request_id
         assert scheduler.copies is not None
         copy = scheduler.copies.get(request_id)
         if report is not None:
             self.acknowledge(report, recorded=status in (OK, ALREADY))
         if status not in (OK, ALREADY):
             if report is not None:
-                self.drop(at, report)
+                self.drop(scheduler, report)
             if not isinstance(command, Rank):
                 self.read_again(scheduler, request_id)
             return
         match command:
             case Commit():
                 if copy is not None:
-                    fresh = (
-                        command.tokens[len(copy.tokens) - command.position :]
-                        if command.position <= len(copy.tokens)
-                        else ()
+                    assert command.position <= len(copy.tokens), (
+                        "its tokens are on the record, and those before are unknown"
                     )
-                    copy.tokens += fresh
+                    copy.tokens += command.tokens[len(copy.tokens) - command.position :]
                     self.show(request_id, copy.tokens)
                 if command.end is not None:
                     self.tell(request_id, command.end)
@@ -356,13 +389,11 @@ class Protocol(RuleBasedStateMachine):
                 self.tell(request_id, command.end)
                 scheduler.copies.pop(request_id, None)
             case Lease():
-                assert (
-                    self.granted.setdefault((request_id, command.lease_epoch), command.worker_id)
-                    == command.worker_id
-                ), "one lease epoch on two workers"
-                if copy is not None:
+                granted = self.granted.setdefault((request_id, command.lease_epoch), command.worker_id)
+                assert granted == command.worker_id, "one lease epoch on two workers"
+                if copy is not None and copy.lease_epoch < command.lease_epoch:
                     copy.lease_epoch, copy.worker = command.lease_epoch, command.worker_id
-                    self.specify(at, request_id, copy)
+                    self.specify(scheduler, request_id, copy)
             case Release():
                 if copy is not None:
                     copy.worker = None
@@ -376,22 +407,20 @@ class Protocol(RuleBasedStateMachine):
             self.tell(request_id, stored.end)
             scheduler.copies.pop(request_id, None)
         else:
-            scheduler.copies[request_id] = Copy(
-                stored.lease_epoch, stored.worker_id, list(stored.committed_ids), stored.standing.rounds
-            )
+            scheduler.copies[request_id] = copy_of(stored)
 
     # -- workers --------------------------------------------------------------------------------------------------------
 
-    def specify(self, at: int, request_id: str, copy: Copy) -> None:
+    def specify(self, scheduler: Scheduler, request_id: str, copy: Copy) -> None:
         worker = self.workers[copy.worker or ""]
         held = worker.held.get(request_id)
-        if worker.follows == at and (held is None or held.lease_epoch < copy.lease_epoch):
+        if worker.follows is scheduler and (held is None or held.lease_epoch < copy.lease_epoch):
             worker.held[request_id] = Held(copy.lease_epoch, len(copy.tokens))
 
-    def drop(self, at: int, report: Report) -> None:
+    def drop(self, scheduler: Scheduler, report: Report) -> None:
         worker = self.workers[report.worker]
         held = worker.held.get(report.request_id)
-        if worker.follows == at and held is not None and held.lease_epoch <= report.lease_epoch:
+        if worker.follows is scheduler and held is not None and held.lease_epoch <= report.lease_epoch:
             del worker.held[report.request_id]
 
     def acknowledge(self, report: Report, *, recorded: bool) -> None:
@@ -401,47 +430,52 @@ class Protocol(RuleBasedStateMachine):
         if report in kept:
             kept.remove(report)
 
-    @rule(name=a_worker, at=a_scheduler)
-    def connect(self, name: int, at: int) -> None:
+    @precondition(lambda self: self.those(leads))
+    @rule(draw=a_draw, name=a_draw)
+    def connect(self, draw: int, name: int) -> None:
         """A hello to whoever says that it leads, with all that is held; what was not acknowledged is offered again."""
-        worker, scheduler = self.workers[f"w{name}"], self.schedulers[at]
-        if scheduler.copies is None:
-            return
-        worker.follows = at
+        worker, scheduler = pick(list(self.workers.values()), name), pick(self.those(leads), draw)
+        assert scheduler.copies is not None
+        worker.follows = scheduler
         for request_id, held in list(worker.held.items()):
             known = scheduler.copies.get(request_id)
             if known is None or known.lease_epoch > held.lease_epoch:
                 del worker.held[request_id]
         for request_id, known in scheduler.copies.items():
             if known.worker == worker.name:
-                self.specify(at, request_id, known)
+                self.specify(scheduler, request_id, known)
         scheduler.inbox += worker.kept
 
+    def busy(self) -> list[tuple[Worker, str, Held]]:
+        return [
+            (worker, request_id, held)
+            for worker in self.workers.values()
+            for request_id, held in sorted(worker.held.items())
+            if not held.ended
+        ]
+
+    @precondition(lambda self: self.busy())
     @rule(
-        name=a_worker,
-        slot=a_slot,
-        count=st.integers(1, 3),
-        ends=st.sampled_from([False, False, True]),
-        tell=st.booleans(),
+        draw=a_draw, count=st.integers(1, 3), ends=st.sampled_from([False, False, True]), tell=st.booleans()
     )
-    def work(self, name: int, slot: int, count: int, ends: bool, tell: bool) -> None:
-        worker = self.workers[f"w{name}"]
-        held = worker.held.get(f"r{slot}")
-        if held is None or held.ended:
-            return
+    def work(self, draw: int, count: int, ends: bool, tell: bool) -> None:
+        worker, request_id, held = pick(self.busy(), draw)
         tokens = tuple(held.lease_epoch * EPOCH + at for at in range(held.outputs, held.outputs + count))
-        report = Report(
-            worker.name, f"r{slot}", held.lease_epoch, held.outputs, tokens, End.STOP if ends else None
-        )
+        end = End.STOP if ends else None
+        report = Report(worker.name, request_id, held.lease_epoch, held.outputs, tokens, end)
         held.outputs += count
         held.ended = ends
         worker.kept.append(report)
-        if tell and worker.follows is not None and self.schedulers[worker.follows].copies is not None:
-            self.schedulers[worker.follows].inbox.append(report)
+        if tell and worker.follows is not None and leads(worker.follows):
+            worker.follows.inbox.append(report)
 
     # -- what holds at every moment ---------------------------------------------------------------------------------------
 
     @invariant()
+    def everything_holds(self) -> None:
+        self.the_log_only_grows_and_an_end_stays()
+        self.the_books_balance()
+
     def the_log_only_grows_and_an_end_stays(self) -> None:
         for request_id in self.accepted:
             stored = self.run(self.reader.read(request_id))
@@ -477,7 +511,6 @@ class Protocol(RuleBasedStateMachine):
             )
             assert report.end in (None, stored.end), "an acknowledged end is not on the record"
 
-    @invariant()
     def the_books_balance(self) -> None:
         keys = self.reader.keys
         alive = [stored for stored in self.before.values() if stored.end is None]
