@@ -144,7 +144,7 @@ class Clients:
                 if live is None:
                     turn.unknown_attaches.append((session, message.attach))
                 else:
-                    self._answer_attach(session, message.attach, live)
+                    self._answer_attach(session, message.attach, live, turn.now_s)
             case "detach" | "cancel":
                 turn.departures.append(FromGateway(session, message))
 
@@ -312,7 +312,9 @@ class Clients:
         _attach(item.session, live, submit.attachment_id, len(submit.shown_ids))
         metrics.SUBMISSIONS.labels("attached" if attached else "accepted").inc()
 
-    def _answer_attach(self, session: GatewaySession, attach: gateway_pb.Attach, live: Live | None) -> None:
+    def _answer_attach(
+        self, session: GatewaySession, attach: gateway_pb.Attach, live: Live | None, now_s: float
+    ) -> None:
         if live is None or live.facts.tenant != attach.tenant:
             _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND)
             return
@@ -323,6 +325,7 @@ class Clients:
             seed=live.specification.seed,
             model=live.model,
             stop=live.specification.stop,
+            submission=live.submission(now_s) if attach.wants_submission and live.end is None else None,
         )
         session.reply(gateway_pb.GatewayLinkReply(attach_reply=reply))
         _attach(session, live, attach.attachment_id, attach.from_token)
@@ -344,7 +347,7 @@ class Clients:
                 if live is None and turn.now_s < self.brought_back_until_s:
                     _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND_YET)
                 else:
-                    self._answer_attach(session, attach, live)
+                    self._answer_attach(session, attach, live, turn.now_s)
             except StoreUnavailable:
                 _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
         for item, request_id in turn.unknown_submits:

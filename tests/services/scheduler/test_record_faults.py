@@ -236,6 +236,36 @@ async def test_without_leader_and_record_a_gateway_restores_what_it_has_shown(
         assert stored.committed_ids == (10, 11, 12)
 
 
+async def test_without_leader_and_record_the_gateway_that_a_client_went_to_restores_it_too(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    async with gateway(first.address, "g1") as submitted:
+        await submitted.submit(
+            "r1", tenant="acme", idempotency_key="k", deadline_in_ms=60_000, grace_ms=30_000
+        )
+    async with gateway(first.address, "g2") as resumed:
+        attached = await resumed.attach("r1", tenant="acme", wants_submission=True)
+        plain = await resumed.attach("r1", tenant="acme", attachment_id="other")
+    assert not plain.HasField("submission")
+    await first.crash()
+    await operator.flushall()
+    second = await start_own()
+    async with gateway(second.address, "g2") as client, worker(second.address) as gpu:
+        submit = attached.submission
+        assert 0 < submit.deadline_in_ms <= 60_000
+        submit.restores, submit.submission_id, submit.attachment_id = True, 9, "late"
+        submit.shown_ids.extend([10, 11])
+        await client.send(gateway_pb.GatewayMessage(submit=submit))
+        assert (await client.next("submit_reply")).accepted.request_id == "r1"
+
+        listed = (await gpu.assigned("r1"))["r1"]
+        assert (list(listed.specification.prompt_ids), listed.tokens) == ([1, 2, 3], [10, 11])
+        restored = await second.store.read("r1")
+        assert restored is not None
+        assert (restored.tenant, restored.idempotency_key, restored.grace_ms) == ("acme", "k", 30_000)
+
+
 async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: StartScheduler) -> None:
     scheduler = await start_own()
     async with (
