@@ -198,9 +198,11 @@ async def holders(stack: LocalStack, hand: Hand) -> list[str]:
         return [f"{hand.picture.leader} does not answer: {error.code().name}"]
     if queue.total:
         found.append(f"the queue: {queue.total} requests, {[entry.request_id for entry in queue.entries]}")
-    for worker in workers.workers:
-        if worker.listed or worker.running:
-            found.append(f"{worker.worker_name}: {worker.listed} listed, {worker.running} slots taken")
+    found += [
+        f"{worker.worker_name}: {worker.listed} listed, {worker.running} slots taken"
+        for worker in workers.workers
+        if worker.listed or worker.running
+    ]
     known = {worker.worker_name for worker in workers.workers if worker.connected}
     found += [f"{name}: not connected" for name in hand.workers() if name not in known]
     for name in hand.workers():
@@ -244,11 +246,12 @@ async def record_problems(stack: LocalStack, outcomes: list[Outcome], hand: Hand
                 continue
             if fields.get("idempotency_key"):
                 by_key[fields["idempotency_key"]].append(request_id)
-            if outcome is not None and outcome.end is not None and not outcome.error:
-                if int(fields["committed"]) != len(outcome.tokens):
-                    found.append(
-                        f"{request_id}: {fields['committed']} tokens committed, {len(outcome.tokens)} shown"
-                    )
+            if outcome is None or outcome.end is None or outcome.error:
+                continue
+            if int(fields["committed"]) != len(outcome.tokens):
+                found.append(
+                    f"{request_id}: {fields['committed']} tokens committed, {len(outcome.tokens)} shown"
+                )
         for key, ids in by_key.items():
             if len(ids) > 1 and not loses:
                 found.append(f"{len(ids)} requests ran under the idempotency key {key}: {ids}")
@@ -297,6 +300,7 @@ class Run:
         self.proxies: dict[str, Proxy] = {}
         self.rows: list[dict[str, Any]] = []
         self.summary = ""
+        self.faults: list[Done] = []
 
     def front(self, name: str, address: str) -> str:
         """A proxy before each component that others dial."""
@@ -344,7 +348,7 @@ class Run:
 
     async def _fronted(self, starting: asyncio.Task[Any]) -> list[Proxy]:
         """The proxies, once the plan of the stack has asked for all of them."""
-        while len(self.proxies) < 5 and not starting.done():
+        while len(self.proxies) < 5 and not starting.done():  # noqa: ASYNC110  a thread fills it
             await asyncio.sleep(0.005)
         if starting.done():
             await starting
@@ -368,6 +372,7 @@ class Run:
             own_pid=os.getpid(),
             kinds=options.kinds,
         )
+        self.faults = hand.done
         memory = Memory(stack)
         watching = [
             asyncio.create_task(hand.watch(groups)),
@@ -511,8 +516,14 @@ def main(given: list[str] | None = None) -> int:
     for violation in run.violations:
         print(f"VIOLATION (seed {options.seed}): {violation}")
     if run.violations:
-        again = sys.argv[1:] if given is None else given
-        print(f"again: laps-sd bench chaos {' '.join(again)} --seed {options.seed} --logs LOGS")
+        print(
+            f"the same plan again: laps-sd bench chaos {' '.join(sys.argv[1:] if given is None else given)}"
+        )
+        print(f"  its seed is {options.seed}; what was broken when, in seconds of the run:")
+        for done in run.faults:
+            print(
+                f"  {done.at_s:7.1f} to {done.over_s or 0:7.1f}  {done.fault.number:4}  {done.fault.kind}: {' '.join(done.victims)}"
+            )
     return finish(run.rows, json_file=options.json, summary=run.summary, met=not run.violations)
 
 
