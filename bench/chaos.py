@@ -40,7 +40,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench import _faults
 from bench._clients import Load, Outcome, Piece
-from bench._faults import Hand
+from bench._faults import Done, Hand
 from bench._proxy import Proxy
 from bench.report import finish, progress, table
 from laps_sd.local import LocalStack
