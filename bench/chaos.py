@@ -41,6 +41,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench import _faults
 from bench._clients import Load, Outcome, Piece
 from bench._faults import Done, Hand
+from bench._memory import GROWTH_MIB, Memory
 from bench._proxy import Proxy
 from bench.report import finish, progress, table
 from laps_sd.local import LocalStack
@@ -51,10 +52,6 @@ CARRYING_GOAL = 0.8
 STUCK_S = 60.0
 """Nothing heard by any client for this long, with every process up: what is open will never end."""
 SETTLE_S = 60.0
-GROWTH_MIB = 48.0
-"""What a process may grow by after its first `WARM_S`: arenas and buffers of hundreds of streams, and no more."""
-WARM_S = 20.0
-SAMPLE_S = 2.0
 TELL_S = 5.0
 FINISHED_TTL_S = 300.0
 RECORD_BYTES_PER_REQUEST = 2_000
@@ -126,46 +123,6 @@ def pieces(options: argparse.Namespace) -> list[Piece]:
         Piece(prompt, rng.getrandbits(32), rng.randint(shortest, longest), rng.choice((0.0, 0.8)))
         for prompt in prompts
     ]
-
-
-# -- memory -------------------------------------------------------------------------------------------------------------
-
-
-class Memory:
-    """Resident memory of each process, from when it has settled until it ends or the run does."""
-
-    def __init__(self, stack: LocalStack) -> None:
-        self._stack = stack
-        self._seen: dict[tuple[str, int], tuple[float, float | None, float]] = {}
-
-    async def watch(self) -> None:
-        """Samples, until cancelled."""
-        while True:
-            self.sample()
-            await asyncio.sleep(SAMPLE_S)
-
-    def sample(self) -> None:
-        """Once."""
-        now = time.monotonic()
-        for name, child in self._stack.children.items():
-            if child.pid is None or not child.alive:
-                continue
-            with contextlib.suppress(OSError, IndexError):
-                text = Path(f"/proc/{child.pid}/status").read_text()
-                mib = int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024
-                first_s, settled, _ = self._seen.get((name, child.pid), (now, None, mib))
-                if settled is None and now - first_s >= WARM_S:
-                    settled = mib
-                self._seen[(name, child.pid)] = (first_s, settled, mib)
-
-    def growth(self) -> dict[str, float]:
-        """MiB, the largest of each kind of process."""
-        most: dict[str, float] = collections.defaultdict(float)
-        for (name, _), (_, settled, last) in self._seen.items():
-            if settled is not None:
-                kind = name.split("-")[0]
-                most[kind] = max(most[kind], last - settled)
-        return dict(most)
 
 
 # -- afterwards -----------------------------------------------------------------------------------------------------------
