@@ -147,7 +147,7 @@ class TestAsyncClient:
         two: Running = await start_gateway(scheduler.address)
         three: Running = await start_gateway(scheduler.address)
         async with AsyncClient([address(one), address(two), address(three)]) as client:
-            streams = [client.stream(f"x{number}") for number in range(4)]
+            streams = [client.stream(f"x{number}") for number in range(5)]
             accepted = [await anext(stream) for stream in streams]
             await one.gateway.app.server.stop(None)
             rest = [asyncio.create_task(anext(stream)) for stream in streams]
