@@ -6,7 +6,7 @@ system sustains; then arrivals at ten times that rate, one by one whether or not
   * everything that is refused is refused with RESOURCE_EXHAUSTED and says when to come again (RetryInfo);
   * everything that was accepted ends successfully, and no later than a full queue takes to be worked off at the rate of this very run:
     --bound times that for the 99th percentile;
-  * the rate of completions does not fall below --keep of the sustained one;
+  * tokens per second do not fall below --keep of the sustained rate;
   * no process dies, and none grows on and on.
 """
 
@@ -31,6 +31,7 @@ from laps_sd.v1 import inference_pb2 as pb
 
 FACTOR = 10
 TOKENS = (20, 180)
+MEAN_TOKENS = sum(TOKENS) / 2
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -57,6 +58,7 @@ class Tally:
     """What clients saw."""
 
     latencies_s: list[float] = field(default_factory=list)
+    tokens: int = 0
     refused: int = 0
     wrong: Counter[str] = field(default_factory=Counter)
 
@@ -76,12 +78,13 @@ async def one(client: AsyncClient, number: int, rng: random.Random, tally: Tally
     else:
         if response.end.finish_reason == pb.FINISH_REASON_LENGTH:
             tally.latencies_s.append(time.monotonic() - began)
+            tally.tokens += len(response.token_ids)
         else:
             tally.wrong[f"ended with {pb.FinishReason.Name(response.end.finish_reason)}"] += 1
 
 
 async def sustained(client: AsyncClient, options: argparse.Namespace) -> float:
-    """Requests per second with all slots taken and none waiting."""
+    """Tokens per second with all slots taken and none waiting."""
     rng = random.Random(options.seed)
     slots = options.workers * options.slots
     tally = Tally()
@@ -94,13 +97,13 @@ async def sustained(client: AsyncClient, options: argparse.Namespace) -> float:
     await asyncio.gather(*(lane(4 * at) for at in range(slots)))
     if tally.refused or tally.wrong:
         raise SystemExit(f"without overload something was refused or failed: {tally}")
-    return len(tally.latencies_s) / (time.monotonic() - began)
+    return tally.tokens / (time.monotonic() - began)
 
 
 async def overload(
     client: AsyncClient, options: argparse.Namespace, rate_per_s: float
 ) -> tuple[Tally, float, int]:
-    """All that arrived, the rate of completions while they did, and how many arrived."""
+    """All that arrived, tokens per second until the last of them had ended, and how many arrived."""
     rng = random.Random(options.seed + 1)
     tally = Tally()
     running: set[asyncio.Task[None]] = set()
@@ -119,9 +122,8 @@ async def overload(
                 f"{said - began:4.0f} s  {number - 1000} arrived, {len(tally.latencies_s)} completed, "
                 f"{tally.refused} refused, {len(running)} open"
             )
-    completed_per_s = len(tally.latencies_s) / (time.monotonic() - began)
     await asyncio.gather(*running)
-    return tally, completed_per_s, number - 1000
+    return tally, tally.tokens / (time.monotonic() - began), number - 1000
 
 
 async def run(options: argparse.Namespace, stack: LocalStack) -> int:
@@ -129,12 +131,12 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
     watching = asyncio.create_task(memory.watch())
     async with AsyncClient(stack.gateway_address) as client:
         calm_per_s = await sustained(client, options)
-        progress(f"sustained: {calm_per_s:.2f} requests/s; now {FACTOR} times that for {options.seconds:g} s")
-        tally, completed_per_s, arrived = await overload(client, options, FACTOR * calm_per_s)
+        progress(f"sustained: {calm_per_s:.0f} tokens/s; now {FACTOR} times that for {options.seconds:g} s")
+        tally, tokens_per_s, arrived = await overload(client, options, FACTOR * calm_per_s / MEAN_TOKENS)
     watching.cancel()
     memory.sample()
     await asyncio.to_thread(stack.check)
-    full_queue_s = options.queue / max(completed_per_s, 1e-9)
+    full_queue_s = options.queue * MEAN_TOKENS / max(tokens_per_s, 1e-9)
     ordered = sorted(tally.latencies_s)
     p99_s = ordered[int(0.99 * (len(ordered) - 1))] if ordered else float("inf")
     growth_mib = max(memory.growth().values(), default=0.0)
@@ -145,8 +147,8 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
             "arrived": arrived,
             "completed": len(ordered),
             "refused": tally.refused,
-            "sustained_per_s": calm_per_s,
-            "completed_per_s": completed_per_s,
+            "sustained_tokens_per_s": calm_per_s,
+            "tokens_per_s": tokens_per_s,
             "mean_s": statistics.fmean(ordered) if ordered else float("inf"),
             "p99_s": p99_s,
             "full_queue_s": full_queue_s,
@@ -163,8 +165,8 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
         missed.append("nothing was refused: this was no overload")
     if p99_s > options.bound * full_queue_s:
         missed.append(f"99 % within {p99_s:.1f} s, allowed are {options.bound:g} x {full_queue_s:.1f} s")
-    if completed_per_s < options.keep * calm_per_s:
-        missed.append(f"{completed_per_s:.2f} completed per s, {calm_per_s:.2f} without overload")
+    if tokens_per_s < options.keep * calm_per_s:
+        missed.append(f"{tokens_per_s:.0f} tokens per s, {calm_per_s:.0f} without overload")
     if growth_mib > GROWTH_MIB:
         missed.append(f"a process grew by {growth_mib:.0f} MiB")
     return finish(
@@ -172,7 +174,7 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
         json_file=options.json,
         summary="; ".join(missed)
         or f"{tally.refused} of {arrived} refused with advice, the rest within {p99_s / full_queue_s:.2f} times "
-        f"a full queue (99 %), at {completed_per_s / calm_per_s:.0%} of the sustained rate",
+        f"a full queue (99 %), at {tokens_per_s / calm_per_s:.0%} of the sustained rate",
         met=not missed,
     )
 
