@@ -48,6 +48,7 @@ class Connection:
         """The dialler's."""
         self.gates: dict[Direction, asyncio.Event] = {direction: asyncio.Event() for direction in BOTH}
         self.writers: list[asyncio.StreamWriter] = []
+        self.is_cut = False
         for gate in self.gates.values():
             gate.set()
 
@@ -63,6 +64,7 @@ class Connection:
 
     def cut(self) -> None:
         """Both ends see a reset."""
+        self.is_cut = True
         for writer in self.writers:
             writer.transport.abort()
         self.release()
@@ -142,6 +144,8 @@ class Proxy:
             self.connections.discard(connection)
             return
         connection.writers.append(target_writer)
+        if connection.is_cut:  # while it was made
+            connection.cut()
         try:
             await asyncio.gather(
                 self._pump(reader, target_writer, connection.gates["up"]),
