@@ -20,6 +20,8 @@ from laps_sd.v1 import inference_pb2 as pb
 PATIENCE_S = 600.0
 """How long a client tries to reconnect: the run judges what is stuck, not the client."""
 CLIENTS = 8
+TWICE_SHARE = 0.05
+"""Of the requests that are asked for by two calls under one idempotency key, as a client does that got no answer to the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +158,15 @@ class Load:
     async def _lane(self) -> None:
         while not self._stop:
             number, self._next = self._next, self._next + 1
-            await self._one(number, piece=number % len(self._pieces))
+            rng = random.Random(self._seed * 7_000_003 + number)
+            once = rng.random() >= TWICE_SHARE
+            await (self._one if once else self._both)(number, piece=number % len(self._pieces))
 
-    async def _one(self, number: int, *, piece: int, calm: bool = False) -> Outcome:
+    async def _one(self, number: int, *, piece: int, calm: bool = False, may_cancel: bool = True) -> Outcome:
         rng = random.Random(self._seed * 1_000_003 + number)
-        outcome = Outcome(number, piece, f"chaos-{self._seed}-{number}", self.now())
+        outcome = Outcome(number, piece, f"chaos-{self._seed}-{abs(number)}", self.now())
         cancel_at = None
-        if not calm and rng.random() < self._cancel_share:
+        if may_cancel and not calm and rng.random() < self._cancel_share:
             cancel_at = rng.randrange(self._pieces[piece].max_tokens)
         self.open[number] = outcome
         try:
@@ -175,6 +179,17 @@ class Load:
             self._check(outcome)
         self.done.append(outcome)
         return outcome
+
+    async def _both(self, number: int, piece: int) -> None:
+        """Two calls, one request."""
+        first = asyncio.create_task(self._one(number, piece=piece, may_cancel=False))
+        await asyncio.sleep(random.Random(number).random())
+        second = asyncio.create_task(self._one(-number, piece=piece, may_cancel=False))
+        one, other = await asyncio.gather(first, second)
+        if one.request_id != other.request_id and not (one.error or other.error):
+            other.problems.append(
+                f"a second call with its key is request {other.request_id}, the first {one.request_id}"
+            )
 
     async def _call(self, outcome: Outcome, rng: random.Random, cancel_at: int | None) -> None:
         client = self._clients[rng.randrange(CLIENTS)]

@@ -425,8 +425,11 @@ class Run:
                     progress(f"allowed: {who}: {outcome.error}")
                 else:
                     self.violations.append(f"{who}: {outcome.error}")
-        well = sum(outcome.end is not None and not outcome.error for outcome in outcomes)
-        share = well / max(1, len(outcomes))
+        requests = [
+            outcome for outcome in outcomes if outcome.number >= 0
+        ]  # without second calls for the same
+        well = sum(outcome.end is not None and not outcome.error for outcome in requests)
+        share = well / max(1, len(requests))
         carried = sum(done.carried for done in hand.done) / max(1, len(hand.done))
         growth = memory.growth()
         if share < SUCCESS_GOAL:
@@ -446,7 +449,8 @@ class Run:
                 "config": f"{options.engine}, {options.workers} workers, seed {options.seed}",
                 "faults": len(hand.done),
                 "carried_ratio": carried,
-                "requests": len(outcomes),
+                "requests": len(requests),
+                "second_calls": len(outcomes) - len(requests),
                 "successful": well,
                 "tokens": tokens,
                 "explicit_errors": allowed,
@@ -460,7 +464,7 @@ class Run:
         table("Faults", [{"kind": kind, "faults": count} for kind, count in sorted(by_kind.items())])
         table("Chaos", self.rows, width=160)
         self.summary = (
-            f"{len(hand.done)} faults, {carried:.0%} on what carried requests; {well} of {len(outcomes)} requests and {tokens} "
+            f"{len(hand.done)} faults, {carried:.0%} on what carried requests; {well} of {len(requests)} requests and {tokens} "
             f"tokens completed (floor {options.floor} requests), {allowed} ended with an explicit error where that is allowed, "
             f"{len(self.violations)} violations"
         )
