@@ -129,9 +129,8 @@ async def test_what_nobody_holds_is_not_found_and_what_cannot_be_asked_is_unavai
         async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             ended = await stream(stub, requests()[0])
-            await stream(
-                stub, requests()[1]
-            )  # its worker got that after the word that the end of the first is kept
+            # Its worker gets the second after the word that the end of the first is kept.
+            await stream(stub, requests()[1])
             await empty_and_kill_the_leader(stack)
             with pytest.raises(grpc.aio.AioRpcError) as lost:
                 async for _ in stub.Resume(pb.ResumeRequest(request_id=ended.request_id)):
