@@ -600,4 +600,4 @@ def test_no_interleaving_of_schedulers_and_workers_breaks_the_protocol(server: E
 def test_no_interleaving_of_schedulers_and_workers_breaks_the_protocol_at_length(
     server: EmbeddedServer,
 ) -> None:
-    check(server, examples=400, steps=80)
+    check(server, examples=200, steps=80)
