@@ -70,7 +70,9 @@ class ClientStream:
     attachment_id: str
     tenant: str
     request_id: str
-    submit: link_pb2.Submit | None  # None: attached to a request that another call submitted
+    submit: (
+        link_pb2.Submit | None
+    )  # None: attached to a request that another call submitted, and not told of it
     deadline: float | None  # of the client's call, in the caller's clock
     acceptance: Acceptance | None = None
     failure: LapsSdError | None = None
@@ -263,6 +265,8 @@ class Streams:
             case link_pb2.AttachReply.RESULT_ATTACHED:
                 stream.lost_since = None
                 if stream.acceptance is None:
+                    if reply.HasField("submission"):
+                        self._can_restore(stream, reply.submission, now)
                     stream.acceptance = Acceptance(
                         request_id=stream.request_id,
                         prompt_tokens=reply.prompt_tokens,
@@ -273,6 +277,8 @@ class Streams:
                     )
                     stream.news.set()
             case link_pb2.AttachReply.RESULT_NOT_FOUND:
+                return self._lost(stream, now)
+            case link_pb2.AttachReply.RESULT_NOT_FOUND_YET if stream.acceptance is not None:
                 return self._lost(stream, now)
             case _:
                 self._retry(stream, now)
@@ -338,6 +344,15 @@ class Streams:
             self._retry(stream, now)
         return []
 
+    def _can_restore(self, stream: ClientStream, submit: link_pb2.Submit, now: float) -> None:
+        """From its first token on it holds all that it takes to submit a request that another gateway submitted."""
+        submit.submission_id = self.new_id()
+        submit.attachment_id = stream.attachment_id
+        if submit.HasField("deadline_in_ms"):
+            stream.deadline = now + submit.deadline_in_ms / 1000
+        stream.submit = submit
+        self._submissions[submit.submission_id] = stream
+
     def _submission(self, stream: ClientStream, now: float) -> Message:
         assert stream.submit is not None, "an attachment has nothing to submit"
         self._no_retry(stream)
@@ -367,6 +382,7 @@ class Streams:
                 tenant=stream.tenant,
                 from_token=stream.next_token,
                 attachment_id=stream.attachment_id,
+                wants_submission=stream.acceptance is None,
             )
         )
 

@@ -204,7 +204,7 @@ class _Progress:
         self._request = request
         self._deadline = None if timeout_s is None else now + timeout_s
         self._reconnect_s = reconnect_s
-        self._heard_at = now
+        self._lost_at: float | None = None
         self._attempts = 0
         self._cursor = Cursor()
         self.request_id = ""
@@ -232,7 +232,7 @@ class _Progress:
 
     def take(self, message: GenerateEvent, now: float) -> Event | None:
         """The event for the caller; None for one that a resumed stream repeats."""
-        self._heard_at = now
+        self._lost_at = None
         self._attempts = 0
         match message.WhichOneof("event"):
             case "accepted":
@@ -251,15 +251,17 @@ class _Progress:
 
     def lost(self, error: grpc.RpcError | None, now: float) -> float:
         """Seconds to wait before the next call. Raises when there is to be none."""
-        code = error.code() if error is not None and hasattr(error, "code") else None
-        if (
-            not self.request_id
-            or (error is not None and code not in LOST)
-            or now - self._heard_at > self._reconnect_s
-        ):
+        if self._lost_at is None:
+            self._lost_at = now  # not when something was last heard: a gateway that hangs is noticed late
+        if not self.request_id or not _is_lost(error) or now - self._lost_at > self._reconnect_s:
             raise (error_of(error) if error is not None else Unavailable("the stream broke off")) from error
         self._attempts += 1
         return min(1.0, 0.02 * 2.0 ** min(self._attempts, 10)) * random.uniform(0.5, 1.0)
+
+
+def _is_lost(error: grpc.RpcError | None) -> bool:
+    """Whether another address may answer where this one did not."""
+    return error is None or (hasattr(error, "code") and error.code() in LOST)
 
 
 def _collect(events: Sequence[Event]) -> GenerateResponse:
@@ -372,6 +374,7 @@ class Client:
         )
         try:
             while not progress.ended:
+                at = self._at
                 call = self._open(progress)
                 lost: grpc.RpcError | None = None
                 try:
@@ -384,9 +387,9 @@ class Client:
                 finally:
                     call.cancel()
                 if not progress.ended:
-                    pause_s = progress.lost(lost, time.monotonic())
-                    self._at += 1
-                    time.sleep(pause_s)
+                    if _is_lost(lost) and self._at == at:
+                        self._at += 1  # once for all streams that were lost together
+                    time.sleep(progress.lost(lost, time.monotonic()))
         finally:
             if progress.to_cancel:
                 with contextlib.suppress(LapsSdError):
@@ -487,6 +490,7 @@ class AsyncClient:
         )
         try:
             while not progress.ended:
+                at = self._at
                 call = self._open(progress)
                 lost: grpc.RpcError | None = None
                 try:
@@ -499,9 +503,9 @@ class AsyncClient:
                 finally:
                     call.cancel()
                 if not progress.ended:
-                    pause_s = progress.lost(lost, time.monotonic())
-                    self._at += 1
-                    await asyncio.sleep(pause_s)
+                    if _is_lost(lost) and self._at == at:
+                        self._at += 1  # once for all streams that were lost together
+                    await asyncio.sleep(progress.lost(lost, time.monotonic()))
         finally:
             if progress.to_cancel:
                 with contextlib.suppress(LapsSdError):

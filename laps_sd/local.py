@@ -52,6 +52,14 @@ Progress = Callable[[str, Literal["starting", "ready", "stopping"], float], None
 """Called with component, state and seconds since the start (or stop) began."""
 
 
+Front = Callable[[str, str], str]
+
+
+def _direct(name: str, address: str) -> str:
+    """Nothing in between."""
+    return address
+
+
 def _silent(name: str, state: str, seconds: float) -> None:
     """For whoever does not watch."""
 
@@ -133,12 +141,18 @@ class LocalStack:
         *,
         ports: Ports | None = None,
         progress: Progress | None = None,
+        front: Front | None = None,
         **settings: object,
     ) -> None:
-        """`settings` are fields of StackOptions; `ports=None` takes free ones."""
+        """`settings` are fields of StackOptions; `ports=None` takes free ones.
+
+        `front` is asked with the name and host:port of each component that others dial (record, schedulers, gateways), before
+        anything runs, and answers where they are to dial instead: a place for a proxy.
+        """
         base = options or StackOptions()
         self.options: StackOptions = dataclasses.replace(base, **settings)  # type: ignore[arg-type]
         self._progress: Progress = progress or _silent
+        self._front: Front = front or _direct
         self._wanted = ports or FREE_PORTS
         self._began = 0.0
         self.dir = Path()
@@ -147,6 +161,8 @@ class LocalStack:
         self._addresses: dict[str, str] = {}
         self._shards: dict[str, str] = {}
         self._metrics: dict[str, str] = {}
+        self._dialled: dict[str, str] = {}
+        """Where the others dial each scheduler, and the record."""
         self._valkey_port = 0
 
     # -- addresses ----------------------------------------------------------------------------------------------
@@ -371,22 +387,24 @@ class LocalStack:
         if options.redis_url is None:
             self._valkey_port = ports.take("valkey")
             self.redis_url = f"redis://{HOST}:{self._valkey_port}/0"
+            self._dialled["valkey"] = f"redis://{self._front('valkey', f'{HOST}:{self._valkey_port}')}/0"
             data = options.data_dir or self.dir / "valkey"
             data.mkdir(parents=True, exist_ok=True)
             arguments = ("--port", str(self._valkey_port), "--data-dir", str(data))
             self._add("valkey", "scheduler_svc.store.embedded", arguments, {})
         else:
-            self.redis_url = options.redis_url
+            self.redis_url = self._dialled["valkey"] = options.redis_url
         shards = [options.shard, *(f"s{number}" for number in range(1, options.shards))]
         schedulers = [f"scheduler-{number}" for number in range(options.shards * options.schedulers)]
         workers = [f"worker-{number}" for number in range(options.shards * options.workers)]
         gateways = [f"gateway-{number}" for number in range(options.gateways)]
         for name in schedulers:
             port = ports.take("scheduler") if name == schedulers[0] else ports.free()
-            self._addresses[name] = f"{HOST}:{port}"
+            self._place_scheduler(name, port)
         for name in gateways:
             port = ports.take("gateway") if name == gateways[0] else ports.free()
             self._addresses[name] = f"{HOST}:{port}"
+            self._front(name, self._addresses[name])
         for name in (*gateways, *schedulers, *workers):
             self._metrics[name] = f"{HOST}:{ports.take('metrics')}"
         for number, name in enumerate(schedulers):
@@ -402,12 +420,12 @@ class LocalStack:
     def _plan_scheduler(self, name: str, shard: str, ports: _PortPlan) -> None:
         self._shards[name] = shard
         if name not in self._addresses:
-            self._addresses[name] = f"{HOST}:{ports.free()}"
+            self._place_scheduler(name, ports.free())
         settings = {
-            "redis_url": self.redis_url,
+            "redis_url": self._dialled["valkey"],
             "policy": self.options.policy,
-            "advertise_address": self._addresses[name],
-            "scheduler_address": self._addresses[name],
+            "advertise_address": self._dialled[name],
+            "scheduler_address": self._dialled[name],
         }
         self._add_service(name, "scheduler_svc", shard, ports, settings)
 
@@ -424,7 +442,11 @@ class LocalStack:
         written.replace(path)
 
     def _seeds(self, shard: str) -> str:
-        return ",".join(self._addresses[name] for name in self.of_shard(shard, "scheduler"))
+        return ",".join(self._dialled[name] for name in self.of_shard(shard, "scheduler"))
+
+    def _place_scheduler(self, name: str, port: int) -> None:
+        self._addresses[name] = f"{HOST}:{port}"
+        self._dialled[name] = self._front(name, self._addresses[name])
 
     def _worker_settings(self, name: str, shard: str) -> dict[str, object]:
         options = self.options

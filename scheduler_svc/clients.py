@@ -63,6 +63,8 @@ class Clients:
         self.live: dict[str, Live] = {}
         self.newest_sequence = 0
         """Of all requests the record has ever accepted, as far as this leader knows."""
+        self.brought_back_until_s = 0.0
+        """The record was empty when this leader came: until then those who hold what it lost bring it back."""
         self.doubtful: set[str] = set()
         """Submissions that were refused because the record did not answer, and that it may hold all the same."""
         self._settings = settings
@@ -142,7 +144,7 @@ class Clients:
                 if live is None:
                     turn.unknown_attaches.append((session, message.attach))
                 else:
-                    self._answer_attach(session, message.attach, live)
+                    self._answer_attach(session, message.attach, live, turn.now_s)
             case "detach" | "cancel":
                 turn.departures.append(FromGateway(session, message))
 
@@ -173,7 +175,7 @@ class Clients:
             _reply_cancel(session, cancel, found=True, cancelled=False)
         else:
             turn.events.append(EndRequested(cancel.request_id, End.CANCELLED, "cancelled by the client"))
-            turn.cancelled.append((session, cancel))
+            turn.cancelled.append((session, cancel, live))
 
     async def admit(self, turn: Turn) -> None:
         """Write this turn's submissions to the record; what it takes is accepted, and only that."""
@@ -313,7 +315,9 @@ class Clients:
         _attach(item.session, live, submit.attachment_id, len(submit.shown_ids))
         metrics.SUBMISSIONS.labels("attached" if attached else "accepted").inc()
 
-    def _answer_attach(self, session: GatewaySession, attach: gateway_pb.Attach, live: Live | None) -> None:
+    def _answer_attach(
+        self, session: GatewaySession, attach: gateway_pb.Attach, live: Live | None, now_s: float
+    ) -> None:
         if live is None or live.facts.tenant != attach.tenant:
             _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND)
             return
@@ -324,6 +328,7 @@ class Clients:
             seed=live.specification.seed,
             model=live.model,
             stop=live.specification.stop,
+            submission=live.submission(now_s) if attach.wants_submission and live.end is None else None,
         )
         session.reply(gateway_pb.GatewayLinkReply(attach_reply=reply))
         _attach(session, live, attach.attachment_id, attach.from_token)
@@ -341,7 +346,11 @@ class Clients:
         """Attach to requests that are not led here: they have ended."""
         for session, attach in turn.unknown_attaches:
             try:
-                self._answer_attach(session, attach, await self._find(attach.request_id))
+                live = await self._find(attach.request_id)
+                if live is None and turn.now_s < self.brought_back_until_s:
+                    _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND_YET)
+                else:
+                    self._answer_attach(session, attach, live, turn.now_s)
             except StoreUnavailable:
                 _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
         for item, request_id in turn.unknown_submits:
@@ -357,8 +366,9 @@ class Clients:
 
     def answer_cancelled(self, turn: Turn) -> None:
         """The ends that were asked for are on the record."""
-        for session, cancel in turn.cancelled:
-            _reply_cancel(session, cancel, found=True, cancelled=True)
+        for session, cancel, live in turn.cancelled:
+            by_cancel = live.end is not None and live.end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
+            _reply_cancel(session, cancel, found=True, cancelled=by_cancel)
 
     async def _find(self, request_id: str) -> Live | None:
         live = self.live.get(request_id)

@@ -163,6 +163,8 @@ class Loop:
                 if stored.worker_id is not None:
                     holders.add(stored.worker_id)
         now_s = self.clock()  # peers can come from now on, however long the reading took
+        if self.store.record_was_empty:
+            self.clients.brought_back_until_s = now_s + self.settings.reattach_grace_s
         for live in self.clients.live.values():
             self.clients.start_grace(live, now_s, self.settings.reattach_grace_s)
         for worker_id in sorted(holders):

@@ -91,8 +91,8 @@ class Turn:
     """Reports that are dealt with once this turn is on the record."""
     departures: list[FromGateway | GatewayClosed] = field(default_factory=list)
     """Detaches, cancels and closed streams, in order. Heard after this turn's admissions, which they may be about."""
-    cancelled: list[tuple[GatewaySession, gateway_pb.CancelRequested]] = field(default_factory=list)
-    """Answered once the ends are on the record."""
+    cancelled: list[tuple[GatewaySession, gateway_pb.CancelRequested, Live]] = field(default_factory=list)
+    """Answered once the ends are on the record: a request may have ended by itself in the same turn."""
     respecify: list[tuple[WorkerSession, str]] = field(default_factory=list)
     """Specifications that a worker asked for again."""
     chores: list[Callable[[], Awaitable[None]]] = field(default_factory=list)

@@ -158,6 +158,12 @@ class Live:
 
     def origin(self, now_s: float, incarnation: str) -> gateway_pb.Origin:
         """Everything that a worker's hello would lack to restore the request."""
+        submit = self.submission(now_s)
+        submit.specification.ClearField("prompt_ids")
+        return gateway_pb.Origin(submit=submit, written_unix_ms=round(now_s * 1000), incarnation=incarnation)
+
+    def submission(self, now_s: float) -> gateway_pb.Submit:
+        """As it was submitted, with what is left of its times; without outputs."""
         facts = self.facts
         submit = gateway_pb.Submit(
             request_id=facts.request_id,
@@ -174,8 +180,7 @@ class Live:
             model=self.model,
         )
         submit.specification.CopyFrom(self.specification)
-        submit.specification.ClearField("prompt_ids")
-        return gateway_pb.Origin(submit=submit, written_unix_ms=round(now_s * 1000), incarnation=incarnation)
+        return submit
 
 
 def _since(accepted_at_s: float, moment_s: float | None, now_s: float) -> float:

@@ -615,6 +615,7 @@ class Attach(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     FROM_TOKEN_FIELD_NUMBER: _builtins.int
     ATTACHMENT_ID_FIELD_NUMBER: _builtins.int
+    WANTS_SUBMISSION_FIELD_NUMBER: _builtins.int
     attach_id: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
@@ -624,6 +625,8 @@ class Attach(_message.Message):
     """Names this attachment of a client across reconnects of the gateway; a Detach names it too, so that a
     late Detach cannot cut off somebody else's attachment.
     """
+    wants_submission: _builtins.bool
+    """The gateway does not have what the request was submitted with, and would like to: see AttachReply.submission."""
     def __init__(
         self,
         *,
@@ -632,10 +635,11 @@ class Attach(_message.Message):
         tenant: _builtins.str = ...,
         from_token: _builtins.int = ...,
         attachment_id: _builtins.str = ...,
+        wants_submission: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "attachment_id", b"attachment_id", "from_token", b"from_token", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "attachment_id", b"attachment_id", "from_token", b"from_token", "request_id", b"request_id", "tenant", b"tenant", "wants_submission", b"wants_submission"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -657,6 +661,10 @@ class AttachReply(_message.Message):
         """Unknown, expired, or another tenant's."""
         RESULT_UNAVAILABLE: AttachReply._Result.ValueType  # 3
         """The record cannot be read now; try again."""
+        RESULT_NOT_FOUND_YET: AttachReply._Result.ValueType  # 4
+        """Unknown to a record that was empty when this leader came. Workers and gateways may still bring it back: whoever can
+        submits it again now, everybody else tries again.
+        """
 
     class Result(_Result, metaclass=_ResultEnumTypeWrapper): ...
     RESULT_UNSPECIFIED: AttachReply.Result.ValueType  # 0
@@ -665,6 +673,10 @@ class AttachReply(_message.Message):
     """Unknown, expired, or another tenant's."""
     RESULT_UNAVAILABLE: AttachReply.Result.ValueType  # 3
     """The record cannot be read now; try again."""
+    RESULT_NOT_FOUND_YET: AttachReply.Result.ValueType  # 4
+    """Unknown to a record that was empty when this leader came. Workers and gateways may still bring it back: whoever can
+    submits it again now, everybody else tries again.
+    """
 
     ATTACH_ID_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
@@ -672,6 +684,7 @@ class AttachReply(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    SUBMISSION_FIELD_NUMBER: _builtins.int
     attach_id: _builtins.int
     result: Global___AttachReply.Result.ValueType
     prompt_tokens: _builtins.int
@@ -680,6 +693,12 @@ class AttachReply(_message.Message):
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stop strings, so that a gateway that never saw the request can hold back what could start one."""
+
+    @_builtins.property
+    def submission(self) -> Global___Submit:
+        """With this and the tokens it has shown the gateway can submit the request again when scheduler and record have lost it.
+        Only for an unfinished request, and where the Attach wants it. What is left of its times is as of this message.
+        """
 
     def __init__(
         self,
@@ -690,10 +709,11 @@ class AttachReply(_message.Message):
         seed: _builtins.int = ...,
         model: _builtins.str = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
+        submission: Global___Submit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["submission", b"submission"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "model", b"model", "prompt_tokens", b"prompt_tokens", "result", b"result", "seed", b"seed", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "model", b"model", "prompt_tokens", b"prompt_tokens", "result", b"result", "seed", b"seed", "stop", b"stop", "submission", b"submission"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

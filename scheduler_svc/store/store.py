@@ -184,6 +184,8 @@ class Store:
         self._highest_number = 0
         self._incarnation: str | None = None
         self._next_incarnation = secrets.token_hex(8)
+        self.record_was_empty = False
+        """There was nothing in the record when this process became its leader."""
         self._nonce = secrets.token_hex(8)
         self._emptied_since_s: float | None = None
         # The run id of the server that holds all that this leader wrote.
@@ -296,6 +298,7 @@ class Store:
         self._leadership = f"{self._epoch} {owner}"
         self._lease_ms = lease_ms
         self._nonce = secrets.token_hex(8)
+        self.record_was_empty = reply[2].decode() == self._next_incarnation
         self._lives_in(reply[2])
         self._expires_with.clear()
         return self._epoch

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, make_request
+from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, _Progress, make_request
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import (
     ChatMessage,
     ChatMessages,
     FinishReason,
+    GenerateEvent,
     GenerateRequest,
     SamplingParams,
     Speculation,
@@ -128,6 +129,48 @@ class TestAsyncClient:
         assert "".join(event.text for event in events if isinstance(event, Delta)) == one.model.decode(
             tokens(0, 7)
         )
+
+    async def test_an_address_where_nobody_answers_is_left_for_the_next_one(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        async with AsyncClient([f"127.0.0.1:{free_port()}", address(running)]) as client:
+            with pytest.raises(Unavailable):  # nothing was accepted: the caller decides whether to ask again
+                await client.generate("x")
+            answer = asyncio.create_task(client.generate("x"))
+            scheduler.commit(await scheduler.submitted(), tokens(0, 1), Kind.KIND_STOP)
+            await answer
+
+    async def test_streams_that_are_lost_together_all_go_on_at_the_next_address(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        one: Running = await start_gateway(scheduler.address)
+        two: Running = await start_gateway(scheduler.address)
+        three: Running = await start_gateway(scheduler.address)
+        async with AsyncClient([address(one), address(two), address(three)]) as client:
+            streams = [client.stream(f"x{number}") for number in range(5)]
+            accepted = [await anext(stream) for stream in streams]
+            await one.gateway.app.server.stop(None)
+            rest = [asyncio.create_task(anext(stream)) for stream in streams]
+            await wait_until_async(
+                lambda: len(two.gateway.link.streams) == len(streams),
+                description="all are attached through the second gateway",
+            )
+            for event in accepted:
+                scheduler.commit(event.request_id, tokens(0, 1), Kind.KIND_STOP)
+            await asyncio.gather(*rest)
+            for stream in streams:
+                await stream.aclose()
+
+    def test_the_time_to_reconnect_begins_when_the_loss_is_noticed_however_long_it_was_silent_before(
+        self,
+    ) -> None:
+        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, now=0.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
+
+        assert progress.lost(None, 61.0) > 0.0
+        assert progress.lost(None, 91.0) > 0.0
+        with pytest.raises(Unavailable):
+            progress.lost(None, 91.1)
 
     async def test_resumes_a_request_by_its_id(self, running: Running, scheduler: FakeScheduler) -> None:
         async with AsyncClient(address(running)) as client:

@@ -181,6 +181,57 @@ def test_the_deadline_that_is_left_travels_with_every_submission() -> None:
     assert late.submit.deadline_in_ms == 1
 
 
+def test_a_request_that_may_still_be_brought_back_is_submitted_again_by_who_holds_it_and_awaited_by_others() -> (
+    None
+):
+    streams, holding = accepted_streams()
+    resuming, _ = streams.attach("s0.b", tenant="t", attachment_id="g/2", now=0)
+    (attach, _) = streams.reconnected(1.0)
+    yet = link_pb2.AttachReply(result=link_pb2.AttachReply.RESULT_NOT_FOUND_YET)
+
+    yet.attach_id = attach.attach.attach_id
+    (again,) = streams.on_attach_reply(yet, 1.0)
+    yet.attach_id = resuming.attach_id
+    assert streams.on_attach_reply(yet, 1.0) == []
+
+    assert again.submit.restores
+    assert holding.restoring
+    assert resuming.failure is None
+    (retried,) = streams.tick(2.0)
+    assert retried.attach.request_id == "s0.b"
+
+
+def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
+    streams = Streams(buffer_tokens=10, restore_s=5)
+    stream, message = streams.attach("s0.b", tenant="t", attachment_id="g/2", now=0)
+    assert message.attach.wants_submission
+    reply = link_pb2.AttachReply(
+        attach_id=message.attach.attach_id, result=link_pb2.AttachReply.RESULT_ATTACHED, seed=3
+    )
+    reply.submission.request_id = "s0.b"
+    reply.submission.deadline_in_ms = 9000
+    reply.submission.specification.prompt_ids.extend([1, 2])
+    streams.on_attach_reply(reply, 1.0)
+    streams.on_delivery(link_pb2.Delivery(request_id="s0.b", first_token=0, token_ids=[7, 8]), 1.0)
+    (attach,) = streams.reconnected(2.0)
+    assert not attach.attach.wants_submission
+    lost = link_pb2.AttachReply(
+        attach_id=attach.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
+    )
+
+    (again,) = streams.on_attach_reply(lost, 4.0)
+
+    submit = again.submit
+    assert (submit.request_id, submit.attachment_id, submit.restores) == ("s0.b", "g/2", True)
+    assert (list(submit.specification.prompt_ids), list(submit.shown_ids)) == ([1, 2], [7, 8])
+    assert (submit.specification.seed, submit.deadline_in_ms) == (3, 6000)
+    answer = link_pb2.SubmitReply(submission_id=submit.submission_id)
+    answer.accepted.request_id = "s0.b"
+    streams.on_submit_reply(answer, 4.0)
+    assert not stream.restoring
+    assert stream.failure is None
+
+
 def test_a_restored_request_whose_key_leads_elsewhere_is_lost() -> None:
     streams, stream = accepted_streams()
     (attach,) = streams.reconnected(1.0)

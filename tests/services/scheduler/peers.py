@@ -155,7 +155,13 @@ class GatewayPeer(Peer):
         return reply.submit_reply
 
     async def attach(
-        self, request_id: str, *, from_token: int = 0, attachment_id: str = "late", tenant: str = "anonymous"
+        self,
+        request_id: str,
+        *,
+        from_token: int = 0,
+        attachment_id: str = "late",
+        tenant: str = "anonymous",
+        wants_submission: bool = False,
     ) -> gateway_pb.AttachReply:
         attach = gateway_pb.Attach(
             attach_id=1,
@@ -163,6 +169,7 @@ class GatewayPeer(Peer):
             tenant=tenant,
             from_token=from_token,
             attachment_id=attachment_id,
+            wants_submission=wants_submission,
         )
         await self.send(gateway_pb.GatewayMessage(attach=attach))
         return await self.next("attach_reply")

@@ -218,10 +218,10 @@ async def test_without_leader_and_record_a_gateway_restores_what_it_has_shown(
         await gpu.run_round("r1", old, 0, [10, 11])
         await first.crash()
     await operator.flushall()
-    second = await start_own()
+    second = await start_own(reattach_grace_s=60.0)
     async with gateway(second.address) as client, worker(second.address) as gpu:
         gone = await client.attach("r1", from_token=2, attachment_id="r1-client")
-        assert gone.result == gateway_pb.AttachReply.RESULT_NOT_FOUND
+        assert gone.result == gateway_pb.AttachReply.RESULT_NOT_FOUND_YET
         reply = await client.submit("r1", restores=True, shown_ids=[10, 11], idempotency_key="k")
         assert (reply.accepted.request_id, reply.accepted.attached_to_existing) == ("r1", False)
         listed = (await gpu.assigned("r1"))["r1"]
@@ -234,6 +234,36 @@ async def test_without_leader_and_record_a_gateway_restores_what_it_has_shown(
         stored = await second.store.read("r1")
         assert stored is not None
         assert stored.committed_ids == (10, 11, 12)
+
+
+async def test_without_leader_and_record_the_gateway_that_a_client_went_to_restores_it_too(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    async with gateway(first.address, "g1") as submitted:
+        await submitted.submit(
+            "r1", tenant="acme", idempotency_key="k", deadline_in_ms=60_000, grace_ms=30_000
+        )
+    async with gateway(first.address, "g2") as resumed:
+        attached = await resumed.attach("r1", tenant="acme", wants_submission=True)
+        plain = await resumed.attach("r1", tenant="acme", attachment_id="other")
+    assert not plain.HasField("submission")
+    await first.crash()
+    await operator.flushall()
+    second = await start_own()
+    async with gateway(second.address, "g2") as client, worker(second.address) as gpu:
+        submit = attached.submission
+        assert 0 < submit.deadline_in_ms <= 60_000
+        submit.restores, submit.submission_id, submit.attachment_id = True, 9, "late"
+        submit.shown_ids.extend([10, 11])
+        await client.send(gateway_pb.GatewayMessage(submit=submit))
+        assert (await client.next("submit_reply")).accepted.request_id == "r1"
+
+        listed = (await gpu.assigned("r1"))["r1"]
+        assert (list(listed.specification.prompt_ids), listed.tokens) == ([1, 2, 3], [10, 11])
+        restored = await second.store.read("r1")
+        assert restored is not None
+        assert (restored.tenant, restored.idempotency_key, restored.grace_ms) == ("acme", "k", 30_000)
 
 
 async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: StartScheduler) -> None:
@@ -252,6 +282,28 @@ async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: Star
         await gpu.run_round("r1", again.lease_epoch, 3, [13], end=STOP)
         assert (await less.read("first"))[0] == [11, 12, 13]
         assert (await more.read("second"))[0] == [13]
+
+
+async def test_a_leader_that_found_the_record_empty_says_not_found_only_when_nobody_has_brought_it_back(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    yet, gone = gateway_pb.AttachReply.RESULT_NOT_FOUND_YET, gateway_pb.AttachReply.RESULT_NOT_FOUND
+    first = await start_own(reattach_grace_s=60.0)  # a new shard is as empty as one that has lost everything
+    async with gateway(first.address) as client:
+        assert (await client.attach("r1")).result == yet
+    await first.crash()
+    second = await start_own(reattach_grace_s=60.0)
+    async with gateway(second.address) as client:
+        assert (await client.attach("r1")).result == gone, "the record was not empty any more"
+    await second.crash()
+    await operator.flushall()
+    third = await start_own(reattach_grace_s=0.2)
+    async with gateway(third.address) as client:
+
+        async def is_certain() -> bool:
+            return (await client.attach("r1")).result == gone
+
+        await wait_until_async(is_certain, description="nobody has brought it back")
 
 
 def held_by_a_worker(running: Running, tokens: list[int]) -> worker_pb.HeldRequest:

@@ -18,7 +18,9 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.events import End
+from scheduler_svc.links import GatewaySession, WorkerSession
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.turn import FromGateway, FromWorker
 from tests.helpers import wait_until_async
 from tests.services.scheduler.conftest import StartScheduler
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, worker
@@ -243,6 +245,28 @@ async def test_cancel_ends_a_running_request_and_frees_its_worker(scheduler: Sch
         stranger = gateway_pb.CancelRequested(cancel_id=6, request_id="r1", tenant="somebody else")
         await client.send(gateway_pb.GatewayMessage(cancel=stranger))
         assert not (await client.next("cancel_reply")).found
+
+
+async def test_a_cancel_that_comes_together_with_the_end_is_told_that_it_came_too_late(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        lease_epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        loop = scheduler.leadership.loop
+        assert loop is not None
+        session_of = {type(session): session for session in scheduler.leadership.sessions}
+        report = worker_pb.RoundReports(reports=[gpu.report("r1", lease_epoch, 0, [10], end=STOP)])
+        cancel = gateway_pb.CancelRequested(cancel_id=5, request_id="r1", tenant="anonymous")
+        # Without an await in between: one turn.
+        loop.put(FromWorker(session_of[WorkerSession], worker_pb.WorkerMessage(reports=report)))
+        loop.put(FromGateway(session_of[GatewaySession], gateway_pb.GatewayMessage(cancel=cancel)))
+
+        reply = await client.next("cancel_reply")
+        _, end = await client.read("r1-client")
+
+        assert (reply.found, reply.cancelled) == (True, False)
+        assert end.kind == STOP
 
 
 async def test_a_request_without_a_client_is_cancelled_after_its_grace(scheduler: SchedulerUnderTest) -> None:

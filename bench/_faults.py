@@ -1,0 +1,439 @@
+"""What breaks when: a plan that a seed decides, and the hand that carries it out on a stack of processes.
+
+A plan says the kind of each fault, its moment, how long it lasts and a draw that picks its victim among those that can be hit at that
+moment. A component that is still down from an earlier fault is not hit again before it is back, and one of each pair stays up, unless
+the kind is a double fault: every line of docs/guarantees.md speaks of what a fault breaks while the rest lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+import redis.asyncio as redis_client
+
+from bench._proxy import BOTH, Direction, Proxy
+from laps_sd.local import LocalStack, is_serving
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc
+
+PATIENCE_S = 2.0
+"""How long a fault waits for something that it can hit."""
+LONGEST_S = 8.0
+"""Of a pause or a silence: longer than the lease, the links' silence and a worker's grace, so that both sides of each are met."""
+DOWN_S = 2.0
+"""Of a killed process at most, before somebody starts it again."""
+ASK_S = 0.5
+"""How often the stack is asked who leads and who carries what."""
+LEAVING_S = 60.0
+RECOVERY_S = 10.0
+"""After the record was emptied its leader is left alone for this long, and the record is not emptied while its leader was hit so lately:
+together they are a fault of another name."""
+
+WEIGHTS = {
+    "kill worker": 10, "pause worker": 8, "drain worker": 5, "scale down": 4, "scale up": 3,
+    "cut worker": 6, "silence worker": 4, "half-silence worker": 4,
+    "kill leader": 5, "pause leader": 5, "stop leader": 3, "kill standby": 1,
+    "cut leader from record": 4, "silence leader from record": 3, "half-silence leader from record": 3,
+    "kill gateway": 6, "pause gateway": 5, "stop gateway": 3,
+    "cut gateway": 4, "silence gateway": 3, "half-silence gateway": 3,
+    "cut clients": 5, "silence clients": 2, "half-silence clients": 2,
+    "pause record": 4, "restart record": 3, "kill record": 3, "empty record": 4,
+    "kill leader and record": 2, "kill leader while a worker drains": 2, "kill gateway and worker": 3,
+    "empty record and kill leader": 1,
+}  # fmt: skip
+DOUBLE = frozenset(
+    {
+        "kill leader and record",
+        "kill leader while a worker drains",
+        "kill gateway and worker",
+        "empty record and kill leader",
+    }
+)
+KINDS = tuple(WEIGHTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One line of the plan."""
+
+    number: int
+    after_s: float
+    """Since the fault before."""
+    kind: str
+    lasts_s: float
+    draw: float
+    """0 to 1: which of those that can be hit."""
+
+
+def plan(seed: int, count: int, *, every_s: float, kinds: tuple[str, ...] = KINDS) -> list[Fault]:
+    """The same for the same arguments."""
+    rng = random.Random(seed)
+    weights = [WEIGHTS[kind] for kind in kinds]
+    faults = []
+    for number in range(count):
+        after_s = every_s * rng.uniform(0.5, 1.5)
+        [kind] = rng.choices(kinds, weights)
+        # Short ones are the more interesting half: things come back amid the reaction to their absence.
+        lasts_s = LONGEST_S * rng.random() ** 2
+        faults.append(Fault(number, after_s, kind, lasts_s, rng.random()))
+    return faults
+
+
+@dataclass(slots=True)
+class Done:
+    """What a fault was in the end."""
+
+    fault: Fault
+    victims: tuple[str, ...]
+    at_s: float
+    carried: bool
+    """At least one victim carried requests."""
+    loses: bool = False
+    """The record lost what it had, so that what DESIGN calls lost may be lost."""
+    over_s: float | None = None
+
+
+@dataclass(slots=True)
+class Picture:
+    """The stack as it was last heard of."""
+
+    leader: str = ""
+    leaderless_since_s: float | None = None
+    longest_leaderless_s: float = 0.0
+    unfinished: int = 0
+    listed: dict[str, int] = field(default_factory=dict)
+    """Requests on the list of each worker."""
+    draining: set[str] = field(default_factory=set)
+
+
+class Hand:
+    """Carries faults out, one task each, and puts right what they broke."""
+
+    def __init__(
+        self,
+        stack: LocalStack,
+        proxies: dict[str, Proxy],
+        *,
+        now: Callable[[], float],
+        workers: int,
+        own_pid: int,
+        kinds: tuple[str, ...] = KINDS,
+    ) -> None:
+        self._stack = stack
+        self._proxies = proxies
+        self._now = now
+        self._workers = workers
+        self._own_pid = own_pid
+        self._kinds = kinds
+        self._weights = [WEIGHTS[kind] for kind in kinds]
+        self.picture = Picture()
+        self.done: list[Done] = []
+        self.down: set[str] = set()
+        """Hit, and not back yet."""
+        self.expected_ends: set[str] = set()
+        """Processes that were told to end, or killed."""
+        self._retired: set[str] = set()
+        self._hit_at_s: dict[str, float] = {}
+        self._emptied_at_s = float("-inf")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.problems: list[str] = []
+
+    # -- watching -------------------------------------------------------------------------------------------------------
+
+    async def watch(self, groups: set[int]) -> None:
+        """Keeps `picture` new, until cancelled; `groups` gets every process there ever was."""
+        while True:
+            await self.look()
+            for name, child in list(self._stack.children.items()):
+                groups.add(child.pid or 0)
+                if not child.alive and name not in self.expected_ends:
+                    self.expected_ends.add(name)
+                    self.problems.append(
+                        f"{name} died by itself, exit code {child.returncode}:\n{child.log_tail()}"
+                    )
+            await asyncio.sleep(ASK_S)
+
+    async def look(self) -> None:
+        """Once."""
+        picture = self.picture
+        leader = ""
+        for name in self.schedulers():
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.TimeoutError):
+                async with grpc.aio.insecure_channel(self._stack.address(name)) as channel:
+                    admin = admin_pb2_grpc.AdminStub(channel)
+                    workers = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=1.0)
+                    queue = await admin.ListQueue(admin_pb2.ListQueueRequest(limit=1), timeout=1.0)
+                    leader = name
+                    picture.unfinished = queue.total
+                    picture.listed = {worker.worker_name: worker.listed for worker in workers.workers}
+                    picture.draining = {w.worker_name for w in workers.workers if w.draining}
+        picture.leader = leader
+        now = self._now()
+        if leader:
+            picture.leaderless_since_s = None
+        elif picture.leaderless_since_s is None:
+            picture.leaderless_since_s = now
+        else:
+            picture.longest_leaderless_s = max(picture.longest_leaderless_s, now - picture.leaderless_since_s)
+
+    def schedulers(self) -> list[str]:
+        """All of them."""
+        return sorted(name for name in self._stack.children if name.startswith("scheduler-"))
+
+    def gateways(self) -> list[str]:
+        """All of them."""
+        return sorted(name for name in self._stack.children if name.startswith("gateway-"))
+
+    def workers(self) -> list[str]:
+        """Those that are meant to run."""
+        return sorted(
+            name for name in self._stack.children if name.startswith("worker-") and name not in self._retired
+        )
+
+    # -- breaking -------------------------------------------------------------------------------------------------------
+
+    async def inject(self, fault: Fault) -> None:
+        """Begins the fault once something can be hit by its kind; if that takes long, one of another kind in its place."""
+        rng = random.Random(fault.draw)
+        began_s = self._now()
+        while (victims := self._victims(fault)) is None:
+            await asyncio.sleep(0.05)
+            if self._now() - began_s > PATIENCE_S:
+                fault = dataclasses.replace(fault, kind=rng.choices(self._kinds, self._weights)[0])
+        if fault.kind.startswith("empty"):
+            self._emptied_at_s = self._now()
+        carried = bool(self.picture.unfinished) and any(self._carries(name) for name in victims)
+        done = Done(fault, victims, self._now(), carried)
+        self.done.append(done)
+        self.down.update(victims)
+        for name in victims:
+            self._hit_at_s[name] = self._now()
+        task = asyncio.create_task(self._carry_out(done), name=fault.kind)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def all_over(self) -> None:
+        """Every fault is over and what it hit is back."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _carries(self, name: str) -> bool:
+        if name.startswith("worker-"):
+            return self.picture.listed.get(name, 0) > 0
+        if name.startswith("scheduler-"):
+            return name == self.picture.leader
+        return True  # both gateways have streams while there are more of these than a few; the record has everything
+
+    def _victims(self, fault: Fault) -> tuple[str, ...] | None:
+        """Who is hit; None: nobody can be now."""
+        words = fault.kind.split()
+        leader = self.picture.leader
+        workers = [
+            name for name in self.workers() if name not in self.down and self._stack.children[name].alive
+        ]
+        # One stays up, so that requests go on.
+        workers = workers if len(workers) > 1 else []
+        busy = [name for name in workers if self.picture.listed.get(name, 0)] or workers
+        gateways = [] if any(name in self.down for name in self.gateways()) else self.gateways()
+        schedulers_up = not any(name in self.down for name in self.schedulers())
+        leaders = [leader] if leader and schedulers_up else []
+        records = ["valkey"] if "valkey" not in self.down else []
+        now = self._now()
+        if now - self._emptied_at_s < RECOVERY_S:
+            leaders, records = [], []
+        lately = [
+            name for name in self.schedulers() if now - self._hit_at_s.get(name, float("-inf")) < RECOVERY_S
+        ]
+
+        def one(names: list[str]) -> str | None:
+            return names[int(fault.draw * len(names))] if names else None
+
+        chosen: list[str | None]
+        match words:
+            case ["scale", "up"]:
+                return () if len(self.workers()) < 2 * self._workers else None
+            case ["scale", "down"]:
+                chosen = [one(busy) if len(self.workers()) > max(2, self._workers // 2) else None]
+            case ["empty", "record", "and", *_]:
+                chosen = [one(records), one(leaders)]
+            case ["empty", "record"]:
+                chosen = [one(records) if leaders and not lately else None]
+            case [*_, "leader", "from", "record"] | ["kill" | "pause" | "stop", "leader"]:
+                chosen = [one(leaders)]
+            case ["kill", "leader", "and", "record"]:
+                chosen = [one(leaders), one(records)]
+            case ["kill", "leader", "while", *_]:
+                chosen = [one(leaders), one(busy)]
+            case ["kill", "gateway", "and", "worker"]:
+                chosen = [one(gateways), one(busy)]
+            case ["kill", "standby"]:
+                standbys = [name for name in self.schedulers() if name != leader] if leaders else []
+                chosen = [one(standbys)]
+            case [_, "gateway" | "clients"]:
+                chosen = [one(gateways)]
+            case [_, "record"]:
+                chosen = [one(records)]
+            case _:
+                chosen = [one(busy)]
+        if any(name is None for name in chosen):
+            return None
+        return tuple(name for name in chosen if name is not None)
+
+    async def _carry_out(self, done: Done) -> None:
+        fault, victims = done.fault, done.victims
+        try:
+            await self._break(done)
+        except Exception as error:
+            self.problems.append(
+                f"fault {fault.number} ({fault.kind} {victims}) could not be repaired: {error!r}"
+            )
+        finally:
+            self.down.difference_update(victims)
+            done.over_s = self._now()
+
+    async def _break(self, done: Done) -> None:
+        fault, victims = done.fault, done.victims
+        down_s = DOWN_S * fault.lasts_s / LONGEST_S
+        match fault.kind.split():
+            case ["scale", "up"]:
+                await self._scale_up()
+            case ["scale", "down"]:
+                self._retired.add(victims[0])
+                await self._terminate(victims[0])
+            case ["drain", "worker"]:
+                await self._drain(victims[0])
+                await self._ended(victims[0])
+                await self._start(victims[0])
+            case ["empty", "record"]:
+                await self._empty()
+            case ["empty", "record", "and", "kill", "leader"]:
+                done.loses = True
+                self._kill(victims[1])
+                await self._empty()
+                await asyncio.sleep(down_s)
+                await self._start(victims[1])
+            case ["restart", "record"]:
+                self.expected_ends.add("valkey")
+                self._stack.children["valkey"].ask_to_stop()
+                await self._ended("valkey")
+                await self._start("valkey")
+            case ["kill", "leader", "while", "a", "worker", "drains"]:
+                await self._drain(victims[1])
+                await asyncio.sleep(0.2 * fault.draw)
+                self._kill(victims[0])
+                await asyncio.sleep(down_s)
+                await self._start(victims[0])
+                self._stack.children[victims[1]].ask_to_stop()  # the order may have died with the leader
+                await self._ended(victims[1])
+                await self._start(victims[1])
+            case ["kill", *_]:
+                for name in victims:
+                    self._kill(name)
+                await asyncio.sleep(down_s)
+                await asyncio.gather(*(self._start(name) for name in victims))
+            case ["pause", *_]:
+                self._stack.pause(victims[0])
+                await asyncio.sleep(fault.lasts_s)
+                self._stack.resume(victims[0])
+            case ["stop", *_]:
+                await self._terminate(victims[0])
+                await self._start(victims[0])
+            case ["cut" | "silence" | "half-silence" as how, *what]:
+                await self._disturb(how, what, victims[0], fault)
+
+    async def _disturb(self, how: str, what: list[str], victim: str, fault: Fault) -> None:
+        """Of the network. A worker or gateway from its leader, the leader from the record, clients from a gateway."""
+        if what == ["clients"]:
+            pid, targets = self._own_pid, [victim]
+        else:
+            pid = self._stack.children[victim].pid or 0
+            targets = ["valkey"] if what[-1] == "record" else self.schedulers()
+        proxies = [self._proxies[target] for target in targets]
+        if how == "cut":
+            for proxy in proxies:
+                proxy.cut(pid)
+            return
+        half: Direction = "up" if fault.draw < 0.5 else "down"
+        for proxy in proxies:
+            proxy.hold(pid, BOTH if how == "silence" else (half,))
+        await asyncio.sleep(fault.lasts_s)
+        for proxy in proxies:
+            proxy.release(pid)
+
+    # -- with hands -----------------------------------------------------------------------------------------------------
+
+    def _kill(self, name: str) -> None:
+        self.expected_ends.add(name)
+        self._stack.children[name].signal(signal.SIGKILL)
+
+    async def _terminate(self, name: str) -> None:
+        self.expected_ends.add(name)
+        self._stack.children[name].ask_to_stop()
+        await self._ended(name)
+
+    async def _ended(self, name: str) -> None:
+        """It was asked to leave; if it did not hear that (its leader died with the order), SIGTERM says so again. One that does not
+        leave within a time that is far more than its own bound is a problem, and killed, as an orchestrator would."""
+        child = self._stack.children[name]
+        began = time.monotonic()
+        asked_again = False
+        while child.alive:
+            waited_s = time.monotonic() - began
+            if waited_s > LEAVING_S / 4 and not asked_again:
+                asked_again = True
+                child.ask_to_stop()
+            if waited_s > LEAVING_S:
+                self.problems.append(f"{name} did not leave within {LEAVING_S:g} s of being asked to")
+                self._kill(name)
+            await asyncio.sleep(0.05)
+
+    async def _start(self, name: str) -> None:
+        await asyncio.to_thread(self._stack.restart, name, wait=False)
+        self.expected_ends.discard(name)
+        await self._ready(name)
+
+    async def _ready(self, name: str) -> None:
+        if name == "valkey":
+            await asyncio.to_thread(self._stack.wait_ready, name)
+            return
+        # Not readiness: that of a worker or gateway needs a leader, which may be the next to be hit.
+        while self._stack.children[name].alive:
+            if await asyncio.to_thread(is_serving, self._stack.address(name), "liveness"):
+                return
+            await asyncio.sleep(0.1)
+
+    async def _drain(self, name: str) -> None:
+        """As an operator does, again until a leader takes the order. One that is lost with its leader is given again by the SIGTERM."""
+        self.expected_ends.add(name)
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async with grpc.aio.insecure_channel(
+                    self._stack.address(self.picture.leader or "scheduler-0")
+                ) as channel:
+                    await admin_pb2_grpc.AdminStub(channel).DrainWorker(
+                        admin_pb2.DrainWorkerRequest(worker=name), timeout=1.0
+                    )
+                return
+            await asyncio.sleep(0.2)
+        self._stack.children[name].ask_to_stop()
+
+    async def _scale_up(self) -> None:
+        if self._retired:
+            name = min(self._retired)
+            await self._start(name)
+            self._retired.discard(name)
+        else:
+            name = await asyncio.to_thread(self._stack.add_worker, wait=False)
+            await self._ready(name)
+
+    async def _empty(self) -> None:
+        async with redis_client.Redis.from_url(self._stack.redis_url) as record:
+            await record.flushall()

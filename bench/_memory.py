@@ -1,0 +1,55 @@
+"""Whether a process of a stack grows on and on."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import re
+import time
+from pathlib import Path
+
+from laps_sd.local import LocalStack
+
+GROWTH_MIB = 48.0
+"""What a process may grow by after its first `WARM_S`: arenas and buffers of hundreds of streams, and no more."""
+WARM_S = 20.0
+SAMPLE_S = 2.0
+
+
+class Memory:
+    """Resident memory of each process, from when it has settled until it ends or the run does."""
+
+    def __init__(self, stack: LocalStack, *, warm_s: float = WARM_S) -> None:
+        self._stack = stack
+        self._warm_s = warm_s
+        self._seen: dict[tuple[str, int], tuple[float, float | None, float]] = {}
+
+    async def watch(self) -> None:
+        """Samples, until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_S)
+
+    def sample(self) -> None:
+        """Once."""
+        now = time.monotonic()
+        for name, child in self._stack.children.items():
+            if child.pid is None or not child.alive:
+                continue
+            with contextlib.suppress(OSError, IndexError):
+                text = Path(f"/proc/{child.pid}/status").read_text()
+                mib = int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024
+                first_s, settled, _ = self._seen.get((name, child.pid), (now, None, mib))
+                if settled is None and now - first_s >= self._warm_s:
+                    settled = mib
+                self._seen[(name, child.pid)] = (first_s, settled, mib)
+
+    def growth(self) -> dict[str, float]:
+        """MiB, the largest of each kind of process."""
+        most: dict[str, float] = collections.defaultdict(float)
+        for (name, _), (_, settled, last) in self._seen.items():
+            if settled is not None:
+                kind = name.split("-")[0]
+                most[kind] = max(most[kind], last - settled)
+        return dict(most)

@@ -1,0 +1,169 @@
+"""A TCP proxy whose connections can be cut, or go silent in one direction or both: what a network does to its users.
+
+Who dialled a connection is found in /proc (Linux), so that one dialler can be cut off from one target while all dial the same port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import Literal
+
+HOST = "127.0.0.1"
+CHUNK_BYTES = 65_536
+
+Direction = Literal["up", "down"]
+"""up: from the dialler to the target."""
+BOTH: tuple[Direction, ...] = ("up", "down")
+
+
+def ports_of(pid: int) -> set[int]:
+    """Local TCP ports of a process's open connections; none if it is gone."""
+    inodes = set()
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = str(descriptor.readlink())
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+    except OSError:
+        return set()
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[9] in inodes:
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+class Connection:
+    """One dialled connection and its other half."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        """The dialler's."""
+        self.gates: dict[Direction, asyncio.Event] = {direction: asyncio.Event() for direction in BOTH}
+        self.writers: list[asyncio.StreamWriter] = []
+        self.is_cut = False
+        for gate in self.gates.values():
+            gate.set()
+
+    def hold(self, directions: tuple[Direction, ...]) -> None:
+        """Nothing passes in these directions; what was sent waits, as it does in a network that comes back."""
+        for direction in directions:
+            self.gates[direction].clear()
+
+    def release(self) -> None:
+        """Everything passes again."""
+        for gate in self.gates.values():
+            gate.set()
+
+    def cut(self) -> None:
+        """Both ends see a reset."""
+        self.is_cut = True
+        for writer in self.writers:
+            writer.transport.abort()
+        self.release()
+
+
+class Proxy:
+    """Listens from the moment it is made; `serve` within a running loop."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._socket = socket.socket()
+        self._socket.bind((HOST, 0))
+        self._socket.listen(512)
+        self.address = f"{HOST}:{self._socket.getsockname()[1]}"
+        self.connections: set[Connection] = set()
+        self._cut_off: dict[int, tuple[Direction, ...]] = {}
+        self._server: asyncio.Server | None = None
+        self._taking: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Begin to take connections."""
+
+        def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._take(reader, writer))
+            self._taking.add(task)
+            task.add_done_callback(self._taking.discard)
+
+        self._server = await asyncio.start_server(take, sock=self._socket)
+
+    async def close(self) -> None:
+        """Ends everything."""
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        for connection in list(self.connections):
+            connection.cut()
+        await asyncio.gather(*self._taking, return_exceptions=True)
+
+    def of(self, pid: int) -> list[Connection]:
+        """The connections that this process has dialled."""
+        ports = ports_of(pid)
+        return [connection for connection in self.connections if connection.port in ports]
+
+    def cut(self, pid: int) -> int:
+        """Reset this process's connections; how many there were."""
+        connections = self.of(pid)
+        for connection in connections:
+            connection.cut()
+        return len(connections)
+
+    def hold(self, pid: int, directions: tuple[Direction, ...]) -> int:
+        """Silence between this process and the target, on new connections too, until `release`."""
+        self._cut_off[pid] = directions
+        connections = self.of(pid)
+        for connection in connections:
+            connection.hold(directions)
+        return len(connections)
+
+    def release(self, pid: int) -> None:
+        """The network is back."""
+        self._cut_off.pop(pid, None)
+        for connection in self.of(pid):
+            connection.release()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(writer.get_extra_info("peername")[1])
+        connection.writers.append(writer)
+        for pid, directions in self._cut_off.items():
+            if connection.port in ports_of(pid):
+                connection.hold(directions)
+        self.connections.add(connection)
+        try:
+            target_reader, target_writer = await asyncio.open_connection(*self._target)
+        except OSError:  # nobody listens: the dialler sees the same
+            connection.cut()
+            self.connections.discard(connection)
+            return
+        connection.writers.append(target_writer)
+        if connection.is_cut:  # while it was made
+            connection.cut()
+        try:
+            await asyncio.gather(
+                self._pump(reader, target_writer, connection.gates["up"]),
+                self._pump(target_reader, writer, connection.gates["down"]),
+            )
+        finally:
+            self.connections.discard(connection)
+            for end in connection.writers:
+                end.close()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(CHUNK_BYTES):
+                await gate.wait()
+                writer.write(data)
+                await writer.drain()
+            await gate.wait()
+            if writer.can_write_eof():
+                writer.write_eof()

@@ -1,0 +1,92 @@
+"""`laps-sd bench chaos`: that forty faults lose nothing, and that what it judges by can say no."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import _faults
+from bench._clients import Load, Outcome, Piece
+from laps_sd.v1 import inference_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+LENGTH, CANCELLED = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_CANCELLED
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_forty_faults_lose_nothing(tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.json"
+    sizes = ("--faults", "40", "--workers", "4", "--requests", "80", "--pieces", "40")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "bench/chaos.py",
+            *sizes,
+            "--logs",
+            str(tmp_path / "logs"),
+            "--json",
+            str(rows_file),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-8000:]
+    [row] = json.loads(rows_file.read_text())["rows"]
+    assert (row["faults"], row["violations"]) == (40, 0)
+
+
+def test_a_plan_is_the_same_for_the_same_seed_and_has_every_kind_of_fault() -> None:
+    faults = _faults.plan(7, 1000, every_s=1.0)
+
+    assert faults == _faults.plan(7, 1000, every_s=1.0)
+    assert faults != _faults.plan(8, 1000, every_s=1.0)
+    assert {fault.kind for fault in faults} == set(_faults.KINDS)
+    assert collections.Counter(fault.kind for fault in faults)["empty record and kill leader"] < 30
+    assert all(0 <= fault.lasts_s <= _faults.LONGEST_S for fault in faults)
+
+
+def load_that_expects(tokens: list[int]) -> Load:
+    load = Load(["127.0.0.1:1"], [Piece("x", 1, len(tokens), 0.0)], seed=1, cancel_share=0.0)
+    load.expected = [outcome(tokens, LENGTH)]
+    return load
+
+
+def outcome(tokens: list[int], reason: pb.FinishReason) -> Outcome:
+    return Outcome(0, 0, "k", 0.0, tokens=list(tokens), text=["text"], end=pb.Ended(finish_reason=reason))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "asked", "wrong"),
+    [
+        ([1, 2, 3], LENGTH, False, ""),
+        ([1, 2, 4], LENGTH, False, "different from token 2 on"),
+        ([1, 2], LENGTH, False, "different from token 2 on"),
+        ([1, 2, 3], pb.FINISH_REASON_STOP, False, "not what the undisturbed run brought"),
+        ([1, 2], CANCELLED, True, ""),
+        ([2], CANCELLED, True, "its tokens are not the first"),
+        ([1, 2], CANCELLED, False, "nobody had cancelled it"),
+    ],
+)
+async def test_whatever_differs_from_the_undisturbed_run_is_a_problem(
+    tokens: list[int], reason: pb.FinishReason, asked: bool, wrong: str
+) -> None:
+    load = load_that_expects([1, 2, 3])
+    found = outcome(tokens, reason)
+    found.cancel_asked = found.cancelled = asked
+    load._check(found)
+    await load.close()
+
+    said = " ".join([*found.problems, found.error])
+    assert wrong in said
+    assert bool(wrong) == bool(said.strip())
