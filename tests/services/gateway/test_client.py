@@ -152,7 +152,7 @@ class TestAsyncClient:
             await one.gateway.app.server.stop(None)
             rest = [asyncio.create_task(anext(stream)) for stream in streams]
             await wait_until_async(
-                lambda: len(two.gateway.link.streams) == len(streams),
+                lambda: len(two.link.streams) == len(streams),
                 description="all are attached through the second gateway",
             )
             for event in accepted:
