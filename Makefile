@@ -71,7 +71,8 @@ check: setup ## Check format, lint, types, import rules, generated stubs and pro
 check-stubs: setup
 	@scratch=$$(mktemp -d) && trap 'rm -r "$$scratch"' EXIT && protos/generate.sh "$$scratch" \
 	  && diff -r --exclude=__init__.py --exclude=__pycache__ laps_sd/v1 "$$scratch/laps_sd/v1" \
-	  && echo "stubs match protos" || { echo "laps_sd/v1 differs from protos/: run make protos" >&2; exit 1; }
+	  && diff -r --exclude=__init__.py --exclude=__pycache__ laps_sd/keda "$$scratch/laps_sd/keda" \
+	  && echo "stubs match protos" || { echo "laps_sd/v1 or laps_sd/keda differs from protos/: run make protos" >&2; exit 1; }
 
 # In CI (CI set) npm must be there; on a laptop without it the check is left to CI.
 .PHONY: check-protos
@@ -82,7 +83,7 @@ check-protos:
 	else echo "note: npx is missing, protos were not checked (CI does it)"; fi
 
 .PHONY: protos
-protos: setup ## Generate laps_sd/v1 from protos/
+protos: setup ## Generate laps_sd/v1 and laps_sd/keda from protos/
 	protos/generate.sh .
 
 .PHONY: docs

@@ -154,9 +154,11 @@ def needed(extra: str) -> set[str]:
             continue
         found[name] = found.get(name, set()) | fresh
         texts = TORCH_NEEDS if name in FROM_ELSEWHERE else distribution(name).requires or ()
-        for dependency in map(Requirement, texts):
-            if dependency.marker is None or any(dependency.marker.evaluate({"extra": e}) for e in fresh):
-                waiting.append(dependency)
+        waiting += [
+            dependency
+            for dependency in map(Requirement, texts)
+            if (marker := dependency.marker) is None or any(marker.evaluate({"extra": e}) for e in fresh)
+        ]
     return set(found) - FROM_ELSEWHERE
 
 
@@ -165,9 +167,9 @@ TORCH_NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx
 
 
 def requirements(image: str) -> str:
-    """The file that an image's packages are installed from."""
+    """The file that an image's packages are installed from; "build": what its wheel is built with."""
     blocks = pinned()
-    names = needed(IMAGE_EXTRAS[image])
+    names = {"setuptools"} if image == "build" else needed(IMAGE_EXTRAS[image])
     missing = names - set(blocks)
     if missing:
         raise SystemExit(f"constraints.txt lacks {', '.join(sorted(missing))}, which the image {image} needs")
@@ -178,7 +180,7 @@ def requirements(image: str) -> str:
 def files() -> Iterator[tuple[Path, str]]:
     """Path and text of everything that is written here."""
     yield K8S / "chart" / "values.schema.json", json.dumps(schema(), indent=2) + "\n"
-    for image in IMAGE_EXTRAS:
+    for image in ("build", *IMAGE_EXTRAS):
         yield K8S / "images" / "requirements" / f"{image}.txt", requirements(image)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,16 +45,10 @@ def helm(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def kubernetes() -> Any:
-    """The module kubernetes_validate."""
+def kubernetes() -> None:
+    """The schemas of Kubernetes are there."""
     if not (TOOLS / "python" / "kubernetes_validate").is_dir():
         missing("kubernetes-validate")
-    sys.path.append(str(TOOLS / "python"))
-    try:
-        import kubernetes_validate
-    finally:
-        sys.path.remove(str(TOOLS / "python"))
-    return kubernetes_validate
 
 
 ISSUER = {"mode": "certManager", "issuer": {"name": "ours", "kind": "ClusterIssuer"}}

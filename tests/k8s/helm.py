@@ -60,14 +60,11 @@ class Helm3:
             raise Refused(done.stderr + done.stdout)
         return done.stdout
 
-    def render(self, values: dict[str, Any], crds: Sequence[str] = (), *, notes: bool = False) -> Any:
-        """The objects; or with `notes` what is shown after an installation."""
-        arguments = ["--namespace", NAMESPACE, *(part for crd in crds for part in ("--api-versions", crd))]
-        if notes:
-            # A dry run is the only one that renders notes, and asks a cluster; Helm 4 shows them without.
-            raise NotImplementedError
+    def render(self, values: dict[str, Any], crds: Sequence[str] = ()) -> list[dict[str, Any]]:
+        more = [part for crd in crds for part in ("--api-versions", crd)]
+        version = ("--kube-version", "1.30.0")
         text = self._run(
-            "template", "demo", str(CHART), "--kube-version", "1.30.0", *arguments, values=values
+            "template", "demo", str(CHART), *version, "--namespace", NAMESPACE, *more, values=values
         )
         return objects(text)
 
@@ -102,9 +99,12 @@ class Helm4:
             raise Refused(said["refused"])
         return said
 
-    def render(self, values: dict[str, Any], crds: Sequence[str] = (), *, notes: bool = False) -> Any:
-        said = self._ask("render", values)
-        return said["notes"] if notes else objects(said["manifests"])
+    def render(self, values: dict[str, Any], crds: Sequence[str] = ()) -> list[dict[str, Any]]:
+        return objects(self._ask("render", values)["manifests"])
+
+    def notes(self, values: dict[str, Any]) -> str:
+        """What is shown after an installation. The command line shows it only with a cluster."""
+        return str(self._ask("render", values)["notes"])
 
     def lint(self, values: dict[str, Any]) -> None:
         messages = self._ask("lint", values)["messages"]
