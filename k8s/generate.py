@@ -75,7 +75,7 @@ OWNED: dict[str, dict[str, str]] = {
 }
 """Settings that the chart decides, and from which value: giving them twice could contradict."""
 
-IMAGE_EXTRAS = {"gateway": "gateway", "scheduler": "scheduler", "worker": "worker"}
+IMAGE_EXTRAS = {"gateway": "gateway", "scheduler": "scheduler", "worker": "worker", "operator": "operator"}
 FROM_ELSEWHERE = {"torch"}
 """Not in constraints.txt: its builds differ by machine. An image's build argument names it, its own needs are listed."""
 

@@ -53,13 +53,11 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         self._check_pool(request)
         told: bool | None = None
         while not self._stopping.is_set():
-            try:
+            with contextlib.suppress(Unavailable):  # nothing new is known while the record is away
                 active = await self._is_active()
-            except Unavailable:
-                active = told  # nothing new is known while the record is away
-            if active is not None and active != told:
-                told = active
-                yield pb.IsActiveResponse(result=active)
+                if active != told:
+                    told = active
+                    yield pb.IsActiveResponse(result=active)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_S)
 

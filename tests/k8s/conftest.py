@@ -121,6 +121,18 @@ def secrets_everywhere() -> dict[str, Any]:
     return values
 
 
+def operated() -> dict[str, Any]:
+    return secrets_everywhere() | {
+        "operator": {"enabled": True},
+        "tls": {
+            "links": {
+                "mode": "secrets",
+                "secrets": {"scheduler": "a", "gateway": "b", "worker": "c", "operator": "d"},
+            }
+        },
+    }
+
+
 MATRIX: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "defaults": ({}, ()),
     "defaults, everything installed in the cluster": ({}, CRDS),
@@ -128,6 +140,8 @@ MATRIX: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "everything": (EVERYTHING, CRDS),
     "everything without what it needs in the cluster": (EVERYTHING, ()),
     "secrets instead of certificates": (secrets_everywhere(), CRDS),
+    "operator": ({"operator": {"enabled": True}}, ()),
+    "operator with certificates and KEDA": (operated(), CRDS),
     "model in a volume": (
         {
             "pools": [

@@ -15,7 +15,7 @@ from tests.k8s.schemas import Schemas
 
 VERSIONS = [f"1.{minor}" for minor in range(27, 37)]
 """Of Kubernetes; the chart says that it works from the first on."""
-CUSTOM = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"}
+CUSTOM = {"Certificate", "KopfPeering", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"}
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -64,6 +64,9 @@ def test_every_object_is_valid_in_every_version_of_kubernetes(
 ) -> None:
     schemas = Schemas(version)
     own = [found for found in distinct if found["kind"] not in CUSTOM]
+    if version not in (VERSIONS[0], VERSIONS[-1]):
+        # All of them at both ends; in between the fullest of each kind, since a schema takes a while.
+        own = list({found["kind"]: found for found in sorted(own, key=lambda o: len(json.dumps(o)))}.values())
     assert {"Deployment", "StatefulSet", "NetworkPolicy", "HorizontalPodAutoscaler", "Pod"} <= {
         found["kind"] for found in own
     }
@@ -98,7 +101,7 @@ def test_every_pod_keeps_to_the_standard_restricted(rendered: Any, name: str) ->
 @pytest.mark.parametrize("name", MATRIX)
 def test_every_container_has_a_read_only_root_and_says_what_it_needs(rendered: Any, name: str) -> None:
     for pod, spec in pod_templates(rendered[name]):
-        assert spec["automountServiceAccountToken"] is False or "operator" in pod
+        assert spec.get("automountServiceAccountToken") is False or "operator" in pod
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True, pod
             assert container["resources"]["limits"]["memory"], pod

@@ -103,7 +103,9 @@
 {{- $links := .Values.tls.links -}}
 {{- $public := .Values.tls.public -}}
 {{- if eq $links.mode "secrets" -}}
-{{- range $component := list "scheduler" "gateway" "worker" -}}
+{{- $components := list "scheduler" "gateway" "worker" -}}
+{{- if .Values.operator.enabled }}{{ $components = append $components "operator" }}{{ end -}}
+{{- range $component := $components -}}
 {{- if not (get $links.secrets $component) }}{{ fail (printf "tls.links.mode is secrets: name the one of the %s in tls.links.secrets.%s." $component $component) }}{{ end -}}
 {{- end -}}
 {{- end -}}
