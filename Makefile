@@ -43,6 +43,10 @@ $(STAMP): $(VENV)/.torch constraints.txt pyproject.toml
 k8s-tools: setup ## Install Helm 3 and 4 and the schemas of Kubernetes, for tests/k8s (Linux on x86_64)
 	tests/k8s/install_tools.sh $(VENV)/k8s-tools $(BIN)/python
 
+.PHONY: images
+images: ## Build the images with buildah and print their sizes (BASE=debian needs no registry; ARGS="gateway")
+	k8s/images/build.sh $(ARGS)
+
 .PHONY: run
 run: setup ## Start the whole system on this machine and show one prompt (ARGS="--workers 2 ...")
 	@exec $(BIN)/laps-sd up $(ARGS)
