@@ -7,7 +7,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
 COPY k8s/images/requirements/operator.txt /requirements/
 RUN python3 -m venv /opt/laps-sd \
  && /opt/laps-sd/bin/pip install --no-deps --require-hashes -r /requirements/operator.txt \
- && /opt/laps-sd/bin/pip uninstall --yes --quiet pip
+ && /opt/laps-sd/bin/pip uninstall --yes --quiet setuptools pip
 
 FROM ${BASE}
 ARG VERSION=""

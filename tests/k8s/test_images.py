@@ -134,7 +134,20 @@ class TestBuilt:
 
     @pytest.mark.parametrize("component", ["gateway", "scheduler", "worker", "operator"])
     def test_it_runs_as_nobody_in_particular(self, container: str, component: str) -> None:
-        assert self.run(container, "id", "-u").stdout.strip() == "10001"
+        shown = subprocess.run(
+            [
+                *BUILDAH,
+                "inspect",
+                "--format",
+                "{{.OCIv1.Config.User}} {{.Docker.Config.StopSignal}}",
+                container,
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+        assert shown.stdout.split() == ["10001:10001", "SIGTERM"]
 
     @pytest.mark.parametrize("component", ["gateway", "scheduler"])
     def test_torch_is_not_in_it(self, container: str, component: str) -> None:
