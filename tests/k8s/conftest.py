@@ -15,7 +15,7 @@ from tests.k8s.helm import CHART, CRDS, TOOLS, Helm3, Helm4, helm3_program, helm
 
 def missing(what: str) -> None:
     """A laptop may do without; CI may not."""
-    reason = f"{what} is not installed: make k8s-tools"
+    reason = f"{what} is not installed: make setup k8s-tools"
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from laps_sd_operator.reconcile import Create, Phase, Worker, reconcile
 
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import wait_until_async
+from tests.k8s.conftest import missing
 from tests.k8s.helm import CHART, ROOT, find
 from tests.k8s.pod_security import breaches
 from tests.k8s.schemas import Schemas
@@ -226,8 +228,8 @@ async def test_nobody_who_leads_is_one_error() -> None:
 
 
 def test_the_operator_needs_no_torch_and_no_service() -> None:
-    pytest.importorskip("kopf", reason="the operator's packages are not installed: make setup")
-    pytest.importorskip("kubernetes_asyncio")
+    if importlib.util.find_spec("kopf") is None:
+        missing("kopf")
     program = (
         "import sys, laps_sd_operator.__main__\n"
         "print([n for n in ('torch', 'gateway', 'scheduler_svc', 'worker_svc') if n in sys.modules])"
