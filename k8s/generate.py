@@ -15,7 +15,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -153,15 +153,26 @@ def needed(extra: str) -> set[str]:
         if not fresh:
             continue
         found[name] = found.get(name, set()) | fresh
-        texts = TORCH_NEEDS if name in FROM_ELSEWHERE else distribution(name).requires or ()
+        texts = TORCH_NEEDS if name in FROM_ELSEWHERE else requires(name)
         waiting += [
             dependency
             for dependency in map(Requirement, texts)
-            if (marker := dependency.marker) is None or any(marker.evaluate({"extra": e}) for e in fresh)
+            if (marker := dependency.marker) is None
+            or any(marker.evaluate({"extra": e, **python}) for e in fresh for python in PYTHONS)
         ]
     return set(found) - FROM_ELSEWHERE
 
 
+def requires(name: str) -> Sequence[str]:
+    """What a package needs, as it says itself. One for older Pythons is not installed here, and needs nothing."""
+    try:
+        return distribution(name).requires or ()
+    except PackageNotFoundError:
+        return ()
+
+
+PYTHONS: tuple[dict[str, str], ...] = ({}, {"python_version": "3.11", "python_full_version": "3.11.2"})
+"""That an image may have: this one, and the oldest, Debian 12's."""
 TORCH_NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
 """Of every build of torch 2.13 on Linux; the CUDA builds need packages of their own beside."""
 
