@@ -19,7 +19,7 @@ BUF := npx --yes --package=@bufbuild/buf@$(BUF_VERSION) -- buf
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 .PHONY: setup
 setup: $(STAMP) ## Make .venv with everything in it (TORCH=... chooses the torch build)
@@ -38,6 +38,14 @@ $(STAMP): $(VENV)/.torch constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+.PHONY: k8s-tools
+k8s-tools: setup ## Install Helm 3 and 4 and the schemas of Kubernetes, for tests/k8s (Linux on x86_64)
+	tests/k8s/install_tools.sh $(VENV)/k8s-tools $(BIN)/python
+
+.PHONY: images
+images: ## Build the images with buildah and print their sizes (BASE=debian needs no registry; ARGS="gateway")
+	k8s/images/build.sh $(ARGS)
 
 .PHONY: run
 run: setup ## Start the whole system on this machine and show one prompt (ARGS="--workers 2 ...")
@@ -67,7 +75,8 @@ check: setup ## Check format, lint, types, import rules, generated stubs and pro
 check-stubs: setup
 	@scratch=$$(mktemp -d) && trap 'rm -r "$$scratch"' EXIT && protos/generate.sh "$$scratch" \
 	  && diff -r --exclude=__init__.py --exclude=__pycache__ laps_sd/v1 "$$scratch/laps_sd/v1" \
-	  && echo "stubs match protos" || { echo "laps_sd/v1 differs from protos/: run make protos" >&2; exit 1; }
+	  && diff -r --exclude=__init__.py --exclude=__pycache__ laps_sd/keda "$$scratch/laps_sd/keda" \
+	  && echo "stubs match protos" || { echo "laps_sd/v1 or laps_sd/keda differs from protos/: run make protos" >&2; exit 1; }
 
 # In CI (CI set) npm must be there; on a laptop without it the check is left to CI.
 .PHONY: check-protos
@@ -78,12 +87,13 @@ check-protos:
 	else echo "note: npx is missing, protos were not checked (CI does it)"; fi
 
 .PHONY: protos
-protos: setup ## Generate laps_sd/v1 from protos/
+protos: setup ## Generate laps_sd/v1 and laps_sd/keda from protos/
 	protos/generate.sh .
 
 .PHONY: docs
-docs: setup ## Write docs/settings.md, docs/metrics.md and laps_sd/variables.py from the code
+docs: setup ## Write docs/settings.md, docs/metrics.md, laps_sd/variables.py, the chart's schema and the images' packages from the code
 	$(BIN)/python docs/generate.py
+	PYTHONPATH=. $(BIN)/python k8s/generate.py
 
 .PHONY: format
 format: setup ## Format the code, and fix what lint can fix

@@ -80,6 +80,13 @@ class ServingSettings(Settings):
         minimum=0,
         maximum=65535,
     )
+    health_port: int | None = field(
+        None,
+        help="Port of a plain-text gRPC server with health alone, for probes that speak no TLS; "
+        "0 takes a free one, empty serves none",
+        minimum=0,
+        maximum=65535,
+    )
     log_level: logging.LogLevel = field("info", help="Least severity that is logged")
     log_style: logging.LogStyle = field(
         "auto", help="Log lines as JSON, for a console, or whichever fits stderr"
@@ -138,9 +145,12 @@ class ServiceApp:
         """Set by the first signal, or by `stop_soon`."""
         self.port = 0
         """The bound port, after `start`."""
+        self.health_port = 0
+        """The bound port of the server with health alone, after `start`; 0: there is none."""
         self.metrics: metrics.MetricsServer | None = None
         self.ready = False
         self._health = health.aio.HealthServicer()
+        self._health_server: grpc.aio.Server | None = None
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._failure: BaseException | None = None
 
@@ -153,7 +163,13 @@ class ServiceApp:
         )
         await self._health.set("liveness", SERVING)
         await self._publish(NOT_SERVING)
-        self.port = self._bind()
+        self.port = self._bind(self.server, self.settings.grpc_port, "gRPC", self.settings.tls)
+        if self.settings.health_port is not None:
+            # Not counted by the guard: a watch of health never ends by itself.
+            self._health_server = grpc.aio.server(options=server_options())
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self.health_port = self._bind(self._health_server, self.settings.health_port, "health", None)
+            await self._health_server.start()
         if self.settings.metrics_port is not None:
             self.metrics = metrics.serve_metrics(self.settings.metrics_port, self.settings.grpc_host)
         await self.server.start()
@@ -165,19 +181,19 @@ class ServiceApp:
             metrics_port=self.metrics.port if self.metrics else None,
         )
 
-    def _bind(self) -> int:
-        host, port = self.settings.grpc_host, self.settings.grpc_port
+    def _bind(self, server: grpc.aio.Server, port: int, kind: str, tls: Tls | None) -> int:
+        host = self.settings.grpc_host
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             _probe(host, port)
-            tls = self.settings.tls
             if tls is None:
-                return int(self.server.add_insecure_port(address))
-            return int(self.server.add_secure_port(address, tls.server_credentials()))
+                return int(server.add_insecure_port(address))
+            return int(server.add_secure_port(address, tls.server_credentials()))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise StartupError(
-                f"The gRPC port {port} on {host} cannot be opened: {reason}; choose another with LAPS_SD_GRPC_PORT."
+                f"The {kind} port {port} on {host} cannot be opened: {reason}; "
+                f"choose another with LAPS_SD_{kind.upper()}_PORT."
             ) from error
 
     def set_ready(self, ready: bool) -> None:
@@ -265,6 +281,8 @@ class ServiceApp:
         await self.server.stop(LAST_CALLS_S / 4)
         await closing
         await self._end_tasks()
+        if self._health_server is not None:
+            await self._health_server.stop(None)
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)
         self._mind_signals(False)

@@ -26,6 +26,7 @@ KNOWN = frozenset(
         "LAPS_SD_GRACE_WITH_KEY_S",
         "LAPS_SD_GRPC_HOST",
         "LAPS_SD_GRPC_PORT",
+        "LAPS_SD_HEALTH_PORT",
         "LAPS_SD_HEARTBEAT_S",
         "LAPS_SD_HOST_BYTES",
         "LAPS_SD_KV_BLOCKS",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 
 from laps_sd.errors import StartupError
+from laps_sd.keda import externalscaler_pb2_grpc
 from laps_sd.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
+from scheduler_svc.autoscaling import ExternalScaler
 from scheduler_svc.leadership import Leadership
 from scheduler_svc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
@@ -45,7 +47,11 @@ async def serve(settings: SchedulerSettings) -> None:
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), app.server)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), app.server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(leadership), app.server)
+    externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
+        ExternalScaler(leadership, app.stopping), app.server
+    )
     app.names += ["laps_sd.v1.GatewayLink", "laps_sd.v1.WorkerLink", "laps_sd.v1.Admin"]
+    app.names.append("externalscaler.ExternalScaler")
     await app.start()
     if not leadership.address:
         host = "127.0.0.1" if settings.grpc_host in ("0.0.0.0", "::") else settings.grpc_host  # noqa: S104

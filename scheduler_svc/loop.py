@@ -72,6 +72,8 @@ FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
 OBSERVE_S = 1.0
 """How often the queue's gauges are read."""
+MEAN_REQUEST_S = "mean_request_s"
+"""Key in the record, beside what the policy has learnt: machine seconds that an unfinished request still needs in the mean."""
 WRITE_BACK_TOGETHER = 32
 FORGOTTEN_DETAIL = "the record lost how this request ended"
 MISMATCH_DETAIL = "the record holds other outputs than were committed"
@@ -121,6 +123,8 @@ class Loop:
         self._arrived = asyncio.Event()
         self._next_events: list[Event] = []
         self._saved_priors = ""
+        self._mean_request_s: float | None = None
+        """Machine seconds left per unfinished request, when there last was one."""
         self._recovered_from: str | None = None
         """Incarnation of the record that the working copy was read from. While it lasts, workers may hold what an emptied
         one has lost; a leader that outlived an emptied record knows everything itself."""
@@ -282,7 +286,7 @@ class Loop:
             ]
 
     def _observe_queue(self, turn: Turn) -> None:
-        metrics.observe_queue(self.core)
+        metrics.observe_queue(self.core, self.settings.pool)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
         turn.chores.append(self._settle_claims)
 
@@ -298,7 +302,12 @@ class Loop:
         turn.chores.append(self._save_priors)
 
     async def _save_priors(self) -> None:
-        blob = json.dumps(self.core.priors.to_dict(), separators=(",", ":"))
+        if live := len(self.clients.live):
+            self._mean_request_s = self.core.totals().backlog_s / live
+        learnt = self.core.priors.to_dict()
+        if self._mean_request_s is not None:
+            learnt[MEAN_REQUEST_S] = self._mean_request_s
+        blob = json.dumps(learnt, separators=(",", ":"))
         if blob == self._saved_priors and not self.outage.on:
             return  # in an outage it is written all the same, to learn whether that is over
         try:

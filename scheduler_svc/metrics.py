@@ -42,6 +42,12 @@ WORKERS = gauge("laps_sd_scheduler_workers", "Workers that are up or awaited bac
 BACKLOG = gauge(
     "laps_sd_scheduler_backlog_seconds", "Machine seconds of work left, by the estimates; read every second."
 )
+POOL_BACKLOG = gauge(
+    "laps_sd_backlog_seconds",
+    "Machine seconds of work left per worker of the pool, by the estimates (with no worker: as if there were one); read every "
+    "second. What autoscaling keeps near its target.",
+    ["pool"],
+)
 ROUNDS = counter(
     "laps_sd_scheduler_rounds_total",
     "Rounds reported by workers; as in the next three, a report offered again counts again.",
@@ -117,12 +123,14 @@ def observe_estimates(judged: Iterable[Judged]) -> None:
         ESTIMATE_ERROR.labels(one.moment.value, one.basis.value).observe(one.ratio)
 
 
-def observe_queue(core: Scheduler) -> None:
+def observe_queue(core: Scheduler, pool: str) -> None:
     """Read the gauges off the core."""
     for level, depth in enumerate(core.depth_by_level()):
         QUEUE_DEPTH.labels(str(level)).set(depth)
-    WORKERS.set(len(core.workers()))
-    BACKLOG.set(core.totals().backlog_s)
+    workers, backlog_s = len(core.workers()), core.totals().backlog_s
+    WORKERS.set(workers)
+    BACKLOG.set(backlog_s)
+    POOL_BACKLOG.labels(pool).set(backlog_s / max(1, workers))
 
 
 def leads(leading: bool) -> None:
@@ -132,6 +140,7 @@ def leads(leading: bool) -> None:
         QUEUE_DEPTH.clear()
         WORKERS.set(0)
         BACKLOG.set(0)
+        POOL_BACKLOG.clear()
 
 
 def observe_end(

@@ -350,12 +350,12 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def NominateVictim(
         self, request: admin_pb.NominateVictimRequest, context: Any
     ) -> admin_pb.NominateVictimResponse:
-        """See admin.proto. Cheapest to lose: the fewest KV tokens to rebuild."""
+        """See admin.proto. Cheapest to lose: the least to compute again; of equals the one with the shortest list."""
         loop = self._loop()
         views = [view for view in loop.core.workers() if not view.draining]
         if not views:
             raise NotFound("there is no worker that is not draining")
-        victim = min(views, key=lambda view: (view.moving_cost_s, view.worker_id))
+        victim = min(views, key=lambda view: (view.moving_cost_s, view.listed, view.worker_id))
         return admin_pb.NominateVictimResponse(worker_id=victim.worker_id, cost_s=victim.moving_cost_s)
 
     async def GetShard(self, request: admin_pb.GetShardRequest, context: Any) -> admin_pb.GetShardResponse:

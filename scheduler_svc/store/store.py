@@ -470,6 +470,11 @@ class Store:
             ids += [request_id.decode() for request_id, _ in index]
         return ids
 
+    async def count_unfinished(self) -> int:
+        """How many requests are unfinished."""
+        async with self._reached():
+            return int(await self._client.zcard(self.keys.unfinished()))
+
     async def reached(self, request_ids: Sequence[str]) -> list[tuple[int, int] | None]:
         """Lease epoch and number of committed tokens of each; None for what is not there."""
         found: list[tuple[int, int] | None] = []

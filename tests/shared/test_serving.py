@@ -416,6 +416,36 @@ async def test_with_a_client_ca_only_callers_with_a_certificate_get_in(certifica
             assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_health_alone_is_answered_in_plain_text_beside_tls(certificates):
+    """Kubernetes' gRPC probes speak no TLS and show no certificate."""
+    cert, key = certificates / "cert.pem", certificates / "key.pem"
+    async with running(tls_cert=cert, tls_key=key, tls_client_ca=certificates / "ca.pem", health_port=0) as (
+        app,
+        _,
+        _,
+    ):
+        assert app.health_port not in (0, app.port)
+        async with make_channel(f"127.0.0.1:{app.health_port}") as probe:
+            assert await check(probe, "liveness") == health_pb2.HealthCheckResponse.SERVING
+            assert await check(probe, "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
+            error = await failure(
+                inference_pb2_grpc.InferenceStub(probe).Generate(inference_pb2.GenerateRequest())
+            )
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_health_port_in_use_is_one_sentence():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        app = ServiceApp("test", settings(health_port=port))
+
+        with pytest.raises(StartupError, match=f"The health port {port} .* LAPS_SD_HEALTH_PORT"):
+            await app.start()
+        await app.stop()
+
+
 async def test_a_tls_file_that_is_missing_is_one_sentence(tmp_path):
     app = ServiceApp("test", settings(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"))
 

@@ -13,11 +13,13 @@ import grpc.aio
 
 from laps_sd.config import load
 from laps_sd.interceptor import CallGuard
+from laps_sd.keda import externalscaler_pb2_grpc
 from laps_sd.serving import make_server
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.__main__ import steady_unix_clock
+from scheduler_svc.autoscaling import ExternalScaler
 from scheduler_svc.leadership import Leadership
 from scheduler_svc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
@@ -34,6 +36,7 @@ class SchedulerUnderTest:
     server: Any
     address: str
     leading: asyncio.Task[None]
+    stopping: asyncio.Event
 
     async def wait_leading(self) -> None:
         while self.leadership.loop is None:
@@ -61,10 +64,12 @@ async def start_scheduler(redis_url: str, *, shard: str, **overrides: Any) -> Sc
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), server)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(leadership), server)
+    stopping = asyncio.Event()
+    externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(ExternalScaler(leadership, stopping), server)
     leadership.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     leading = asyncio.create_task(leadership.run())
-    return SchedulerUnderTest(settings, store, leadership, server, leadership.address, leading)
+    return SchedulerUnderTest(settings, store, leadership, server, leadership.address, leading, stopping)
 
 
 class Peer:

@@ -1,0 +1,82 @@
+{{/* Prefix of all names. At most 24 characters, so that a StatefulSet's name stays below 52 and its labels below 63. */}}
+{{- define "laps-sd.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 24 | trimSuffix "-" -}}
+{{- else if contains "laps-sd" .Release.Name -}}
+{{- .Release.Name | trunc 24 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-laps-sd" .Release.Name | trunc 24 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Arguments: root, pool (or nil), component. */}}
+{{- define "laps-sd.name" -}}
+{{- $prefix := include "laps-sd.fullname" .root -}}
+{{- if .pool }}{{ printf "%s-%s-%s" $prefix .pool.name .component }}{{ else }}{{ printf "%s-%s" $prefix .component }}{{ end -}}
+{{- end -}}
+
+{{/* What selects the pods of a component. Arguments: root, pool (or nil), component. */}}
+{{- define "laps-sd.selector" -}}
+app.kubernetes.io/name: laps-sd
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- if .pool }}
+laps-sd.dev/pool: {{ .pool.name }}
+{{- end }}
+{{- end -}}
+
+{{- define "laps-sd.labels" -}}
+{{ include "laps-sd.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{/* Arguments: root, image ("name:tag" or empty), name. */}}
+{{- define "laps-sd.image" -}}
+{{- $tag := .root.Values.image.tag | default .root.Chart.AppVersion -}}
+{{ .root.Values.image.registry }}{{ .image | default (printf "%s:%s" .name $tag) }}
+{{- end -}}
+
+{{/* One pool with its defaults, as JSON. A volume is replaced, everything else is overlaid. Arguments: root, pool. */}}
+{{- define "laps-sd.pool" -}}
+{{- $whole := deepCopy .root.Values.poolDefaults -}}
+{{- if .pool.modelVolume }}{{ $_ := set $whole "modelVolume" (dict) }}{{ end -}}
+{{- include "laps-sd.overlay" (list $whole .pool) -}}
+{{- toJson $whole -}}
+{{- end -}}
+
+{{/* Changes the first map: sprig's own merge takes 0 and false for "not given". */}}
+{{- define "laps-sd.overlay" -}}
+{{- $under := index . 0 -}}
+{{- range $key, $value := index . 1 -}}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $under $key)) -}}
+{{- include "laps-sd.overlay" (list (get $under $key) $value) -}}
+{{- else -}}
+{{- $_ := set $under $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* "yes" where an off/on/auto value means that objects of the API version are wanted. Arguments: root, mode, api. */}}
+{{- define "laps-sd.wanted" -}}
+{{- if or (eq .mode "on") (and (eq .mode "auto") (.root.Capabilities.APIVersions.Has .api)) }}yes{{ end -}}
+{{- end -}}
+
+{{/* host:port,host:port of all schedulers of a pool. Arguments: root, pool. */}}
+{{- define "laps-sd.seeds" -}}
+{{- $root := .root -}}
+{{- $name := include "laps-sd.name" (dict "root" $root "pool" .pool "component" "scheduler") -}}
+{{- $seeds := list -}}
+{{- range $i := until (int $root.Values.scheduler.replicas) -}}
+{{- $seeds = append $seeds (printf "%s-%d.%s-peers.%s.svc.%s:50052" $name $i $name $root.Release.Namespace $root.Values.clusterDomain) -}}
+{{- end -}}
+{{- join "," $seeds -}}
+{{- end -}}
+
+{{/* "sha256 of the settings": a pod is replaced when what it reads at its start has changed. */}}
+{{- define "laps-sd.redisSecret" -}}
+{{- if .Values.redis.bundled.enabled -}}
+{{ .Values.redis.bundled.existingSecret | default (include "laps-sd.name" (dict "root" . "pool" nil "component" "redis")) }}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,183 @@
+{{/* Variables from a map of settings: maxDraftLen becomes LAPS_SD_MAX_DRAFT_LEN. Whole numbers are written out: YAML
+     makes floats of them, and 1e+06 is no whole number to a service. */}}
+{{- define "laps-sd.settings" -}}
+{{- range $name, $value := . }}
+- name: LAPS_SD_{{ snakecase $name | upper }}
+{{- if kindIs "slice" $value }}
+  value: {{ join "," $value | quote }}
+{{- else if and (kindIs "float64" $value) (eq $value (floor $value)) }}
+  value: {{ printf "%.0f" $value | quote }}
+{{- else }}
+  value: {{ toString $value | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What the chart decides for every service. Arguments: grpcPort, drainSeconds. */}}
+{{- define "laps-sd.servingEnv" -}}
+- name: LAPS_SD_GRPC_HOST
+  value: "0.0.0.0"
+- name: LAPS_SD_GRPC_PORT
+  value: {{ .grpcPort | quote }}
+- name: LAPS_SD_METRICS_PORT
+  value: "9090"
+- name: LAPS_SD_HEALTH_PORT
+  value: "50050"
+- name: LAPS_SD_DRAIN_S
+  value: {{ .drainSeconds | toString | quote }}
+{{- end -}}
+
+{{/* How gateway and worker dial the scheduler. Arguments: root, pool. */}}
+{{- define "laps-sd.linkEnv" -}}
+- name: LAPS_SD_SCHEDULER_SEEDS
+  value: {{ include "laps-sd.seeds" . | quote }}
+{{- if ne .root.Values.tls.links.mode "off" }}
+- name: LAPS_SD_LINK_TLS
+  value: "true"
+- name: LAPS_SD_LINK_TLS_CA
+  value: /etc/laps-sd/link-tls/ca.crt
+- name: LAPS_SD_LINK_TLS_CERT
+  value: /etc/laps-sd/link-tls/tls.crt
+- name: LAPS_SD_LINK_TLS_KEY
+  value: /etc/laps-sd/link-tls/tls.key
+{{- end }}
+{{- end -}}
+
+{{/* Secret with the certificate of a component on the links. Arguments: root, component. */}}
+{{- define "laps-sd.linkSecret" -}}
+{{- if eq .root.Values.tls.links.mode "secrets" -}}
+{{ get .root.Values.tls.links.secrets .component }}
+{{- else -}}
+{{ include "laps-sd.name" (dict "root" .root "pool" nil "component" (printf "%s-link-tls" .component)) }}
+{{- end -}}
+{{- end -}}
+
+{{- define "laps-sd.publicSecret" -}}
+{{- if eq .Values.tls.public.mode "secrets" -}}
+{{ .Values.tls.public.secret }}
+{{- else -}}
+{{ include "laps-sd.name" (dict "root" . "pool" nil "component" "public-tls") }}
+{{- end -}}
+{{- end -}}
+
+{{/* Seconds until Kubernetes may kill: the time before the signal, the drain, and ten to end in. Arguments: values of the
+     component (terminationGracePeriodSeconds, drainSeconds, perhaps endpointRemovalSeconds). */}}
+{{- define "laps-sd.gracePeriod" -}}
+{{- $least := add (ceil .drainSeconds) (.endpointRemovalSeconds | default 0) 10 -}}
+{{- .terminationGracePeriodSeconds | default $least | int -}}
+{{- end -}}
+
+{{- define "laps-sd.podSecurity" -}}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- end -}}
+
+{{- define "laps-sd.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end -}}
+
+{{/* Health is served on a port of its own: Kubernetes' gRPC probes speak no TLS. Argument: health name for readiness. */}}
+{{- define "laps-sd.probes" -}}
+startupProbe:
+  grpc: {port: 50050, service: liveness}
+  periodSeconds: 1
+  failureThreshold: 120
+livenessProbe:
+  grpc: {port: 50050, service: liveness}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  grpc: {port: 50050, service: {{ . }}}
+  periodSeconds: 2
+  timeoutSeconds: 2
+{{- end -}}
+
+{{/* Where pods go. Arguments: root, pool, component, values of the component. */}}
+{{- define "laps-sd.placement" -}}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .values.affinity }}
+affinity: {{- toYaml .values.affinity | nindent 2 }}
+{{- else if ne .component "worker" }}
+topologySpreadConstraints:
+  {{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - maxSkew: 1
+    topologyKey: {{ $key }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "laps-sd.selector" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Init container that downloads one model of the pair. Arguments: root, pool, role (target, draft), image, only (files, or
+     empty for all but weights that nobody here reads). */}}
+{{- define "laps-sd.download" -}}
+{{- $model := get .pool .role -}}
+- name: {{ .role }}-download
+  image: {{ .image }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command:
+    - hf
+    - download
+    - {{ $model.repo | quote }}
+    {{- if .only }}
+    {{- range .only }}
+    - {{ . }}
+    {{- end }}
+    {{- else }}
+    - --exclude
+    - "*.bin"
+    - --exclude
+    - "*.pth"
+    - --exclude
+    - "original/*"
+    {{- end }}
+    {{- with $model.revision }}
+    - --revision
+    - {{ . | quote }}
+    {{- end }}
+    - --local-dir
+    - /models/{{ include "laps-sd.modelFolder" $model }}
+  env:
+    - name: HF_HOME
+      value: /tmp/huggingface
+    {{- with .pool.huggingFaceTokenSecret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef: {name: {{ . }}, key: token}
+    {{- end }}
+  {{- include "laps-sd.containerSecurity" . | nindent 2 }}
+  resources:
+    requests: {cpu: 100m, memory: 256Mi}
+    limits: {memory: 2Gi}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+    - {name: tmp, mountPath: /tmp}
+{{- end -}}
+
+{{/* Folder of a model below /models. Argument: {repo, revision} or {path}. */}}
+{{- define "laps-sd.modelFolder" -}}
+{{- if .path }}{{ .path }}{{ else if .repo }}{{ .repo | replace "/" "--" }}{{ with .revision }}-{{ . }}{{ end }}{{ end -}}
+{{- end -}}

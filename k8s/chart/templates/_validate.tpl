@@ -1,0 +1,115 @@
+{{/* What no schema can say. Each refusal is a sentence: what, why, and what to do. */}}
+{{- define "laps-sd.validate" -}}
+{{- $root := . -}}
+{{- $names := list -}}
+{{- range $given := .Values.pools -}}
+{{- if has $given.name $names }}{{ fail (printf "There are two pools named %q: each needs a name of its own." $given.name) }}{{ end -}}
+{{- $names = append $names $given.name -}}
+{{- $pool := include "laps-sd.pool" (dict "root" $root "pool" $given) | fromJson -}}
+{{- $where := printf "pool %q" $pool.name -}}
+{{- include "laps-sd.validatePool" (dict "root" $root "pool" $pool "where" $where) -}}
+{{- end -}}
+{{- include "laps-sd.validateGrace" (dict "where" "gateway" "values" .Values.gateway) -}}
+{{- include "laps-sd.validateGrace" (dict "where" "scheduler" "values" .Values.scheduler) -}}
+{{- if lt (int .Values.gateway.endpointRemovalSeconds) 1 }}
+{{- fail "gateway.endpointRemovalSeconds must be at least 1: nodes go on sending calls to a gateway for a moment after it was told to stop, and those would be refused." }}
+{{- end -}}
+{{- if and .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) }}
+{{- fail "gateway.autoscaling.minReplicas must not be larger than maxReplicas." }}
+{{- end -}}
+{{- $scheduler := .Values.scheduler.settings -}}
+{{- $lease := $scheduler.leaseS | default 3.0 | float64 -}}
+{{- $wait := .Values.gateway.settings.schedulerWaitS | default 30.0 | float64 -}}
+{{- if hasKey .Values.gateway.settings "schedulerWaitS" }}{{ $wait = .Values.gateway.settings.schedulerWaitS | float64 }}{{ end -}}
+{{- if lt $wait (addf $lease 5.0) }}
+{{- fail (printf "gateway.settings.schedulerWaitS (%v s) must be at least scheduler.settings.leaseS (%v s) and 5 seconds: gateways would refuse calls during every change of leader." $wait $lease) }}
+{{- end -}}
+{{- $silence := $scheduler.silenceS | default 5.0 | float64 -}}
+{{- $gatewayBeat := .Values.gateway.settings.heartbeatS | default 1.0 | float64 -}}
+{{- if ge $gatewayBeat $silence }}
+{{- fail (printf "gateway.settings.heartbeatS (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every gateway." $gatewayBeat $silence) }}
+{{- end -}}
+{{- $redis := .Values.redis -}}
+{{- $external := or $redis.external.url $redis.external.existingSecret -}}
+{{- if and $redis.bundled.enabled $external }}
+{{- fail "redis.bundled.enabled and redis.external exclude each other: which of the two holds the record? Set redis.bundled.enabled=false to use the external one." }}
+{{- end -}}
+{{- if not (or $redis.bundled.enabled $external) }}
+{{- fail "There is no record: give redis.external.url or redis.external.existingSecret, or set redis.bundled.enabled=true." }}
+{{- end -}}
+{{- if and $redis.external.url $redis.external.existingSecret }}
+{{- fail "redis.external.url and redis.external.existingSecret exclude each other." }}
+{{- end -}}
+{{- if regexMatch "^[a-z]+://[^/]*:[^/@]+@" $redis.external.url }}
+{{- fail "redis.external.url has a password in it, which everybody who reads the release would see: put the whole URL into a secret and name it in redis.external.existingSecret." }}
+{{- end -}}
+{{- include "laps-sd.validateTls" . -}}
+{{- end -}}
+
+{{- define "laps-sd.validatePool" -}}
+{{- $workers := .pool.workers -}}
+{{- include "laps-sd.validateGrace" (dict "where" (printf "workers of %s" .where) "values" $workers) -}}
+{{- range $role := list "target" "draft" -}}
+{{- $model := get $.pool $role -}}
+{{- if and $model.repo $model.path }}{{ fail (printf "%s of %s has both repo and path: give one." $role $.where) }}{{ end -}}
+{{- if and $model.revision (not $model.repo) }}{{ fail (printf "%s.revision of %s needs %s.repo." $role $.where $role) }}{{ end -}}
+{{- end -}}
+{{- if and (or .pool.draft.repo .pool.draft.path) (not (or .pool.target.repo .pool.target.path)) }}
+{{- fail (printf "%s has a draft and no target: the pair needs both." .where) }}
+{{- end -}}
+{{- if and (or .pool.target.repo .pool.target.path) (eq .pool.model "laps-sd-demo") }}
+{{- fail (printf "%s serves a target of its own under the name of the demo model: give it another model name." .where) }}
+{{- end -}}
+{{- if and (not (or .pool.target.repo .pool.target.path)) (ne .pool.model "laps-sd-demo") }}
+{{- fail (printf "%s has no target: name target.repo or target.path for the model %q, or serve the demo pair as \"laps-sd-demo\"." .where .pool.model) }}
+{{- end -}}
+{{- if and (eq (int $workers.maxSurge) 0) (eq (int $workers.maxUnavailable) 0) }}
+{{- fail (printf "maxSurge and maxUnavailable of the workers of %s are both 0: an update could never begin." .where) }}
+{{- end -}}
+{{- $beat := $workers.settings.heartbeatS | default 1.0 | float64 -}}
+{{- $silence := .root.Values.scheduler.settings.silenceS | default 5.0 | float64 -}}
+{{- if ge $beat $silence }}
+{{- fail (printf "settings.heartbeatS of the workers of %s (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every worker." .where $beat $silence) }}
+{{- end -}}
+{{- $gpu := get ($workers.resources.limits | default dict) "nvidia.com/gpu" -}}
+{{- if and $gpu (eq ($workers.settings.device | default "cuda") "cpu") }}
+{{- fail (printf "The workers of %s ask for a GPU and settings.device says cpu." .where) }}
+{{- end -}}
+{{- if and (not $gpu) (hasPrefix "cuda" ($workers.settings.device | default "cpu")) }}
+{{- fail (printf "settings.device of the workers of %s is %s and no GPU is asked for: add resources.limits.\"nvidia.com/gpu\"." .where $workers.settings.device) }}
+{{- end -}}
+{{- $scaling := $workers.autoscaling -}}
+{{- if ne $scaling.keda "off" -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
+{{- fail (printf "autoscaling.minReplicas of %s must not be larger than maxReplicas." .where) }}
+{{- end -}}
+{{- if and (ne .root.Values.tls.links.mode "off") (not $scaling.authenticationRef) }}
+{{- fail (printf "KEDA cannot dial the scheduler of %s: with tls.links on, name a TriggerAuthentication with a client certificate in autoscaling.authenticationRef." .where) }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Arguments: where, values. */}}
+{{- define "laps-sd.validateGrace" -}}
+{{- $least := add (ceil .values.drainSeconds) (.values.endpointRemovalSeconds | default 0) 10 -}}
+{{- with .values.terminationGracePeriodSeconds -}}
+{{- if lt (int .) (int $least) }}
+{{- fail (printf "terminationGracePeriodSeconds of the %s is %d: it must be at least %d (the time to drain, what comes before it, and 10 seconds to end in), or Kubernetes kills it with requests on it. Leave it empty, or make drainSeconds smaller." $.where (int .) (int $least)) }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "laps-sd.validateTls" -}}
+{{- $links := .Values.tls.links -}}
+{{- $public := .Values.tls.public -}}
+{{- if eq $links.mode "secrets" -}}
+{{- $components := list "scheduler" "gateway" "worker" -}}
+{{- if .Values.operator.enabled }}{{ $components = append $components "operator" }}{{ end -}}
+{{- range $component := $components -}}
+{{- if not (get $links.secrets $component) }}{{ fail (printf "tls.links.mode is secrets: name the one of the %s in tls.links.secrets.%s." $component $component) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $links.mode "certManager") (not $links.issuer.name) }}{{ fail "tls.links.mode is certManager: name the issuer in tls.links.issuer.name. It must be one with a CA of its own (a CA issuer), whose ca.crt both ends trust." }}{{ end -}}
+{{- if and (eq $public.mode "certManager") (not $public.issuer.name) }}{{ fail "tls.public.mode is certManager: name the issuer in tls.public.issuer.name." }}{{ end -}}
+{{- if and (eq $public.mode "secrets") (not $public.secret) }}{{ fail "tls.public.mode is secrets: name the secret (tls.crt, tls.key) in tls.public.secret." }}{{ end -}}
+{{- end -}}

@@ -1,0 +1,98 @@
+{{/* The pod of a worker: of the Deployment, or of the SpeculativePool that the operator makes it from.
+     Arguments: root, pool (with its defaults). */}}
+{{- define "laps-sd.workerTemplate" -}}
+{{- $root := .root -}}
+{{- $pool := .pool -}}
+{{- $values := $pool.workers -}}
+{{- $self := dict "root" $root "pool" $pool "component" "worker" "values" $values -}}
+{{- $image := include "laps-sd.image" (dict "root" $root "image" $values.image "name" "laps-sd-worker") -}}
+{{- $gpu := get ($values.resources.limits | default dict) "nvidia.com/gpu" -}}
+metadata:
+  labels:
+    {{- include "laps-sd.labels" $self | nindent 4 }}
+    {{- with $values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $values.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "laps-sd.name" (dict "root" $root "pool" nil "component" "worker") }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- include "laps-sd.podSecurity" . | nindent 2 }}
+  terminationGracePeriodSeconds: {{ include "laps-sd.gracePeriod" $values }}
+  {{- with $values.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- include "laps-sd.placement" $self | nindent 2 }}
+  {{- if or $pool.target.repo $pool.draft.repo }}
+  initContainers:
+    {{- range $role := list "target" "draft" }}
+    {{- if (get $pool $role).repo }}
+    {{- include "laps-sd.download" (dict "root" $root "pool" $pool "role" $role "image" $image) | nindent 4 }}
+    {{- end }}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: worker
+      image: {{ $image }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      env:
+        {{- include "laps-sd.servingEnv" (dict "grpcPort" 50053 "drainSeconds" $values.drainSeconds) | nindent 8 }}
+        {{- include "laps-sd.linkEnv" (dict "root" $root "pool" $pool) | nindent 8 }}
+        # The scheduler knows the worker by the name of its pod.
+        - name: LAPS_SD_WORKER_NAME
+          valueFrom:
+            fieldRef: {fieldPath: metadata.name}
+        - name: LAPS_SD_POOL
+          value: {{ $pool.name | quote }}
+        {{- range $role := list "target" "draft" }}
+        {{- with include "laps-sd.modelFolder" (get $pool $role) }}
+        - name: LAPS_SD_{{ upper $role }}
+          value: /models/{{ . }}
+        {{- end }}
+        {{- end }}
+        {{- with $pool.contextTokens }}
+        - name: LAPS_SD_CONTEXT_TOKENS
+          value: {{ int . | quote }}
+        {{- end }}
+        {{- if and $gpu (not $values.settings.device) }}
+        - name: LAPS_SD_DEVICE
+          value: cuda
+        {{- end }}
+        - name: HF_HUB_OFFLINE
+          value: "1"
+        - name: HOME
+          value: /tmp
+        {{- include "laps-sd.settings" $values.settings | nindent 8 }}
+      ports:
+        - {name: health, containerPort: 50050}
+        - {name: metrics, containerPort: 9090}
+      {{- include "laps-sd.probes" "readiness" | nindent 6 }}
+      {{- include "laps-sd.containerSecurity" . | nindent 6 }}
+      resources: {{- toYaml $values.resources | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: shared-memory, mountPath: /dev/shm}
+        {{- if or $pool.target.repo $pool.target.path }}
+        - {name: models, mountPath: /models, readOnly: true}
+        {{- end }}
+        {{- if ne $root.Values.tls.links.mode "off" }}
+        - {name: link-tls, mountPath: /etc/laps-sd/link-tls, readOnly: true}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    - name: shared-memory
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+    {{- if or $pool.target.repo $pool.target.path }}
+    - name: models
+      {{- toYaml $pool.modelVolume | nindent 6 }}
+    {{- end }}
+    {{- if ne $root.Values.tls.links.mode "off" }}
+    - name: link-tls
+      secret:
+        secretName: {{ include "laps-sd.linkSecret" (dict "root" $root "component" "worker") }}
+    {{- end }}
+{{- end -}}

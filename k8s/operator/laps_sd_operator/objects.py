@@ -1,0 +1,212 @@
+"""Kubernetes' objects on one side, `reconcile`'s words on the other. Pure: dictionaries in, dictionaries out."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from laps_sd_operator.reconcile import Phase, Pod, Seen, Worker
+
+GROUP, VERSION, PLURAL, KIND = "laps-sd.dev", "v1alpha1", "speculativepools", "SpeculativePool"
+POOL_LABEL = "laps-sd.dev/speculative-pool"
+LAST_SET = "laps-sd.dev/replicas-set"
+"""On the Deployment: the replica count that the operator gave it."""
+TEMPLATE = "laps-sd.dev/template"
+"""On the Deployment: digest of the template that the operator gave it."""
+CHOSEN = "laps-sd.dev/chosen-at"
+"""On a pod that is to go: unix seconds."""
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+LOWEST_COST = "-1000"
+END_S = 10
+"""What a pod gets to end in after its drain."""
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What the scheduler says of a pool."""
+
+    workers: tuple[Worker, ...]
+    cheapest: str | None
+    queued: int
+    backlog_s: float
+    acceptance: float
+    tokens_per_s: float
+    policy: str
+
+
+def template_of(pool: Object) -> dict[str, Any]:
+    """The pods' template: the pool's own, with what the pool says in words."""
+    spec = pool["spec"]
+    template = copy.deepcopy(dict(spec["template"]))
+    template.setdefault("metadata", {}).setdefault("labels", {})[POOL_LABEL] = pool["metadata"]["name"]
+    pod = template["spec"]
+    drain_s = drain_s_of(pool)
+    pod["terminationGracePeriodSeconds"] = math.ceil(drain_s) + END_S
+    worker = next(container for container in pod["containers"] if container["name"] == "worker")
+    given = {"LAPS_SD_DRAIN_S": f"{drain_s:g}"}
+    for role in ("target", "draft"):
+        if spec.get("model", {}).get(role):
+            given[f"LAPS_SD_{role.upper()}"] = spec["model"][role]
+    kept = [one for one in worker.get("env", []) if one["name"] not in given]
+    worker["env"] = kept + [{"name": name, "value": value} for name, value in given.items()]
+    if spec.get("resources"):
+        worker["resources"] = spec["resources"]
+    return template
+
+
+def drain_s_of(pool: Object) -> float:
+    """Seconds."""
+    return float(pool["spec"].get("drainSeconds", 60))
+
+
+def digest(template: Object) -> str:
+    """Of a template, to tell whether a Deployment has it."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def deployment_of(pool: Object, replicas: int) -> dict[str, Any]:
+    """The Deployment of a new pool. It goes with the pool (owner reference)."""
+    template, metadata = template_of(pool), pool["metadata"]
+    selector = {POOL_LABEL: metadata["name"]}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "labels": {**metadata.get("labels", {}), **selector},
+            "annotations": {LAST_SET: str(replicas), TEMPLATE: digest(template)},
+            "ownerReferences": [
+                {
+                    "apiVersion": f"{GROUP}/{VERSION}",
+                    "kind": KIND,
+                    "name": metadata["name"],
+                    "uid": metadata["uid"],
+                    "controller": True,
+                    "blockOwnerDeletion": True,
+                }
+            ],
+        },
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": selector},
+            "strategy": pool["spec"].get("strategy")
+            or {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "progressDeadlineSeconds": 3600,
+            "template": template,
+        },
+    }
+
+
+def seen_of(
+    pool: Object, deployment: Object | None, pods: Sequence[Object], shard: Shard | None, now_s: float
+) -> Seen:
+    """What `reconcile` takes. `pods`: those of the pool's selector."""
+    spec = pool["spec"]
+    replicas = last_set = None
+    up_to_date = True
+    if deployment is not None:
+        annotations = deployment["metadata"].get("annotations", {})
+        replicas = int(deployment["spec"].get("replicas", 1))
+        last_set = int(annotations[LAST_SET]) if annotations.get(LAST_SET, "").isdecimal() else None
+        up_to_date = annotations.get(TEMPLATE) == digest(template_of(pool))
+    return Seen(
+        now_s=now_s,
+        wanted=int(spec.get("replicas", 1)),
+        least=int(spec.get("minReplicas", 0)),
+        most=spec.get("maxReplicas"),
+        drain_s=drain_s_of(pool),
+        replicas=replicas,
+        last_set=last_set,
+        up_to_date=up_to_date,
+        pods=tuple(pod_of(pod) for pod in pods if pod.get("status", {}).get("phase") not in _ENDED),
+        workers=shard.workers if shard is not None else None,
+        cheapest=shard.cheapest if shard is not None else None,
+    )
+
+
+_ENDED = ("Succeeded", "Failed")
+
+
+def pod_of(pod: Object) -> Pod:
+    """One pod in `reconcile`'s words."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions") or ())
+    if not pod["spec"].get("nodeName"):
+        phase = Phase.UNSCHEDULED
+    elif status.get("phase") != "Running":
+        phase = Phase.PENDING
+    else:
+        phase = Phase.READY if ready else Phase.RUNNING
+    chosen = (metadata.get("annotations") or {}).get(CHOSEN)
+    return Pod(
+        name=metadata["name"],
+        phase=phase,
+        terminating=metadata.get("deletionTimestamp") is not None,
+        chosen_s=float(chosen) if chosen else None,
+    )
+
+
+def status_of(pool: Object, seen: Seen, shard: Shard | None) -> dict[str, Any]:
+    """The pool's status. What only the scheduler knows stays out while none answers."""
+    alive = [pod for pod in seen.pods if not pod.terminating]
+    found: dict[str, Any] = {
+        "observedGeneration": pool["metadata"].get("generation", 0),
+        "replicas": len(alive),
+        "ready": sum(pod.phase is Phase.READY for pod in alive),
+        "draining": sum(pod.chosen_s is not None for pod in alive),
+        "selector": f"{POOL_LABEL}={pool['metadata']['name']}",
+    }
+    if shard is not None:
+        found |= {
+            "queued": shard.queued,
+            "backlogSeconds": round(shard.backlog_s, 3),
+            "acceptance": round(shard.acceptance, 4),
+            "tokensPerSecond": round(shard.tokens_per_s, 1),
+            "policy": shard.policy,
+        }
+    return found
+
+
+def scale_patch(before: int, replicas: int) -> list[dict[str, Any]]:
+    """JSON patch of the Deployment: fails where somebody else has scaled it since it was read."""
+    return [
+        {"op": "test", "path": "/spec/replicas", "value": before},
+        {"op": "replace", "path": "/spec/replicas", "value": replicas},
+        last_set_patch(replicas),
+    ]
+
+
+def last_set_patch(replicas: int) -> dict[str, Any]:
+    """One operation of a JSON patch of the Deployment."""
+    return {"op": "add", "path": _annotation(LAST_SET), "value": str(replicas)}
+
+
+def template_patch(pool: Object) -> list[dict[str, Any]]:
+    """JSON patch of the Deployment: the template as a whole, the replica count untouched."""
+    template = template_of(pool)
+    return [
+        {"op": "replace", "path": "/spec/template", "value": template},
+        {"op": "add", "path": _annotation(TEMPLATE), "value": digest(template)},
+    ]
+
+
+def mark_patch(since_s: float | None) -> dict[str, Any]:
+    """Merge patch of a pod; None takes the mark away."""
+    marked = since_s is not None
+    annotations = {
+        CHOSEN: f"{since_s:.3f}" if marked else None,
+        DELETION_COST: LOWEST_COST if marked else None,
+    }
+    return {"metadata": {"annotations": annotations}}
+
+
+def _annotation(name: str) -> str:
+    return "/metadata/annotations/" + name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,86 @@
+"""What the operator asks the scheduler of a pool, and tells it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from laps_sd.v1 import admin_pb2 as pb
+from laps_sd.v1 import admin_pb2_grpc
+from laps_sd.wire import Tls, make_channel
+from laps_sd_operator.objects import Shard
+from laps_sd_operator.reconcile import Worker
+
+TIMEOUT_S = 3.0
+MAX_HOPS = 4
+Reply = TypeVar("Reply")
+
+
+class NoScheduler(Exception):
+    """Nobody who leads the pool could be asked."""
+
+
+async def shard(address: str, tls: Tls | None) -> Shard:
+    """Workers, queue, and who is cheapest to lose. Raises NoScheduler."""
+
+    async def ask(stub: Any) -> Shard:
+        state = await stub.GetShard(pb.GetShardRequest(), timeout=TIMEOUT_S)
+        workers = (await stub.ListWorkers(pb.ListWorkersRequest(), timeout=TIMEOUT_S)).workers
+        try:
+            cheapest = (await stub.NominateVictim(pb.NominateVictimRequest(), timeout=TIMEOUT_S)).worker_id
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:  # of a pool without a worker
+                raise
+            cheapest = ""
+        names = {worker.worker_id: worker.worker_name for worker in workers}
+        speeds = [worker.tokens_per_s for worker in workers]
+        weighed = sum(worker.acceptance * worker.tokens_per_s for worker in workers)
+        return Shard(
+            workers=tuple(
+                Worker(name=worker.worker_name, draining=worker.draining, requests=worker.listed)
+                for worker in workers
+            ),
+            cheapest=names.get(cheapest),
+            queued=state.queued,
+            backlog_s=state.backlog_s,
+            acceptance=weighed / sum(speeds) if sum(speeds) else 0.0,
+            tokens_per_s=sum(speeds),
+            policy=state.policy,
+        )
+
+    return await _ask_leader(address, tls, ask)
+
+
+async def drain(address: str, tls: Tls | None, worker: str) -> None:
+    """Asks a worker to leave; one that is not there has left. Raises NoScheduler."""
+
+    async def ask(stub: Any) -> None:
+        try:
+            await stub.DrainWorker(pb.DrainWorkerRequest(worker=worker), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+
+    await _ask_leader(address, tls, ask)
+
+
+async def _ask_leader(address: str, tls: Tls | None, ask: Callable[[Any], Awaitable[Reply]]) -> Reply:
+    """Asks any scheduler, and the one that a standby names."""
+    last = "nobody answers"
+    tried: set[str] = set()
+    while address not in tried and len(tried) < MAX_HOPS:
+        tried.add(address)
+        async with make_channel(address, tls) as channel:
+            try:
+                return await ask(admin_pb2_grpc.AdminStub(channel))
+            except grpc.aio.AioRpcError as error:
+                last = error.details() or error.code().name
+                named = re.findall(r"[\w.\-\[\]]+:\d+", last)
+                if error.code() is not grpc.StatusCode.FAILED_PRECONDITION or not named:
+                    break
+                address = named[0]
+    raise NoScheduler(f"{address}: {last}")

@@ -1,0 +1,1 @@
+"""Generated stubs of KEDA's contract for external scalers: `make protos`."""

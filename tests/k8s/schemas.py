@@ -1,0 +1,41 @@
+"""The schemas of one version of Kubernetes, read once: what the package's own `validate` reads anew for every object."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.k8s.helm import TOOLS
+
+INSTALLED = TOOLS / "python" / "kubernetes_validate" / "kubernetes-json-schema"
+
+
+class Schemas:
+    """Strict: an unknown field is an error, as for `kubectl apply --validate=strict`."""
+
+    def __init__(self, version: str) -> None:
+        sys.path.append(str(TOOLS / "python"))
+        try:
+            from jsonschema.validators import Draft202012Validator
+            from referencing import Registry, Resource
+        finally:
+            sys.path.remove(str(TOOLS / "python"))
+        self._folder: Path = INSTALLED / f"v{version}.0-local-strict"
+        definitions = Resource.from_contents(self._read("_definitions"))
+        self._registry = Registry().with_resource("/api/_definitions.json", definitions)
+        self._validator = Draft202012Validator
+        self._of_kind: dict[str, Any] = {}
+
+    def _read(self, name: str) -> Any:
+        return json.loads((self._folder / f"{name}.json").read_text(encoding="utf-8"))
+
+    def problems(self, found: dict[str, Any]) -> list[str]:
+        """Sentences with the path of what is wrong."""
+        api = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", found["apiVersion"])
+        kind = f"{found['kind'].lower()}-{api}"
+        if kind not in self._of_kind:
+            self._of_kind[kind] = self._validator(self._read(kind), registry=self._registry)
+        return [f"{error.json_path}: {error.message}" for error in self._of_kind[kind].iter_errors(found)]

@@ -1,0 +1,245 @@
+"""The operator's objects: what it reads from Kubernetes and writes to it, and what it asks a real scheduler."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from laps_sd_operator import objects, scheduler
+from laps_sd_operator.reconcile import Create, Phase, Worker, reconcile
+
+from scheduler_svc.store.embedded import EmbeddedServer
+from tests.helpers import wait_until_async
+from tests.k8s.conftest import missing
+from tests.k8s.helm import CHART, ROOT, find
+from tests.k8s.pod_security import breaches
+from tests.k8s.schemas import Schemas
+from tests.services.scheduler.peers import gateway, start_scheduler, worker
+
+
+@pytest.fixture(scope="module")
+def pool(helm3: Any) -> dict[str, Any]:
+    """As the chart writes it, and as Kubernetes gives it back."""
+    rendered = helm3.render({"operator": {"enabled": True}})
+    found = copy.deepcopy(find(rendered, "SpeculativePool", "demo-worker"))
+    found["metadata"] |= {"namespace": "models", "uid": "u-1", "generation": 3}
+    return found
+
+
+def pod(name: str, **status: Any) -> dict[str, Any]:
+    ready = [{"type": "Ready", "status": "True"}]
+    return {
+        "metadata": {"name": name},
+        "spec": {"nodeName": "n1"},
+        "status": {"phase": "Running", "conditions": ready} | status,
+    }
+
+
+def test_the_deployment_is_the_one_that_the_chart_would_have_made(
+    pool: dict[str, Any], helm3: Any, kubernetes: None
+) -> None:
+    by_chart = find(helm3.render({}), "Deployment", "demo-worker")
+
+    made = objects.deployment_of(pool, 3)
+
+    assert Schemas("1.30").problems(made) == []
+    assert not list(breaches(made["spec"]["template"]["spec"]))
+    assert made["spec"]["replicas"] == 3
+    assert made["spec"]["strategy"] == by_chart["spec"]["strategy"]
+    assert (
+        made["spec"]["selector"]["matchLabels"].items()
+        <= made["spec"]["template"]["metadata"]["labels"].items()
+    )
+    (own,), (charts,) = (one["spec"]["template"]["spec"]["containers"] for one in (made, by_chart))
+    assert {one["name"]: one for one in own["env"]} == {one["name"]: one for one in charts["env"]}
+    assert own["resources"] == charts["resources"]
+    assert made["metadata"]["ownerReferences"][0]["uid"] == "u-1"
+
+
+def test_what_the_pool_says_in_words_wins_over_its_template(pool: dict[str, Any]) -> None:
+    said = copy.deepcopy(pool)
+    said["spec"] |= {
+        "drainSeconds": 90.5,
+        "model": {"target": "/models/t", "draft": "/models/d"},
+        "resources": {"limits": {"nvidia.com/gpu": 1}},
+    }
+
+    spec = objects.template_of(said)["spec"]
+
+    environment = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
+    assert spec["terminationGracePeriodSeconds"] == 101
+    assert environment["LAPS_SD_DRAIN_S"] == "90.5"
+    assert (environment["LAPS_SD_TARGET"], environment["LAPS_SD_DRAFT"]) == ("/models/t", "/models/d")
+    assert spec["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+
+
+def test_a_pool_without_a_deployment_is_seen_as_one_to_create(pool: dict[str, Any]) -> None:
+    assert reconcile(objects.seen_of(pool, None, [], None, 0.0)) == [Create(1)]
+
+
+def test_a_deployment_just_created_needs_nothing(pool: dict[str, Any]) -> None:
+    made = objects.deployment_of(pool, 1)
+
+    assert reconcile(objects.seen_of(pool, made, [pod("a")], None, 0.0)) == []
+
+
+def test_a_changed_pool_makes_the_template_out_of_date(pool: dict[str, Any]) -> None:
+    made = objects.deployment_of(pool, 1)
+    changed = copy.deepcopy(pool)
+    changed["spec"]["drainSeconds"] = 300
+
+    assert objects.seen_of(pool, made, [], None, 0.0).up_to_date
+    assert not objects.seen_of(changed, made, [], None, 0.0).up_to_date
+
+
+def test_pods_are_read_as_far_as_they_have_come() -> None:
+    unscheduled = {"metadata": {"name": "a"}, "spec": {}, "status": {"phase": "Pending"}}
+    not_ready = pod("c", conditions=[{"type": "Ready", "status": "False"}])
+    marked = pod("d")
+    marked["metadata"] |= objects.mark_patch(12.5)["metadata"] | {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+
+    read = [objects.pod_of(one) for one in (unscheduled, pod("b", phase="Pending"), not_ready, marked)]
+
+    assert [one.phase for one in read] == list(Phase)
+    assert (read[3].chosen_s, read[3].terminating) == (12.5, True)
+    assert read[0].chosen_s is None
+
+
+def test_a_mark_carries_the_deletion_cost_and_sparing_takes_both_away() -> None:
+    assert objects.mark_patch(1.0)["metadata"]["annotations"] == {
+        "laps-sd.dev/chosen-at": "1.000",
+        "controller.kubernetes.io/pod-deletion-cost": "-1000",
+    }
+    assert set(objects.mark_patch(None)["metadata"]["annotations"].values()) == {None}
+
+
+def test_scaling_fails_where_somebody_was_faster() -> None:
+    first, *_ = objects.scale_patch(5, 4)
+
+    assert first == {"op": "test", "path": "/spec/replicas", "value": 5}
+
+
+def test_the_status_is_what_the_definition_prints(pool: dict[str, Any]) -> None:
+    shard = objects.Shard(
+        workers=(Worker(name="a"),),
+        cheapest=None,
+        queued=4,
+        backlog_s=12.3456,
+        acceptance=0.68,
+        tokens_per_s=812.0,
+        policy="laps-sd",
+    )
+    seen = objects.seen_of(pool, objects.deployment_of(pool, 1), [pod("a")], shard, 0.0)
+
+    status = objects.status_of(pool, seen, shard)
+
+    version = definition()["spec"]["versions"][0]
+    columns = [one["jsonPath"] for one in version["additionalPrinterColumns"]]
+    printed = {path.removeprefix(".status.") for path in columns if path.startswith(".status.")}
+    assert (
+        printed
+        <= set(status)
+        <= set(version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"])
+    )
+    assert status["replicas"] == status["ready"] == 1
+    assert status["selector"] == f"{objects.POOL_LABEL}=demo-laps-sd-demo-worker"
+    scale = version["subresources"]["scale"]
+    assert scale["statusReplicasPath"] == ".status.replicas"
+
+
+def definition() -> dict[str, Any]:
+    first = next(yaml.safe_load_all((CHART / "crds" / "speculativepools.yaml").read_text(encoding="utf-8")))
+    assert isinstance(first, dict)
+    return first
+
+
+@pytest.mark.parametrize("version", ["1.27", "1.36"])
+def test_the_definitions_are_valid(kubernetes: None, version: str) -> None:
+    text = (CHART / "crds" / "speculativepools.yaml").read_text(encoding="utf-8")
+    for one in yaml.safe_load_all(text):
+        assert Schemas(version).problems(one) == []
+
+
+def test_the_chart_gives_a_pool_nothing_that_its_definition_does_not_have(pool: dict[str, Any]) -> None:
+    properties = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+
+    assert set(pool["spec"]) <= set(properties["properties"])
+    assert set(properties["required"]) <= set(pool["spec"])
+
+
+def test_its_account_can_do_what_it_does_and_no_more(helm3: Any) -> None:
+    role = find(helm3.render({"operator": {"enabled": True}}), "Role", "operator")
+    allowed = {
+        (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
+    }
+
+    assert {("deployments", "create"), ("deployments", "patch"), ("pods", "patch")} <= allowed
+    assert not [one for one in allowed if one[1] in ("*", "delete") or one[0] in ("*", "secrets")]
+
+
+async def test_a_scheduler_says_who_works_and_who_is_cheapest_to_lose(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with EmbeddedServer(tmp_path_factory.mktemp("valkey")).start() as server:
+        leader = await start_scheduler(server.url, shard="op", silence_s=600.0)
+        standby = await start_scheduler(server.url, shard="op", silence_s=600.0)
+        try:
+            await wait_until_async(
+                lambda: leader.leadership.loop or standby.leadership.loop, description="one of them leads"
+            )
+            if leader.leadership.loop is None:
+                leader, standby = standby, leader
+            await wait_until_async(
+                lambda: standby.leadership.leader_address, description="the standby knows who leads"
+            )
+            empty = await scheduler.shard(standby.address, None)
+            assert (empty.workers, empty.cheapest) == ((), None)
+
+            async with (
+                gateway(leader.address) as client,
+                worker(leader.address, "w1") as first,
+                worker(leader.address, "w2"),
+            ):
+                await client.submit("r1")
+                found = await scheduler.shard(standby.address, None)
+                await wait_until_async(lambda: len(found.workers) == 2, description="both workers are there")
+                busy = [one.name for one in found.workers if one.requests]
+                assert found.cheapest is not None
+                assert found.cheapest not in busy
+                assert first is not None
+
+                await scheduler.drain(standby.address, None, found.cheapest)
+                await scheduler.drain(standby.address, None, "never-there")
+                after = await scheduler.shard(leader.address, None)
+                assert [one.name for one in after.workers if one.draining] == [found.cheapest]
+        finally:
+            await leader.crash()
+            await standby.crash()
+
+
+async def test_nobody_who_leads_is_one_error() -> None:
+    with pytest.raises(scheduler.NoScheduler):
+        await scheduler.shard("127.0.0.1:1", None)
+
+
+def test_the_operator_needs_no_torch_and_no_service() -> None:
+    if importlib.util.find_spec("kopf") is None:
+        missing("kopf")
+    program = (
+        "import sys, laps_sd_operator.__main__\n"
+        "print([n for n in ('torch', 'gateway', 'scheduler_svc', 'worker_svc') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "k8s" / "operator",
+        env={"PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PATH": ""},
+    )
+
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

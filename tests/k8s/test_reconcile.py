@@ -1,0 +1,338 @@
+"""What the operator does next: a pure function, against a small world of pods, workers and Kubernetes' own rules."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from laps_sd_operator.reconcile import (
+    Action,
+    Adopt,
+    Create,
+    Drain,
+    Mark,
+    Phase,
+    Pod,
+    Scale,
+    Seen,
+    Spare,
+    Update,
+    Worker,
+    reconcile,
+)
+
+DRAIN_S = 10.0
+
+
+def pods(*names: str, phase: Phase = Phase.READY, **fields: float) -> tuple[Pod, ...]:
+    return tuple(Pod(name=name, phase=phase, **fields) for name in names)  # type: ignore[arg-type]
+
+
+def seen(wanted: int, replicas: int | None, **fields: object) -> Seen:
+    return Seen(now_s=100.0, wanted=wanted, replicas=replicas, last_set=replicas, drain_s=DRAIN_S, **fields)  # type: ignore[arg-type]
+
+
+def test_a_new_pool_gets_its_deployment() -> None:
+    assert reconcile(seen(3, None)) == [Create(3)]
+
+
+def test_scaling_up_is_one_step() -> None:
+    assert reconcile(seen(3, 1, pods=pods("a"))) == [Scale(3)]
+
+
+def test_the_number_stays_within_its_bounds() -> None:
+    assert reconcile(seen(9, 1, most=4, pods=pods("a"))) == [Scale(4)]
+    assert reconcile(seen(0, 1, least=2, pods=pods("a"))) == [Scale(2)]
+
+
+def test_another_template_changes_no_number() -> None:
+    assert reconcile(seen(1, 1, pods=pods("a"), workers=(Worker(name="a"),), up_to_date=False)) == [Update()]
+
+
+def test_the_cheapest_to_lose_is_marked_and_then_drained() -> None:
+    busy = (Worker(name="a", requests=3), Worker(name="b", requests=1))
+
+    actions = reconcile(seen(1, 2, pods=pods("a", "b"), workers=busy, cheapest="b"))
+
+    assert actions == [Mark("b", 100.0), Drain("b")]
+
+
+def test_while_it_drains_nothing_happens() -> None:
+    found = (*pods("a"), *pods("b", chosen_s=95.0))
+    workers = (Worker(name="a", requests=3), Worker(name="b", requests=1, draining=True))
+
+    assert reconcile(seen(1, 2, pods=found, workers=workers, cheapest="a")) == []
+
+
+def test_once_it_is_drained_the_number_falls() -> None:
+    found = (*pods("a"), *pods("b", chosen_s=95.0))
+    workers = (Worker(name="a", requests=3), Worker(name="b", requests=0, draining=True))
+
+    assert reconcile(seen(1, 2, pods=found, workers=workers, cheapest="a")) == [Scale(1)]
+
+
+def test_a_worker_that_ended_when_it_was_drained_counts_as_drained() -> None:
+    found = (*pods("a"), *pods("b", chosen_s=95.0))
+
+    assert reconcile(seen(1, 2, pods=found, workers=(Worker(name="a", requests=3),))) == [Scale(1)]
+
+
+def test_a_drain_that_takes_too_long_is_cut_off() -> None:
+    """Not its requests: they go on elsewhere from their last committed token."""
+    found = (*pods("a"), *pods("b", chosen_s=100.0 - DRAIN_S))
+    workers = (Worker(name="a", requests=3), Worker(name="b", requests=1, draining=True))
+
+    assert reconcile(seen(1, 2, pods=found, workers=workers)) == [Scale(1)]
+
+
+def test_a_pod_that_never_served_goes_before_any_other() -> None:
+    found = (*pods("a", "b"), *pods("new", phase=Phase.PENDING))
+    workers = (Worker(name="a"), Worker(name="b", requests=1))
+
+    assert reconcile(seen(2, 3, pods=found, workers=workers, cheapest="a")) == [Mark("new", 100.0)]
+
+
+def test_what_does_not_exist_yet_is_not_drained() -> None:
+    assert reconcile(seen(1, 4, pods=pods("a", "b"), workers=())) == [Scale(2)]
+
+
+def test_a_mark_stays_until_kubernetes_has_taken_the_pod() -> None:
+    """Taken back a moment too early it would make Kubernetes take another one."""
+    found = (*pods("a"), *pods("b", chosen_s=95.0))
+
+    assert reconcile(seen(1, 1, pods=found, workers=())) == []
+
+
+def test_scaling_up_again_spares_who_was_chosen() -> None:
+    found = (*pods("a"), *pods("b", chosen_s=95.0))
+
+    assert reconcile(seen(2, 2, pods=found, workers=())) == [Spare("b")]
+
+
+def test_nobody_new_is_chosen_while_no_scheduler_answers() -> None:
+    assert reconcile(seen(1, 2, pods=pods("a", "b"), workers=None, cheapest="a")) == []
+
+
+def test_a_deployment_that_was_scaled_by_hand_is_not_fought() -> None:
+    by_hand = Seen(now_s=100.0, wanted=2, replicas=5, last_set=2, pods=pods("a", "b"))
+
+    assert reconcile(by_hand) == [Adopt(5)]
+
+
+# -- the world
+
+
+WORLD_DRAIN_S = 3.0
+"""Short, so that drains are cut off often."""
+
+
+@dataclass
+class WorldPod:
+    phase: Phase = Phase.UNSCHEDULED
+    chosen_s: float | None = None
+    requests: int = 0
+    draining: bool = False
+
+
+@dataclass
+class World:
+    """Kubernetes, its pods, and the workers in them."""
+
+    wanted: int
+    least: int = 0
+    most: int | None = None
+    now_s: float = 0.0
+    replicas: int | None = None
+    last_set: int | None = None
+    pods: dict[str, WorldPod] = field(default_factory=dict)
+    made: int = 0
+    comes_back: bool = True
+    """A drained worker's process is started again, and takes work until its pod goes."""
+    busy_taken_while_idle: list[str] = field(default_factory=list)
+
+    def see(self, *, scheduler: bool = True) -> Seen:
+        up = {name: pod for name, pod in self.pods.items() if pod.phase is Phase.READY}
+        staying = [name for name, pod in up.items() if not pod.draining]
+        return Seen(
+            now_s=self.now_s,
+            wanted=self.wanted,
+            least=self.least,
+            most=self.most,
+            drain_s=WORLD_DRAIN_S,
+            replicas=self.replicas,
+            last_set=self.last_set,
+            pods=tuple(
+                Pod(name=name, phase=pod.phase, chosen_s=pod.chosen_s) for name, pod in self.pods.items()
+            ),
+            workers=tuple(
+                Worker(name=name, draining=pod.draining, requests=pod.requests) for name, pod in up.items()
+            )
+            if scheduler
+            else None,
+            cheapest=min(staying, key=lambda name: (up[name].requests, name), default=None)
+            if scheduler
+            else None,
+        )
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case Create(replicas) | Scale(replicas):
+                self.replicas = self.last_set = replicas
+            case Adopt(replicas):
+                self.wanted = self.last_set = replicas
+            case Mark(name, since_s):
+                self.pods[name].chosen_s = since_s
+            case Spare(name):
+                self.pods[name].chosen_s = None
+            case Drain(name):
+                self.pods[name].draining = True
+
+    def kubernetes(self) -> None:
+        """The controllers of Deployment and ReplicaSet: by phase, then by deletion cost."""
+        while len(self.pods) < (self.replicas or 0):
+            self.made += 1
+            self.pods[f"p{self.made}"] = WorldPod()
+        gone = {}
+        while len(self.pods) > (self.replicas or 0):
+            name = min(self.pods, key=lambda n: (self.pods[n].phase, self.pods[n].chosen_s is None, n))
+            gone[name] = self.pods.pop(name)
+        if any(pod.phase is Phase.READY and not pod.requests for pod in self.pods.values()):
+            self.busy_taken_while_idle += [name for name, pod in gone.items() if pod.requests]
+
+    def live(self, choices: list[int]) -> None:
+        """Time passes: pods come up, requests come and go, drained workers end and come back."""
+        self.now_s += 1.0
+        for (_name, pod), choice in zip(sorted(self.pods.items()), choices, strict=False):
+            if pod.phase is not Phase.READY:
+                pod.phase = Phase(pod.phase + 1)
+            elif pod.draining and pod.requests:
+                pod.requests -= choice % 2
+            elif pod.draining:
+                pod.draining = not self.comes_back or choice % 3 > 0
+            else:
+                pod.requests = max(0, pod.requests + (choice % 4) - 1)
+
+
+small = st.integers(min_value=0, max_value=5)
+starts = st.lists(st.integers(min_value=0, max_value=3), min_size=1, max_size=5)
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["live", "live", "live", "live", "scale", "scale", "late", "by hand", "crash", "no scheduler"]
+        ),
+        st.lists(st.integers(min_value=0, max_value=11), min_size=6, max_size=6),
+    ),
+    min_size=5,
+    max_size=40,
+)
+
+
+def busy_world(requests: list[int], **fields: Any) -> World:
+    """One worker for each entry, up and with so many requests."""
+    count = len(requests)
+    world = World(wanted=count, replicas=count, last_set=count, made=count, **fields)
+    world.pods = {f"p{i + 1}": WorldPod(Phase.READY, requests=n) for i, n in enumerate(requests)}
+    return world
+
+
+def play(world: World, move: str, choices: list[int]) -> None:
+    """One thing that may happen, and the operator's next turn after it."""
+    match move:
+        case "live":
+            world.live(choices)
+        case "scale":
+            world.wanted = choices[0] % 6
+        case "by hand" if world.replicas is not None:
+            world.replicas = choices[0] % 6
+    actions = reconcile(world.see(scheduler=move != "no scheduler"))
+    if move == "crash":
+        actions = actions[: choices[1] % (len(actions) + 1)]
+    for action in actions:
+        world.carry_out(action)
+    if move != "late":  # its controllers may take a while
+        world.kubernetes()
+
+
+@given(start=starts, least=st.integers(0, 2), moves=moves)
+@settings(max_examples=150, deadline=None)
+def test_whatever_happened_it_converges_and_then_rests(start: list[int], least: int, moves: list) -> None:
+    world = busy_world(start, least=least, most=5)
+    for move, choices in moves:
+        play(world, move, choices)
+
+    for turn in range(80):
+        play(world, "live", [turn] * 6)
+
+    assert world.replicas == max(least, min(5, world.wanted)) == len(world.pods)
+    assert all(pod.chosen_s is None for pod in world.pods.values())
+    assert reconcile(world.see()) == []
+
+
+@given(start=starts, moves=moves)
+@settings(max_examples=150, deadline=None)
+def test_doing_it_again_changes_nothing(start: list[int], moves: list) -> None:
+    """While the world stands still a few turns lead to rest, and no action is asked for twice."""
+    world = busy_world(start)
+    for move, choices in moves:
+        play(world, move, choices)
+
+    done: list[Action] = []
+    for _ in range(8):
+        actions = reconcile(world.see())
+        assert not [one for one in actions if one in done], (actions, done)
+        for action in actions:
+            world.carry_out(action)
+        world.kubernetes()
+        done += actions
+
+    assert reconcile(world.see()) == []
+
+
+@given(start=starts, moves=moves)
+@settings(max_examples=150, deadline=None)
+def test_no_busy_worker_goes_while_an_idle_one_exists(start: list[int], moves: list) -> None:
+    """Where the operator decides: not when somebody scales the Deployment past it, nor while no scheduler says who is idle, nor
+    when a drained worker was started again before its pod went (its SIGTERM drains it once more).
+    """
+    world = busy_world(start, comes_back=False)
+    for move, choices in moves:
+        play(world, "live" if move in ("by hand", "no scheduler") else move, choices)
+
+    assert world.busy_taken_while_idle == []
+
+
+@given(start=starts, moves=moves, number=small)
+@settings(max_examples=75, deadline=None)
+def test_a_number_set_by_hand_stands(start: list[int], moves: list, number: int) -> None:
+    world = busy_world(start)
+    for move, choices in moves:
+        play(world, move, choices)
+    play(world, "live", [0] * 6)
+    assume(number != world.replicas)  # else nobody set anything
+    world.replicas = number
+
+    for turn in range(80):
+        play(world, "live", [turn] * 6)
+
+    assert world.replicas == world.wanted == number
+
+
+def test_the_world_notices_a_busy_worker_that_goes_while_another_is_idle() -> None:
+    world = World(wanted=1, replicas=1, last_set=1)
+    world.pods = {"idle": WorldPod(Phase.READY), "busy": WorldPod(Phase.READY, chosen_s=0.0, requests=2)}
+
+    copy.deepcopy(world).kubernetes()
+    world.kubernetes()
+
+    assert world.busy_taken_while_idle == ["busy"]
+
+
+@pytest.mark.parametrize("name", ["time", "asyncio", "kubernetes_asyncio", "kopf", "grpc"])
+def test_the_function_is_pure(name: str) -> None:
+    import laps_sd_operator.reconcile as module
+
+    assert not hasattr(module, name)

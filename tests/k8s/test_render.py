@@ -1,0 +1,192 @@
+"""Every combination renders, with both Helms, to objects that Kubernetes takes, and that its strictest pod standard takes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from tests.k8s.conftest import EVERYTHING, MATRIX
+from tests.k8s.helm import CHART, CRDS
+from tests.k8s.pod_security import breaches, pod_templates
+from tests.k8s.schemas import Schemas
+
+VERSIONS = [f"1.{minor}" for minor in range(27, 37)]
+"""Of Kubernetes; the chart says that it works from the first on."""
+CUSTOM = {"Certificate", "KopfPeering", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_the_chart_lints_without_a_warning(helm: Any, name: str) -> None:
+    values, _ = MATRIX[name]
+
+    helm.lint(values)
+
+
+@pytest.fixture(scope="module")
+def rendered(helm3: Any) -> dict[str, list[dict[str, Any]]]:
+    return {name: helm3.render(values, crds) for name, (values, crds) in MATRIX.items()}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_both_helms_render_the_same(rendered: Any, helm4: Any, name: str) -> None:
+    values, crds = MATRIX[name]
+    if crds and values is not EVERYTHING and "monitoring" not in values:
+        pytest.skip("offline the library of Helm 4 cannot be told what a cluster has installed")
+
+    ours = {f"{o['kind']}/{o['metadata']['name']}": o for o in without_chance(rendered[name])}
+    theirs = {f"{o['kind']}/{o['metadata']['name']}": o for o in without_chance(helm4.render(values))}
+
+    assert ours.keys() == theirs.keys()
+    assert ours == theirs
+
+
+def without_chance(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A password that is made anew each time is none of the chart's differences."""
+    found = copy.deepcopy(found)
+    for one in found:
+        if one["kind"] == "Secret":
+            one["data"] = sorted(one["data"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def distinct(rendered: Any) -> list[dict[str, Any]]:
+    everything = (found for some in rendered.values() for found in some)
+    return list({json.dumps(found, sort_keys=True): found for found in everything}.values())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid_in_every_version_of_kubernetes(
+    distinct: Any, kubernetes: None, version: str
+) -> None:
+    schemas = Schemas(version)
+    own = [found for found in distinct if found["kind"] not in CUSTOM]
+    if version not in (VERSIONS[0], VERSIONS[-1]):
+        # All of them at both ends; in between the fullest of each kind, since a schema takes a while.
+        own = list({found["kind"]: found for found in sorted(own, key=lambda o: len(json.dumps(o)))}.values())
+    assert {"Deployment", "StatefulSet", "NetworkPolicy", "HorizontalPodAutoscaler", "Pod"} <= {
+        found["kind"] for found in own
+    }
+
+    wrong = {
+        f"{found['kind']}/{found['metadata']['name']}": problems
+        for found in own
+        if (problems := schemas.problems(found))
+    }
+
+    assert wrong == {}
+
+
+def test_a_field_that_kubernetes_does_not_know_would_be_found(kubernetes: None) -> None:
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "a"}, "unknown": 1}
+
+    assert Schemas("1.30").problems(account) != []
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_every_pod_keeps_to_the_standard_restricted(rendered: Any, name: str) -> None:
+    pods = dict(pod_templates(rendered[name]))
+    assert len(pods) >= 4
+
+    found = {
+        pod: [breach for breach in breaches(spec) if "'hostPath'" not in breach] for pod, spec in pods.items()
+    }
+
+    assert found == {pod: [] for pod in pods}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_every_container_has_a_read_only_root_and_says_what_it_needs(rendered: Any, name: str) -> None:
+    for pod, spec in pod_templates(rendered[name]):
+        assert spec.get("automountServiceAccountToken") is False or "operator" in pod
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True, pod
+            assert container["resources"]["limits"]["memory"], pod
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_every_mount_has_its_volume_and_every_volume_a_mount(rendered: Any, name: str) -> None:
+    for pod, spec in pod_templates(rendered[name]):
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
+        if pod.endswith("redis"):
+            volumes.add("data")
+        containers = [*spec.get("initContainers", []), *spec["containers"]]
+        mounts = {mount["name"] for c in containers for mount in c.get("volumeMounts", [])}
+
+        assert mounts == volumes, pod
+
+
+@pytest.mark.parametrize("name", ["defaults", "everything"])
+def test_names_are_short_enough_for_the_labels_that_kubernetes_makes_of_them(helm3: Any, name: str) -> None:
+    values, crds = MATRIX[name]
+    longest = copy.deepcopy(values) | {"fullnameOverride": "a" * 60}
+    longest["pools"] = [
+        pool | {"name": "p" * 15 + str(i)}
+        for i, pool in enumerate(values.get("pools", [{"model": "laps-sd-demo"}]))
+    ]
+
+    for found in helm3.render(longest, crds):
+        assert len(found["metadata"]["name"]) <= (52 if found["kind"] == "StatefulSet" else 63), found[
+            "metadata"
+        ]["name"]
+
+
+def test_what_a_cluster_lacks_is_left_out(helm3: Any) -> None:
+    auto = {"monitoring": {"podMonitor": "auto", "rules": "auto"}}
+    auto["poolDefaults"] = {"workers": {"autoscaling": {"keda": "auto"}}}
+
+    without = {found["kind"] for found in helm3.render(auto)}
+    having = {found["kind"] for found in helm3.render(auto, CRDS)}
+
+    assert having - without == {"PodMonitor", "PrometheusRule", "ScaledObject"}
+
+
+def test_services_and_policies_select_pods_that_exist(rendered: Any) -> None:
+    """And every pod of the chart is under a network policy but that of `helm test`."""
+    found = rendered["everything"]
+    pods = {
+        f"{o['kind']}/{o['metadata']['name']}": o["spec"]["template"]["metadata"]["labels"]
+        for o in found
+        if "template" in o.get("spec", {})
+    }
+    selected: set[str] = set()
+    for one in found:
+        if one["kind"] == "Service":
+            selector = one["spec"]["selector"]
+        elif one["kind"] in ("PodDisruptionBudget",):
+            selector = one["spec"]["selector"]["matchLabels"]
+        elif one["kind"] == "NetworkPolicy":
+            selector = one["spec"]["podSelector"]["matchLabels"]
+        else:
+            continue
+        hit = {pod for pod, labels in pods.items() if selector.items() <= labels.items()}
+        assert hit, one["metadata"]["name"]
+        if one["kind"] == "NetworkPolicy":
+            selected |= hit
+    assert selected == set(pods)
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
+    import re
+
+    import gateway.metrics
+    import scheduler_svc.metrics
+    import worker_svc.metrics
+    from laps_sd.metrics import REGISTRY
+
+    assert gateway.metrics and scheduler_svc.metrics and worker_svc.metrics
+    exposed = {family.name for family in REGISTRY.collect()}
+    texts = [
+        (CHART / "dashboards" / "laps-sd.json").read_text(encoding="utf-8"),
+        (CHART / "templates" / "monitoring" / "rules.yaml").read_text(encoding="utf-8"),
+    ]
+    asked = {name for text in texts for name in re.findall(r"laps_sd_[a-z_]+", text)} - {
+        "laps_sd_dev_pool",
+        "laps_sd_dev_pool_",
+    }
+    assert len(asked) > 15
+
+    assert {re.sub("_(total|bucket)$", "", name) for name in asked} <= exposed

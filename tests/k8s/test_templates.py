@@ -1,0 +1,74 @@
+"""What the templates do, and what they refuse: cases.yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.k8s.helm import CHART, Refused, find
+
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+ABSENT = object()
+
+
+def at(found: Any, path: str) -> Any:
+    """a.b[0].c["d.e"][name=x] of objects in objects; ABSENT where there is nothing."""
+    for step in re.findall(r'\["[^"]+"\]|\[[^\]]+\]|[^.\[\]]+', path):
+        if step.startswith('["'):
+            found = found.get(step[2:-2], ABSENT)
+        elif step.startswith("[name="):
+            found = next((one for one in found if one["name"] == step[6:-1]), ABSENT)
+        elif step.startswith("["):
+            index = int(step[1:-1])
+            found = found[index] if index < len(found) else ABSENT
+        else:
+            found = found.get(step, ABSENT)
+        if found is ABSENT:
+            return ABSENT
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["it"])
+def test_the_chart(helm3: Any, case: dict[str, Any]) -> None:
+    if "refused" in case:
+        with pytest.raises(Refused, match=re.escape(case["refused"])):
+            helm3.render(case["set"])
+        return
+    kind, _, name = case["object"].partition("/")
+
+    found = find(helm3.render(case.get("set", {})), kind, name)
+
+    assert {path: at(found, path) for path in case.get("paths", {})} == case.get("paths", {})
+    assert [path for path in case.get("absent", []) if at(found, path) is not ABSENT] == []
+
+
+def test_notes_name_the_next_command_and_what_is_only_good_for_a_trial(helm4: Any) -> None:
+    notes = helm4.notes({"scheduler": {"replicas": 1}})
+
+    assert "helm test demo -n models --logs" in notes
+    assert "port-forward service/demo-laps-sd-demo-gateway 50051:50051" in notes
+    assert "good for a trial" in notes
+    assert "no standby" in notes
+
+
+def test_every_value_is_used_by_a_template() -> None:
+    templates = "".join(path.read_text(encoding="utf-8") for path in (CHART / "templates").rglob("*.*"))
+    names = set(keys(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))))
+
+    assert sorted(name for name in names if not re.search(rf"\b{name}\b", templates)) == []
+
+
+def keys(values: dict[str, Any]) -> Iterator[str]:
+    """Of all levels but those that Kubernetes reads as they are."""
+    for name, value in values.items():
+        yield name
+        if isinstance(value, dict) and name not in AS_THEY_ARE:
+            yield from keys(value)
+
+
+AS_THEY_ARE = {"resources", "modelVolume", "dashboardLabels"}

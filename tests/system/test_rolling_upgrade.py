@@ -1,0 +1,101 @@
+"""A rolling upgrade as the chart does it, process by process, under traffic: no call fails and every text is what it would have been."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import grpc.aio
+import pytest
+
+from laps_sd.local import LocalStack
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import inference_pb2_grpc
+from tests.conftest import StackMaker
+from tests.helpers import wait_until_async
+from tests.system.calls import Outcome, seeded, stream
+
+CLIENTS = 4
+
+
+class Service:
+    """A Kubernetes Service in front of the gateways: new calls go to those that are listed, in turn."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.channels = {address: grpc.aio.insecure_channel(address) for address in addresses}
+        self.listed = list(addresses)
+        self._turn: Iterator[int] = itertools.count()
+
+    def stub(self) -> inference_pb2_grpc.InferenceStub:
+        address = self.listed[next(self._turn) % len(self.listed)]
+        return inference_pb2_grpc.InferenceStub(self.channels[address])
+
+
+def request(number: int) -> pb.GenerateRequest:
+    return seeded(f"prompt {number}", seed=number, max_tokens=40, ignore_eos=True)
+
+
+async def replace(stack: LocalStack, name: str) -> None:
+    """SIGTERM, the end, and the same again: a pod of a StatefulSet, or one that was surged before."""
+    await asyncio.to_thread(stack.terminate, name, timeout_s=60.0)
+    wait = not name.startswith("scheduler")  # a standby's readiness is its leading
+    await asyncio.to_thread(stack.restart, name, wait=wait)
+
+
+@pytest.mark.long
+async def test_every_component_is_replaced_under_traffic_and_no_request_notices(
+    make_stack: StackMaker,
+) -> None:
+    stack = make_stack(schedulers=2, gateways=2, workers=2, slots=4, drain_s=40.0)
+    service = Service(stack.gateway_addresses)
+    numbers, done = itertools.count(1), asyncio.Event()
+    outcomes: dict[int, Outcome] = {}
+    part = ""
+    during: dict[str, int] = {}
+
+    async def client() -> None:
+        while not done.is_set():
+            number = next(numbers)
+            outcomes[number] = await stream(service.stub(), request(number))
+            during[part] = during.get(part, 0) + 1
+
+    async def some_more(count: int) -> None:
+        seen = len(outcomes)
+        await wait_until_async(
+            lambda: len(outcomes) >= seen + count, description="calls go on ending", timeout_s=60.0
+        )
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(CLIENTS):
+            clients.create_task(client())
+        await some_more(CLIENTS)
+
+        part = "gateways"
+        for number, address in enumerate(list(service.listed)):
+            service.listed.remove(address)  # the endpoint goes before the signal: preStop
+            await replace(stack, f"gateway-{number}")
+            service.listed.append(address)
+            await some_more(2)
+        part = "schedulers"
+        for name in ("scheduler-1", "scheduler-0"):
+            await replace(stack, name)
+            await some_more(2)
+        part = "workers"
+        for old in ("worker-0", "worker-1"):
+            await asyncio.to_thread(stack.add_worker)  # maxSurge
+            await asyncio.to_thread(stack.terminate, old, timeout_s=60.0)
+            await some_more(2)
+        done.set()
+
+    assert {"gateways", "schedulers", "workers"} <= set(during)
+    assert {outcome.end.finish_reason for outcome in outcomes.values() if outcome.end} == {
+        pb.FINISH_REASON_LENGTH
+    }
+    for number, outcome in sorted(outcomes.items()):
+        assert len(outcome.tokens) == 40
+        if number % 5 == 0:  # a sample is run again, with nothing in its way
+            calm = await stream(service.stub(), request(number))
+            assert (calm.tokens, calm.text) == (outcome.tokens, outcome.text)
+    for channel in service.channels.values():
+        await channel.close()
