@@ -59,6 +59,10 @@ OWNED: dict[str, dict[str, str]] = {
     "scheduler": {
         **_SERVING,
         "redis_url": "redis",
+        "redis_password_file": "redis.external.passwordSecret",
+        "redis_tls_ca": "redis.external.caSecret",
+        "redis_tls_cert": "redis.external.clientSecret",
+        "redis_tls_key": "redis.external.clientSecret",
         "shard": "pools[].name",
         "pool": "pools[].name",
         "advertise_address": "the pod's name",

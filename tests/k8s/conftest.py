@@ -92,7 +92,13 @@ EVERYTHING: dict[str, Any] = {
     "scheduler": {"replicas": 3, "settings": {"policy": "srpt-length"}, "podAnnotations": {"a": "b"}},
     "redis": {
         "bundled": {"enabled": False},
-        "external": {"existingSecret": "redis", "caSecret": "redis-ca", "port": 6380},
+        "external": {
+            "existingSecret": "redis",
+            "caSecret": "redis-ca",
+            "clientSecret": "redis-client",
+            "passwordSecret": "redis-password",
+            "port": 6380,
+        },
     },
     "tls": {"links": ISSUER, "public": ISSUER | {"dnsNames": ["models.example.com"]}},
     "networkPolicy": {

@@ -90,7 +90,7 @@ def test_every_setting_arrives_under_its_name(generate: Any, helm: Any, service:
     given.pop("device", None)
     for name, value in {
         "heartbeat_s": 0.5,
-        "link_silence_s": 7.0,
+        "silence_s": 7.0,
         "backoff_max_s": 3.0,
         "engine": "demo",
     }.items():
