@@ -122,7 +122,7 @@ def test_backlogged_tenants_differ_by_the_longest_request_and_a_round(  # type: 
 @pytest.mark.long
 @ANY_POLICY
 @given(loads=LOADS, slots=SLOTS, reserved_share=st.booleans())
-@examples(max_examples=100, deadline=None, phases=NO_SHRINKING)
+@examples(max_examples=40, deadline=None, phases=NO_SHRINKING)
 def test_the_same_at_length(policy, loads, slots, reserved_share) -> None:  # type: ignore[no-untyped-def]
     check_bound(policy, loads, slots, reserved_share)
 
