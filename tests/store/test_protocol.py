@@ -167,7 +167,7 @@ class Protocol(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        shard = new_shard()
+        shard = self.shard = new_shard()
         self.schedulers = [Scheduler(Store.open(self.url, shard)) for _ in range(SCHEDULERS)]
         self.workers = {f"w{at}": Worker(f"w{at}") for at in range(WORKERS)}
         self.reader = Store.open(self.url, shard)
@@ -305,7 +305,8 @@ class Protocol(RuleBasedStateMachine):
     def submit(self, draw: int, key: bool, retried: bool) -> None:
         scheduler = pick(self.those(leads), draw)
         request_id = f"r{len(self.accepted)}"
-        new = a_request(request_id, idempotency_key=f"k-{request_id}" if key else "")
+        # Keys are one for all shards, and each example has a shard of its own.
+        new = a_request(request_id, idempotency_key=f"{self.shard} {request_id}" if key else "")
         results = self.write(scheduler, scheduler.store.submit([new]))
         if results is None:
             return
