@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.calls import Calls
 from gateway.link import ShardLink
 from gateway.service import InferenceService
 from gateway.settings import GatewaySettings
@@ -22,8 +23,8 @@ class GatewayApp:
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
         self.app = ServiceApp("gateway", settings)
         self.link = ShardLink(settings, settings.shard)
-        service = InferenceService(settings, model, {settings.shard: self.link})
-        inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
+        self.calls = Calls(settings, model, {settings.shard: self.link})
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self.calls), self.app.server)
         self.app.names.append(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
 
     async def start(self) -> None:

@@ -65,6 +65,9 @@ class GatewaySettings(LinkSettings, ServingSettings):
     default_max_tokens: int = field(
         1024, help="max_tokens of a request that gives none (less where the context leaves less).", minimum=1
     )
+    max_choices: int = field(
+        16, help="Outputs that one call may ask for: prompts times n.", minimum=1, maximum=1024
+    )
     max_priority: int = field(
         100, help="Priorities from minus this to this are accepted.", minimum=0, maximum=2**31 - 1
     )

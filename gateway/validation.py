@@ -25,6 +25,7 @@ __all__ = [
     "check_ids",
     "check_request",
     "check_request_id",
+    "choices_of",
     "complete",
     "shard_of",
     "valid_traceparent",
@@ -86,8 +87,15 @@ def check_request(
             )
     if request.HasField("expected_output_tokens") and request.expected_output_tokens < 1:
         raise InvalidArgument("expected_output_tokens", "must be at least 1, got 0")
+    if request.HasField("n") and not 1 <= request.n <= settings.max_choices:
+        raise InvalidArgument("n", f"must be from 1 to {settings.max_choices}, got {request.n}")
     if request.logprobs > settings.max_logprobs:
         raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
+
+
+def choices_of(request: inference_pb2.GenerateRequest) -> int:
+    """How many outputs a checked request asks for."""
+    return request.n if request.HasField("n") else 1
 
 
 def _check_prompt(
@@ -201,8 +209,13 @@ def complete(
     request_id: str,
     tenant: str,
     fallback_seed: int,
+    choice: int = 0,
 ) -> gateway_link_pb2.Submit:
-    """The submission of a checked request, defaults filled in. Raises InvalidArgument when it does not fit the context."""
+    """The submission of a checked request, defaults filled in. Raises InvalidArgument when it does not fit the context.
+
+    Each choice is a request of its own, whose seed is the choice's number further (our choice); the first is what the
+    request would be with n = 1.
+    """
     prompt = request.WhichOneof("prompt") or "prompt"
     if not prompt_ids:
         raise InvalidArgument(prompt, "must make at least one token, got none")
@@ -228,7 +241,7 @@ def complete(
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         top_k=sampling.top_k,
-        seed=sampling.seed if sampling.HasField("seed") else fallback_seed,
+        seed=((sampling.seed if sampling.HasField("seed") else fallback_seed) + choice) % 2**64,
         stop=sampling.stop,
         ignore_eos=sampling.ignore_eos,
     )
@@ -243,7 +256,9 @@ def complete(
         request_id=request_id,
         tenant=tenant,
         specification=specification,
-        idempotency_key=request.idempotency_key,
+        idempotency_key=f"{request.idempotency_key}/{choice}"
+        if request.idempotency_key and choice
+        else request.idempotency_key,
         body_hash=body_hash(request),
         priority=request.priority,
         workload_class=request.workload_class,

@@ -446,6 +446,71 @@ class TestResume:
         call.cancel()
 
 
+class TestChoices:
+    """n above 1: every choice is a request of its own."""
+
+    async def test_each_has_an_id_a_seed_an_end_and_its_number(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(
+            GenerateRequest(text="x", n=3, sampling=SamplingParams(seed=2**64 - 1))
+        )
+        ids = [await scheduler.submitted(count) for count in (1, 2, 3)]
+        for number in (2, 0, 1):
+            scheduler.commit(ids[number], [70 + number, 80], Kind.KIND_LENGTH)
+        events = await rest(call)
+
+        assert [event.WhichOneof("event") for event in events[:3]] == ["accepted"] * 3
+        assert [event.accepted.request_id for event in events[:3]] == ids
+        assert [event.accepted.seed for event in events[:3]] == [2**64 - 1, 0, 1]
+        for number in range(3):
+            of_choice = [event for event in events if event.choice == number]
+            assert ids_of(of_choice) == [70 + number, 80]
+            assert [event.WhichOneof("event") for event in of_choice].count("end") == 1
+            assert of_choice[-1].end.request_id == ids[number]
+        await nobody_left(running)
+
+    async def test_the_unary_call_has_them_all(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.Generate(GenerateRequest(text="x", n=2))
+        first, second = [await scheduler.submitted(count) for count in (1, 2)]
+        scheduler.commit(second, [71], Kind.KIND_LENGTH)
+        scheduler.commit(first, [70], Kind.KIND_STOP)
+        response = await call
+        (other,) = response.more
+
+        assert (list(response.token_ids), list(other.token_ids)) == ([70], [71])
+        assert response.end.finish_reason == FinishReason.FINISH_REASON_STOP
+        assert other.end.finish_reason == FinishReason.FINISH_REASON_LENGTH
+
+    async def test_an_idempotency_key_names_each_of_them(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        request = GenerateRequest(text="x", n=2, idempotency_key="k")
+        call = running.stub.GenerateStream(request)
+        ids = [await scheduler.submitted(count) for count in (1, 2)]
+        again = running.stub.GenerateStream(request)
+        accepted = [(await again.read()).accepted for _ in ids]
+
+        assert [one.request_id for one in accepted] == ids
+        assert all(one.attached for one in accepted)
+        call.cancel()
+        again.cancel()
+
+    async def test_all_of_them_go_with_their_client(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.GenerateStream(GenerateRequest(text="x", n=2))
+        await call.read()
+        call.cancel()
+
+        await scheduler.wait_heard("detach", 2)
+        await nobody_left(running)
+
+    @pytest.mark.parametrize("n", [0, 17])
+    async def test_are_bounded(self, running: Running, n: int) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="x", n=n))
+        assert violations(error.value) == [("n", f"must be from 1 to 16, got {n}")]
+
+
 class TestCancel:
     async def test_ends_the_stream_and_is_idempotent(
         self, running: Running, scheduler: FakeScheduler
