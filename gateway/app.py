@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from gateway.calls import Calls
+from gateway.http_server import HttpServer
 from gateway.link import ShardLink
 from gateway.service import InferenceService
 from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
 from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import demo_target_dir
@@ -18,20 +20,46 @@ __all__ = ["GatewayApp", "load_configured_model", "serve"]
 
 
 class GatewayApp:
-    """`start`, then `app.run()` until a signal, or `app.stop()`."""
+    """`start`, then `run()` until a signal, or `stop()`."""
 
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
         self.app = ServiceApp("gateway", settings)
         self.link = ShardLink(settings, settings.shard)
         self.calls = Calls(settings, model, {settings.shard: self.link})
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self.calls), self.app.server)
+        tenants = Tenants(settings)
+        service = InferenceService(self.calls, tenants)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
         self.app.names.append(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
 
+        self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
+
     async def start(self) -> None:
-        """Binds the port. Health says SERVING once a leader of the shard has greeted."""
+        """Binds the ports. Health says SERVING once a leader of the shard has greeted."""
         await self.app.start()
+        if self.http is not None:
+            await self.http.start()
         self.app.spawn(self.link.run(), name=f"link to shard {self.link.shard}")
         self.app.spawn(self._become_ready(), name="waiting for a leader", may_end=True)
+
+    async def run(self) -> None:
+        """Serves until a signal, or the failure of a task, which it raises."""
+        try:
+            await self.app.run(self._drain)
+        finally:
+            await self._close()
+
+    async def stop(self) -> None:
+        """As the first signal would, and waits for the end."""
+        await self.app.stop(self._drain)
+        await self._close()
+
+    async def _drain(self) -> None:
+        if self.http is not None:
+            await self.http.stop_listening()
+
+    async def _close(self) -> None:
+        if self.http is not None:
+            await self.http.close()
 
     async def _become_ready(self) -> None:
         await self.link.greeted.wait()
@@ -57,4 +85,4 @@ async def serve(settings: GatewaySettings) -> None:
     """One gateway until a signal."""
     gateway = GatewayApp(settings, load_configured_model(settings))
     await gateway.start()
-    await gateway.app.run()
+    await gateway.run()

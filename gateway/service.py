@@ -10,41 +10,25 @@ import grpc.aio
 
 from gateway.calls import Caller, Calls, Generation
 from gateway.link import deadline_of
+from gateway.tenants import Tenants
 from gateway.validation import valid_traceparent
-from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
 
-__all__ = ["TENANT_KEY", "InferenceService", "tenant_of"]
+__all__ = ["InferenceService"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-ANONYMOUS = "anonymous"
-TENANT_KEY = "laps-sd-tenant"
-MAX_TENANT_CHARACTERS = 64
 
-
-def tenant_of(context: Context, *, trust_metadata: bool) -> str:
-    """Whose call this is. The one place that decides it."""
-    if not trust_metadata:
-        return ANONYMOUS
-    tenant = _metadata(context, TENANT_KEY)
-    if len(tenant) > MAX_TENANT_CHARACTERS:
-        raise InvalidArgument(
-            TENANT_KEY, f"must be at most {MAX_TENANT_CHARACTERS} characters, got {len(tenant)}"
-        )
-    return tenant or ANONYMOUS
-
-
-def _metadata(context: Context, key: str) -> str:
-    value = next((value for name, value in context.invocation_metadata() or () if name == key), "")
-    return value if isinstance(value, str) else ""
+def _metadata(context: Context) -> dict[str, str]:
+    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """See the proto."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, tenants: Tenants) -> None:
         self._calls = calls
+        self._tenants = tenants
 
     # The handlers write to the context instead of yielding: a cancelled call then runs their `finally` at once.
     # gRPC cancels a call at its deadline, so no wait here looks at it.
@@ -94,10 +78,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     def _caller(self, context: Context) -> Caller:
+        metadata = _metadata(context)
         return Caller(
-            tenant=tenant_of(context, trust_metadata=self._calls.settings.trust_tenant_metadata),
+            tenant=self._tenants.of(metadata),
             deadline=deadline_of(context.time_remaining(), asyncio.get_running_loop().time()),
-            traceparent=valid_traceparent(_metadata(context, "traceparent")),
+            traceparent=valid_traceparent(metadata.get("traceparent", "")),
         )
 
 

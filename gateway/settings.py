@@ -18,6 +18,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
     """One gateway process."""
 
     grpc_host: str = field("127.0.0.1", help="Address the gRPC server listens on; 0.0.0.0 in a container")
+    http_port: int | None = field(
+        8000,
+        help="Port of the OpenAI-style HTTP server, at the address of the gRPC server; 0 takes a free one, empty serves none",
+        minimum=0,
+        maximum=65535,
+    )
     drain_s: float = field(
         30.0,
         help="Time between the first signal and the end for calls in progress",
@@ -46,7 +52,8 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     trust_tenant_metadata: bool = field(
         False,
-        help="Take the tenant from the laps-sd-tenant metadata of a call; only behind a proxy that sets it.",
+        help="Take the tenant from the metadata or header laps-sd-tenant of a call, else x-llm-d-inference-fairness-id;"
+        " only behind a proxy that sets it.",
     )
 
     max_streams: int = field(

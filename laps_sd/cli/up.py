@@ -108,6 +108,9 @@ def up(
     gateway_port: Annotated[
         int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0: a free one.")
     ] = 50051,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port of the gateway (OpenAI); 0: a free one.")
+    ] = 8000,
     scheduler_port: Annotated[
         int, typer.Option(min=0, max=65535, help="gRPC port of the scheduler; 0: a free one.")
     ] = 50052,
@@ -139,7 +142,9 @@ def up(
         # Whatever else is set in the shell holds for the services too; what the stack decides wins.
         environment={key: value for key, value in os.environ.items() if key.startswith(PREFIX)},
     )
-    ports = Ports(gateway=gateway_port, scheduler=scheduler_port, metrics=metrics_port or None)
+    ports = Ports(
+        gateway=gateway_port, http=http_port, scheduler=scheduler_port, metrics=metrics_port or None
+    )
     # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -187,7 +192,7 @@ def _show_demo(console: Console, stack: LocalStack) -> None:
 def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
     gateway = stack.gateway_address
     elsewhere = "" if gateway == "127.0.0.1:50051" else f" --url {gateway}"
-    console.print(f"\nListening: gRPC {gateway}")
+    console.print(f"\nListening: gRPC {gateway}, HTTP (OpenAI) {stack.http_url}")
     console.print(f"Metrics: {stack.metrics_url('gateway')}, scheduler gRPC {stack.scheduler_address}")
     console.print("Try in another terminal:")
     console.print(
@@ -195,6 +200,12 @@ def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
     )
     console.print(
         f'  grpcurl -plaintext -d \'{{"text": "Once"}}\' {gateway} laps_sd.v1.Inference/GenerateStream',
+        markup=False,
+        soft_wrap=True,
+    )
+    body = f'{{"model": "{stack.options.model}", "prompt": "Once", "stream": true}}'
+    console.print(
+        f"  curl -N {stack.http_url}/completions -H 'Content-Type: application/json' -d '{body}'",
         markup=False,
         soft_wrap=True,
     )
