@@ -25,8 +25,8 @@ class GatewayApp:
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
         self.app = ServiceApp("gateway", settings)
         self.link = ShardLink(settings, settings.shard)
-        self.calls = Calls(settings, model, {settings.shard: self.link})
-        tenants = Tenants(settings)
+        self.tenants = tenants = Tenants(settings)
+        self.calls = Calls(settings, model, {settings.shard: self.link}, tenants)
         service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
         self.app.names.append(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
@@ -39,6 +39,8 @@ class GatewayApp:
         if self.http is not None:
             await self.http.start()
         self.app.spawn(self.link.run(), name=f"link to shard {self.link.shard}")
+        if self.calls.settings.api_keys_file is not None:
+            self.app.spawn(self.tenants.watch(), name="file of tenants")
         self.app.spawn(self._become_ready(), name="waiting for a leader", may_end=True)
 
     async def run(self) -> None:

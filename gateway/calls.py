@@ -24,6 +24,7 @@ from gateway.link import ShardLink
 from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
 from gateway.streams import ClientStream
+from gateway.tenants import Tenants
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from gateway.validation import check_request, check_request_id, choices_of, complete, shard_of
 from laps_sd.errors import InvalidArgument, LapsSdError, NotFound, ResourceExhausted
@@ -57,9 +58,16 @@ class Caller:
 class Calls:
     """One model; the links, by shard, must include the settings' shard."""
 
-    def __init__(self, settings: GatewaySettings, model: ModelFiles, links: Mapping[str, ShardLink]) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        model: ModelFiles,
+        links: Mapping[str, ShardLink],
+        tenants: Tenants,
+    ) -> None:
         self.settings = settings
         self.model = model
+        self._tenants = tenants
         self._links = links
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
 
@@ -72,18 +80,22 @@ class Calls:
         Choices are numbered through: those of the first request, then those of the second.
         """
         began = _now()
-        try:
-            submissions = await self._submissions(requests, caller)
-        except LapsSdError as error:
-            metrics.REFUSED.labels(error.code.name).inc()
-            raise
-        link = self._links[self.settings.shard]
+        tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
+            try:
+                count = self._check(requests, caller)
+                stack.enter_context(self._tenants.admitted(caller.tenant, count, now=began, new=True))
+                submissions = await self._submissions(requests, caller)
+            except LapsSdError as error:
+                metrics.REFUSED.labels(error.code.name).inc()
+                metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
+                raise
+            link = self._links[self.settings.shard]
             attachments = [
                 _Attachment(link, stack, link.submit(submit, deadline=caller.deadline))
                 for submit in submissions
             ]
-            async with self._opened(stack, attachments, began=began) as generation:
+            async with self._opened(stack, attachments, began=began, tenant=tenant) as generation:
                 yield generation
 
     @asynccontextmanager
@@ -95,8 +107,11 @@ class Calls:
         link = self._link_of(request_id)
         self._check_room(link, 1)
         with ExitStack() as stack:
+            stack.enter_context(self._tenants.admitted(caller.tenant, 1, now=began, new=False))
             attachment = _Attachment(link, stack, link.attach(request_id, tenant=caller.tenant))
-            async with self._opened(stack, [attachment], began=began, cursor=cursor) as generation:
+            async with self._opened(
+                stack, [attachment], began=began, tenant=self._tenants.label(caller.tenant), cursor=cursor
+            ) as generation:
                 yield generation
 
     async def cancel(self, request_id: str, caller: Caller) -> bool:
@@ -111,18 +126,23 @@ class Calls:
 
     # ---- parts
 
-    async def _submissions(
-        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller
-    ) -> list[link_pb2.Submit]:
-        """All that is to be handed in. Raises before anything was."""
+    def _check(self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller) -> int:
+        """How many outputs are asked for, once all that costs nothing to know is in order."""
         for request in requests:
             check_request(request, self.settings, self.model)
+            self._tenants.check_priority(caller.tenant, request.priority)
         count = sum(map(choices_of, requests))
         if count > self.settings.max_choices:
             raise InvalidArgument(
                 "n", f"must be at most {self.settings.max_choices} outputs of one call, got {count}"
             )
         self._check_room(self._links[self.settings.shard], count)
+        return count
+
+    async def _submissions(
+        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller
+    ) -> list[link_pb2.Submit]:
+        """All that is to be handed in. Raises before anything was."""
         made = []
         for request in requests:
             prompt_ids = await self._prompt_ids(request)
@@ -174,6 +194,7 @@ class Calls:
         attachments: Sequence[_Attachment],
         *,
         began: float,
+        tenant: str,
         cursor: inference_pb2.Cursor | None = None,
     ) -> AsyncIterator[Generation]:
         accepted = []
@@ -184,12 +205,17 @@ class Calls:
                 )
             except LapsSdError as error:
                 metrics.REFUSED.labels(error.code.name).inc()
+                metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
                 raise
             if not acceptance.attached:
                 metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
+                metrics.TENANT_REQUESTS.labels(tenant).inc()
+                metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
             accepted.append(accepted_event(acceptance, self.model))
             attachment.output = Output(acceptance, self.model, cursor)
-            attachment.pace = stack.enter_context(_Pace(began, fresh=cursor is None))
+            attachment.pace = stack.enter_context(
+                _Pace(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
+            )
         generation = Generation(accepted, attachments)
         try:
             yield generation
@@ -272,8 +298,10 @@ class Generation:
 class _Pace:
     """Measures one attachment: time to the first token, time per token, how it ended."""
 
-    def __init__(self, began: float, *, fresh: bool) -> None:
+    def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
         self.end = ""
+        self._tenant = tenant
+        self._billed = billed  # an attachment to a request that exists gets what was counted before
         self._began = began
         self._fresh = fresh  # a resumed stream replays: its times say nothing about the model
         self._first: float | None = None
@@ -299,6 +327,8 @@ class _Pace:
             self.end = error.code.name.lower() if isinstance(error, LapsSdError) else "gone"
         metrics.REQUESTS.labels(self.end).inc()
         metrics.OUTPUT_TOKENS.inc(self._count)
+        if self._billed:
+            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self._count)
         if self._fresh and self._first is not None and self._count > 1:
             metrics.TOKEN_TIME.observe((self._last - self._first) / (self._count - 1))
 

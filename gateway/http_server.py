@@ -42,7 +42,7 @@ from gateway.openai_json import (
 )
 from gateway.tenants import Tenants
 from gateway.validation import valid_traceparent
-from laps_sd.errors import LapsSdError, NotFound, StartupError, Unavailable
+from laps_sd.errors import LapsSdError, NotFound, StartupError, Unauthenticated, Unavailable
 from laps_sd.log import get_logger
 from laps_sd.metrics import REGISTRY
 from laps_sd.serving import ServiceApp
@@ -294,7 +294,10 @@ def _own_request_id(request: web.Request) -> str:
 
 
 def _refusal(error: LapsSdError) -> web.Response:
-    return web.json_response(error_json(error), status=http_status(error), headers=retry_headers(error))
+    headers = retry_headers(error)
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"  # RFC 9110, section 15.5.2
+    return web.json_response(error_json(error), status=http_status(error), headers=headers)
 
 
 def _said_by_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal
 
 from laps_sd.config import field
 from laps_sd.serving import ServingSettings
@@ -54,6 +56,16 @@ class GatewaySettings(LinkSettings, ServingSettings):
         False,
         help="Take the tenant from the metadata or header laps-sd-tenant of a call, else x-llm-d-inference-fairness-id;"
         " only behind a proxy that sets it.",
+    )
+
+    api_keys_file: Path | None = field(
+        None,
+        help="File of tenants with their keys' digests and limits (TOML, see docs/how-to/tenants.md); read again when it changes",
+    )
+    anonymous: Literal["auto", "yes", "no"] = field(
+        "auto",
+        help="Whether calls without a key are served; auto: while there is no file of keys and the gateway listens to"
+        " this machine only",
     )
 
     max_streams: int = field(
@@ -110,6 +122,13 @@ class GatewaySettings(LinkSettings, ServingSettings):
         minimum=0,
     )
 
+    @property
+    def allows_anonymous(self) -> bool:
+        """Whether a call may come from nobody in particular."""
+        if self.anonymous != "auto":
+            return self.anonymous == "yes"
+        return self.api_keys_file is None and _is_loopback(self.grpc_host)
+
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
         yield from super().problems()
@@ -117,7 +136,21 @@ class GatewaySettings(LinkSettings, ServingSettings):
             yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."
         if not self.model:
             yield "LAPS_SD_MODEL must not be empty."
+        if not self.allows_anonymous and self.api_keys_file is None and not self.trust_tenant_metadata:
+            yield (
+                "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS be yes, since other machines"
+                f" can call a gateway at {self.grpc_host}."
+            )
         if self.link_silence_s <= self.heartbeat_s:
             yield "LAPS_SD_LINK_SILENCE_S must be larger than LAPS_SD_HEARTBEAT_S, or every link is given up."
         if self.backoff_max_s < self.backoff_min_s:
             yield "LAPS_SD_BACKOFF_MAX_S must not be smaller than LAPS_SD_BACKOFF_MIN_S."
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -279,6 +279,10 @@ def _collect(events: Sequence[Event]) -> GenerateResponse:
     return response
 
 
+def _credentials(api_key: str | None, metadata: Metadata) -> Metadata:
+    return (*metadata, ("authorization", f"Bearer {api_key}")) if api_key else tuple(metadata)
+
+
 def _addresses(address: str | Sequence[str]) -> list[str]:
     addresses = [address] if isinstance(address, str) else list(address)
     if not addresses:
@@ -293,6 +297,7 @@ class Client:
         self,
         address: str | Sequence[str] = "127.0.0.1:50051",
         *,
+        api_key: str | None = None,
         tls: Tls | None = None,
         metadata: Metadata = (),
         reconnect_s: float = RECONNECT_S,
@@ -306,7 +311,7 @@ class Client:
         ]
         self._stubs = [InferenceStub(channel) for channel in self._channels]
         self._at = 0
-        self._metadata = tuple(metadata)
+        self._metadata = _credentials(api_key, metadata)
         self._reconnect_s = reconnect_s
 
     def __enter__(self) -> Self:
@@ -410,6 +415,7 @@ class AsyncClient:
         self,
         address: str | Sequence[str] = "127.0.0.1:50051",
         *,
+        api_key: str | None = None,
         tls: Tls | None = None,
         metadata: Metadata = (),
         reconnect_s: float = RECONNECT_S,
@@ -417,7 +423,7 @@ class AsyncClient:
         self._channels = [make_channel(one, tls) for one in _addresses(address)]
         self._stubs: list[InferenceAsyncStub] = [InferenceStub(channel) for channel in self._channels]
         self._at = 0
-        self._metadata = tuple(metadata)
+        self._metadata = _credentials(api_key, metadata)
         self._reconnect_s = reconnect_s
 
     async def __aenter__(self) -> Self:

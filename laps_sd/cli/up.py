@@ -152,8 +152,10 @@ def up(
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
         stack.start()
     try:
-        if demo and workers:
-            _show_demo(console, stack)
+        api_key = os.environ.get(f"{PREFIX}API_KEY")
+        # Where a key is needed and none is there, the first thing shown is not to be a refusal.
+        if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
+            _show_demo(console, stack, api_key)
         _say_what_next(console, stack, verbose)
         while True:
             time.sleep(LOOK_EVERY_S)
@@ -181,11 +183,16 @@ def _reporter(console: Console, status: Status) -> Progress:
     return report
 
 
-def _show_demo(console: Console, stack: LocalStack) -> None:
+def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None:
     console.print(f"\n[bold]{DEMO_PROMPT}[/bold]")
     sys.stderr.flush()
     generate.demo(
-        stack.gateway_address, DEMO_PROMPT, model=stack.options.model, max_tokens=DEMO_TOKENS, seed=DEMO_SEED
+        stack.gateway_address,
+        DEMO_PROMPT,
+        model=stack.options.model,
+        max_tokens=DEMO_TOKENS,
+        seed=DEMO_SEED,
+        api_key=api_key,
     )
 
 
