@@ -5,6 +5,7 @@ from __future__ import annotations
 from gateway.calls import Calls
 from gateway.http_server import HttpServer
 from gateway.link import ShardLink
+from gateway.open_inference import OpenInferenceService
 from gateway.service import InferenceService
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
@@ -12,7 +13,12 @@ from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import demo_target_dir
 from laps_sd.serving import ServiceApp
-from laps_sd.v1 import inference_pb2, inference_pb2_grpc
+from laps_sd.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    open_inference_pb2,
+    open_inference_pb2_grpc,
+)
 
 DEMO_MODEL = "laps-sd-demo"
 
@@ -29,7 +35,10 @@ class GatewayApp:
         self.calls = Calls(settings, model, {settings.shard: self.link}, tenants)
         service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
-        self.app.names.append(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
+        open_inference = OpenInferenceService(self.calls, tenants, lambda: self.app.ready)
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, self.app.server)
+        for descriptor in (inference_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR):
+            self.app.names.extend(service.full_name for service in descriptor.services_by_name.values())
 
         self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
 

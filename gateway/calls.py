@@ -20,13 +20,22 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gateway import metrics
+from gateway.detokenizer import Detokenizer
 from gateway.link import ShardLink
 from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
 from gateway.streams import ClientStream
 from gateway.tenants import Tenants
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
-from gateway.validation import check_request, check_request_id, choices_of, complete, shard_of
+from gateway.validation import (
+    check_ids,
+    check_model,
+    check_request,
+    check_request_id,
+    choices_of,
+    complete,
+    shard_of,
+)
 from laps_sd.errors import InvalidArgument, LapsSdError, NotFound, ResourceExhausted
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
@@ -123,6 +132,20 @@ class Calls:
         """What the shard's leader says about a request."""
         link = self._link_of(request_id)
         return await link.explain(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
+
+    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """The token ids of a request's prompt. Raises InvalidArgument."""
+        check_request(request, self.settings, self.model)
+        return await self._prompt_ids(request)
+
+    def detokenize(self, model: str, ids: Sequence[int]) -> str:
+        """The text of a whole output. Raises InvalidArgument."""
+        check_model(model, self.model)
+        if len(ids) > self.model.context_tokens:
+            raise InvalidArgument("token_ids", f"must be at most {self.model.context_tokens}, got {len(ids)}")
+        check_ids("token_ids", ids, self.model)
+        text = Detokenizer(self.model.decode, silent_ids=self.model.silent_ids)
+        return text.feed(ids) + text.finish()
 
     # ---- parts
 
@@ -274,8 +297,8 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Every choice has ended."""
-        return all(attachment.over for attachment in self._attachments)
+        """Every choice has ended, and `read` has returned all of it."""
+        return not self._reading and all(attachment.over for attachment in self._attachments)
 
     async def read(self) -> list[tuple[int, Event]]:
         """What has come since the last call, with its choice. Raises the failure of the first choice that failed."""

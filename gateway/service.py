@@ -14,13 +14,9 @@ from gateway.tenants import Tenants
 from gateway.validation import valid_traceparent
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
 
-__all__ = ["InferenceService"]
+__all__ = ["InferenceService", "caller_of"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-def _metadata(context: Context) -> dict[str, str]:
-    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -78,13 +74,41 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
         return inference_pb2.ListModelsResponse(models=[model])
 
-    def _caller(self, context: Context) -> Caller:
-        metadata = _metadata(context)
-        return Caller(
-            tenant=self._tenants.of(metadata),
-            deadline=deadline_of(context.time_remaining(), asyncio.get_running_loop().time()),
-            traceparent=valid_traceparent(metadata.get("traceparent", "")),
+    async def Tokenize(  # type: ignore[override]
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        """A prompt as token ids."""
+        self._caller(context)
+        prompt = inference_pb2.GenerateRequest(model=request.model)
+        match request.WhichOneof("prompt"):
+            case "text":
+                prompt.text = request.text
+            case "messages":
+                prompt.messages.CopyFrom(request.messages)
+        ids = await self._calls.tokenize(prompt)
+        return inference_pb2.TokenizeResponse(
+            token_ids=ids, tokens_left=self._calls.model.context_tokens - len(ids)
         )
+
+    async def Detokenize(  # type: ignore[override]
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """Output tokens as text."""
+        self._caller(context)
+        return inference_pb2.DetokenizeResponse(text=self._calls.detokenize(request.model, request.token_ids))
+
+    def _caller(self, context: Context) -> Caller:
+        return caller_of(context, self._tenants)
+
+
+def caller_of(context: Context, tenants: Tenants) -> Caller:
+    """Who makes a gRPC call, and until when. Raises Unauthenticated."""
+    metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return Caller(
+        tenant=tenants.of(metadata),
+        deadline=deadline_of(context.time_remaining(), asyncio.get_running_loop().time()),
+        traceparent=valid_traceparent(metadata.get("traceparent", "")),
+    )
 
 
 async def _relay(generation: Generation, context: Context) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "ROLES",
     "body_hash",
     "check_ids",
+    "check_model",
     "check_request",
     "check_request_id",
     "choices_of",
@@ -52,10 +53,7 @@ def check_request(
     request: inference_pb2.GenerateRequest, settings: GatewaySettings, model: ModelFiles
 ) -> None:
     """Raises InvalidArgument unless the request can be tokenized and everything but its length is in bounds."""
-    if request.model and request.model != model.name:
-        raise InvalidArgument(
-            "model", f"must be {model.name!r}, the model served here, got {_shown(request.model)}"
-        )
+    check_model(request.model, model)
     _check_prompt(request, settings, model)
     _check_sampling(request.sampling, settings)
     _check_speculation(request.speculation, settings)
@@ -91,6 +89,12 @@ def check_request(
         raise InvalidArgument("n", f"must be from 1 to {settings.max_choices}, got {request.n}")
     if request.logprobs > settings.max_logprobs:
         raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
+
+
+def check_model(name: str, model: ModelFiles) -> None:
+    """Raises InvalidArgument unless the model served here is meant."""
+    if name and name != model.name:
+        raise InvalidArgument("model", f"must be {model.name!r}, the model served here, got {_shown(name)}")
 
 
 def choices_of(request: inference_pb2.GenerateRequest) -> int:

@@ -279,7 +279,7 @@ def _collect(events: Sequence[Event]) -> GenerateResponse:
     return response
 
 
-def _credentials(api_key: str | None, metadata: Metadata) -> Metadata:
+def _credentials(api_key: str | None, metadata: Metadata) -> tuple[tuple[str, str], ...]:
     return (*metadata, ("authorization", f"Bearer {api_key}")) if api_key else tuple(metadata)
 
 

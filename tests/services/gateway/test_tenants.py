@@ -107,7 +107,7 @@ class TestWhoCalls:
         assert GatewaySettings(**changes).allows_anonymous == allowed
 
     def test_a_gateway_that_anybody_could_call_does_not_start_by_mistake(self) -> None:
-        with pytest.raises(ConfigError, match="LAPS_SD_API_KEYS_FILE must .* or LAPS_SD_ANONYMOUS be yes"):
+        with pytest.raises(ConfigError, match=r"LAPS_SD_API_KEYS_FILE must .* or LAPS_SD_ANONYMOUS be yes"):
             GatewaySettings(grpc_host="0.0.0.0")
 
 
@@ -140,7 +140,7 @@ class TestTheFile:
     def test_that_is_not_there_stops_the_start(self, tmp_path: Path) -> None:
         with pytest.raises(TenantFileError, match=r"cannot be read"):
             KeyFile.read(tmp_path / "none.toml")
-        with pytest.raises(StartupError, match="LAPS_SD_API_KEYS_FILE: .* cannot be read"):
+        with pytest.raises(StartupError, match=r"LAPS_SD_API_KEYS_FILE: .* cannot be read"):
             tenants_of(tmp_path / "none.toml")
 
     def test_is_read_again_when_it_changes_and_kept_when_it_breaks(self, key_file: Path) -> None:
