@@ -93,7 +93,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
     max_draft_tokens: int = field(
         64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
     )
-    max_logprobs: int = field(20, help="Alternatives per token that may be asked for.", minimum=0)
+    max_logprobs: int | None = field(
+        None,
+        help="Alternatives per token that may be asked for; none: the workers give no log probabilities, and who asks is refused.",
+        minimum=0,
+    )
     max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
 
     grace_with_key_s: float = field(

@@ -87,7 +87,9 @@ def check_request(
         raise InvalidArgument("expected_output_tokens", "must be at least 1, got 0")
     if request.HasField("n") and not 1 <= request.n <= settings.max_choices:
         raise InvalidArgument("n", f"must be from 1 to {settings.max_choices}, got {request.n}")
-    if request.logprobs > settings.max_logprobs:
+    if request.HasField("logprobs") and settings.max_logprobs is None:
+        raise InvalidArgument("logprobs", "must be absent: the workers give no log probabilities")
+    if settings.max_logprobs is not None and request.logprobs > settings.max_logprobs:
         raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
 
 

@@ -105,7 +105,7 @@ class GenerateRequest(_message.Message):
     keep: _builtins.bool
     """Go on without a client: the request lives until it ends, whoever is attached."""
     logprobs: _builtins.int
-    """Log probabilities to return per token: the chosen one and this many alternatives."""
+    """Log probabilities to return per token: the chosen one and this many alternatives. Refused where the workers give none."""
     n: _builtins.int
     """Outputs of the one prompt. Default 1. Each is a request of its own, with an id, an end and the seed `seed + choice`."""
     @_builtins.property

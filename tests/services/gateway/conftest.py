@@ -108,6 +108,7 @@ def fast_settings(seeds: tuple[str, ...], **changes: Any) -> GatewaySettings:
         "backoff_max_s": 0.05,
         "scheduler_wait_s": 10.0,
         "trust_tenant_metadata": True,
+        "max_logprobs": 20,
     }
     return GatewaySettings(**{**values, **changes})
 
