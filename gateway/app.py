@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gateway.calls import Calls
 from gateway.http_server import HttpServer
 from gateway.link import ShardLink
@@ -10,6 +12,7 @@ from gateway.service import InferenceService
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
+from gateway.tracing import Tracing
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import demo_target_dir
 from laps_sd.serving import ServiceApp
@@ -32,7 +35,8 @@ class GatewayApp:
         self.app = ServiceApp("gateway", settings)
         self.link = ShardLink(settings, settings.shard)
         self.tenants = tenants = Tenants(settings)
-        self.calls = Calls(settings, model, {settings.shard: self.link}, tenants)
+        self._tracing = Tracing(settings)
+        self.calls = Calls(settings, model, {settings.shard: self.link}, tenants, self._tracing)
         service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
         open_inference = OpenInferenceService(self.calls, tenants, lambda: self.app.ready)
@@ -71,6 +75,7 @@ class GatewayApp:
     async def _close(self) -> None:
         if self.http is not None:
             await self.http.close()
+        await asyncio.to_thread(self._tracing.close)
 
     async def _become_ready(self) -> None:
         await self.link.greeted.wait()

@@ -27,6 +27,7 @@ from gateway.settings import GatewaySettings
 from gateway.streams import ClientStream
 from gateway.tenants import Tenants
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
+from gateway.tracing import CallSpan, Tracing
 from gateway.validation import (
     check_ids,
     check_model,
@@ -73,10 +74,12 @@ class Calls:
         model: ModelFiles,
         links: Mapping[str, ShardLink],
         tenants: Tenants,
+        tracing: Tracing,
     ) -> None:
         self.settings = settings
         self.model = model
         self._tenants = tenants
+        self._tracing = tracing
         self._links = links
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
 
@@ -91,10 +94,13 @@ class Calls:
         began = _now()
         tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
+            span = stack.enter_context(
+                self._tracing.call(requests, caller.traceparent, model=self.model.name)
+            )
             try:
                 count = self._check(requests, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, now=began, new=True))
-                submissions = await self._submissions(requests, caller)
+                submissions = await self._submissions(requests, caller, span.traceparent)
             except LapsSdError as error:
                 metrics.REFUSED.labels(error.code.name).inc()
                 metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
@@ -104,7 +110,7 @@ class Calls:
                 _Attachment(link, stack, link.submit(submit, deadline=caller.deadline))
                 for submit in submissions
             ]
-            async with self._opened(stack, attachments, began=began, tenant=tenant) as generation:
+            async with self._opened(stack, attachments, began=began, tenant=tenant, span=span) as generation:
                 yield generation
 
     @asynccontextmanager
@@ -163,7 +169,7 @@ class Calls:
         return count
 
     async def _submissions(
-        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller
+        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller, traceparent: str
     ) -> list[link_pb2.Submit]:
         """All that is to be handed in. Raises before anything was."""
         made = []
@@ -181,7 +187,7 @@ class Calls:
                     fallback_seed=seed,
                     choice=choice,
                 )
-                submit.traceparent = caller.traceparent
+                submit.traceparent = traceparent
                 made.append(submit)
         return made
 
@@ -219,6 +225,7 @@ class Calls:
         began: float,
         tenant: str,
         cursor: inference_pb2.Cursor | None = None,
+        span: CallSpan | None = None,
     ) -> AsyncIterator[Generation]:
         accepted = []
         for attachment in attachments:
@@ -239,6 +246,9 @@ class Calls:
             attachment.pace = stack.enter_context(
                 _Pace(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
             )
+            attachment.span = span
+        if span is not None:
+            span.accepted(accepted)
         generation = Generation(accepted, attachments)
         try:
             yield generation
@@ -265,6 +275,7 @@ class _Attachment:
 
     output: Output
     pace: _Pace
+    span: CallSpan | None = None
 
     def __init__(self, link: ShardLink, stack: ExitStack, stream: ClientStream) -> None:
         self.link = link
@@ -276,10 +287,14 @@ class _Attachment:
         """What has come since, at least something. Raises the stream's failure."""
         batch = await self.link.read(self.stream)
         self.pace.tokens(len(batch.token_ids))
+        if self.span is not None:
+            self.span.tokens(len(batch.token_ids))
         events = list(self.output.messages(batch))
         for event in events:
             if isinstance(event, inference_pb2.Ended):
                 self.pace.end = _end_name(event)
+                if self.span is not None:
+                    self.span.ended(event)
                 self.over = True
         return events
 

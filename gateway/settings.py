@@ -58,6 +58,9 @@ class GatewaySettings(LinkSettings, ServingSettings):
         " only behind a proxy that sets it.",
     )
 
+    otlp_endpoint: str = field(
+        "", help="Where traces go, as http://host:4317 (OTLP over gRPC, needs laps-sd[otel]); empty: nowhere."
+    )
     api_keys_file: Path | None = field(
         None,
         help="File of tenants with their keys' digests and limits (TOML, see docs/how-to/tenants.md); read again when it changes",
