@@ -47,10 +47,14 @@ class GatewayApp:
         self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
 
     async def start(self) -> None:
-        """Binds the ports. Health says SERVING once a leader of the shard has greeted."""
-        await self.app.start()
-        if self.http is not None:
-            await self.http.start()
+        """Binds the ports. Health says SERVING once a leader of the shard has greeted. Raises StartupError, with nothing left open."""
+        try:
+            await self.app.start()
+            if self.http is not None:
+                await self.http.start()
+        except StartupError:  # a port of the two may be open
+            await self.stop()
+            raise
         self.app.spawn(self.link.run(), name=f"link to shard {self.link.shard}")
         if self.calls.settings.api_keys_file is not None:
             self.app.spawn(self.tenants.watch(), name="file of tenants")

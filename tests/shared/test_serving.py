@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from laps_sd import errors, interceptor
 from laps_sd.serving import ServiceApp, ServingSettings, StartupError, TaskFailed
 from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, inference_pb2_grpc
 from laps_sd.wire import Tls, make_channel
-from tests.helpers import wait_until_async
+from tests.helpers import make_certificates, wait_until_async
 
 
 class Scripted(inference_pb2_grpc.InferenceServicer):
@@ -397,22 +396,7 @@ async def test_a_port_in_use_is_one_sentence():
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory) -> Path:
-    """A CA, and a certificate of it for 127.0.0.1 that serves both ends."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-
-    def run(*arguments: str) -> None:
-        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    run("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test ca", "-days", "2")
-    run("req", *key, "-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=test")
-    (folder / "extra").write_text("subjectAltName=IP:127.0.0.1")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extra")
-    run("x509", "-req", "-in", "request.pem", *signed, "-out", "cert.pem")
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 async def test_with_a_client_ca_only_callers_with_a_certificate_get_in(certificates):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from gateway.tokenizer import ModelFiles
+from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import SpeculationSummary, Timing
-from tests.helpers import wait_until_async
+from tests.helpers import make_certificates, wait_until_async
 from tests.services.gateway.conftest import CONTEXT, Running, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 
@@ -519,3 +522,26 @@ class TestTheServer:
         assert status == 200
         with pytest.raises(aiohttp.ClientConnectionError):
             await served.session.get(served.url + "/health")
+
+    async def test_speaks_tls_with_the_certificates_of_grpc(self, serve: Any, tmp_path: Path) -> None:
+        folder = make_certificates(tmp_path)
+        served = await serve(
+            tls_cert=folder / "cert.pem", tls_key=folder / "key.pem", tls_client_ca=folder / "ca.pem"
+        )
+        url = served.url.replace("http://", "https://") + "/health"
+        known = ssl.create_default_context(cafile=folder / "ca.pem")
+        stranger = ssl.create_default_context(cafile=folder / "ca.pem")
+        known.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+
+        async with served.session.get(url, ssl=known) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await served.session.get(url, ssl=stranger)
+        with pytest.raises(aiohttp.ClientError):
+            await served.session.get(served.url + "/health")
+
+    async def test_a_port_in_use_is_one_sentence(self, served: Served, start_gateway: StartGateway) -> None:
+        assert served.running.gateway.http is not None
+        port = served.running.gateway.http.port
+        with pytest.raises(StartupError, match=f"The HTTP port {port} on 127.0.0.1 cannot be opened"):
+            await start_gateway("127.0.0.1:1", http_port=port)
