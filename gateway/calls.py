@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ from gateway.detokenizer import Detokenizer
 from gateway.link import ShardLink
 from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
-from gateway.streams import ClientStream
+from gateway.streams import Acceptance, ClientStream
 from gateway.tenants import Tenants
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from gateway.tracing import CallSpan, Tracing
@@ -97,19 +97,11 @@ class Calls:
             span = stack.enter_context(
                 self._tracing.call(requests, caller.traceparent, model=self.model.name)
             )
-            try:
+            with self._refusals(tenant):
                 count = self._check(requests, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, now=began, new=True))
                 submissions = await self._submissions(requests, caller, span.traceparent)
-            except LapsSdError as error:
-                metrics.REFUSED.labels(error.code.name).inc()
-                metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
-                raise
-            link = self._links[self.settings.shard]
-            attachments = [
-                _Attachment(link, stack, link.submit(submit, deadline=caller.deadline))
-                for submit in submissions
-            ]
+                attachments = [await self._place(stack, submit, caller) for submit in submissions]
             async with self._opened(stack, attachments, began=began, tenant=tenant, span=span) as generation:
                 yield generation
 
@@ -119,13 +111,18 @@ class Calls:
     ) -> AsyncIterator[Generation]:
         """Attaches to a request that exists, for what lies behind the cursor."""
         began = _now()
-        link = self._link_of(request_id)
-        self._check_room(link, 1)
+        tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
-            stack.enter_context(self._tenants.admitted(caller.tenant, 1, now=began, new=False))
-            attachment = _Attachment(link, stack, link.attach(request_id, tenant=caller.tenant))
+            with self._refusals(tenant):
+                link = self._link_of(request_id)
+                self._check_room(1)
+                stack.enter_context(self._tenants.admitted(caller.tenant, 1, now=began, new=False))
+                stream = link.attach(request_id, tenant=caller.tenant)
+                stack.callback(link.close, stream)
+                acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
+            attachment = _Attachment(link, stream, acceptance)
             async with self._opened(
-                stack, [attachment], began=began, tenant=self._tenants.label(caller.tenant), cursor=cursor
+                stack, [attachment], began=began, tenant=tenant, cursor=cursor
             ) as generation:
                 yield generation
 
@@ -165,7 +162,7 @@ class Calls:
             raise InvalidArgument(
                 "n", f"must be at most {self.settings.max_choices} outputs of one call, got {count}"
             )
-        self._check_room(self._links[self.settings.shard], count)
+        self._check_room(count)
         return count
 
     async def _submissions(
@@ -229,14 +226,7 @@ class Calls:
     ) -> AsyncIterator[Generation]:
         accepted = []
         for attachment in attachments:
-            try:
-                acceptance = await attachment.link.accepted(
-                    attachment.stream, wait_s=self.settings.scheduler_wait_s
-                )
-            except LapsSdError as error:
-                metrics.REFUSED.labels(error.code.name).inc()
-                metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
-                raise
+            acceptance = attachment.acceptance
             if not acceptance.attached:
                 metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
                 metrics.TENANT_REQUESTS.labels(tenant).inc()
@@ -255,10 +245,29 @@ class Calls:
         finally:
             await generation.close()
 
-    def _check_room(self, link: ShardLink, count: int) -> None:
-        if len(link.streams) + count > self.settings.max_streams:
+    async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> _Attachment:
+        """Hands one request in and waits until it is accepted; its stream closes with the stack."""
+        link = self._links[self.settings.shard]
+        stream = link.submit(submit, deadline=caller.deadline)
+        stack.callback(link.close, stream)
+        acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
+        return _Attachment(link, stream, acceptance)
+
+    @contextmanager
+    def _refusals(self, tenant: str) -> Iterator[None]:
+        """Counts what is refused inside."""
+        try:
+            yield
+        except LapsSdError as error:
+            metrics.REFUSED.labels(error.code.name).inc()
+            metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
+            raise
+
+    def _check_room(self, count: int) -> None:
+        is_open = sum(len(link.streams) for link in self._links.values())
+        if is_open + count > self.settings.max_streams:
             raise ResourceExhausted(
-                f"this gateway has {len(link.streams)} of {self.settings.max_streams} streams open, its limit",
+                f"this gateway has {is_open} of {self.settings.max_streams} streams open, its limit",
                 retry_after_s=1.0,
             )
 
@@ -271,17 +280,17 @@ class Calls:
 
 
 class _Attachment:
-    """One choice: its stream, closed with the stack, and once it is accepted its output."""
+    """One choice that was accepted: its stream, which somebody else closes, and its output."""
 
     output: Output
     pace: _Pace
     span: CallSpan | None = None
 
-    def __init__(self, link: ShardLink, stack: ExitStack, stream: ClientStream) -> None:
+    def __init__(self, link: ShardLink, stream: ClientStream, acceptance: Acceptance) -> None:
         self.link = link
         self.stream = stream
+        self.acceptance = acceptance
         self.over = False
-        stack.callback(link.close, stream)
 
     async def read(self) -> list[Event]:
         """What has come since, at least something. Raises the stream's failure."""
