@@ -82,13 +82,19 @@ check-stubs: setup
 .PHONY: check-protos
 check-protos:
 	@if command -v npx >/dev/null; then \
-	  (cd protos && $(BUF) lint && $(BUF) format --diff --exit-code) && echo "protos are in order"; \
+	  (cd protos && $(BUF) lint && $(BUF) format --diff --exit-code && $(BUF) breaking --against released.binpb) \
+	    && echo "protos are in order"; \
 	elif [ -n "$$CI" ]; then echo "npx is missing: protos cannot be checked" >&2; exit 1; \
 	else echo "note: npx is missing, protos were not checked (CI does it)"; fi
 
 .PHONY: protos
 protos: setup ## Generate laps_sd/v1 and laps_sd/keda from protos/
 	protos/generate.sh .
+
+# What clients and peers of the last release rely on: `make check` refuses what would break them.
+.PHONY: protos-released
+protos-released: ## Take the present protos as those of a release (after its tag)
+	cd protos && $(BUF) build --exclude-source-info --output released.binpb
 
 .PHONY: docs
 docs: setup ## Write docs/settings.md, docs/metrics.md, laps_sd/variables.py, the chart's schema and the images' packages from the code

@@ -137,7 +137,7 @@ def metrics_page() -> str:
         "",
         "Each process serves its own at `http://HOST:METRICS_PORT/metrics` (`LAPS_SD_METRICS_PORT`), with those of the Python process",
         "(`process_…`, `python_…`) beside them. A histogram `x` is scraped as `x_bucket`, `x_sum` and `x_count`. No label is a request",
-        "id or a tenant.",
+        "id, and a tenant is one only where [the file of keys](how-to/tenants.md) names it.",
     ]
     for title, _, _, module in SERVICES:
         lines += ["", f"## {title}", ""]

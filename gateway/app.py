@@ -1,15 +1,27 @@
-"""A gateway put together: model files, link, service, server."""
+"""A gateway put together: model files, shards, services, servers."""
 
 from __future__ import annotations
 
+import asyncio
+
+from gateway.calls import Calls
+from gateway.http_server import HttpServer
+from gateway.open_inference import OpenInferenceService
 from gateway.service import InferenceService
 from gateway.settings import GatewaySettings
 from gateway.shards import Shards
+from gateway.tenants import Tenants
 from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
+from gateway.tracing import Tracing
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import demo_target_dir
 from laps_sd.serving import ServiceApp
-from laps_sd.v1 import inference_pb2, inference_pb2_grpc
+from laps_sd.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    open_inference_pb2,
+    open_inference_pb2_grpc,
+)
 
 DEMO_MODEL = "laps-sd-demo"
 
@@ -17,20 +29,57 @@ __all__ = ["GatewayApp", "load_configured_model", "serve"]
 
 
 class GatewayApp:
-    """`start`, then `app.run()` until a signal, or `app.stop()`."""
+    """`start`, then `run()` until a signal, or `stop()`."""
 
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
         self.app = ServiceApp("gateway", settings)
         self.shards = Shards(settings)
-        service = InferenceService(settings, model, self.shards)
+        self.tenants = tenants = Tenants(settings)
+        self._tracing = Tracing(settings)
+        self.calls = Calls(settings, model, self.shards, tenants, self._tracing)
+        service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
-        self.app.names.append(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name)
+        open_inference = OpenInferenceService(self.calls, tenants, lambda: self.app.ready)
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, self.app.server)
+        for descriptor in (inference_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR):
+            self.app.names.extend(service.full_name for service in descriptor.services_by_name.values())
+
+        self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
 
     async def start(self) -> None:
-        """Binds the port. Health says SERVING once a leader of any shard has greeted."""
-        await self.app.start()
+        """Binds the ports. Health says SERVING once a leader of any shard has greeted. Raises StartupError, with nothing left open."""
+        try:
+            await self.app.start()
+            if self.http is not None:
+                await self.http.start()
+        except StartupError:  # a port of the two may be open
+            await self.stop()
+            raise
         self.app.spawn(self.shards.run(), name="links to the shards")
+        if self.calls.settings.api_keys_file is not None:
+            self.app.spawn(self.tenants.watch(), name="file of tenants")
         self.app.spawn(self._become_ready(), name="waiting for a leader", may_end=True)
+
+    async def run(self) -> None:
+        """Serves until a signal, or the failure of a task, which it raises."""
+        try:
+            await self.app.run(self._drain)
+        finally:
+            await self._close()
+
+    async def stop(self) -> None:
+        """As the first signal would, and waits for the end."""
+        await self.app.stop(self._drain)
+        await self._close()
+
+    async def _drain(self) -> None:
+        if self.http is not None:
+            await self.http.stop_listening()
+
+    async def _close(self) -> None:
+        if self.http is not None:
+            await self.http.close()
+        await asyncio.to_thread(self._tracing.close)
 
     async def _become_ready(self) -> None:
         await self.shards.greeted()
@@ -56,4 +105,4 @@ async def serve(settings: GatewaySettings) -> None:
     """One gateway until a signal."""
     gateway = GatewayApp(settings, load_configured_model(settings))
     await gateway.start()
-    await gateway.app.run()
+    await gateway.run()

@@ -1,4 +1,4 @@
-"""What a gateway counts. One line per metric; no label is a request id or a tenant."""
+"""What a gateway counts. One line per metric; no label is a request id, and a tenant is one only if its file names it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ TOKEN_TIME = histogram(
     "laps_sd_gateway_time_per_output_token_seconds",
     "First to last output token, per token after the first.",
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+)
+TENANT_REQUESTS = counter(
+    "laps_sd_gateway_tenant_requests_total",
+    "Requests of a tenant that were accepted; others: tenants that the file of keys does not name.",
+    ("tenant",),
+)
+TENANT_REFUSED = counter(
+    "laps_sd_gateway_tenant_refused_total", "Requests of a tenant that were refused.", ("tenant", "code")
+)
+TENANT_PROMPT_TOKENS = counter(
+    "laps_sd_gateway_tenant_prompt_tokens_total", "Prompt tokens of accepted requests.", ("tenant",)
+)
+TENANT_OUTPUT_TOKENS = counter(
+    "laps_sd_gateway_tenant_output_tokens_total",
+    "Output tokens passed to whoever made the request.",
+    ("tenant",),
 )
 STREAMS = gauge("laps_sd_gateway_streams", "Client streams that are open.")
 PAUSES = counter(

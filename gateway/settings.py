@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal
 
 from laps_sd.config import field
 from laps_sd.serving import ServingSettings
@@ -18,6 +20,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
     """One gateway process."""
 
     grpc_host: str = field("127.0.0.1", help="Address the gRPC server listens on; 0.0.0.0 in a container")
+    http_port: int | None = field(
+        8000,
+        help="Port of the OpenAI-style HTTP server, at the address of the gRPC server; 0 takes a free one, empty serves none",
+        minimum=0,
+        maximum=65535,
+    )
     drain_s: float = field(
         30.0,
         help="Time between the first signal and the end for calls in progress",
@@ -51,7 +59,21 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     trust_tenant_metadata: bool = field(
         False,
-        help="Take the tenant from the laps-sd-tenant metadata of a call; only behind a proxy that sets it.",
+        help="Take the tenant from the metadata or header laps-sd-tenant of a call, else x-llm-d-inference-fairness-id;"
+        " only behind a proxy that sets it.",
+    )
+
+    otlp_endpoint: str = field(
+        "", help="Where traces go, as http://host:4317 (OTLP over gRPC, needs laps-sd[otel]); empty: nowhere."
+    )
+    api_keys_file: Path | None = field(
+        None,
+        help="File of tenants with their keys' digests and limits (TOML, see docs/how-to/tenants.md); read again when it changes",
+    )
+    anonymous: Literal["auto", "yes", "no"] = field(
+        "auto",
+        help="Whether calls without a key are served; auto: while there is no file of keys and the gateway listens to"
+        " this machine only",
     )
 
     max_streams: int = field(
@@ -70,13 +92,20 @@ class GatewaySettings(LinkSettings, ServingSettings):
     default_max_tokens: int = field(
         1024, help="max_tokens of a request that gives none (less where the context leaves less).", minimum=1
     )
+    max_choices: int = field(
+        16, help="Outputs that one call may ask for: prompts times n.", minimum=1, maximum=1024
+    )
     max_priority: int = field(
         100, help="Priorities from minus this to this are accepted.", minimum=0, maximum=2**31 - 1
     )
     max_draft_tokens: int = field(
         64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
     )
-    max_logprobs: int = field(20, help="Alternatives per token that may be asked for.", minimum=0)
+    max_logprobs: int | None = field(
+        None,
+        help="Alternatives per token that may be asked for; none: the workers give no log probabilities, and who asks is refused.",
+        minimum=0,
+    )
     max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
 
     grace_with_key_s: float = field(
@@ -112,6 +141,13 @@ class GatewaySettings(LinkSettings, ServingSettings):
         minimum=0,
     )
 
+    @property
+    def allows_anonymous(self) -> bool:
+        """Whether a call may come from nobody in particular."""
+        if self.anonymous != "auto":
+            return self.anonymous == "yes"
+        return self.api_keys_file is None and _is_loopback(self.grpc_host)
+
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
         yield from super().problems()
@@ -119,6 +155,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
             yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."
         if not self.model:
             yield "LAPS_SD_MODEL must not be empty."
+        if not self.allows_anonymous and self.api_keys_file is None and not self.trust_tenant_metadata:
+            yield (
+                "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS be yes, since other machines"
+                f" can call a gateway at {self.grpc_host}."
+            )
         if self.heartbeat_s >= self.silence_s:
             yield (
                 f"LAPS_SD_HEARTBEAT_S must be smaller than LAPS_SD_SILENCE_S ({self.silence_s} s), "
@@ -126,3 +167,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
             )
         if self.backoff_max_s < self.backoff_min_s:
             yield "LAPS_SD_BACKOFF_MAX_S must not be smaller than LAPS_SD_BACKOFF_MIN_S."
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

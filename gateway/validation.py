@@ -23,8 +23,10 @@ __all__ = [
     "ROLES",
     "body_hash",
     "check_ids",
+    "check_model",
     "check_request",
     "check_request_id",
+    "choices_of",
     "complete",
     "shard_of",
     "valid_traceparent",
@@ -51,10 +53,7 @@ def check_request(
     request: inference_pb2.GenerateRequest, settings: GatewaySettings, model: ModelFiles
 ) -> None:
     """Raises InvalidArgument unless the request can be tokenized and everything but its length is in bounds."""
-    if request.model and request.model != model.name:
-        raise InvalidArgument(
-            "model", f"must be {model.name!r}, the model served here, got {_shown(request.model)}"
-        )
+    check_model(request.model, model)
     _check_prompt(request, settings, model)
     _check_sampling(request.sampling, settings)
     _check_speculation(request.speculation, settings)
@@ -86,8 +85,23 @@ def check_request(
             )
     if request.HasField("expected_output_tokens") and request.expected_output_tokens < 1:
         raise InvalidArgument("expected_output_tokens", "must be at least 1, got 0")
-    if request.logprobs > settings.max_logprobs:
+    if request.HasField("n") and not 1 <= request.n <= settings.max_choices:
+        raise InvalidArgument("n", f"must be from 1 to {settings.max_choices}, got {request.n}")
+    if request.HasField("logprobs") and settings.max_logprobs is None:
+        raise InvalidArgument("logprobs", "must be absent: the workers give no log probabilities")
+    if settings.max_logprobs is not None and request.logprobs > settings.max_logprobs:
         raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
+
+
+def check_model(name: str, model: ModelFiles) -> None:
+    """Raises InvalidArgument unless the model served here is meant."""
+    if name and name != model.name:
+        raise InvalidArgument("model", f"must be {model.name!r}, the model served here, got {_shown(name)}")
+
+
+def choices_of(request: inference_pb2.GenerateRequest) -> int:
+    """How many outputs a checked request asks for."""
+    return request.n if request.HasField("n") else 1
 
 
 def _check_prompt(
@@ -200,8 +214,13 @@ def complete(
     model: ModelFiles,
     tenant: str,
     fallback_seed: int,
+    choice: int = 0,
 ) -> gateway_link_pb2.Submit:
-    """The submission of a checked request, defaults filled in; the id comes with the shard. Raises InvalidArgument when it does not fit the context."""
+    """The submission of a checked request, defaults filled in; the id comes with the shard.
+
+    Raises InvalidArgument when it does not fit the context. Each choice is a request of its own, whose seed is the choice's number further (our choice); the first is what the
+    request would be with n = 1.
+    """
     prompt = request.WhichOneof("prompt") or "prompt"
     if not prompt_ids:
         raise InvalidArgument(prompt, "must make at least one token, got none")
@@ -226,7 +245,7 @@ def complete(
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         top_k=sampling.top_k,
-        seed=sampling.seed if sampling.HasField("seed") else fallback_seed,
+        seed=((sampling.seed if sampling.HasField("seed") else fallback_seed) + choice) % 2**64,
         stop=sampling.stop,
         ignore_eos=sampling.ignore_eos,
     )

@@ -9,10 +9,14 @@
 A prompt is a text, chat messages, or token ids. Events are those of the public contract: `Accepted` first, then `Delta`s,
 `Ended` last. What the server refuses is raised as the matching error of `laps_sd.errors`.
 
-Until a request is accepted every failure is raised. From then on a lost connection is repaired: the stream goes on at the
-cursor of the last event, at the next address if several were given, and the caller notices a pause. For that to work, a
-request without an idempotency key gets one, and with it the server's grace; a stream that is left before its end
-(`break`, `aclose`) is cancelled, unless the caller gave the key or asked to `keep` it.
+Leaving a stream before its end cancels its request, unless the caller gave an idempotency key or asked to `keep` it:
+
+    with client.stream("Once upon a time") as events:
+        for event in events: ...                     # break, return, an error: the request is cancelled
+
+What cannot be reached, or says when to come again, is tried again for `retry_s`, with pauses that grow, at the next address
+if several were given: every call may be repeated, since a request without an idempotency key gets one. Once a request is
+accepted a lost connection is repaired: the stream goes on at the cursor of the last event, and the caller notices a pause.
 """
 
 from __future__ import annotations
@@ -22,12 +26,13 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, Unpack
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from laps_sd.errors import (
@@ -43,22 +48,29 @@ from laps_sd.errors import (
 from laps_sd.v1.inference_pb2 import (
     Accepted,
     CancelRequest,
+    CancelResponse,
     ChatMessage,
     ChatMessages,
     Cursor,
     Delta,
+    DetokenizeRequest,
+    DetokenizeResponse,
     Ended,
     ExplainRequest,
+    ExplainResponse,
     Explanation,
     GenerateEvent,
     GenerateRequest,
     GenerateResponse,
     ListModelsRequest,
+    ListModelsResponse,
     Model,
     ResumeRequest,
     SamplingParams,
     Speculation,
     TokenIds,
+    TokenizeRequest,
+    TokenizeResponse,
 )
 from laps_sd.v1.inference_pb2_grpc import InferenceStub
 from laps_sd.wire import Tls, channel_options, make_channel
@@ -69,6 +81,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accepted",
     "AsyncClient",
+    "AsyncStream",
     "Client",
     "Cursor",
     "Delta",
@@ -76,6 +89,7 @@ __all__ = [
     "Event",
     "Options",
     "Prompt",
+    "Stream",
     "error_of",
     "make_request",
 ]
@@ -85,6 +99,8 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 RECONNECT_S = 30.0
+RETRY_S = 5.0
+MAX_PAUSE_S = 1.0
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose gateway died, or was stopped under it."""
 LEAVING_S = 2.0  # what the last word of a client that leaves may take
@@ -187,6 +203,38 @@ def _violations(error: grpc.RpcError) -> list[tuple[str, str]]:
     return found
 
 
+class _Patience:
+    """For how long to repeat a call that did nothing yet. Pure; time is an argument."""
+
+    def __init__(self, retry_s: float, *, timeout_s: float | None, now: float) -> None:
+        self._until = now + retry_s
+        self._deadline = None if timeout_s is None else now + timeout_s
+        self._attempts = 0
+
+    def timeout_s(self, now: float) -> float | None:
+        """What is left of the caller's time."""
+        return None if self._deadline is None else max(0.001, self._deadline - now)
+
+    def pause_s(self, error: grpc.RpcError, now: float) -> float:
+        """Seconds to wait before the next call. Raises when there is to be none."""
+        code = error.code() if hasattr(error, "code") else None
+        advice = retry_after_s(error)
+        self._attempts += 1
+        pause_s = max(advice or 0.0, _growing(self._attempts))
+        may_work = code is grpc.StatusCode.UNAVAILABLE or (
+            code is grpc.StatusCode.RESOURCE_EXHAUSTED and advice is not None
+        )
+        ends = self._until if self._deadline is None else min(self._until, self._deadline)
+        if not may_work or now + pause_s >= ends:
+            raise error_of(error) from error
+        return pause_s
+
+
+def _growing(attempts: int) -> float:
+    """A pause that doubles; part of it is chance, so that clients do not come back all at once."""
+    return min(MAX_PAUSE_S, 0.02 * 2.0 ** min(attempts, 10)) * random.uniform(0.5, 1.0)
+
+
 class _Progress:
     """How far one stream has come, and what to do when its connection is lost. Pure; time is an argument."""
 
@@ -196,8 +244,10 @@ class _Progress:
         *,
         timeout_s: float | None,
         reconnect_s: float,
+        retry_s: float,
         now: float,
     ) -> None:
+        self._patience = _Patience(retry_s, timeout_s=timeout_s, now=now)
         self._own_key = isinstance(request, GenerateRequest) and not request.idempotency_key
         if isinstance(request, GenerateRequest) and self._own_key:
             request.idempotency_key = secrets.token_hex(16)
@@ -251,12 +301,14 @@ class _Progress:
 
     def lost(self, error: grpc.RpcError | None, now: float) -> float:
         """Seconds to wait before the next call. Raises when there is to be none."""
+        if error is not None and not self.request_id:
+            return self._patience.pause_s(error, now)
         if self._lost_at is None:
             self._lost_at = now  # not when something was last heard: a gateway that hangs is noticed late
         if not self.request_id or not _is_lost(error) or now - self._lost_at > self._reconnect_s:
             raise (error_of(error) if error is not None else Unavailable("the stream broke off")) from error
         self._attempts += 1
-        return min(1.0, 0.02 * 2.0 ** min(self._attempts, 10)) * random.uniform(0.5, 1.0)
+        return _growing(self._attempts)
 
 
 def _is_lost(error: grpc.RpcError | None) -> bool:
@@ -281,11 +333,59 @@ def _collect(events: Sequence[Event]) -> GenerateResponse:
     return response
 
 
+def _credentials(api_key: str | None, metadata: Metadata) -> tuple[tuple[str, str], ...]:
+    return (*metadata, ("authorization", f"Bearer {api_key}")) if api_key else tuple(metadata)
+
+
 def _addresses(address: str | Sequence[str]) -> list[str]:
     addresses = [address] if isinstance(address, str) else list(address)
     if not addresses:
         raise ValueError("a client needs the address of a gateway")
     return addresses
+
+
+class Stream(Iterator[Event]):
+    """Events as they come. Leaving its `with` block, or closing it, cancels what nobody then waits for."""
+
+    def __init__(self, events: Generator[Event, None, None]) -> None:
+        self._events = events
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """No more events. Idempotent."""
+        self._events.close()
+
+
+class AsyncStream(AsyncIterator[Event]):
+    """As `Stream`, with `async with` and `aclose`."""
+
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+        self._events = events
+
+    async def __anext__(self) -> Event:
+        return await anext(self._events)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """No more events. Idempotent."""
+        await self._events.aclose()
 
 
 class Client:
@@ -295,9 +395,11 @@ class Client:
         self,
         address: str | Sequence[str] = "127.0.0.1:50051",
         *,
+        api_key: str | None = None,
         tls: Tls | None = None,
         metadata: Metadata = (),
         reconnect_s: float = RECONNECT_S,
+        retry_s: float = RETRY_S,
     ) -> None:
         options = channel_options()
         self._channels = [
@@ -308,8 +410,9 @@ class Client:
         ]
         self._stubs = [InferenceStub(channel) for channel in self._channels]
         self._at = 0
-        self._metadata = tuple(metadata)
+        self._metadata = _credentials(api_key, metadata)
         self._reconnect_s = reconnect_s
+        self._retry_s = retry_s
 
     def __enter__(self) -> Self:
         return self
@@ -330,47 +433,77 @@ class Client:
         """The whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
         return _collect(list(self.stream(prompt, timeout_s=timeout_s, **options)))
 
-    def stream(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
-    ) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Stream:
         """Events as they come."""
-        return self._events(make_request(prompt, **options), timeout_s)
+        return Stream(self._events(make_request(prompt, **options), timeout_s))
 
     def resume(
         self, request_id: str, cursor: Cursor | None = None, *, timeout_s: float | None = None
-    ) -> Iterator[Event]:
+    ) -> Stream:
         """Attaches to a request that exists."""
-        return self._events(ResumeRequest(request_id=request_id, cursor=cursor), timeout_s)
+        return Stream(self._events(ResumeRequest(request_id=request_id, cursor=cursor), timeout_s))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Ends a request; False if it had ended."""
-        with _translated():
-            response = self._stub.Cancel(
-                CancelRequest(request_id=request_id), timeout=timeout_s, metadata=self._metadata
-            )
+        request = CancelRequest(request_id=request_id)
+        response: CancelResponse = self._ask("Cancel", request, timeout_s, self._retry_s)
         return response.cancelled
 
     def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
         """Why a request is where it is."""
-        with _translated():
-            response = self._stub.Explain(
-                ExplainRequest(request_id=request_id), timeout=timeout_s, metadata=self._metadata
-            )
+        request = ExplainRequest(request_id=request_id)
+        response: ExplainResponse = self._ask("Explain", request, timeout_s, self._retry_s)
         return response.explanation
 
     def models(self, *, timeout_s: float | None = None) -> list[Model]:
         """What the gateway serves."""
-        with _translated():
-            response = self._stub.ListModels(ListModelsRequest(), timeout=timeout_s, metadata=self._metadata)
+        response: ListModelsResponse = self._ask("ListModels", ListModelsRequest(), timeout_s, self._retry_s)
         return list(response.models)
+
+    def tokenize(
+        self, prompt: str | Sequence[Mapping[str, str]], *, timeout_s: float | None = None
+    ) -> list[int]:
+        """The token ids that a text or chat messages make."""
+        made = make_request(prompt)
+        request = TokenizeRequest()
+        if isinstance(prompt, str):
+            request.text = made.text
+        else:
+            request.messages.CopyFrom(made.messages)
+        response: TokenizeResponse = self._ask("Tokenize", request, timeout_s, self._retry_s)
+        return list(response.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of output tokens."""
+        request = DetokenizeRequest(token_ids=token_ids)
+        response: DetokenizeResponse = self._ask("Detokenize", request, timeout_s, self._retry_s)
+        return response.text
+
+    def _ask(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
+        """A call that may be repeated."""
+        patience = _Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
+        while True:
+            left_s = patience.timeout_s(time.monotonic())
+            try:
+                return getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                pause_s = patience.pause_s(error, time.monotonic())
+            self._at += 1
+            time.sleep(pause_s)
 
     @property
     def _stub(self) -> InferenceStub:
         return self._stubs[self._at % len(self._stubs)]
 
-    def _events(self, request: GenerateRequest | ResumeRequest, timeout_s: float | None) -> Iterator[Event]:
+    def _events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float | None
+    ) -> Generator[Event, None, None]:
         progress = _Progress(
-            request, timeout_s=timeout_s, reconnect_s=self._reconnect_s, now=time.monotonic()
+            request,
+            timeout_s=timeout_s,
+            reconnect_s=self._reconnect_s,
+            retry_s=self._retry_s,
+            now=time.monotonic(),
         )
         try:
             while not progress.ended:
@@ -393,7 +526,7 @@ class Client:
         finally:
             if progress.to_cancel:
                 with contextlib.suppress(LapsSdError):
-                    self.cancel(progress.request_id, timeout_s=LEAVING_S)
+                    self._ask("Cancel", CancelRequest(request_id=progress.request_id), LEAVING_S, retry_s=0.0)
 
     def _open(self, progress: _Progress) -> Any:
         request = progress.request()
@@ -406,22 +539,25 @@ class Client:
 class AsyncClient:
     """For asyncio. Make it inside the loop that uses it. Close it, or use it in `async with`.
 
-    Leave a stream early with `contextlib.aclosing`, so that its end does not wait for the garbage collector.
+    Leave a stream early by its `async with`, so that its end does not wait for the garbage collector.
     """
 
     def __init__(
         self,
         address: str | Sequence[str] = "127.0.0.1:50051",
         *,
+        api_key: str | None = None,
         tls: Tls | None = None,
         metadata: Metadata = (),
         reconnect_s: float = RECONNECT_S,
+        retry_s: float = RETRY_S,
     ) -> None:
         self._channels = [make_channel(one, tls) for one in _addresses(address)]
         self._stubs: list[InferenceAsyncStub] = [InferenceStub(channel) for channel in self._channels]
         self._at = 0
-        self._metadata = tuple(metadata)
+        self._metadata = _credentials(api_key, metadata)
         self._reconnect_s = reconnect_s
+        self._retry_s = retry_s
 
     async def __aenter__(self) -> Self:
         return self
@@ -444,39 +580,65 @@ class AsyncClient:
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncStream:
         """Events as they come."""
-        return self._events(make_request(prompt, **options), timeout_s)
+        return AsyncStream(self._events(make_request(prompt, **options), timeout_s))
 
     def resume(
         self, request_id: str, cursor: Cursor | None = None, *, timeout_s: float | None = None
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncStream:
         """Attaches to a request that exists."""
-        return self._events(ResumeRequest(request_id=request_id, cursor=cursor), timeout_s)
+        return AsyncStream(self._events(ResumeRequest(request_id=request_id, cursor=cursor), timeout_s))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Ends a request; False if it had ended."""
-        with _translated():
-            response = await self._stub.Cancel(
-                CancelRequest(request_id=request_id), timeout=timeout_s, metadata=self._metadata
-            )
+        request = CancelRequest(request_id=request_id)
+        response: CancelResponse = await self._ask("Cancel", request, timeout_s, self._retry_s)
         return response.cancelled
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
         """Why a request is where it is."""
-        with _translated():
-            response = await self._stub.Explain(
-                ExplainRequest(request_id=request_id), timeout=timeout_s, metadata=self._metadata
-            )
+        request = ExplainRequest(request_id=request_id)
+        response: ExplainResponse = await self._ask("Explain", request, timeout_s, self._retry_s)
         return response.explanation
 
     async def models(self, *, timeout_s: float | None = None) -> list[Model]:
         """What the gateway serves."""
-        with _translated():
-            response = await self._stub.ListModels(
-                ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
-            )
+        response: ListModelsResponse = await self._ask(
+            "ListModels", ListModelsRequest(), timeout_s, self._retry_s
+        )
         return list(response.models)
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, str]], *, timeout_s: float | None = None
+    ) -> list[int]:
+        """The token ids that a text or chat messages make."""
+        made = make_request(prompt)
+        request = TokenizeRequest()
+        if isinstance(prompt, str):
+            request.text = made.text
+        else:
+            request.messages.CopyFrom(made.messages)
+        response: TokenizeResponse = await self._ask("Tokenize", request, timeout_s, self._retry_s)
+        return list(response.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """The text of output tokens."""
+        request = DetokenizeRequest(token_ids=token_ids)
+        response: DetokenizeResponse = await self._ask("Detokenize", request, timeout_s, self._retry_s)
+        return response.text
+
+    async def _ask(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
+        """A call that may be repeated."""
+        patience = _Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
+        while True:
+            left_s = patience.timeout_s(time.monotonic())
+            try:
+                return await getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                pause_s = patience.pause_s(error, time.monotonic())
+            self._at += 1
+            await asyncio.sleep(pause_s)
 
     @property
     def _stub(self) -> InferenceAsyncStub:
@@ -484,9 +646,13 @@ class AsyncClient:
 
     async def _events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float | None
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         progress = _Progress(
-            request, timeout_s=timeout_s, reconnect_s=self._reconnect_s, now=time.monotonic()
+            request,
+            timeout_s=timeout_s,
+            reconnect_s=self._reconnect_s,
+            retry_s=self._retry_s,
+            now=time.monotonic(),
         )
         try:
             while not progress.ended:
@@ -509,7 +675,9 @@ class AsyncClient:
         finally:
             if progress.to_cancel:
                 with contextlib.suppress(LapsSdError):
-                    await self.cancel(progress.request_id, timeout_s=LEAVING_S)
+                    await self._ask(
+                        "Cancel", CancelRequest(request_id=progress.request_id), LEAVING_S, retry_s=0.0
+                    )
 
     def _open(self, progress: _Progress) -> Any:
         request = progress.request()
@@ -517,12 +685,3 @@ class AsyncClient:
         if isinstance(request, ResumeRequest):
             return self._stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
         return self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """What gRPC raises inside comes out as our errors."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_of(error) from error

@@ -13,7 +13,8 @@ import asyncio
 import inspect
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -49,6 +50,15 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._idle = asyncio.Event()
         self._idle.set()
         logging.getLogger(GRPC_LOGGER).addFilter(_is_news)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a call that came by another protocol while it lasts."""
+        self._enter(True)
+        try:
+            yield
+        finally:
+            self._leave(True)
 
     async def wait_idle(self) -> None:
         """Returns once no counted call is in progress."""

@@ -73,16 +73,18 @@ class Ports:
     """Where things listen; 0 takes a free port. Workers and further replicas always take free ones."""
 
     gateway: int = 50051
+    http: int = 8000
     scheduler: int = 50052
     valkey: int = 0
     metrics: int | None = 9090
     """First of one metrics port per process (gateways, schedulers, workers). None: free ones."""
 
 
-FREE_PORTS = Ports(gateway=0, scheduler=0, valkey=0, metrics=None)
+FREE_PORTS = Ports(gateway=0, http=0, scheduler=0, valkey=0, metrics=None)
 
 FLAGS = {
     "gateway": "--gateway-port",
+    "http": "--http-port",
     "scheduler": "--scheduler-port",
     "metrics": "--metrics-port",
 }
@@ -163,6 +165,7 @@ class LocalStack:
         self._metrics: dict[str, str] = {}
         self._dialled: dict[str, str] = {}
         """Where the others dial each scheduler, and the record."""
+        self._http_ports: dict[str, int] = {}
         self._valkey_port = 0
 
     # -- addresses ----------------------------------------------------------------------------------------------
@@ -205,6 +208,11 @@ class LocalStack:
     def address(self, name: str) -> str:
         """host:port of a component's gRPC server."""
         return self._addresses[self._full(name)]
+
+    @property
+    def http_url(self) -> str:
+        """The first gateway's HTTP server, for OpenAI's clients: http://host:port/v1."""
+        return f"http://{HOST}:{self._http_ports['gateway-0']}/v1"
 
     def metrics_url(self, name: str) -> str:
         """Where a component serves its metrics."""
@@ -405,6 +413,7 @@ class LocalStack:
             port = ports.take("gateway") if name == gateways[0] else ports.free()
             self._addresses[name] = f"{HOST}:{port}"
             self._front(name, self._addresses[name])
+            self._http_ports[name] = ports.take("http") if name == gateways[0] else ports.free()
         for name in (*gateways, *schedulers, *workers):
             self._metrics[name] = f"{HOST}:{ports.take('metrics')}"
         for number, name in enumerate(schedulers):
@@ -413,7 +422,7 @@ class LocalStack:
             self._plan_worker(name, shards[number // options.workers], ports)
         self._write_shards()
         for name in gateways:
-            self._add_service(name, "gateway", options.shard, ports, self._gateway_settings())
+            self._add_service(name, "gateway", options.shard, ports, self._gateway_settings(name))
         for name in schedulers:
             self._plan_scheduler(name, self._shards[name], ports)
 
@@ -462,9 +471,10 @@ class LocalStack:
             "scheduler_seeds": self._seeds(shard),
         }
 
-    def _gateway_settings(self) -> dict[str, object]:
+    def _gateway_settings(self, name: str) -> dict[str, object]:
         options = self.options
         return {
+            "http_port": self._http_ports[name],
             "tokenizer_dir": options.tokenizer_dir or options.target or demo_target_dir(),
             "scheduler_seeds": self._seeds(options.shard),
             "shards_file": self.dir / "shards",

@@ -3,7 +3,9 @@
 KNOWN = frozenset(
     {
         "LAPS_SD_ADVERTISE_ADDRESS",
+        "LAPS_SD_ANONYMOUS",
         "LAPS_SD_API_KEY",
+        "LAPS_SD_API_KEYS_FILE",
         "LAPS_SD_BACKOFF_MAX_S",
         "LAPS_SD_BACKOFF_MIN_S",
         "LAPS_SD_BENCH_DATA",
@@ -29,6 +31,7 @@ KNOWN = frozenset(
         "LAPS_SD_HEALTH_PORT",
         "LAPS_SD_HEARTBEAT_S",
         "LAPS_SD_HOST_BYTES",
+        "LAPS_SD_HTTP_PORT",
         "LAPS_SD_KV_BLOCKS",
         "LAPS_SD_KV_MEMORY_BYTES",
         "LAPS_SD_LEASE_S",
@@ -38,6 +41,7 @@ KNOWN = frozenset(
         "LAPS_SD_LINK_TLS_KEY",
         "LAPS_SD_LOG_LEVEL",
         "LAPS_SD_LOG_STYLE",
+        "LAPS_SD_MAX_CHOICES",
         "LAPS_SD_MAX_CONTEXT_TOKENS",
         "LAPS_SD_MAX_DRAFT_LEN",
         "LAPS_SD_MAX_DRAFT_TOKENS",
@@ -56,6 +60,7 @@ KNOWN = frozenset(
         "LAPS_SD_MAX_UNACKNOWLEDGED_TOKENS",
         "LAPS_SD_METRICS_PORT",
         "LAPS_SD_MODEL",
+        "LAPS_SD_OTLP_ENDPOINT",
         "LAPS_SD_PERCEIVED_LEVELS",
         "LAPS_SD_POLICY",
         "LAPS_SD_POOL",

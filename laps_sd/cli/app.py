@@ -14,7 +14,7 @@ import grpc
 import typer
 
 from laps_sd import __version__
-from laps_sd.cli import chat, config, dial, generate, operate, up
+from laps_sd.cli import chat, config, dial, generate, key, operate, up
 from laps_sd.config import ConfigError
 from laps_sd.errors import StartupError
 
@@ -31,6 +31,7 @@ app.command("explain")(operate.explain)
 app.command("queue")(operate.queue)
 app.command("workers")(operate.workers)
 app.command("drain")(operate.drain)
+app.command("key")(key.key)
 app.command("config", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     config.config
 )

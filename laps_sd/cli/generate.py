@@ -148,10 +148,13 @@ def summary(ended: pb.Ended) -> str:
     )
 
 
-def demo(address: str, prompt: str, *, model: str, max_tokens: int, seed: int) -> pb.Ended | None:
+def demo(
+    address: str, prompt: str, *, model: str, max_tokens: int, seed: int, api_key: str | None
+) -> pb.Ended | None:
     """The request that `laps-sd up` shows."""
     request = pb.GenerateRequest(model=model, sampling=pb.SamplingParams(max_tokens=max_tokens, seed=seed))
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        put_prompt(request, prompt, chat=ask.has_template(stub, model, ()))
-        return print_text(stub.GenerateStream(request, timeout=120))
+        credentials = dial.metadata(api_key)
+        put_prompt(request, prompt, chat=ask.has_template(stub, model, credentials))
+        return print_text(stub.GenerateStream(request, timeout=120, metadata=credentials))

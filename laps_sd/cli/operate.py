@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Annotated
 
 import typer
@@ -12,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from laps_sd.cli import dial
+from laps_sd.cli.timeline import timeline
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 
 TIMEOUT_S = 10.0
+BESIDE_THE_BAR, SHORTEST_BAR, LONGEST_BAR = 24, 10, 80  # characters
 
 
 def explain(
@@ -62,6 +65,10 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
     lines.append(
         f"attained {e.attained_s:.3f} s, {e.emitted_tokens} tokens in {e.rounds} rounds, "
         f"drafted {e.drafted}, accepted {e.accepted}, preempted {e.preemptions} times"
+    )
+    room = shutil.get_terminal_size().columns - BESIDE_THE_BAR
+    lines += timeline(
+        e.story, ended=e.state == pb.Explanation.STATE_ENDED, width=max(SHORTEST_BAR, min(room, LONGEST_BAR))
     )
     lines += [f"  {line.at_s:9.3f} s  {line.what:<12} {line.detail}".rstrip() for line in e.story]
     return lines

@@ -111,6 +111,9 @@ def up(
     gateway_port: Annotated[
         int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0: a free one.")
     ] = 50051,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port of the gateway (OpenAI); 0: a free one.")
+    ] = 8000,
     scheduler_port: Annotated[
         int, typer.Option(min=0, max=65535, help="gRPC port of the scheduler; 0: a free one.")
     ] = 50052,
@@ -145,7 +148,9 @@ def up(
         # Whatever else is set in the shell holds for the services too; what the stack decides wins.
         environment={key: value for key, value in os.environ.items() if key.startswith(PREFIX)},
     )
-    ports = Ports(gateway=gateway_port, scheduler=scheduler_port, metrics=metrics_port or None)
+    ports = Ports(
+        gateway=gateway_port, http=http_port, scheduler=scheduler_port, metrics=metrics_port or None
+    )
     # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -153,8 +158,10 @@ def up(
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
         stack.start()
     try:
-        if demo and workers:
-            _show_demo(console, stack)
+        api_key = os.environ.get(f"{PREFIX}API_KEY")
+        # Where a key is needed and none is there, the first thing shown is not to be a refusal.
+        if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
+            _show_demo(console, stack, api_key)
         _say_what_next(console, stack, verbose)
         while True:
             time.sleep(LOOK_EVERY_S)
@@ -182,18 +189,23 @@ def _reporter(console: Console, status: Status) -> Progress:
     return report
 
 
-def _show_demo(console: Console, stack: LocalStack) -> None:
+def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None:
     console.print(f"\n[bold]{DEMO_PROMPT}[/bold]")
     sys.stderr.flush()
     generate.demo(
-        stack.gateway_address, DEMO_PROMPT, model=stack.options.model, max_tokens=DEMO_TOKENS, seed=DEMO_SEED
+        stack.gateway_address,
+        DEMO_PROMPT,
+        model=stack.options.model,
+        max_tokens=DEMO_TOKENS,
+        seed=DEMO_SEED,
+        api_key=api_key,
     )
 
 
 def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
     gateway = stack.gateway_address
     elsewhere = "" if gateway == "127.0.0.1:50051" else f" --url {gateway}"
-    console.print(f"\nListening: gRPC {gateway}")
+    console.print(f"\nListening: gRPC {gateway}, HTTP (OpenAI) {stack.http_url}")
     schedulers = stack.scheduler_address
     if stack.options.shards > 1:
         schedulers = ", ".join(f"{stack.address(name)} ({shard})" for name, shard in stack.schedulers.items())
@@ -204,6 +216,12 @@ def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
     )
     console.print(
         f'  grpcurl -plaintext -d \'{{"text": "Once"}}\' {gateway} laps_sd.v1.Inference/GenerateStream',
+        markup=False,
+        soft_wrap=True,
+    )
+    body = f'{{"model": "{stack.options.model}", "prompt": "Once", "stream": true}}'
+    console.print(
+        f"  curl -N {stack.http_url}/completions -H 'Content-Type: application/json' -d '{body}'",
         markup=False,
         soft_wrap=True,
     )

@@ -65,6 +65,16 @@ class InferenceStub:
                 request_serializer=laps__sd_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=laps__sd_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/laps_sd.v1.Inference/Tokenize',
+                request_serializer=laps__sd_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=laps__sd_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/laps_sd.v1.Inference/Detokenize',
+                request_serializer=laps__sd_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=laps__sd_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -114,6 +124,20 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The token ids that Generate would make of a prompt. Nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text that Generate would show for output tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +170,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=laps__sd_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=laps__sd_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=laps__sd_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=laps__sd_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=laps__sd_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=laps__sd_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +345,60 @@ class Inference:
             '/laps_sd.v1.Inference/ListModels',
             laps__sd_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             laps__sd_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laps_sd.v1.Inference/Tokenize',
+            laps__sd_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            laps__sd_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laps_sd.v1.Inference/Detokenize',
+            laps__sd_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            laps__sd_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

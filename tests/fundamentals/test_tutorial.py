@@ -65,6 +65,7 @@ def here(text: str, stack: LocalStack) -> str:
     """The addresses of `make run` are those of this stack."""
     metrics_address = stack.metrics_url("gateway").removeprefix("http://").removesuffix("/metrics")
     text = text.replace("127.0.0.1:50051", stack.gateway_address)
+    text = text.replace("http://127.0.0.1:8000/v1", stack.http_url)
     return text.replace("127.0.0.1:9090", metrics_address)
 
 

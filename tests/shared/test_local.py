@@ -139,7 +139,7 @@ def test_a_port_in_use_is_said_before_anything_starts():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        stack = LocalStack(ports=Ports(gateway=port, scheduler=0, metrics=None))
+        stack = LocalStack(ports=Ports(gateway=port, http=0, scheduler=0, metrics=None))
 
         with pytest.raises(
             StartupError, match=f"port {port} is in use: .*choose another with --gateway-port"
@@ -185,7 +185,7 @@ def test_up_shows_the_demo_prompt_and_stops_on_ctrl_c():
     gateway = free_port()
     command = [sys.executable, "-m", "laps_sd", "up", "--engine", "fake", "--gateway-port", str(gateway)]
     with subprocess.Popen(
-        [*command, "--scheduler-port", "0", "--metrics-port", "0"],
+        [*command, "--http-port", "0", "--scheduler-port", "0", "--metrics-port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,15 +13,18 @@ from laps_sd.local import LocalStack
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-def test_the_python_block_runs_as_it_stands(
+def test_the_python_blocks_run_as_they_stand(
     demo_stack: LocalStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    exec(block.replace("127.0.0.1:50051", demo_stack.gateway_address), {})
+    ours, openai = re.findall(r"```python\n(.*?)```", README, re.S)
+    exec(ours.replace("127.0.0.1:50051", demo_stack.gateway_address), {})
 
     printed = capsys.readouterr().out
     assert printed.lstrip().startswith("3, 4, 5, 6, 7, 8, 9, 10, 11, 12\n")
     assert re.search(r"accepted \d+ of \d+", printed)
+
+    exec(openai.replace("http://127.0.0.1:8000/v1", demo_stack.http_url), {})
+    assert capsys.readouterr().out.strip() == "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
 
 
 def test_the_prompts_of_the_readme_get_the_answers_that_it_shows(demo_stack: LocalStack) -> None:

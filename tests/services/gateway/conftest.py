@@ -97,6 +97,7 @@ def fast_settings(seeds: tuple[str, ...], **changes: Any) -> GatewaySettings:
     values: dict[str, Any] = {
         "grpc_port": 0,
         "metrics_port": None,
+        "http_port": None,
         "drain_s": 0.5,
         "scheduler_seeds": seeds,
         "model": "tiny",
@@ -107,6 +108,7 @@ def fast_settings(seeds: tuple[str, ...], **changes: Any) -> GatewaySettings:
         "backoff_max_s": 0.05,
         "scheduler_wait_s": 10.0,
         "trust_tenant_metadata": True,
+        "max_logprobs": 20,
     }
     return GatewaySettings(**{**values, **changes})
 
@@ -122,7 +124,7 @@ async def start_gateway(model: ModelFiles) -> AsyncIterator[StartGateway]:
         async def start(*seeds: str, model: ModelFiles = model, **changes: Any) -> Running:
             gateway = GatewayApp(fast_settings(seeds, **changes), model)
             await gateway.start()
-            stack.push_async_callback(gateway.app.stop)
+            stack.push_async_callback(gateway.stop)
             channel = await stack.enter_async_context(make_channel(f"127.0.0.1:{gateway.app.port}"))
             return Running(gateway, channel, inference_pb2_grpc.InferenceStub(channel), model)
 

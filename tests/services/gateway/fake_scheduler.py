@@ -63,6 +63,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         self.heartbeats = True
         self.refuse: link_pb2.SubmitRefused | None = None
         self.load: link_pb2.ShardLoad | None = None  # said with every heartbeat
+        self.claims: dict[tuple[str, str], str] = {}  # idempotency key -> shard; shards of one pool share it
         self.attach_results: list[int] = []  # for the next Attaches; then the record decides
         self.replay_chunk = 1_000_000
         self._server: grpc.aio.Server | None = None
@@ -194,6 +195,9 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         existing = self.record.keys.get(key) if submit.idempotency_key else None
         if self.refuse is not None:
             reply.refused.CopyFrom(self.refuse)
+        elif submit.idempotency_key and self.claims.setdefault(key, self.shard) != self.shard:
+            reply.refused.reason = link_pb2.SubmitRefused.REASON_KEY_ELSEWHERE
+            reply.refused.shard = self.claims[key]
         elif existing is not None and self.record.requests[existing].submit.body_hash != submit.body_hash:
             reply.refused.reason = link_pb2.SubmitRefused.REASON_KEY_CONFLICT
         else:

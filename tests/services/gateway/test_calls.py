@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from gateway.calls import Caller
 from gateway.tokenizer import ModelFiles
 from gateway.validation import body_hash
 from laps_sd import metrics
@@ -20,6 +21,7 @@ from laps_sd.v1.inference_pb2 import (
     ChatMessage,
     ChatMessages,
     Cursor,
+    DetokenizeRequest,
     ExplainRequest,
     FinishReason,
     GenerateRequest,
@@ -30,6 +32,7 @@ from laps_sd.v1.inference_pb2 import (
     SpeculationSummary,
     Timing,
     TokenIds,
+    TokenizeRequest,
     TokenLogprobs,
 )
 from tests.helpers import wait_until_async
@@ -446,6 +449,107 @@ class TestResume:
         call.cancel()
 
 
+class TestChoices:
+    """n above 1: every choice is a request of its own."""
+
+    async def test_each_has_an_id_a_seed_an_end_and_its_number(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(
+            GenerateRequest(text="x", n=3, sampling=SamplingParams(seed=2**64 - 1))
+        )
+        ids = [await scheduler.submitted(count) for count in (1, 2, 3)]
+        for number in (2, 0, 1):
+            scheduler.commit(ids[number], [70 + number, 80], Kind.KIND_LENGTH)
+        events = await rest(call)
+
+        assert [event.WhichOneof("event") for event in events[:3]] == ["accepted"] * 3
+        assert [event.accepted.request_id for event in events[:3]] == ids
+        assert [event.accepted.seed for event in events[:3]] == [2**64 - 1, 0, 1]
+        for number in range(3):
+            of_choice = [event for event in events if event.choice == number]
+            assert ids_of(of_choice) == [70 + number, 80]
+            assert [event.WhichOneof("event") for event in of_choice].count("end") == 1
+            assert of_choice[-1].end.request_id == ids[number]
+        await nobody_left(running)
+
+    async def test_one_that_ends_between_two_reads_is_not_lost(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        caller = Caller(tenant="anonymous")
+        async with running.gateway.calls.generate([GenerateRequest(text="x", n=2)], caller) as generation:
+            first, second = list(scheduler.record.requests)
+            scheduler.commit(first, [70], Kind.KIND_LENGTH)
+            seen = list(await generation.read())
+            scheduler.commit(second, [71], Kind.KIND_LENGTH)
+            await wait_until_async(
+                lambda: all(stream.over for stream in running.link.streams), description="both ends"
+            )
+            while not generation.over:
+                seen += await generation.read()
+
+        assert [(choice, type(event).__name__) for choice, event in seen] == [
+            (0, "Delta"),
+            (0, "Ended"),
+            (1, "Delta"),
+            (1, "Ended"),
+        ]
+
+    async def test_the_unary_call_has_them_all(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.Generate(GenerateRequest(text="x", n=2))
+        first, second = [await scheduler.submitted(count) for count in (1, 2)]
+        scheduler.commit(second, [71], Kind.KIND_LENGTH)
+        scheduler.commit(first, [70], Kind.KIND_STOP)
+        response = await call
+        (other,) = response.more
+
+        assert (list(response.token_ids), list(other.token_ids)) == ([70], [71])
+        assert response.end.finish_reason == FinishReason.FINISH_REASON_STOP
+        assert other.end.finish_reason == FinishReason.FINISH_REASON_LENGTH
+
+    async def test_an_idempotency_key_names_each_of_them(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        request = GenerateRequest(text="x", n=2, idempotency_key="k")
+        call = running.stub.GenerateStream(request)
+        ids = [await scheduler.submitted(count) for count in (1, 2)]
+        again = running.stub.GenerateStream(request)
+        accepted = [(await again.read()).accepted for _ in ids]
+
+        assert [one.request_id for one in accepted] == ids
+        assert all(one.attached for one in accepted)
+        call.cancel()
+        again.cancel()
+
+    async def test_no_other_key_of_a_client_is_one_of_theirs(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(GenerateRequest(text="x", n=2, idempotency_key="k"))
+        for _ in range(2):
+            await call.read()
+        first, second = [submit.idempotency_key for submit in scheduler.all_heard("submit")]
+
+        assert first == "k"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="x", n=2, idempotency_key=second))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call.cancel()
+
+    async def test_all_of_them_go_with_their_client(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.GenerateStream(GenerateRequest(text="x", n=2))
+        await call.read()
+        call.cancel()
+
+        await scheduler.wait_heard("detach", 2)
+        await nobody_left(running)
+
+    @pytest.mark.parametrize("n", [0, 17])
+    async def test_are_bounded(self, running: Running, n: int) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="x", n=n))
+        assert violations(error.value) == [("n", f"must be from 1 to 16, got {n}")]
+
+
 class TestCancel:
     async def test_ends_the_stream_and_is_idempotent(
         self, running: Running, scheduler: FakeScheduler
@@ -494,6 +598,43 @@ class TestExplain:
             )
         assert error.value.code() == grpc.StatusCode.NOT_FOUND
         call.cancel()
+
+
+class TestTokens:
+    async def test_of_a_prompt_are_those_that_generation_gets(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        messages = ChatMessages(messages=[ChatMessage(role="user", content="hello")])
+        for prompt in ({"text": "the quick"}, {"messages": messages}):
+            tokenized = await running.stub.Tokenize(TokenizeRequest(**prompt))
+            call = running.stub.GenerateStream(GenerateRequest(**prompt))
+            await call.read()
+            submit = list(scheduler.record.requests.values())[-1].submit
+
+            assert tokenized.token_ids == submit.specification.prompt_ids
+            assert tokenized.tokens_left == CONTEXT - len(tokenized.token_ids)
+            call.cancel()
+
+    async def test_of_an_output_make_its_text(self, running: Running, model: ModelFiles) -> None:
+        ids = [*model.encode_rendered("hello world"), *model.eos_ids]
+        answer = await running.stub.Detokenize(DetokenizeRequest(token_ids=ids))
+
+        assert answer.text == "hello world"
+
+    @pytest.mark.parametrize(
+        ("method", "request_", "field"),
+        [
+            ("Tokenize", TokenizeRequest(), "prompt"),
+            ("Tokenize", TokenizeRequest(model="other", text="x"), "model"),
+            ("Detokenize", DetokenizeRequest(token_ids=[320]), "token_ids[0]"),
+            ("Detokenize", DetokenizeRequest(token_ids=[1] * (CONTEXT + 1)), "token_ids"),
+            ("Detokenize", DetokenizeRequest(model="other"), "model"),
+        ],
+    )
+    async def test_are_checked(self, running: Running, method: str, request_: Any, field: str) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await getattr(running.stub, method)(request_)
+        assert violations(error.value)[0][0] == field
 
 
 class TestTheServer:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, _Progress, make_request
-from laps_sd.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from laps_sd.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import (
     ChatMessage,
@@ -134,8 +141,6 @@ class TestAsyncClient:
         self, running: Running, scheduler: FakeScheduler
     ) -> None:
         async with AsyncClient([f"127.0.0.1:{free_port()}", address(running)]) as client:
-            with pytest.raises(Unavailable):  # nothing was accepted: the caller decides whether to ask again
-                await client.generate("x")
             answer = asyncio.create_task(client.generate("x"))
             scheduler.commit(await scheduler.submitted(), tokens(0, 1), Kind.KIND_STOP)
             await answer
@@ -218,14 +223,14 @@ class TestAsyncClient:
             assert [model.name for model in await client.models()] == ["tiny"]
 
     async def test_refusals_are_our_errors(self, running: Running, scheduler: FakeScheduler) -> None:
-        async with AsyncClient(address(running)) as client:
+        async with AsyncClient(address(running), retry_s=1) as client:
             with pytest.raises(InvalidArgument) as invalid:
                 await client.generate("x", top_p=2)
             assert invalid.value.violations == (("sampling.top_p", "must be above 0 and at most 1, got 2"),)
             with pytest.raises(NotFound):
                 await client.cancel("s0.unknown")
             with pytest.raises(NotFound):
-                await anext(client.resume("s0.unknown"))  # type: ignore[call-overload]
+                await anext(client.resume("s0.unknown"))
             scheduler.refuse = link_pb2.SubmitRefused(
                 reason=link_pb2.SubmitRefused.REASON_QUEUE_FULL, retry_after_ms=1500
             )
@@ -233,10 +238,58 @@ class TestAsyncClient:
                 await client.generate("x")
             assert full.value.retry_after_s == 1.5
 
-    async def test_a_gateway_that_is_not_there_is_told_at_once(self) -> None:
-        async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+    async def test_a_gateway_that_is_not_there_is_told_when_patience_ends(self) -> None:
+        async with AsyncClient(f"127.0.0.1:{free_port()}", retry_s=0.1) as client:
             with pytest.raises(Unavailable):
                 await client.generate("x")
+            with pytest.raises(Unavailable):
+                await client.models()
+
+    async def test_what_says_when_to_come_again_is_repeated_as_the_same_request(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        scheduler.refuse = link_pb2.SubmitRefused(
+            reason=link_pb2.SubmitRefused.REASON_QUEUE_FULL, retry_after_ms=10
+        )
+        async with AsyncClient(address(running), retry_s=30) as client:
+            answer = asyncio.create_task(client.generate("x"))
+            await scheduler.wait_heard("submit", 2)
+            scheduler.refuse = None
+            request_id = await scheduler.submitted()
+            scheduler.commit(request_id, tokens(0, 3), Kind.KIND_LENGTH)
+            response = await answer
+
+        assert list(response.token_ids) == tokens(0, 3)
+        assert len({submit.idempotency_key for submit in scheduler.all_heard("submit")}) == 1
+
+    async def test_what_is_wrong_is_not_repeated(self, running: Running, scheduler: FakeScheduler) -> None:
+        scheduler.refuse = link_pb2.SubmitRefused(reason=link_pb2.SubmitRefused.REASON_KEY_CONFLICT)
+        async with AsyncClient(address(running), retry_s=30) as client:
+            with pytest.raises(AlreadyExists):
+                await client.generate("x")
+
+        assert len(scheduler.all_heard("submit")) == 1
+
+    async def test_another_gateway_takes_the_call_of_one_that_is_not_there(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        async with AsyncClient([f"127.0.0.1:{free_port()}", address(running)], retry_s=30) as client:
+            assert [model.name for model in await client.models()] == ["tiny"]
+
+    async def test_leaving_the_block_cancels(self, running: Running, scheduler: FakeScheduler) -> None:
+        async with AsyncClient(address(running)) as client:
+            with pytest.raises(RuntimeError):
+                async with client.stream("x") as events:
+                    accepted = await anext(events)
+                    raise RuntimeError("the caller has other things to do")
+            assert isinstance(accepted, Accepted)
+            assert scheduler.all_heard("cancel")[0].request_id == accepted.request_id
+
+    async def test_tokens_and_back(self, running: Running) -> None:
+        async with AsyncClient(address(running)) as client:
+            ids = await client.tokenize("hello world")
+            assert ids == running.model.encode_text("hello world")
+            assert await client.detokenize(ids) == "hello world"
 
     async def test_the_hard_deadline_holds(self, running: Running) -> None:
         async with AsyncClient(address(running)) as client:

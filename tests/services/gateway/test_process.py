@@ -21,6 +21,7 @@ def test_it_answers_health_without_a_scheduler_and_ends_on_the_first_signal(mode
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LAPS_SD_")} | {
         "LAPS_SD_GRPC_PORT": str(port),
         "LAPS_SD_METRICS_PORT": "0",
+        "LAPS_SD_HTTP_PORT": "0",
         "LAPS_SD_TOKENIZER_DIR": str(model_dir),
         "LAPS_SD_SCHEDULER_SEEDS": f"127.0.0.1:{free_port()}",
     }

@@ -68,9 +68,19 @@ class Shop:
         call = self.running.stub.GenerateStream(pb.GenerateRequest(text="hello", **fields))
         event = await call.read()
         self.calls.append(call)
-        return event.accepted.request_id.partition(".")[0]
+        return shard_of_accepted(event.accepted)
+
+    async def submit_all(self, n: int, **fields: Any) -> list[pb.Accepted]:
+        """One call for n outputs until all are accepted. The stream stays open."""
+        call = self.running.stub.GenerateStream(pb.GenerateRequest(text="hello", n=n, **fields))
+        self.calls.append(call)
+        return [(await call.read()).accepted for _ in range(n)]
 
     calls: list[Any]
+
+
+def shard_of_accepted(accepted: pb.Accepted) -> str:
+    return accepted.request_id.partition(".")[0]
 
 
 @pytest.fixture
@@ -145,6 +155,13 @@ class TestTheChoice:
             link.submitted = 0
 
         assert [await shop.submit() for _ in range(2)] == ["s0", "s1"]
+
+    async def test_is_made_for_each_output_of_a_call(self, shop: Shop) -> None:
+        for shard in ("s0", "s1"):
+            await shop.add(shard)
+        await shop.open()
+
+        assert Counter(map(shard_of_accepted, await shop.submit_all(4))) == {"s0": 2, "s1": 2}
 
     async def test_avoids_a_shard_without_workers(self, shop: Shop) -> None:
         await shop.add("s0", load=load(backlog_s=0, requests=0, workers=0))
@@ -228,6 +245,22 @@ class TestAnIdempotencyKey:
         )
 
         assert await shop.submit(idempotency_key="k") == "s1"
+
+    async def test_finds_every_output_at_the_shard_that_took_it(self, shop: Shop) -> None:
+        s0 = await shop.add("s0")
+        s1 = await shop.add("s1")
+        s1.claims = s0.claims
+        await shop.open()
+        first = await shop.submit_all(4, idempotency_key="k")
+        s0.load = load(backlog_s=1000)
+        s1.load = load(backlog_s=0)
+        for shard in shop.schedulers:
+            await shop.knows(shard)
+        again = await shop.submit_all(4, idempotency_key="k")
+
+        assert {shard_of_accepted(one) for one in first} == {"s0", "s1"}
+        assert [one.request_id for one in again] == [one.request_id for one in first]
+        assert all(one.attached for one in again)
 
     async def test_of_a_shard_that_is_not_known_here_has_to_come_again(self, shop: Shop) -> None:
         elsewhere = Refused(reason=Refused.REASON_KEY_ELSEWHERE, shard="s7")

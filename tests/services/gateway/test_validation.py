@@ -29,6 +29,7 @@ SETTINGS = GatewaySettings(
     max_output_tokens=500,
     default_max_tokens=100,
     max_priority=5,
+    max_logprobs=20,
 )
 
 
@@ -233,3 +234,8 @@ def test_a_trace_context_that_is_none_is_dropped(value: str) -> None:
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(Exception, match=problem):
         GatewaySettings(**changes)
+
+
+def test_log_probabilities_are_refused_where_nobody_gives_them(model: ModelFiles) -> None:
+    with pytest.raises(InvalidArgument, match="logprobs must be absent: the workers give no"):
+        check_request(GenerateRequest(text="x", logprobs=0), GatewaySettings(model="tiny"), model)

@@ -1,0 +1,334 @@
+"""How many messages does one gateway process carry, and what delay does it add? `laps-sd bench gateway`
+
+A scheduler of this file (a process of its own) delivers tokens for many streams at a steady rate, about three at a time, as a busy
+pool does: many requests in one message of the link. A real gateway turns them into text and streams them to clients in this process, by
+gRPC or by server-sent events. The delay of a delivery is the time from when the scheduler hands it to its link until the client has it,
+both read from the machine's one monotonic clock; what a client gets in one message because it was late counts for each delivery in it.
+
+On a busy machine the delay says more about the machine. Beside it stands what the gateway's process took from its CPU: messages per
+second of CPU time, which is what one core could carry.
+
+Goal: 6,000 messages per second of CPU time, and a p99 delay below 20 ms at that rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc.aio
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.report import finish, progress, table
+from laps_sd.local import is_serving
+from laps_sd.model_dir import demo_target_dir
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import gateway_link_pb2_grpc, inference_pb2_grpc
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.wire import make_channel, server_options
+
+GOAL_MESSAGES_PER_CPU_S = 6000.0
+GOAL_P99_S = 0.020
+TOKENS = 3
+TICK_S = 0.004
+WARM_UP = 10
+"""Deliveries of each stream that are not counted."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="laps-sd bench gateway", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--streams", type=int, default=256, help="streams at once (default 256)")
+    parser.add_argument("--rate", type=float, default=6000.0, help="deliveries per second (default 6000)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each run (default 10)")
+    parser.add_argument("--protocol", choices=("grpc", "http", "both"), default="grpc")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# -- the scheduler, in its own process ----------------------------------------------------------------------------------
+
+
+class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
+    """Accepts so many requests, delivers to all of them at the rate, ends them, and writes down when it sent what."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._outbox: asyncio.Queue[link_pb2.GatewayLinkReply] = asyncio.Queue()
+        self._ids: list[str] = []
+        self.sent: dict[str, list[float]] = {}
+        self.done = asyncio.Event()
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[link_pb2.GatewayMessage], context: Any
+    ) -> AsyncIterator[link_pb2.GatewayLinkReply]:
+        await anext(request_iterator)
+        hello = link_pb2.SchedulerHello(shard="s0", protocol_version=1, software_version="bench", pool="demo")
+        yield link_pb2.GatewayLinkReply(leader_epoch="1-bench", hello=hello)
+        tasks = [asyncio.create_task(self._listen(request_iterator)), asyncio.create_task(self._beat())]
+        try:
+            while True:
+                yield await self._outbox.get()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            self._say(heartbeat=link_pb2.Heartbeat(sent_ms=time.monotonic_ns() // 10**6))
+
+    async def _listen(self, messages: AsyncIterator[link_pb2.GatewayMessage]) -> None:
+        async for message in messages:
+            if message.WhichOneof("message") == "submit":
+                submit = message.submit
+                accepted = link_pb2.SubmitAccepted(request_id=submit.request_id)
+                self._say(
+                    submit_reply=link_pb2.SubmitReply(submission_id=submit.submission_id, accepted=accepted)
+                )
+                self._ids.append(submit.request_id)
+                if len(self._ids) == self._options.streams:
+                    self._delivering = asyncio.create_task(self._deliver())
+
+    async def _deliver(self) -> None:
+        ids = self._ids
+        self.sent = {request_id: [] for request_id in ids}
+        total = int(self._options.rate * self._options.seconds)
+        began = time.monotonic()
+        given = 0
+        while given < total:
+            due = min(total, int((time.monotonic() - began) * self._options.rate))
+            deliveries = []
+            for number in range(given, due):
+                request_id = ids[number % len(ids)]
+                times = self.sent[request_id]
+                first = TOKENS * len(times)
+                tokens = [300 + (first + place) % 500 for place in range(TOKENS)]
+                deliveries.append(
+                    link_pb2.Delivery(request_id=request_id, first_token=first, token_ids=tokens)
+                )
+                times.append(time.monotonic())
+            if deliveries:
+                self._say(deliveries=link_pb2.Deliveries(deliveries=deliveries))
+            given = due
+            await asyncio.sleep(TICK_S)
+        end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_LENGTH)
+        ends = [
+            link_pb2.Delivery(request_id=request_id, first_token=TOKENS * len(self.sent[request_id]), end=end)
+            for request_id in ids
+        ]
+        self._say(deliveries=link_pb2.Deliveries(deliveries=ends))
+        self.done.set()
+
+    def _say(self, **message: Any) -> None:
+        self._outbox.put_nowait(link_pb2.GatewayLinkReply(leader_epoch="1-bench", **message))
+
+
+async def be_source(options: argparse.Namespace) -> None:
+    server = grpc.aio.server(options=server_options())
+    source = Source(options)
+    gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(source, server)
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await source.done.wait()
+    partial = options.source.with_suffix(".part")
+    partial.write_text(json.dumps(source.sent))
+    partial.rename(options.source)
+    await asyncio.sleep(60)  # the gateway hears the ends; whoever started us ends us
+
+
+# -- the clients --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Heard:
+    """What one client got: when it had so many tokens."""
+
+    request_id: str = ""
+    messages: int = 0
+    times: list[tuple[int, float]] = field(default_factory=list)
+
+
+async def read_grpc(address: str, number: int) -> Heard:
+    heard = Heard()
+    async with make_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = pb.GenerateRequest(text=f"request {number}")
+        async for event in stub.GenerateStream(request):
+            match event.WhichOneof("event"):
+                case "accepted":
+                    heard.request_id = event.accepted.request_id
+                case "delta":
+                    heard.messages += 1
+                    heard.times.append((event.delta.cursor.next_token, time.monotonic()))
+    return heard
+
+
+async def read_http(address: str, number: int, session: aiohttp.ClientSession) -> Heard:
+    heard = Heard()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": f"request {number}", "stream": True, "stream_options": options}
+    async with session.post(f"http://{address}/v1/completions", json=body) as response:
+        heard.request_id = response.headers["x-request-id"]
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                now = time.monotonic()
+                chunk = json.loads(line.removeprefix(b"data: "))
+                if chunk["choices"]:
+                    # The chunk with the reason has no counterpart by gRPC, where the end is no delta.
+                    heard.messages += chunk["choices"][0]["finish_reason"] is None
+                    heard.times.append((chunk["usage"]["completion_tokens"], now))
+    return heard
+
+
+async def read_all(protocol: str, address: str, streams: int) -> list[Heard]:
+    if protocol == "grpc":
+        return await asyncio.gather(*(read_grpc(address, number) for number in range(streams)))
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+        return await asyncio.gather(*(read_http(address, number, session) for number in range(streams)))
+
+
+# -- a run --------------------------------------------------------------------------------------------------------------
+
+
+def run(protocol: str, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        times = Path(folder) / "sent.json"
+        flags = [
+            "--streams",
+            str(options.streams),
+            "--rate",
+            str(options.rate),
+            "--seconds",
+            str(options.seconds),
+        ]
+        source = subprocess.Popen(
+            [sys.executable, __file__, *flags, "--source", str(times)], stdout=subprocess.PIPE, text=True
+        )
+        assert source.stdout is not None
+        ports = _free_ports(3)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("LAPS_SD_")}
+        environment |= {
+            "LAPS_SD_GRPC_PORT": str(ports[0]),
+            "LAPS_SD_METRICS_PORT": str(ports[1]),
+            "LAPS_SD_HTTP_PORT": str(ports[2]),
+            "LAPS_SD_SCHEDULER_SEEDS": f"127.0.0.1:{source.stdout.readline().strip()}",
+            "LAPS_SD_TOKENIZER_DIR": str(demo_target_dir()),
+            "LAPS_SD_LOG_LEVEL": "warning",
+        }
+        gateway = subprocess.Popen([sys.executable, "-m", "gateway"], env=environment)
+        try:
+            deadline = time.monotonic() + 120
+            while not is_serving(f"127.0.0.1:{ports[0]}"):
+                if time.monotonic() > deadline or gateway.poll() is not None:
+                    raise SystemExit("the gateway did not start")
+                time.sleep(0.1)
+            before = _cpu_s(ports[1])
+            address = f"127.0.0.1:{ports[0] if protocol == 'grpc' else ports[2]}"
+            heard = asyncio.run(read_all(protocol, address, options.streams))
+            cpu_s = _cpu_s(ports[1]) - before
+            while not times.exists():
+                time.sleep(0.05)
+            sent = json.loads(times.read_text())
+        finally:
+            for process in (gateway, source):
+                process.kill()
+                process.wait()
+    return row(protocol, options, heard, sent, cpu_s)
+
+
+def row(
+    protocol: str, options: argparse.Namespace, heard: list[Heard], sent: dict[str, list[float]], cpu_s: float
+) -> dict[str, Any]:
+    """One line of the table."""
+    delays = []
+    for client in heard:
+        at = 0
+        for tokens, now in client.times:
+            while TOKENS * (at + 1) <= tokens:
+                if at >= WARM_UP:
+                    delays.append(now - sent[client.request_id][at])
+                at += 1
+        assert at == len(sent[client.request_id]), "a delivery did not arrive"
+    delays.sort()
+    messages = sum(client.messages for client in heard)
+    deliveries = sum(map(len, sent.values()))
+    first = min(times[0] for times in sent.values())
+    lasted_s = max(client.times[-1][1] for client in heard) - first
+    return {
+        "config": f"{protocol}, {options.streams} streams",
+        "deliveries_per_s": deliveries / lasted_s,
+        "messages_per_s": messages / lasted_s,
+        "tokens_per_message": TOKENS * deliveries / messages,
+        "delay_p50_s": delays[len(delays) // 2],
+        "delay_p99_s": delays[int(len(delays) * 0.99)],
+        "gateway_cpu_share": cpu_s / lasted_s,
+        "messages_per_cpu_s": messages / cpu_s,
+        "deliveries_per_cpu_s": deliveries / cpu_s,
+    }
+
+
+def _cpu_s(port: int) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+    return next(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "process_cpu_seconds_total"
+    )
+
+
+def _free_ports(count: int) -> list[int]:
+    import socket
+
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def main() -> int:
+    options = arguments()
+    if options.source is not None:
+        asyncio.run(be_source(options))
+        return 0
+    rows = []
+    for protocol in ("grpc", "http") if options.protocol == "both" else (options.protocol,):
+        progress(
+            f"{protocol}: {options.streams} streams, {options.rate:g} deliveries/s, {options.seconds:g} s"
+        )
+        rows.append(run(protocol, options))
+    table("One gateway process", rows, width=150)
+    met = all(
+        each["deliveries_per_cpu_s"] >= GOAL_MESSAGES_PER_CPU_S and each["delay_p99_s"] < GOAL_P99_S
+        for each in rows
+    )
+    summary = "; ".join(
+        f"{each['config']}: {each['messages_per_cpu_s']:.0f} messages per CPU second at {each['tokens_per_message']:.1f} tokens, "
+        f"p99 delay {each['delay_p99_s'] * 1000:.1f} ms"
+        for each in rows
+    )
+    return finish(rows, json_file=options.json, summary=summary, met=met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,388 @@
+"""What every way of calling shares, gRPC and HTTP alike: checks, prompt, submission, and the events that come of it.
+
+    caller = Caller(tenant="acme", deadline=None)
+    async with calls.generate([request], caller) as generation:     # raises LapsSdError until all is accepted
+        for accepted in generation.accepted: ...                    # one per choice
+        while not generation.over:
+            for choice, event in await generation.read(): ...       # Delta or Ended
+    # left early, cancelled or failed: every attachment is closed, which ends what nobody waits for
+
+Nobody else submits. A limit or a rule that is checked here holds for every protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gateway import metrics
+from gateway.detokenizer import Detokenizer
+from gateway.link import ShardLink
+from gateway.output import Output, accepted_event
+from gateway.settings import GatewaySettings
+from gateway.shards import Shards
+from gateway.streams import Acceptance, ClientStream
+from gateway.tenants import Tenants
+from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
+from gateway.tracing import CallSpan, Tracing
+from gateway.validation import (
+    check_ids,
+    check_model,
+    check_request,
+    check_request_id,
+    choices_of,
+    complete,
+)
+from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["Caller", "Calls", "Event", "Generation"]
+
+Event: TypeAlias = "inference_pb2.Delta | inference_pb2.Ended"
+
+LONG_PROMPTS_AT_ONCE = 2
+"""Long prompts that are tokenized at the same time. A prompt of the largest size takes some hundred MiB meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, and until when, as the protocol's own layer found out."""
+
+    tenant: str
+    deadline: float | None = None  # hard, in the loop's time
+    traceparent: str = ""  # W3C, valid or empty
+
+
+class Calls:
+    """One model, on any of the shards."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        model: ModelFiles,
+        shards: Shards,
+        tenants: Tenants,
+        tracing: Tracing,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self._tenants = tenants
+        self._tracing = tracing
+        self._shards = shards
+        self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
+
+    @asynccontextmanager
+    async def generate(
+        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller
+    ) -> AsyncIterator[Generation]:
+        """Submits every choice of every request, and waits until all are accepted.
+
+        Choices are numbered through: those of the first request, then those of the second.
+        """
+        began = _now()
+        tenant = self._tenants.label(caller.tenant)
+        with ExitStack() as stack:
+            span = stack.enter_context(
+                self._tracing.call(requests, caller.traceparent, model=self.model.name)
+            )
+            with self._refusals(tenant):
+                count = self._check(requests, caller)
+                stack.enter_context(self._tenants.admitted(caller.tenant, count, now=began, new=True))
+                submissions = await self._submissions(requests, caller, span.traceparent)
+                attachments = [await self._place(stack, submit, caller) for submit in submissions]
+            async with self._opened(stack, attachments, began=began, tenant=tenant, span=span) as generation:
+                yield generation
+
+    @asynccontextmanager
+    async def resume(
+        self, request_id: str, cursor: inference_pb2.Cursor, caller: Caller
+    ) -> AsyncIterator[Generation]:
+        """Attaches to a request that exists, for what lies behind the cursor."""
+        began = _now()
+        tenant = self._tenants.label(caller.tenant)
+        with ExitStack() as stack:
+            with self._refusals(tenant):
+                link = self._link_of(request_id)
+                self._check_room(1)
+                stack.enter_context(self._tenants.admitted(caller.tenant, 1, now=began, new=False))
+                stream = link.attach(request_id, tenant=caller.tenant)
+                stack.callback(link.close, stream)
+                acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
+            attachment = _Attachment(link, stream, acceptance)
+            async with self._opened(
+                stack, [attachment], began=began, tenant=tenant, cursor=cursor
+            ) as generation:
+                yield generation
+
+    async def cancel(self, request_id: str, caller: Caller) -> bool:
+        """Ends a request; False if it had ended."""
+        link = self._link_of(request_id)
+        return await link.cancel(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
+
+    async def explain(self, request_id: str, caller: Caller) -> inference_pb2.ExplainResponse:
+        """What the shard's leader says about a request."""
+        link = self._link_of(request_id)
+        return await link.explain(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
+
+    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """The token ids of a request's prompt. Raises InvalidArgument."""
+        check_request(request, self.settings, self.model)
+        return await self._prompt_ids(request)
+
+    def detokenize(self, model: str, ids: Sequence[int]) -> str:
+        """The text of a whole output. Raises InvalidArgument."""
+        check_model(model, self.model)
+        if len(ids) > self.model.context_tokens:
+            raise InvalidArgument("token_ids", f"must be at most {self.model.context_tokens}, got {len(ids)}")
+        check_ids("token_ids", ids, self.model)
+        text = Detokenizer(self.model.decode, silent_ids=self.model.silent_ids)
+        return text.feed(ids) + text.finish()
+
+    # ---- parts
+
+    def _check(self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller) -> int:
+        """How many outputs are asked for, once all that costs nothing to know is in order."""
+        for request in requests:
+            check_request(request, self.settings, self.model)
+            self._tenants.check_priority(caller.tenant, request.priority)
+        count = sum(map(choices_of, requests))
+        if count > self.settings.max_choices:
+            raise InvalidArgument(
+                "n", f"must be at most {self.settings.max_choices} outputs of one call, got {count}"
+            )
+        self._check_room(count)
+        return count
+
+    async def _submissions(
+        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller, traceparent: str
+    ) -> list[link_pb2.Submit]:
+        """All that is to be handed in. Raises before anything was."""
+        made: list[link_pb2.Submit] = []
+        for request in requests:
+            prompt_ids = await self._prompt_ids(request)
+            seed = secrets.randbits(64)
+            for choice in range(choices_of(request)):
+                submit = complete(
+                    request,
+                    prompt_ids,
+                    settings=self.settings,
+                    model=self.model,
+                    tenant=caller.tenant,
+                    fallback_seed=seed,
+                    choice=choice,
+                )
+                submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
+                submit.traceparent = traceparent
+                made.append(submit)
+        return made
+
+    async def _prompt_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await self.encode(request.text, rendered=False)
+            case "messages":
+                return await self.encode(self.render(request.messages), rendered=True)
+            case _:
+                return list(request.token_ids.ids)
+
+    def render(self, messages: inference_pb2.ChatMessages) -> str:
+        """Checked messages as the text of the model's chat template."""
+        assert self.model.template is not None, "messages are refused without a template"
+        plain = [{"role": message.role, "content": message.content} for message in messages.messages]
+        try:
+            return self.model.template.render(plain)
+        except TemplateRefused as error:
+            raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
+
+    async def encode(self, text: str, *, rendered: bool) -> list[int]:
+        """Token ids of a checked text."""
+        if len(text) < THREAD_FROM_CHARACTERS:
+            return await self.model.encode_off_loop(text, rendered=rendered)
+        async with self._long_prompts:
+            return await self.model.encode_off_loop(text, rendered=rendered)
+
+    @asynccontextmanager
+    async def _opened(
+        self,
+        stack: ExitStack,
+        attachments: Sequence[_Attachment],
+        *,
+        began: float,
+        tenant: str,
+        cursor: inference_pb2.Cursor | None = None,
+        span: CallSpan | None = None,
+    ) -> AsyncIterator[Generation]:
+        accepted = []
+        for attachment in attachments:
+            acceptance = attachment.acceptance
+            if not acceptance.attached:
+                metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
+                metrics.TENANT_REQUESTS.labels(tenant).inc()
+                metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
+            accepted.append(accepted_event(acceptance, self.model))
+            attachment.output = Output(acceptance, self.model, cursor)
+            attachment.pace = stack.enter_context(
+                _Pace(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
+            )
+            attachment.span = span
+        if span is not None:
+            span.accepted(accepted)
+        generation = Generation(accepted, attachments)
+        try:
+            yield generation
+        finally:
+            await generation.close()
+
+    async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> _Attachment:
+        """Hands one request in and waits until it is accepted; its stream closes with the stack.
+
+        Each output of a call goes to a shard of its own choice: its idempotency key is its own too, and an earlier call may have
+        left it at another shard than its neighbours'.
+        """
+        link, stream, acceptance = await self._shards.place(
+            submit, deadline=caller.deadline, wait_s=self.settings.scheduler_wait_s
+        )
+        stack.callback(link.close, stream)
+        return _Attachment(link, stream, acceptance)
+
+    @contextmanager
+    def _refusals(self, tenant: str) -> Iterator[None]:
+        """Counts what is refused inside."""
+        try:
+            yield
+        except LapsSdError as error:
+            metrics.REFUSED.labels(error.code.name).inc()
+            metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
+            raise
+
+    def _check_room(self, count: int) -> None:
+        is_open = self._shards.streams
+        if is_open + count > self.settings.max_streams:
+            raise ResourceExhausted(
+                f"this gateway has {is_open} of {self.settings.max_streams} streams open, its limit",
+                retry_after_s=1.0,
+            )
+
+    def _link_of(self, request_id: str) -> ShardLink:
+        check_request_id(request_id)
+        return self._shards.link_of(request_id)
+
+
+class _Attachment:
+    """One choice that was accepted: its stream, which somebody else closes, and its output."""
+
+    output: Output
+    pace: _Pace
+    span: CallSpan | None = None
+
+    def __init__(self, link: ShardLink, stream: ClientStream, acceptance: Acceptance) -> None:
+        self.link = link
+        self.stream = stream
+        self.acceptance = acceptance
+        self.over = False
+
+    async def read(self) -> list[Event]:
+        """What has come since, at least something. Raises the stream's failure."""
+        batch = await self.link.read(self.stream)
+        self.pace.tokens(len(batch.token_ids))
+        if self.span is not None:
+            self.span.tokens(len(batch.token_ids))
+        events = list(self.output.messages(batch))
+        for event in events:
+            if isinstance(event, inference_pb2.Ended):
+                self.pace.end = _end_name(event)
+                if self.span is not None:
+                    self.span.ended(event)
+                self.over = True
+        return events
+
+
+class Generation:
+    """The choices of one call as they come. One task reads."""
+
+    def __init__(
+        self, accepted: Sequence[inference_pb2.Accepted], attachments: Sequence[_Attachment]
+    ) -> None:
+        self.accepted = accepted
+        """By choice."""
+        self._attachments = attachments
+        self._reading: dict[int, asyncio.Task[list[Event]]] = {}
+
+    @property
+    def over(self) -> bool:
+        """Every choice has ended, and `read` has returned all of it."""
+        return not self._reading and all(attachment.over for attachment in self._attachments)
+
+    async def read(self) -> list[tuple[int, Event]]:
+        """What has come since the last call, with its choice. Raises the failure of the first choice that failed."""
+        if len(self._attachments) == 1:
+            return [(0, event) for event in await self._attachments[0].read()]
+        for choice, attachment in enumerate(self._attachments):
+            if not attachment.over and choice not in self._reading:
+                self._reading[choice] = asyncio.create_task(attachment.read(), name=f"choice {choice}")
+        await asyncio.wait(self._reading.values(), return_when=asyncio.FIRST_COMPLETED)
+        ready = sorted(choice for choice, task in self._reading.items() if task.done())
+        return [(choice, event) for choice in ready for event in self._reading.pop(choice).result()]
+
+    async def close(self) -> None:
+        """Nobody reads any more."""
+        for task in self._reading.values():
+            task.cancel()
+        await asyncio.gather(*self._reading.values(), return_exceptions=True)
+
+
+class _Pace:
+    """Measures one attachment: time to the first token, time per token, how it ended."""
+
+    def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
+        self.end = ""
+        self._tenant = tenant
+        self._billed = billed  # an attachment to a request that exists gets what was counted before
+        self._began = began
+        self._fresh = fresh  # a resumed stream replays: its times say nothing about the model
+        self._first: float | None = None
+        self._last = 0.0
+        self._count = 0
+
+    def __enter__(self) -> _Pace:
+        return self
+
+    def tokens(self, count: int) -> None:
+        """So many tokens arrived now."""
+        if count == 0:
+            return
+        self._last = _now()
+        self._count += count
+        if self._first is None:
+            self._first = self._last
+            if self._fresh:
+                metrics.FIRST_TOKEN.observe(self._first - self._began)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not self.end:  # unless somebody said otherwise, the client left
+            self.end = error.code.name.lower() if isinstance(error, LapsSdError) else "gone"
+        metrics.REQUESTS.labels(self.end).inc()
+        metrics.OUTPUT_TOKENS.inc(self._count)
+        if self._billed:
+            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self._count)
+        if self._fresh and self._first is not None and self._count > 1:
+            metrics.TOKEN_TIME.observe((self._last - self._first) / (self._count - 1))
+
+
+def _key_of(key: str, *, output: int) -> str:
+    """The idempotency key of one output of a call. A line feed is in no key of a client, so none of these is one of theirs."""
+    return f"{key}\n{output}" if key and output else key
+
+
+def _end_name(ended: inference_pb2.Ended) -> str:
+    """A finish reason as a metric's label: "stop", "length" …"""
+    return inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,332 @@
+"""OpenAI's API over HTTP, in the gateway's process: the same calls as gRPC, in other words.
+
+    POST /v1/chat/completions, /v1/completions      whole, or as server-sent events that end in [DONE]
+    GET  /v1/models, /v1/models/NAME
+    GET  /health                                    200 while a leader is there, else 503
+    GET  /metrics                                   Prometheus, the same as at the metrics port
+
+A client that disconnects cancels its handler, whose attachments then close: it needs no word of ours. Until a request is
+accepted an error is a status with OpenAI's error object; behind the first chunk it is an event, since the status is out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+
+import prometheus_client
+from aiohttp import web
+
+from gateway.calls import Caller, Calls, Event, Generation
+from gateway.openai_json import (
+    DONE,
+    Json,
+    Order,
+    Reply,
+    error_json,
+    http_status,
+    model_json,
+    models_json,
+    read_body,
+    read_chat,
+    read_completion,
+    read_ttl_s,
+    retry_headers,
+    sse,
+)
+from gateway.tenants import Tenants
+from gateway.validation import valid_traceparent
+from laps_sd.errors import LapsSdError, NotFound, StartupError, Unauthenticated, Unavailable
+from laps_sd.log import get_logger
+from laps_sd.metrics import REGISTRY
+from laps_sd.serving import ServiceApp
+
+__all__ = ["TTL_HEADER", "HttpServer"]
+
+log = get_logger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+TTL_HEADER = "x-llm-d-inference-ttl"
+KEY_HEADER = "Idempotency-Key"
+MAX_REQUEST_ID_CHARACTERS = 128
+BODY_S = 30.0
+"""A body that has not come by then is given up."""
+QUIET_S = 15.0
+"""A stream that is silent for this long gets a comment, so that proxies keep it and a dead client is noticed."""
+LAST_WORDS_S = 0.2
+EVENT_STREAM = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpServer:
+    """`start`, then `stop_listening` and `close`."""
+
+    def __init__(self, calls: Calls, tenants: Tenants, app: ServiceApp) -> None:
+        self._calls = calls
+        self._tenants = tenants
+        self._app = app
+        self._created = int(time.time())
+        self.port = 0
+        """The bound port, after `start`."""
+        routes = web.Application(
+            middlewares=[self._guarded], client_max_size=calls.settings.max_message_bytes
+        )
+        routes.router.add_post("/v1/chat/completions", self._chat)
+        routes.router.add_post("/v1/completions", self._completion)
+        routes.router.add_get("/v1/models", self._models)
+        routes.router.add_get("/v1/models/{name:.+}", self._model)
+        routes.router.add_get("/health", self._health)
+        routes.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(
+            routes, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
+        )
+        self._site: web.SockSite | None = None
+
+    async def start(self) -> None:
+        """Binds the port and answers. Raises StartupError."""
+        settings = self._calls.settings
+        assert settings.http_port is not None, "whoever wants no HTTP makes no server"
+        bound = _bind(settings.grpc_host, settings.http_port)
+        self.port = int(bound.getsockname()[1])
+        await self._runner.setup()
+        self._site = web.SockSite(self._runner, bound, ssl_context=self._tls())
+        await self._site.start()
+        log.info("listening for HTTP", host=settings.grpc_host, port=self.port, tls=settings.tls is not None)
+
+    async def stop_listening(self) -> None:
+        """Takes no new connections; calls in progress go on."""
+        if self._site is not None:
+            site, self._site = self._site, None
+            await site.stop()
+
+    async def close(self) -> None:
+        """Ends everything."""
+        await self.stop_listening()
+        await self._runner.cleanup()
+
+    def _tls(self) -> ssl.SSLContext | None:
+        """As the gRPC port has it."""
+        settings = self._calls.settings
+        if settings.tls_cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(settings.tls_cert, settings.tls_key)
+            if settings.tls_client_ca is not None:
+                context.load_verify_locations(settings.tls_client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl.SSLError too
+            raise StartupError(f"The TLS files of the HTTP port cannot be used: {error}.") from error
+        return context
+
+    # ---- around every call
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every answer has OpenAI's shape and a request id; every call counts as work until it is over."""
+        if self._app.stopping.is_set():
+            refusal = _refusal(Unavailable("this gateway is stopping; try another", retry_after_s=1.0))
+            refusal.force_close()
+            return refusal
+        response: web.StreamResponse
+        with self._app.guard.counted():
+            try:
+                response = await handler(request)
+            except LapsSdError as error:
+                response = _refusal(error)
+            except web.HTTPException as error:
+                response = _said_by_aiohttp(error, self._calls.settings.max_message_bytes)
+            except (ConnectionError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                response = _refusal(_incident(error, request.path))
+        if not response.prepared:
+            response.headers.setdefault(
+                REQUEST_ID_HEADER, _own_request_id(request) or f"req-{secrets.token_hex(12)}"
+            )
+        return response
+
+    # ---- endpoints
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, read_chat)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, read_completion)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._tenants.of(request.headers)
+        return web.json_response(models_json(self._calls.model, self._created))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._tenants.of(request.headers)
+        name = request.match_info["name"]
+        if name != self._calls.model.name:
+            raise NotFound(f"there is no model {name[:80]!r}")
+        return web.json_response(model_json(self._calls.model, self._created))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        ready = self._app.ready
+        return web.json_response({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self._tenants.of(request.headers)
+        body = prometheus_client.generate_latest(REGISTRY)
+        return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+
+    # ---- generation
+
+    async def _generate(self, request: web.Request, read: Callable[[Json], Order]) -> web.StreamResponse:
+        caller = Caller(
+            tenant=self._tenants.of(request.headers),
+            traceparent=valid_traceparent(request.headers.get("traceparent", "")),
+        )
+        ttl_s = read_ttl_s(
+            TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
+        )
+        order = read(read_body(await _body(request)))
+        _put_key(order, request.headers.get(KEY_HEADER, ""))
+        async with AsyncExitStack() as stack:
+            # With a time to live the answer waits for its first tokens: before them it can still be refused.
+            try:
+                async with asyncio.timeout(ttl_s):
+                    generation = await stack.enter_async_context(self._calls.generate(order.requests, caller))
+                    first = await generation.read() if ttl_s is not None else []
+            except TimeoutError:
+                raise Unavailable(
+                    f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
+                ) from None
+            reply = Reply(order, generation.accepted, created_unix_s=int(time.time()))
+            headers = {REQUEST_ID_HEADER: _own_request_id(request) or reply.id}
+            if order.stream:
+                return await _stream(request, generation, reply, first, headers)
+            for choice, event in first:
+                reply.add(choice, event)
+            while not generation.over:
+                for choice, event in await generation.read():
+                    reply.add(choice, event)
+            return web.json_response(reply.whole(), headers=headers)
+
+
+async def _stream(
+    request: web.Request,
+    generation: Generation,
+    reply: Reply,
+    first: Sequence[tuple[int, Event]],
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    """Server-sent events; those that came together go out together."""
+    response = web.StreamResponse(headers=EVENT_STREAM | headers)
+    await response.prepare(request)
+    try:
+        chunks = list(reply.opening())
+        events = list(first)
+        while True:
+            chunks += [chunk for choice, event in events for chunk in reply.chunks(choice, event)]
+            if generation.over:
+                chunks += reply.closing()
+            if chunks:
+                await response.write(b"".join(map(sse, chunks)))
+            if generation.over:
+                break
+            chunks, events = [], await _next(generation, response)
+    except LapsSdError as error:
+        await response.write(sse(error_json(error)))
+    except ConnectionError:
+        raise
+    except Exception as error:
+        await response.write(sse(error_json(_incident(error, request.path))))
+    await response.write(DONE)
+    await response.write_eof()
+    return response
+
+
+async def _next(generation: Generation, response: web.StreamResponse) -> list[tuple[int, Event]]:
+    """What comes next; meanwhile the client hears that we are there."""
+    while True:
+        try:
+            async with asyncio.timeout(QUIET_S):
+                return await generation.read()
+        except TimeoutError:
+            await response.write(b": waiting\n\n")
+
+
+async def _body(request: web.Request) -> bytes:
+    """The bytes of a body, bounded before they are read."""
+    # A page in a browser may post plain text to any address; for JSON it would have to ask, and is not answered.
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise web.HTTPUnsupportedMediaType(text="the body must not be compressed")
+    most = request.client_max_size
+    if request.content_length is not None and request.content_length > most:
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=request.content_length)
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_S:g} s") from None
+
+
+def _put_key(order: Order, key: str) -> None:
+    """The idempotency key of a header."""
+    for request in order.requests:
+        request.idempotency_key = key
+
+
+def _own_request_id(request: web.Request) -> str:
+    """The client's name for its request, if it may stand in a header and a log."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return (
+        given if len(given) <= MAX_REQUEST_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
+    )
+
+
+def _refusal(error: LapsSdError) -> web.Response:
+    headers = retry_headers(error)
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"  # RFC 9110, section 15.5.2
+    return web.json_response(error_json(error), status=http_status(error), headers=headers)
+
+
+def _said_by_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:
+    """No such path, wrong method, body too large …, in OpenAI's shape."""
+    message = error.text or HTTPStatus(error.status).phrase
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        message = f"the body must be at most {max_bytes} bytes"
+    refusal = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    response = web.json_response({"error": refusal}, status=error.status)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    if error.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+        response.force_close()  # what is left of the body is not worth reading
+    return response
+
+
+def _incident(error: Exception, path: str) -> LapsSdError:
+    """A mistake of ours: the traceback stays here, the client gets a word that leads to it."""
+    incident = secrets.token_hex(4)
+    log.error("call failed", path=path, incident=incident, exc_info=error)
+    return LapsSdError(f"internal error, incident {incident}")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise StartupError(
+            f"The HTTP port {port} on {host} cannot be opened: {error.strerror or error}; "
+            "choose another with LAPS_SD_HTTP_PORT."
+        ) from error

@@ -1,0 +1,153 @@
+"""`inference.GRPCInferenceService`, the Open Inference Protocol: texts in, texts out, by the same calls as everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+import laps_sd
+from gateway.calls import Calls
+from gateway.openai_json import Json, Order, Reply, read_completion
+from gateway.service import caller_of
+from gateway.tenants import Tenants
+from laps_sd.errors import InvalidArgument, NotFound
+from laps_sd.v1 import open_inference_pb2 as pb
+from laps_sd.v1 import open_inference_pb2_grpc
+
+__all__ = ["OpenInferenceService"]
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+INPUT, OUTPUT = "text_input", "text_output"
+LENGTH_BYTES = 4
+TAKEN = (
+    "ignore_eos", "max_tokens", "priority", "seed", "stop", "temperature", "time_limit_ms", "top_k", "top_p", "workload_class",
+)  # fmt: skip
+
+
+class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """See the proto. A request becomes a completion of OpenAI's, so that there is one reading of parameters."""
+
+    def __init__(self, calls: Calls, tenants: Tenants, ready: Callable[[], bool]) -> None:
+        self._calls = calls
+        self._tenants = tenants
+        self._ready = ready
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:  # type: ignore[override]
+        """It answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:  # type: ignore[override]
+        """As the health service says."""
+        return pb.ServerReadyResponse(ready=self._ready())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # type: ignore[override]
+        """The one model is ready with the server."""
+        return pb.ModelReadyResponse(ready=self._ready() and request.name == self._calls.model.name)
+
+    async def ServerMetadata(  # type: ignore[override]
+        self, request: pb.ServerMetadataRequest, context: Context
+    ) -> pb.ServerMetadataResponse:
+        """Who this is."""
+        return pb.ServerMetadataResponse(name="laps-sd", version=laps_sd.__version__)
+
+    async def ModelMetadata(  # type: ignore[override]
+        self, request: pb.ModelMetadataRequest, context: Context
+    ) -> pb.ModelMetadataResponse:
+        """One input, one output."""
+        caller_of(context, self._tenants)
+        model = self._calls.model.name
+        if request.name != model:
+            raise NotFound(f"there is no model {request.name[:80]!r}")
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=model,
+            platform="laps-sd",
+            inputs=[tensor(name=INPUT, datatype="BYTES", shape=[-1])],
+            outputs=[tensor(name=OUTPUT, datatype="BYTES", shape=[-1])],
+        )
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # type: ignore[override]
+        """Generates one text for each element of the input."""
+        caller = caller_of(context, self._tenants)
+        order = _order(request)
+        async with self._calls.generate(order.requests, caller) as generation:
+            reply = Reply(order, generation.accepted, created_unix_s=0)
+            while not generation.over:
+                for choice, event in await generation.read():
+                    reply.add(choice, event)
+        return _response(request, reply)
+
+
+def _order(request: pb.ModelInferRequest) -> Order:
+    """The completion that a request asks for. Raises InvalidArgument in the words of this protocol."""
+    body: Json = {"model": request.model_name, "prompt": _texts(request)}
+    for name, parameter in request.parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if name not in TAKEN:
+            raise InvalidArgument(f"parameters[{name[:40]}]", f"must be one of {', '.join(TAKEN)}")
+        body[name] = None if kind is None else getattr(parameter, kind)
+    if not request.model_name:
+        raise InvalidArgument("model_name", "must not be empty")
+    for output in request.outputs:
+        if output.name != OUTPUT:
+            raise InvalidArgument("outputs", f"must name {OUTPUT} only, got {output.name[:40]!r}")
+    return read_completion(body)
+
+
+def _texts(request: pb.ModelInferRequest) -> list[str]:
+    if [tensor.name for tensor in request.inputs] != [INPUT]:
+        raise InvalidArgument("inputs", f"must be one tensor, {INPUT}")
+    (tensor,) = request.inputs
+    if tensor.datatype != "BYTES":
+        raise InvalidArgument("inputs[0].datatype", f"must be BYTES, got {tensor.datatype[:40]!r}")
+    if request.raw_input_contents:
+        elements = list(_split(request.raw_input_contents[0]))
+    else:
+        elements = list(tensor.contents.bytes_contents)
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    if count != len(elements) or not elements:
+        raise InvalidArgument("inputs[0].shape", f"must hold as many elements as there are, {len(elements)}")
+    try:
+        return [element.decode() for element in elements]
+    except UnicodeDecodeError:
+        raise InvalidArgument("inputs[0]", "must be UTF-8") from None
+
+
+def _split(raw: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(raw):
+        end = at + LENGTH_BYTES + int.from_bytes(raw[at : at + LENGTH_BYTES], "little")
+        if end > len(raw):
+            raise InvalidArgument(
+                "raw_input_contents[0]", "must be elements, each behind its length of 4 octets"
+            )
+        yield raw[at + LENGTH_BYTES : end]
+        at = end
+
+
+def _response(request: pb.ModelInferRequest, reply: Reply) -> pb.ModelInferResponse:
+    whole = reply.whole()
+    texts = [choice["text"].encode() for choice in whole["choices"]]
+    response = pb.ModelInferResponse(
+        model_name=whole["model"],
+        id=request.id,
+        parameters={
+            "request_id": pb.InferParameter(string_param=reply.id),
+            "prompt_tokens": pb.InferParameter(int64_param=whole["usage"]["prompt_tokens"]),
+            "completion_tokens": pb.InferParameter(int64_param=whole["usage"]["completion_tokens"]),
+        },
+        outputs=[pb.ModelInferResponse.InferOutputTensor(name=OUTPUT, datatype="BYTES", shape=[len(texts)])],
+    )
+    if request.raw_input_contents:  # the answer has the form of the question
+        response.raw_output_contents.append(
+            b"".join(len(text).to_bytes(LENGTH_BYTES, "little") + text for text in texts)
+        )
+    else:
+        response.outputs[0].contents.bytes_contents.extend(texts)
+    return response

@@ -1,0 +1,608 @@
+"""OpenAI's JSON to our messages and back: chat completions, completions, models, errors. Pure.
+
+A body is read field by field. What the engine has is taken; what merely labels a request is taken and means nothing;
+everything else is refused by name, unless it has the value that asks for nothing (`null`, `tools: []`, `n: 1` …). A client
+never gets an answer that silently leaves out what it asked for.
+
+Bounds are those of `validation`, which sees the same message whatever protocol it came by; here only shapes are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import grpc
+
+from gateway.calls import Event
+from gateway.tokenizer import ModelFiles
+from laps_sd.errors import Cancelled, InvalidArgument, LapsSdError, ResourceExhausted, Unavailable
+from laps_sd.v1 import inference_pb2
+from laps_sd.v1.inference_pb2 import FinishReason
+
+__all__ = [
+    "DONE",
+    "Kind",
+    "Order",
+    "Reply",
+    "error_json",
+    "http_status",
+    "model_json",
+    "models_json",
+    "read_body",
+    "read_chat",
+    "read_completion",
+    "read_ttl_s",
+    "retry_headers",
+    "sse",
+]
+
+Json: TypeAlias = dict[str, Any]
+Kind = Literal["chat", "text"]
+
+DONE = b"data: [DONE]\n\n"
+UINT32 = 2**32 - 1
+UINT64 = 2**64 - 1
+INT32 = 2**31 - 1
+
+NOTHING: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (False, True),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""What the engine does not have, with the values (beside null) that do not ask for it."""
+
+LABELS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+"""What says something about a request and asks for nothing."""
+
+OURS_TO_THEIRS = (("sampling.", ""), ("messages.messages", "messages"), ("token_ids.ids", "prompt"))
+ROLES = {"developer": "system"}
+"""Roles that a template knows by another name."""
+
+STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+"""As google.rpc.Code says; everything else is 500."""
+
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+
+FINISH_REASONS = {
+    FinishReason.FINISH_REASON_STOP: "stop",
+    FinishReason.FINISH_REASON_STOP_SEQUENCE: "stop",
+    FinishReason.FINISH_REASON_LENGTH: "length",
+    # The text is cut off where it was, as it is by a limit of tokens.
+    FinishReason.FINISH_REASON_TIME_LIMIT: "length",
+}
+
+DURATION = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h)")
+UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+# ---- a request
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a body asks for."""
+
+    kind: Kind
+    requests: Sequence[inference_pb2.GenerateRequest]
+    """One per prompt; they differ in nothing else."""
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """How many outputs each prompt gets."""
+        return self.requests[0].n if self.requests[0].HasField("n") else 1
+
+
+def read_body(raw: bytes) -> Json:
+    """The object in a body. Raises InvalidArgument."""
+    try:
+        value = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidArgument("", f"the body must be JSON: {reason}") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument("", f"the body must be a JSON object, got {_kind(value)}")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+class _Fields:
+    """Reads an object's fields by type; null is absent. What nobody read is refused by `finish`."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+        self._read: set[str] = set()
+
+    def get(self, name: str) -> Any:
+        self._read.add(name)
+        return self._body.get(name)
+
+    def text(self, name: str) -> str | None:
+        value = self.get(name)
+        return None if value is None else _text(name, value)
+
+    def flag(self, name: str) -> bool | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidArgument(name, f"must be true or false, got {_kind(value)}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidArgument(name, f"must be a number, got {_kind(value)}")
+        if not abs(value) <= 3e38:  # what a float of the message can hold
+            raise InvalidArgument(name, "must be a number of ordinary size")
+        return float(value)
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        value = self.get(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InvalidArgument(name, f"must be a whole number, got {_kind(value)}")
+        if value is not None and not least <= value <= most:
+            raise InvalidArgument(name, f"must be from {least} to {most}, got {_shown(value)}")
+        return value
+
+    def finish(self) -> None:
+        """Raises for what would change the answer and is not there."""
+        for name, value in self._body.items():
+            if value is None or name in self._read or name in LABELS:
+                continue
+            if name not in NOTHING:
+                raise InvalidArgument(name[:80], "is not a field that this server knows; leave it out")
+            if value not in NOTHING[name]:
+                raise InvalidArgument(name, "is not supported: the engine does not have it; leave it out")
+
+
+def read_chat(body: Json) -> Order:
+    """A chat completion."""
+    fields = _Fields(body)
+    request = _common(fields)
+    most = [fields.integer(name, 1, UINT32) for name in ("max_completion_tokens", "max_tokens")]
+    chosen = next((value for value in most if value is not None), None)
+    if chosen is not None:
+        request.sampling.max_tokens = chosen
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        raise InvalidArgument("messages", f"must be a list of messages, got {_kind(messages)}")
+    request.messages.SetInParent()
+    for index, message in enumerate(messages):
+        request.messages.messages.append(_message(f"messages[{index}]", message))
+    return _order("chat", fields, [request])
+
+
+def read_completion(body: Json) -> Order:
+    """A completion of text or token ids; several prompts make several requests."""
+    fields = _Fields(body)
+    request = _common(fields)
+    max_tokens = fields.integer("max_tokens", 1, UINT32)
+    if max_tokens is not None:
+        request.sampling.max_tokens = max_tokens
+    requests = []
+    for prompt in _prompts(fields.get("prompt")):
+        one = inference_pb2.GenerateRequest()
+        one.CopyFrom(request)
+        if isinstance(prompt, str):
+            one.text = prompt
+        else:
+            one.token_ids.ids.extend(prompt)
+        requests.append(one)
+    return _order("text", fields, requests)
+
+
+def _order(kind: Kind, fields: _Fields, requests: Sequence[inference_pb2.GenerateRequest]) -> Order:
+    stream = fields.flag("stream") or False
+    options = fields.get("stream_options")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict):
+        raise InvalidArgument("stream_options", f"must be an object, got {_kind(options)}")
+    if options and not stream:
+        raise InvalidArgument("stream_options", "needs stream: true")
+    wanted = {name: _Fields(options).flag(name) for name in options}
+    unknown = next((name for name in wanted if name not in STREAM_OPTIONS and wanted[name]), None)
+    if unknown is not None:
+        raise InvalidArgument(f"stream_options.{unknown[:40]}", "is not known here; leave it out")
+    fields.finish()
+    return Order(
+        kind,
+        requests,
+        stream=stream,
+        include_usage=bool(wanted.get("include_usage")),
+        continuous_usage=bool(wanted.get("include_usage") and wanted.get("continuous_usage_stats")),
+    )
+
+
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+
+
+def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
+    """What both endpoints have; absent fields stay absent."""
+    stop = fields.get("stop")
+    if stop is None:
+        stop = []
+    elif isinstance(stop, str):
+        stop = [stop]
+    elif not isinstance(stop, list):
+        raise InvalidArgument("stop", f"must be a text or a list of texts, got {_kind(stop)}")
+    seed = fields.integer("seed", -(2**63), UINT64)
+    return inference_pb2.GenerateRequest(
+        model=fields.text("model") or "",
+        sampling=inference_pb2.SamplingParams(
+            temperature=fields.number("temperature"),
+            top_p=fields.number("top_p"),
+            top_k=_top_k(fields),
+            # OpenAI's seeds are signed.
+            seed=None if seed is None else seed % 2**64,
+            stop=[_text(f"stop[{index}]", one) for index, one in enumerate(stop)],
+            ignore_eos=fields.flag("ignore_eos"),
+        ),
+        priority=fields.integer("priority", -INT32, INT32),
+        time_limit_ms=fields.integer("time_limit_ms", 0, UINT32),
+        expected_output_tokens=fields.integer("expected_output_tokens", 0, UINT32),
+        workload_class=fields.text("workload_class") or "",
+        n=fields.integer("n", 0, UINT32),
+    )
+
+
+def _top_k(fields: _Fields) -> int | None:
+    """vLLM says -1 where we say 0: all."""
+    top_k = fields.integer("top_k", -1, UINT32)
+    return 0 if top_k == -1 else top_k
+
+
+def _message(where: str, message: object) -> inference_pb2.ChatMessage:
+    if not isinstance(message, dict):
+        raise InvalidArgument(where, f"must be an object with role and content, got {_kind(message)}")
+    for name in ("tool_calls", "function_call", "tool_call_id", "audio", "refusal"):
+        if message.get(name):
+            raise InvalidArgument(f"{where}.{name}", "is not supported: the engine does not have it")
+    role = _text(f"{where}.role", message.get("role"))
+    return inference_pb2.ChatMessage(
+        role=ROLES.get(role, role), content=_content(f"{where}.content", message.get("content"))
+    )
+
+
+def _content(where: str, content: object) -> str:
+    """A text, or parts that are all text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return _text(where, content)
+    if not isinstance(content, list):
+        raise InvalidArgument(where, f"must be a text or a list of parts, got {_kind(content)}")
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise InvalidArgument(f"{where}[{index}]", f"must be an object, got {_kind(part)}")
+        if part.get("type") != "text":
+            raise InvalidArgument(
+                f"{where}[{index}].type",
+                f"must be text, all that the engine reads, got {_shown(part.get('type'))}",
+            )
+        texts.append(_text(f"{where}[{index}].text", part.get("text")))
+    return "".join(texts)
+
+
+def _prompts(prompt: object) -> Sequence[str | list[int]]:
+    """A text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [_text("prompt", prompt)]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidArgument("prompt", f"must be a text, token ids, or a list of them, got {_kind(prompt)}")
+    if not isinstance(prompt[0], str | list):
+        return [_ids("prompt", prompt)]
+    return [
+        _ids(f"prompt[{index}]", one) if isinstance(one, list) else _text(f"prompt[{index}]", one)
+        for index, one in enumerate(prompt)
+    ]
+
+
+def _ids(where: str, ids: Sequence[object]) -> list[int]:
+    found = []
+    for index, one in enumerate(ids):
+        if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= UINT32:
+            raise InvalidArgument(f"{where}[{index}]", f"must be a token id, got {_shown(one)}")
+        found.append(one)
+    return found
+
+
+def _text(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(where, f"must be a text, got {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and nothing else can hold
+        raise InvalidArgument(where, "must be valid Unicode") from None
+    return value
+
+
+def read_ttl_s(name: str, value: str, most_s: float) -> float | None:
+    """Seconds of a header that holds a duration as Go writes it ("1500ms", "1m30s"); None without the header."""
+    if not value:
+        return None
+    parts = DURATION.findall(value[:64])
+    if "".join(parts) != value:
+        raise InvalidArgument(name, f"must be a duration such as 1500ms or 2s, got {_shown(value)}")
+    seconds = sum(float(number) * UNIT_S[unit] for number, unit in (_split(part) for part in parts))
+    if not 0 < seconds <= most_s:
+        raise InvalidArgument(name, f"must be above 0 and at most {most_s:g} s, got {value}")
+    return seconds
+
+
+def _split(part: str) -> tuple[str, str]:
+    number = part.rstrip("nuµmsh")
+    return number, part[len(number) :]
+
+
+def _kind(value: object) -> str:
+    """What JSON calls it."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "a truth value"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case list():
+            return "a list" if value else "an empty list"
+        case _:
+            return "an object"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:40] + "…"
+
+
+# ---- a reply
+
+
+@dataclass(slots=True)
+class _Choice:
+    texts: list[str] = field(default_factory=list)
+    tokens: int = 0
+    end: inference_pb2.Ended | None = None
+
+
+class Reply:
+    """One answer: in chunks (`opening`, `chunks`, `closing`), or `add` everything and take the `whole`."""
+
+    def __init__(
+        self, order: Order, accepted: Sequence[inference_pb2.Accepted], *, created_unix_s: int
+    ) -> None:
+        self._order = order
+        self._chat = order.kind == "chat"
+        self._model = accepted[0].model
+        self._created = created_unix_s
+        self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: order.choices_per_prompt])
+        self._choices = [_Choice() for _ in accepted]
+        self.id = accepted[0].request_id
+        """Of the first choice, as every other call of LAPS-SD takes it."""
+
+    def add(self, choice: int, event: Event) -> None:
+        """Keeps what has come. Raises how a choice failed."""
+        kept = self._choices[choice]
+        if isinstance(event, inference_pb2.Delta):
+            kept.tokens += len(event.token_ids)
+            if not self._order.stream:
+                kept.texts.append(event.text)
+            return
+        if event.finish_reason == FinishReason.FINISH_REASON_CANCELLED:
+            raise Cancelled(f"request {event.request_id} was cancelled")
+        if event.finish_reason not in FINISH_REASONS:
+            raise LapsSdError(event.error or "the request failed")
+        kept.end = event
+
+    def whole(self) -> Json:
+        """The answer of a call without stream; every choice has ended."""
+        choices = []
+        for index, choice in enumerate(self._choices):
+            text = "".join(choice.texts)
+            content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append({"index": index, **content, "logprobs": None, "finish_reason": _finish(choice)})
+        return {
+            **self._envelope("chat.completion" if self._chat else "text_completion"),
+            "choices": choices,
+            "usage": self._usage(),
+            "metrics": self._metrics(),
+        }
+
+    def opening(self) -> Iterator[Json]:
+        """Chunks before anything has come."""
+        if self._chat:
+            for index in range(len(self._choices)):
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
+
+    def chunks(self, choice: int, event: Event) -> Iterator[Json]:
+        """Chunks of one event, which is added too."""
+        self.add(choice, event)
+        if isinstance(event, inference_pb2.Delta):
+            if event.text:
+                yield self._chunk(
+                    choice, {"delta": {"content": event.text}} if self._chat else {"text": event.text}, None
+                )
+        else:
+            yield self._chunk(
+                choice, {"delta": {}} if self._chat else {"text": ""}, _finish(self._choices[choice])
+            )
+
+    def closing(self) -> Iterator[Json]:
+        """The last chunk, if it was asked for."""
+        if self._order.include_usage:
+            yield {
+                **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
+                "choices": [],
+                "usage": self._usage(),
+                "metrics": self._metrics(),
+            }
+
+    def _chunk(self, index: int, content: Json, finish_reason: str | None) -> Json:
+        chunk = {
+            **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
+            "choices": [{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}],
+        }
+        if self._order.include_usage:
+            chunk["usage"] = self._usage() if self._order.continuous_usage else None
+        return chunk
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+
+    def _usage(self) -> Json:
+        completion_tokens = sum(choice.tokens for choice in self._choices)
+        cached = sum(choice.end.usage.cached_prompt_tokens for choice in self._choices if choice.end)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _metrics(self) -> Json:
+        """What speculation did, in vLLM's words; and the times, which vLLM has not."""
+        ends = [choice.end for choice in self._choices if choice.end is not None]
+        rounds = sum(end.speculation.rounds for end in ends)
+        drafted = sum(end.speculation.drafted for end in ends)
+        accepted = sum(end.speculation.accepted for end in ends)
+        metrics: Json = {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+                "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+                "num_spec_steps": rounds,
+                "num_draft_tokens": drafted,
+                "num_accepted_draft_tokens": accepted,
+            }
+        }
+        if len(ends) == 1:
+            timing = ends[0].timing
+            metrics["timing"] = {
+                "queued_s": timing.queued_s,
+                "first_token_s": timing.first_token_s,
+                "total_s": timing.total_s,
+                "preemptions": timing.preemptions,
+            }
+        return metrics
+
+
+def _finish(choice: _Choice) -> str:
+    assert choice.end is not None, "only what has ended has a reason"
+    return FINISH_REASONS[choice.end.finish_reason]
+
+
+def sse(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def models_json(model: ModelFiles, created_unix_s: int) -> Json:
+    """The list of models."""
+    return {"object": "list", "data": [model_json(model, created_unix_s)]}
+
+
+def model_json(model: ModelFiles, created_unix_s: int) -> Json:
+    """One model."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created_unix_s,
+        "owned_by": "laps-sd",
+        "max_model_len": model.context_tokens,
+    }
+
+
+# ---- an error
+
+
+def http_status(error: LapsSdError) -> int:
+    """The status line of an error."""
+    if isinstance(error, InvalidArgument) and error.violations[0][0] == "model":
+        return 404
+    return STATUSES.get(error.code, 500)
+
+
+def error_json(error: LapsSdError) -> Json:
+    """An error in OpenAI's shape; fields have the names that the client used."""
+    status = http_status(error)
+    message, param = error.message, None
+    if isinstance(error, InvalidArgument):
+        named = [(_their_name(name), text) for name, text in error.violations]
+        message = "; ".join(f"{name} {text}" if name else text for name, text in named)
+        param = named[0][0] or None
+    code = "model_not_found" if param == "model" else CODES.get(status)
+    kind = "invalid_request_error"
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status >= 499:
+        kind = "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _their_name(name: str) -> str:
+    if name in ("text", "token_ids"):
+        return "prompt"
+    for ours, theirs in OURS_TO_THEIRS:
+        if name.startswith(ours):
+            return theirs + name[len(ours) :]
+    return name
+
+
+def retry_headers(error: LapsSdError) -> dict[str, str]:
+    """When to try again: in whole seconds as HTTP has it, and in milliseconds as OpenAI's clients read it first."""
+    if not isinstance(error, ResourceExhausted | Unavailable) or error.retry_after_s is None:
+        return {}
+    return {
+        "Retry-After": str(max(1, math.ceil(error.retry_after_s))),
+        "Retry-After-Ms": str(max(1, round(error.retry_after_s * 1000))),
+    }

@@ -1,0 +1,282 @@
+"""Whose call this is, and how much of it that tenant may have. The one place that decides it, for every protocol.
+
+A file names the tenants (TOML; `laps-sd key` writes an entry):
+
+    [tenants.acme]
+    keys = ["sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
+    requests_per_minute = 600      # in the long run; a sixth of it at once
+    concurrent_requests = 50       # open at once
+    max_priority = 10              # highest priority it may ask for
+
+All but the keys may be left out, and then have no limit of their own. `[tenants.anonymous]` limits calls without a key.
+Keys are 256 bits of chance, so that one round of SHA-256 hides them; the file holds nothing that opens a door. Limits hold
+per gateway: none knows of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gateway.settings import GatewaySettings
+from laps_sd.errors import (
+    InvalidArgument,
+    PermissionDenied,
+    ResourceExhausted,
+    StartupError,
+    Unauthenticated,
+)
+from laps_sd.keys import digest_of
+from laps_sd.log import get_logger
+
+__all__ = ["ANONYMOUS", "FAIRNESS_KEY", "TENANT_KEY", "KeyFile", "Quota", "TenantFileError", "Tenants"]
+
+log = get_logger(__name__)
+
+ANONYMOUS = "anonymous"
+OTHERS = "others"
+TENANT_KEY = "laps-sd-tenant"
+FAIRNESS_KEY = "x-llm-d-inference-fairness-id"
+MAX_TENANT_CHARACTERS = 64
+MAX_KEY_CHARACTERS = 256
+MAX_FILE_BYTES = 4 * 1024 * 1024
+BURST_SHARE = 1 / 6  # of a minute's requests, at once
+LOOK_AGAIN_S = 5.0
+HASH = re.compile(r"sha256:[0-9a-f]{64}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class TenantFileError(ValueError):
+    """The file of tenants cannot be used. The message is a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What one tenant may have of one gateway; None: no limit of its own."""
+
+    requests_per_minute: float | None = None
+    concurrent_requests: int | None = None
+    max_priority: int | None = None
+
+    @property
+    def burst(self) -> float:
+        """Requests at once."""
+        return max(1.0, (self.requests_per_minute or 0.0) * BURST_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """What the file says. Pure; `read` alone does I/O."""
+
+    tenants: Mapping[str, str]
+    """Digest of a key to its tenant."""
+    quotas: Mapping[str, Quota]
+
+    @classmethod
+    def read(cls, path: Path) -> KeyFile:
+        """Raises TenantFileError."""
+        try:
+            with path.open("rb") as file:
+                raw = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise TenantFileError(f"{path} cannot be read: {error.strerror}") from error
+        if len(raw) > MAX_FILE_BYTES:
+            raise TenantFileError(f"{path} must be at most {MAX_FILE_BYTES} bytes")
+        try:
+            return cls.parse(raw.decode())
+        except ValueError as error:  # of TOML, of UTF-8, and our own
+            raise TenantFileError(f"{path}: {error}") from error
+
+    @classmethod
+    def parse(cls, text: str) -> KeyFile:
+        """Raises ValueError with a sentence that names the entry."""
+        body = tomllib.loads(text)
+        unknown = sorted(body.keys() - {"tenants"})
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not known; tenants are tables [tenants.NAME]")
+        entries = body.get("tenants", {})
+        if not isinstance(entries, dict):
+            raise ValueError("tenants must be tables [tenants.NAME]")
+        tenants: dict[str, str] = {}
+        quotas: dict[str, Quota] = {}
+        for name, entry in entries.items():
+            if not NAME.fullmatch(name) or len(name) > MAX_TENANT_CHARACTERS:
+                raise ValueError(
+                    f"tenant {name[:80]!r} must be at most {MAX_TENANT_CHARACTERS} letters, digits and . _ -"
+                )
+            if not isinstance(entry, dict):
+                raise ValueError(f"tenants.{name} must be a table")
+            for digest in _digests(name, entry.pop("keys", [])):
+                if tenants.setdefault(digest, name) != name:
+                    raise ValueError(f"tenants {tenants[digest]} and {name} have the same key")
+            quotas[name] = _quota(name, entry)
+        return cls(tenants, quotas)
+
+
+def _digests(name: str, keys: Any) -> list[str]:
+    if not isinstance(keys, list):
+        raise ValueError(f"tenants.{name}.keys must be a list")
+    if keys and name == ANONYMOUS:
+        raise ValueError(f"tenants.{ANONYMOUS}.keys must be absent: it is who calls without one")
+    for index, key in enumerate(keys):
+        if not isinstance(key, str) or not HASH.fullmatch(key):
+            # What stands there may be a key by mistake: it is not repeated.
+            raise ValueError(f"tenants.{name}.keys[{index}] must be sha256: and 64 hexadecimal digits")
+    return keys
+
+
+def _quota(name: str, entry: Mapping[str, Any]) -> Quota:
+    known = {field.name for field in fields(Quota)}
+    for field, value in entry.items():
+        if field not in known:
+            raise ValueError(
+                f"tenants.{name}.{field} is not known; there are keys, {', '.join(sorted(known))}"
+            )
+        kinds = (int, float) if field == "requests_per_minute" else (int,)
+        least = 0 if field == "max_priority" else 1
+        if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= 2**31 - 1:
+            raise ValueError(f"tenants.{name}.{field} must be a number from {least}, got {value!r}")
+    return Quota(**entry)
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a tenant has at this moment."""
+
+    open: int = 0
+    allowance: float | None = None  # requests that may come at once; None: full
+    counted_at: float = 0.0
+
+
+class Tenants:
+    """Reads the headers of HTTP and the metadata of gRPC alike; their names are in lower case."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Raises StartupError when the file cannot be used."""
+        self._trust_metadata = settings.trust_tenant_metadata
+        self._anonymous = settings.allows_anonymous
+        self._path = settings.api_keys_file
+        self._file = KeyFile({}, {})
+        self._accounts: dict[str, _Account] = {}
+        self._seen = self._stamp()
+        if self._path is not None:
+            try:
+                self._file = KeyFile.read(self._path)
+            except TenantFileError as error:
+                raise StartupError(f"LAPS_SD_API_KEYS_FILE: {error}.") from error
+
+    def of(self, headers: Mapping[str, str]) -> str:
+        """The tenant of a call. Raises Unauthenticated, InvalidArgument."""
+        given = headers.get("authorization", "")
+        if given and self._path is not None:  # without keys of ours it is meant for somebody else
+            return self._by_key(given)
+        if self._trust_metadata:
+            for key in (TENANT_KEY, FAIRNESS_KEY):
+                tenant = headers.get(key, "")
+                if len(tenant) > MAX_TENANT_CHARACTERS:
+                    raise InvalidArgument(
+                        key, f"must be at most {MAX_TENANT_CHARACTERS} characters, got {len(tenant)}"
+                    )
+                if tenant:
+                    return tenant
+        if not self._anonymous:
+            raise Unauthenticated("a key is needed: send Authorization: Bearer KEY")
+        return ANONYMOUS
+
+    def _by_key(self, given: str) -> str:
+        scheme, _, key = given.partition(" ")
+        key = key.strip()
+        if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_CHARACTERS:
+            raise Unauthenticated("the authorization must be: Bearer KEY")
+        # Looked up by its digest: how long that takes says nothing about a key.
+        tenant = self._file.tenants.get(digest_of(key))
+        if tenant is None:
+            raise Unauthenticated("the API key is not known here")
+        return tenant
+
+    def label(self, tenant: str) -> str:
+        """The tenant as a metric's label: only what the file names has one of its own, so that there are not too many."""
+        return tenant if tenant == ANONYMOUS or tenant in self._file.quotas else OTHERS
+
+    def check_priority(self, tenant: str, priority: int) -> None:
+        """Raises PermissionDenied for a priority above what the tenant may ask for."""
+        most = self._quota(tenant).max_priority
+        if most is not None and priority > most:
+            raise PermissionDenied(f"priority must be at most {most} for tenant {tenant!r}, got {priority}")
+
+    @contextmanager
+    def admitted(self, tenant: str, count: int, *, now: float, new: bool) -> Iterator[None]:
+        """Lets `count` streams be open meanwhile. `new` ones are paid for by the tenant's rate. Raises ResourceExhausted."""
+        quota = self._quota(tenant)
+        account = self._accounts.setdefault(tenant, _Account())
+        most = quota.concurrent_requests
+        if most is not None and account.open + count > most:
+            raise ResourceExhausted(
+                f"tenant {tenant!r} has {account.open} requests open at this gateway, and may have {most}",
+                retry_after_s=1.0,
+            )
+        if new and quota.requests_per_minute is not None:
+            _pay(tenant, account, quota, quota.requests_per_minute / 60, count, now)
+        account.open += count
+        try:
+            yield
+        finally:
+            account.open -= count
+            if not account.open and account.allowance is None:
+                self._accounts.pop(tenant, None)
+
+    def _quota(self, tenant: str) -> Quota:
+        return self._file.quotas.get(tenant, Quota())
+
+    # ---- a file that changes
+
+    async def watch(self) -> None:
+        """Takes over what is written to the file, for ever; a file that cannot be used changes nothing."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.to_thread(self.maybe_reload)
+
+    def maybe_reload(self) -> bool:
+        """Reads the file again if it has changed; whether the new one holds."""
+        stamp = self._stamp()
+        if self._path is None or stamp == self._seen:
+            return False
+        self._seen = stamp
+        try:
+            self._file = KeyFile.read(self._path)
+        except TenantFileError as error:
+            log.error("tenants unchanged", reason=str(error))
+            return False
+        log.info("tenants read", tenants=len(self._file.quotas), keys=len(self._file.tenants))
+        return True
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What differs when the file is another one, also behind the links by which Kubernetes swaps a secret."""
+        if self._path is None:
+            return None
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _pay(tenant: str, account: _Account, quota: Quota, per_s: float, count: int, now: float) -> None:
+    """A bucket that fills at the tenant's rate up to its burst. A call larger than the bucket may empty a full one."""
+    full = quota.burst
+    allowance = full if account.allowance is None else account.allowance
+    allowance = min(full, allowance + (now - account.counted_at) * per_s)
+    account.allowance, account.counted_at = allowance, now
+    missing = min(count, full) - allowance
+    if missing > 1e-9:
+        raise ResourceExhausted(
+            f"tenant {tenant!r} may send {quota.requests_per_minute:g} requests a minute to this gateway",
+            retry_after_s=missing / per_s,
+        )
+    account.allowance = allowance - count

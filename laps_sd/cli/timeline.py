@@ -1,0 +1,61 @@
+"""A request's story as a bar: when it waited, ran and was paused. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from laps_sd.v1 import inference_pb2 as pb
+
+__all__ = ["MARKS", "spans", "timeline"]
+
+MARKS = {"waiting": "░", "running": "█", "paused": "▒"}
+BEGINS = {
+    "arrived": "waiting",
+    "leased": "waiting",
+    "recovered": "waiting",
+    "requeued": "waiting",
+    "started": "running",
+    "resumed": "running",
+    "paused": "paused",
+}
+"""What a line of the story begins; a line of another kind changes nothing."""
+
+
+def spans(story: Sequence[pb.StoryLine]) -> list[tuple[float, float, str]]:
+    """(begin, end, state), seconds since acceptance, one after the other; the last ends with the last line."""
+    found: list[tuple[float, float, str]] = []
+    state = "waiting"
+    for line, after in pairwise(story):
+        # A request that is leased anew while it is paused keeps its place and its KV: it is still paused.
+        if not (line.what == "leased" and state == "paused"):
+            state = BEGINS.get(line.what, state)
+        begin, end = line.at_s, max(line.at_s, after.at_s)
+        if found and found[-1][2] == state:
+            found[-1] = (found[-1][0], end, state)
+        elif end > begin:
+            found.append((begin, end, state))
+    return found
+
+
+def timeline(story: Sequence[pb.StoryLine], *, ended: bool, width: int) -> list[str]:
+    """A bar of `width` characters over the whole time, and what it adds up to; nothing where no time has passed."""
+    parts = spans(story)
+    if not parts:
+        return []
+    start, end = parts[0][0], parts[-1][1]
+    cells = []
+    for cell in range(width):
+        begin_s = start + (end - start) * cell / width
+        end_s = start + (end - start) * (cell + 1) / width
+        shares = dict.fromkeys(MARKS, 0.0)
+        for begin, stop, state in parts:
+            shares[state] += max(0.0, min(stop, end_s) - max(begin, begin_s))
+        cells.append(MARKS[max(shares, key=lambda state: shares[state])])
+    sums = []
+    for state, mark in MARKS.items():
+        seconds = sum(stop - begin for begin, stop, one in parts if one == state)
+        if seconds:
+            sums.append(f"{mark} {state} {seconds:.3f} s")
+    bar = "".join(cells) + ("|" if ended else "…")
+    return [f"{start:.3f} s {bar} {end:.3f} s", "   ".join(sums)]

@@ -1,0 +1,560 @@
+"""OpenAI's API as a gateway serves it: raw HTTP, so that every byte of the answer can be judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.tokenizer import ModelFiles
+from laps_sd.errors import StartupError
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1.inference_pb2 import SpeculationSummary, Timing
+from tests.certificates import write_certificates
+from tests.helpers import wait_until_async
+from tests.services.gateway.conftest import CONTEXT, Running, StartGateway
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
+
+Refused = link_pb2.SubmitRefused
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+TEXT = {"model": "tiny", "prompt": "the quick"}
+
+
+@dataclass
+class Served:
+    """A gateway's HTTP port, and what stands behind it."""
+
+    running: Running
+    scheduler: FakeScheduler
+    session: aiohttp.ClientSession
+    url: str
+
+    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any, Any]:
+        """Status, headers, decoded JSON."""
+        async with self.session.post(self.url + path, json=body, **more) as response:
+            return response.status, response.headers, await response.json()
+
+    async def finished(self, text: str = "hello world", end: Any = Kind.KIND_STOP, count: int = 1) -> str:
+        """Waits for the `count`-th request, gives it this text, and ends it."""
+        request_id = await self.scheduler.submitted(count)
+        self.scheduler.commit(request_id, self.running.model.encode_rendered(text), end)
+        return request_id
+
+
+@pytest.fixture
+async def serve(scheduler: FakeScheduler, start_gateway: StartGateway) -> AsyncIterator[Any]:
+    async with aiohttp.ClientSession() as session:
+
+        async def start(**changes: Any) -> Served:
+            running: Running = await start_gateway(scheduler.address, http_port=0, **changes)
+            await asyncio.wait_for(running.link.greeted.wait(), 10)
+            assert running.gateway.http is not None
+            return Served(running, scheduler, session, f"http://127.0.0.1:{running.gateway.http.port}")
+
+        yield start
+
+
+@pytest.fixture
+async def served(serve: Any) -> Served:
+    started: Served = await serve()
+    return started
+
+
+async def events(response: aiohttp.ClientResponse) -> list[Any]:
+    """Every server-sent event, decoded; the last must be [DONE]."""
+    lines = [line for line in (await response.text()).split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def nobody_left(served: Served) -> None:
+    await wait_until_async(
+        lambda: len(served.running.link.streams) == 0, description="an empty registry", every_s=0.005
+    )
+
+
+class TestAWholeAnswer:
+    async def test_of_a_chat(self, served: Served, model: ModelFiles) -> None:
+        call = asyncio.create_task(served.post("/v1/chat/completions", CHAT))
+        end = link_pb2.RequestEnd(
+            kind=Kind.KIND_STOP,
+            cached_prompt_tokens=1,
+            speculation=SpeculationSummary(rounds=2, drafted=8, accepted=6),
+            timing=Timing(queued_s=0.1, first_token_s=0.2, total_s=0.5, preemptions=3),
+        )
+        request_id = await served.finished(end=end)
+        status, headers, answer = await call
+        submit = served.scheduler.record.requests[request_id].submit
+        prompt, output = len(submit.specification.prompt_ids), len(model.encode_rendered("hello world"))
+
+        assert status == 200
+        assert (answer["id"], answer["object"], answer["model"]) == (request_id, "chat.completion", "tiny")
+        assert headers["x-request-id"] == request_id
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "hello world"}
+        assert (choice["index"], choice["finish_reason"]) == (0, "stop")
+        assert answer["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
+        assert answer["metrics"]["speculative_decoding"] == {
+            "mean_acceptance_length": 4.0,
+            "draft_acceptance_rate": 0.75,
+            "num_spec_steps": 2,
+            "num_draft_tokens": 8,
+            "num_accepted_draft_tokens": 6,
+        }
+        assert answer["metrics"]["timing"]["preemptions"] == 3
+        await nobody_left(served)
+
+    async def test_of_a_text(self, served: Served) -> None:
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        await served.finished(end=Kind.KIND_LENGTH)
+        _, _, answer = await call
+
+        assert answer["object"] == "text_completion"
+        assert answer["choices"][0]["text"] == "hello world"
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    async def test_of_several_prompts_has_them_in_order(self, served: Served) -> None:
+        body = {"prompt": ["the quick", [70, 71]], "n": 2, "seed": 5}
+        call = asyncio.create_task(served.post("/v1/completions", body))
+        for count in (4, 3, 2, 1):
+            await served.finished("one" if count < 3 else "two", count=count)
+        _, _, answer = await call
+        submits = [recorded.submit for recorded in served.scheduler.record.requests.values()]
+
+        assert [choice["text"] for choice in answer["choices"]] == ["one", "one", "two", "two"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert [submit.specification.seed for submit in submits] == [5, 6, 5, 6]
+        assert list(submits[2].specification.prompt_ids) == [70, 71]
+        prompt_tokens = len(submits[0].specification.prompt_ids) + 2
+        assert answer["usage"]["prompt_tokens"] == prompt_tokens
+
+    async def test_of_several_prompts_is_found_again_by_its_key(self, served: Served) -> None:
+        body, longest = {"prompt": ["x", "x"], "n": 2, "seed": 5}, {"Idempotency-Key": "k" * 128}
+        call = asyncio.create_task(served.post("/v1/completions", body, headers=longest))
+        for count in (4, 3, 2, 1):
+            await served.finished(f"the {count}", count=count)
+        _, _, answer = await call
+        _, _, again = await served.post("/v1/completions", body, headers=longest)
+
+        assert [choice["text"] for choice in answer["choices"]] == ["the 1", "the 2", "the 3", "the 4"]
+        assert again["choices"] == answer["choices"]
+        assert len(served.scheduler.record.requests) == 4
+
+    @pytest.mark.parametrize(
+        ("kind", "status", "said"),
+        [
+            (Kind.KIND_ERROR, 500, "the request failed"),
+            (Kind.KIND_CANCELLED, 499, "cancelled"),
+            (Kind.KIND_DEADLINE, 504, "deadline"),
+        ],
+    )
+    async def test_that_did_not_come_about_is_an_error(
+        self, served: Served, kind: Any, status: int, said: str
+    ) -> None:
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        await served.finished(end=kind)
+        got, _, answer = await call
+
+        assert got == status
+        assert answer["error"]["type"] == "server_error"
+        assert said in answer["error"]["message"]
+
+
+class TestAStream:
+    async def test_of_a_chat_is_role_text_reason_usage_and_done(self, served: Served) -> None:
+        body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+        async with served.session.post(served.url + "/v1/chat/completions", json=body) as response:
+            request_id = await served.finished()
+            chunks = await events(response)
+
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        assert response.headers["x-request-id"] == request_id
+        assert {chunk["id"] for chunk in chunks} == {request_id}
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        *parts, usage = chunks
+        deltas = [part["choices"][0]["delta"] for part in parts]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == "hello world"
+        assert [part["choices"][0]["finish_reason"] for part in parts][-1] == "stop"
+        assert {part["choices"][0]["finish_reason"] for part in parts[:-1]} == {None}
+        assert all(part["usage"] is None for part in parts)
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] > 0
+        assert "speculative_decoding" in usage["metrics"]
+        await nobody_left(served)
+
+    async def test_without_include_usage_says_nothing_of_usage(self, served: Served) -> None:
+        async with served.session.post(
+            served.url + "/v1/completions", json=TEXT | {"stream": True}
+        ) as response:
+            await served.finished()
+            chunks = await events(response)
+
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
+        assert not any("usage" in chunk for chunk in chunks)
+
+    async def test_counts_as_it_goes_where_that_is_asked_for(self, served: Served) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = TEXT | {"stream": True, "stream_options": options}
+        async with served.session.post(served.url + "/v1/completions", json=body) as response:
+            await served.finished()
+            chunks = await events(response)
+
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] > 0
+
+    async def test_a_failure_behind_the_first_chunk_is_an_event(self, served: Served) -> None:
+        async with served.session.post(
+            served.url + "/v1/completions", json=TEXT | {"stream": True}
+        ) as response:
+            await served.finished(end=link_pb2.RequestEnd(kind=Kind.KIND_ERROR, detail="the device is gone"))
+            chunks = await events(response)
+
+        assert chunks[-1]["error"]["message"] == "the device is gone"
+        assert chunks[-1]["error"]["type"] == "server_error"
+
+    async def test_a_client_that_leaves_is_detached_and_forgotten(self, served: Served) -> None:
+        response = await served.session.post(served.url + "/v1/completions", json=TEXT | {"stream": True})
+        request_id = await served.scheduler.submitted()
+        response.close()
+
+        assert (await served.scheduler.wait_heard("detach")).request_id == request_id
+        await nobody_left(served)
+
+    async def test_a_client_that_leaves_before_any_answer_is_detached_too(self, served: Served) -> None:
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        request_id = await served.scheduler.submitted()
+        call.cancel()
+
+        assert (await served.scheduler.wait_heard("detach")).request_id == request_id
+        await nobody_left(served)
+
+
+class TestWhatIsAskedFor:
+    async def test_reaches_the_scheduler(self, served: Served) -> None:
+        body = CHAT | {
+            "max_completion_tokens": 9,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": -1,
+            "seed": -1,
+            "stop": "STOP",
+            "ignore_eos": True,
+            "priority": 7,
+            "time_limit_ms": 1500,
+            "expected_output_tokens": 40,
+            "workload_class": "chat",
+            "user": "somebody",
+            "tools": [],
+            "logprobs": None,
+        }
+        call = asyncio.create_task(
+            served.post(
+                "/v1/chat/completions",
+                body,
+                headers={"Idempotency-Key": "k", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"},
+            )
+        )
+        submit = served.scheduler.record.requests[await served.finished()].submit
+        await call
+        specification = submit.specification
+
+        assert specification.max_tokens == 9
+        assert specification.temperature == 0.5
+        assert specification.top_p == pytest.approx(0.9)
+        assert specification.top_k == 0
+        assert specification.seed == 2**64 - 1
+        assert list(specification.stop) == ["STOP"]
+        assert specification.ignore_eos
+        assert (submit.priority, submit.time_limit_ms, submit.expected_output_tokens) == (7, 1500, 40)
+        assert (submit.workload_class, submit.idempotency_key) == ("chat", "k")
+        assert submit.traceparent.startswith("00-aaaa")
+        assert submit.tenant == "anonymous"
+
+    @pytest.mark.parametrize(
+        "content", ["hello", [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]]
+    )
+    async def test_content_may_be_a_text_or_parts(
+        self, served: Served, content: Any, model: ModelFiles
+    ) -> None:
+        call = asyncio.create_task(
+            served.post("/v1/chat/completions", {"messages": [{"role": "developer", "content": content}]})
+        )
+        submit = served.scheduler.record.requests[await served.finished()].submit
+        await call
+
+        assert model.decode(submit.specification.prompt_ids) == "<|begin|><|system|>hello\n<|assistant|>"
+
+    @pytest.mark.parametrize(
+        ("header", "tenant"),
+        [("laps-sd-tenant", "acme"), ("x-llm-d-inference-fairness-id", "acme"), ("x-other", "anonymous")],
+    )
+    async def test_behind_a_trusted_proxy_a_header_names_the_tenant(
+        self, served: Served, header: str, tenant: str
+    ) -> None:
+        call = asyncio.create_task(served.post("/v1/completions", TEXT, headers={header: "acme"}))
+        submit = served.scheduler.record.requests[await served.finished()].submit
+        await call
+
+        assert submit.tenant == tenant
+
+    async def test_a_time_to_live_ends_what_has_not_started(self, served: Served) -> None:
+        status, headers, answer = await served.post(
+            "/v1/completions", TEXT | {"stream": True}, headers={"x-llm-d-inference-ttl": "50ms"}
+        )
+
+        assert status == 503
+        assert headers["Retry-After"] == "1"
+        assert "0.05 s" in answer["error"]["message"]
+        await served.scheduler.wait_heard("detach")
+        await nobody_left(served)
+
+    async def test_a_time_to_live_does_not_end_what_has_started(self, served: Served) -> None:
+        call = asyncio.create_task(
+            served.post("/v1/completions", TEXT, headers={"x-llm-d-inference-ttl": "1m0.5s"})
+        )
+        await served.finished()
+        status, _, answer = await call
+
+        assert (status, answer["choices"][0]["text"]) == (200, "hello world")
+
+
+class TestARefusal:
+    @pytest.mark.parametrize(
+        ("change", "param", "said"),
+        [
+            ({"messages": []}, "messages", "must not be empty"),
+            ({"messages": "hello"}, "messages", "must be a list"),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                "messages[0].content[0].type",
+                "must be text",
+            ),
+            ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "Unicode"),
+            ({"temperature": -1}, "temperature", "from 0 to 100"),
+            ({"temperature": "hot"}, "temperature", "must be a number"),
+            ({"temperature": 1e300}, "temperature", "must be a number"),
+            ({"max_tokens": 0}, "max_tokens", "from 1"),
+            ({"max_tokens": 2.5}, "max_tokens", "whole number"),
+            ({"max_tokens": True}, "max_tokens", "whole number"),
+            ({"max_tokens": CONTEXT}, "max_tokens", "must be at most"),
+            ({"stop": [""]}, "stop[0]", "1 to 256 characters"),
+            ({"n": 17}, "n", "from 1 to 16"),
+            ({"priority": 101}, "priority", "from -100 to 100"),
+            ({"stream": 1}, "stream", "true or false"),
+            ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+            ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+            ({"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
+            ({"logprobs": True}, "logprobs", "not supported"),
+            ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+            ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+            ({"colour": "red"}, "colour", "not a field"),
+        ],
+    )
+    async def test_names_the_field_and_the_limit(
+        self, served: Served, change: Any, param: str, said: str
+    ) -> None:
+        status, headers, answer = await served.post("/v1/chat/completions", CHAT | change)
+        error = answer["error"]
+
+        assert status == 400
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert error["message"].startswith(param)
+        assert said in error["message"]
+        assert headers["x-request-id"].startswith("req-")
+        assert served.scheduler.all_heard("submit") == []
+
+    @pytest.mark.parametrize(
+        ("change", "param"),
+        [
+            ({"prompt": ""}, "prompt"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [70, "x"]}, "prompt[1]"),
+            ({"prompt": [10**6]}, "prompt[0]"),
+            ({"prompt": [70] * CONTEXT}, "prompt"),
+            ({"prompt": ["x"] * 17}, "n"),
+            ({"echo": True}, "echo"),
+            ({"suffix": "x"}, "suffix"),
+            ({"best_of": 2}, "best_of"),
+            ({"logprobs": 1}, "logprobs"),
+        ],
+    )
+    async def test_of_a_completion_names_its_field(self, served: Served, change: Any, param: str) -> None:
+        status, _, answer = await served.post("/v1/completions", TEXT | change)
+
+        assert (status, answer["error"]["param"]) == (400, param)
+
+    async def test_of_an_unknown_model_is_404(self, served: Served) -> None:
+        status, _, answer = await served.post("/v1/completions", TEXT | {"model": "gpt-4"})
+
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+    @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"[" * 200_000, b'{"n": NaN}', b"\xff", b"1" * 5000])
+    async def test_of_what_is_no_json_object_is_400(self, served: Served, raw: bytes) -> None:
+        async with served.session.post(
+            served.url + "/v1/completions", data=raw, headers={"Content-Type": "application/json"}
+        ) as response:
+            answer = await response.json()
+
+        assert response.status == 400
+        assert answer["error"]["message"].startswith("the body must be")
+
+    @pytest.mark.parametrize("chunked", [False, True])
+    async def test_of_a_body_that_is_too_large_is_413(self, serve: Any, chunked: bool) -> None:
+        served = await serve(max_message_bytes=65536)
+        raw = json.dumps(TEXT | {"user": "x" * 100_000}).encode()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(raw), 10_000):
+                yield raw[start : start + 10_000]
+
+        async with served.session.post(
+            served.url + "/v1/completions",
+            data=pieces() if chunked else raw,
+            headers={"Content-Type": "application/json"},
+        ) as response:
+            answer = await response.json()
+
+        assert response.status == 413
+        assert answer["error"]["message"] == "the body must be at most 65536 bytes"
+
+    @pytest.mark.parametrize(
+        "headers",
+        [{"Content-Type": "text/plain"}, {"Content-Type": "application/json", "Content-Encoding": "gzip"}],
+    )
+    async def test_of_another_form_of_body_is_415(self, served: Served, headers: dict[str, str]) -> None:
+        async with served.session.post(
+            served.url + "/v1/completions", data=json.dumps(TEXT).encode(), headers=headers
+        ) as response:
+            assert response.status == 415
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status"), [("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)]
+    )
+    async def test_of_an_unknown_path_has_the_same_shape(
+        self, served: Served, method: str, path: str, status: int
+    ) -> None:
+        async with served.session.request(method, served.url + path) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["message"]
+
+    @pytest.mark.parametrize("value", ["soon", "-1s", "0s", "1e9h", "5"])
+    async def test_of_a_time_to_live_names_the_header(self, served: Served, value: str) -> None:
+        status, _, answer = await served.post(
+            "/v1/completions", TEXT, headers={"x-llm-d-inference-ttl": value}
+        )
+
+        assert (status, answer["error"]["param"]) == (400, "x-llm-d-inference-ttl")
+
+    async def test_of_a_full_queue_is_429_and_says_when(self, served: Served) -> None:
+        served.scheduler.refuse = Refused(reason=Refused.REASON_QUEUE_FULL, retry_after_ms=2500)
+        status, headers, answer = await served.post("/v1/chat/completions", CHAT | {"stream": True})
+
+        assert status == 429
+        assert (headers["Retry-After"], headers["Retry-After-Ms"]) == ("3", "2500")
+        assert answer["error"]["type"] == "rate_limit_error"
+        assert answer["error"]["code"] == "rate_limit_exceeded"
+
+    async def test_of_another_body_under_a_known_key_is_409(self, served: Served) -> None:
+        served.scheduler.refuse = Refused(reason=Refused.REASON_KEY_CONFLICT)
+        status, _, _ = await served.post("/v1/completions", TEXT, headers={"Idempotency-Key": "k"})
+
+        assert status == 409
+
+    async def test_while_no_scheduler_answers_is_503(self, serve: Any) -> None:
+        served = await serve(scheduler_wait_s=0.05)
+        served.scheduler.answers_submits = False
+        status, headers, _ = await served.post("/v1/completions", TEXT)
+
+        assert status == 503
+        assert "Retry-After" in headers
+
+
+class TestTheServer:
+    async def test_lists_its_model(self, served: Served) -> None:
+        async with served.session.get(served.url + "/v1/models") as response:
+            (listed,) = (await response.json())["data"]
+        async with served.session.get(served.url + "/v1/models/tiny") as response:
+            assert await response.json() == listed
+        async with served.session.get(served.url + "/v1/models/other") as response:
+            assert response.status == 404
+
+        assert (listed["id"], listed["object"], listed["max_model_len"]) == ("tiny", "model", CONTEXT)
+
+    async def test_is_healthy_while_a_leader_is_there(
+        self, served: Served, start_gateway: StartGateway
+    ) -> None:
+        async with served.session.get(served.url + "/health") as response:
+            assert response.status == 200
+        alone: Running = await start_gateway("127.0.0.1:1", http_port=0)
+        assert alone.gateway.http is not None
+        async with served.session.get(f"http://127.0.0.1:{alone.gateway.http.port}/health") as response:
+            assert response.status == 503
+
+    async def test_shows_the_metrics_of_the_process(self, served: Served) -> None:
+        async with served.session.get(served.url + "/metrics") as response:
+            text = await response.text()
+
+        assert 'laps_sd_gateway_link_up{shard="s0"} 1.0' in text
+
+    @pytest.mark.parametrize(("given", "kept"), [("mine-7", True), ("x" * 200, False)])
+    async def test_gives_a_request_id_back(self, served: Served, given: str, kept: bool) -> None:
+        status, headers, _ = await served.post(
+            "/v1/completions", {"prompt": ""}, headers={"x-request-id": given}
+        )
+
+        assert status == 400
+        assert (headers["x-request-id"] == given) == kept
+
+    async def test_a_stop_waits_for_the_calls_in_progress(self, served: Served) -> None:
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        request_id = await served.scheduler.submitted()
+        stopping = asyncio.create_task(served.running.gateway.stop())
+        await served.running.gateway.app.stopping.wait()
+        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
+        status, _, _ = await call
+        await stopping
+
+        assert status == 200
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await served.session.get(served.url + "/health")
+
+    async def test_speaks_tls_with_the_certificates_of_grpc(self, serve: Any, tmp_path: Path) -> None:
+        folder = write_certificates(tmp_path)
+        served = await serve(
+            tls_cert=folder / "cert.pem", tls_key=folder / "key.pem", tls_client_ca=folder / "ca.pem"
+        )
+        url = served.url.replace("http://", "https://") + "/health"
+        known = ssl.create_default_context(cafile=folder / "ca.pem")
+        stranger = ssl.create_default_context(cafile=folder / "ca.pem")
+        known.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+
+        async with served.session.get(url, ssl=known) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await served.session.get(url, ssl=stranger)
+        with pytest.raises(aiohttp.ClientError):
+            await served.session.get(served.url + "/health")
+
+    async def test_a_port_in_use_is_one_sentence(self, served: Served, start_gateway: StartGateway) -> None:
+        assert served.running.gateway.http is not None
+        port = served.running.gateway.http.port
+        with pytest.raises(StartupError, match=f"The HTTP port {port} on 127.0.0.1 cannot be opened"):
+            await start_gateway("127.0.0.1:1", http_port=port)

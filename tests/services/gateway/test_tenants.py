@@ -1,0 +1,284 @@
+"""Keys, tenants and what each may have."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+
+from gateway.settings import GatewaySettings
+from gateway.tenants import KeyFile, TenantFileError, Tenants
+from laps_sd import metrics
+from laps_sd.client import AsyncClient
+from laps_sd.config import ConfigError
+from laps_sd.errors import (
+    PermissionDenied,
+    ResourceExhausted,
+    StartupError,
+    Unauthenticated,
+)
+from laps_sd.keys import digest_of, new_key
+from laps_sd.v1.inference_pb2 import GenerateRequest, ListModelsRequest
+from tests.services.gateway.conftest import Running, StartGateway
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
+from tests.services.gateway.reading import has_retry_info, rest
+
+ACME, OTHER = new_key(), new_key()
+FILE = f"""
+[tenants.acme]
+keys = ["{digest_of(ACME)}"]
+requests_per_minute = 12
+concurrent_requests = 2
+max_priority = 5
+
+[tenants.other]
+keys = ["{digest_of(OTHER)}"]
+"""
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.toml"
+    path.write_text(FILE)
+    return path
+
+
+def tenants_of(path: Path | None, **changes: Any) -> Tenants:
+    return Tenants(GatewaySettings(api_keys_file=path, **changes))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+class TestWhoCalls:
+    def test_a_key_names_its_tenant(self, key_file: Path) -> None:
+        tenants = tenants_of(key_file)
+
+        assert tenants.of(bearer(ACME)) == "acme"
+        assert tenants.of({"authorization": f"bearer  {OTHER}"}) == "other"
+
+    @pytest.mark.parametrize(
+        "given", ["", "Bearer", "Bearer ", f"Basic {ACME}", "Bearer x", "Bearer " + "x" * 300]
+    )
+    def test_without_a_known_key_nobody_gets_in(self, key_file: Path, given: str) -> None:
+        with pytest.raises(Unauthenticated):
+            tenants_of(key_file).of({"authorization": given})
+
+    def test_a_wrong_key_is_refused_even_where_none_is_needed(self, key_file: Path) -> None:
+        tenants = tenants_of(key_file, anonymous="yes")
+
+        assert tenants.of({}) == "anonymous"
+        with pytest.raises(Unauthenticated):
+            tenants.of(bearer("wrong"))
+
+    def test_where_no_keys_are_configured_a_clients_key_means_nothing(self) -> None:
+        assert tenants_of(None).of(bearer("sk-whatever")) == "anonymous"
+
+    def test_headers_of_a_proxy_count_only_where_it_is_trusted(self, key_file: Path) -> None:
+        named = {"laps-sd-tenant": "a", "x-llm-d-inference-fairness-id": "b"}
+
+        assert tenants_of(None).of(named) == "anonymous"
+        trusting = tenants_of(None, trust_tenant_metadata=True)
+        assert trusting.of(named) == "a"
+        assert trusting.of({"x-llm-d-inference-fairness-id": "b"}) == "b"
+        assert tenants_of(key_file, trust_tenant_metadata=True).of(named | bearer(ACME)) == "acme"
+
+    @pytest.mark.parametrize(
+        ("changes", "allowed"),
+        [
+            ({}, True),
+            ({"grpc_host": "::1"}, True),
+            ({"grpc_host": "localhost"}, True),
+            ({"anonymous": "no", "trust_tenant_metadata": True}, False),
+            ({"grpc_host": "0.0.0.0", "anonymous": "yes"}, True),
+            ({"grpc_host": "0.0.0.0", "trust_tenant_metadata": True}, False),
+            ({"api_keys_file": Path("f")}, False),
+        ],
+    )
+    def test_anonymous_is_who_calls_on_this_machine_or_where_that_is_configured(
+        self, changes: Any, allowed: bool
+    ) -> None:
+        assert GatewaySettings(**changes).allows_anonymous == allowed
+
+    def test_a_gateway_that_anybody_could_call_does_not_start_by_mistake(self) -> None:
+        with pytest.raises(ConfigError, match=r"LAPS_SD_API_KEYS_FILE must .* or LAPS_SD_ANONYMOUS be yes"):
+            GatewaySettings(grpc_host="0.0.0.0")
+
+
+class TestTheFile:
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("tenants = 3", "must be tables"),
+            ("[tenant.a]", "tenant is not known"),
+            ("[tenants.'a b']", "letters, digits"),
+            ("[tenants.a]\nkeys = 'x'", "tenants.a.keys must be a list"),
+            ("[tenants.a]\nkeys = ['laps-sd-secret']", r"tenants.a.keys\[0\] must be sha256: and 64"),
+            (f"[tenants.anonymous]\nkeys = ['{digest_of('x')}']", "must be absent"),
+            ("[tenants.a]\nlimit = 3", "tenants.a.limit is not known; there are keys, concurrent_requests"),
+            ("[tenants.a]\nconcurrent_requests = 0", "must be a number from 1, got 0"),
+            ("[tenants.a]\nrequests_per_minute = nan", "must be a number from 1"),
+            ("[tenants.a]\nmax_priority = true", "must be a number from 0"),
+            ("nonsense", "Expected"),
+        ],
+    )
+    def test_says_what_is_wrong_with_it_and_no_secret(self, text: str, said: str) -> None:
+        with pytest.raises(ValueError, match=said) as error:
+            KeyFile.parse(text)
+        assert "laps-sd-secret" not in str(error.value)
+
+    def test_two_tenants_cannot_have_one_key(self) -> None:
+        with pytest.raises(ValueError, match="acme and twin have the same key"):
+            KeyFile.parse(FILE + f'[tenants.twin]\nkeys = ["{digest_of(ACME)}"]')
+
+    def test_that_is_not_there_stops_the_start(self, tmp_path: Path) -> None:
+        with pytest.raises(TenantFileError, match=r"cannot be read"):
+            KeyFile.read(tmp_path / "none.toml")
+        with pytest.raises(StartupError, match=r"LAPS_SD_API_KEYS_FILE: .* cannot be read"):
+            tenants_of(tmp_path / "none.toml")
+
+    def test_is_read_again_when_it_changes_and_kept_when_it_breaks(self, key_file: Path) -> None:
+        tenants = tenants_of(key_file)
+        assert not tenants.maybe_reload()
+
+        key_file.write_text("[tenants.a]\nkeys = 'broken'")
+        assert not tenants.maybe_reload()
+        assert tenants.of(bearer(ACME)) == "acme"
+
+        key_file.write_text(FILE.replace(digest_of(ACME), digest_of("new")))
+        assert tenants.maybe_reload()
+        assert tenants.of(bearer("new")) == "acme"
+        with pytest.raises(Unauthenticated):
+            tenants.of(bearer(ACME))
+
+
+class TestLimits:
+    def test_a_burst_then_a_steady_rate(self, key_file: Path) -> None:
+        tenants = tenants_of(key_file)  # 12 a minute: two at once, then one in five seconds
+
+        def call(now: float, tenant: str = "acme") -> float | None:
+            """None when it is let in, else when to come again."""
+            try:
+                with tenants.admitted(tenant, 1, now=now, new=True):
+                    return None
+            except ResourceExhausted as error:
+                return error.retry_after_s
+
+        assert [call(0), call(0)] == [None, None]
+        assert call(0) == pytest.approx(5)
+        assert call(4) == pytest.approx(1)
+        assert call(5) is None
+        assert call(5, "other") is None
+        assert [call(60), call(60)] == [None, None]
+        assert call(60) is not None
+
+    def test_each_output_counts_and_one_large_call_may_run_ahead(self, key_file: Path) -> None:
+        tenants = Tenants(GatewaySettings(api_keys_file=key_file))
+        key_file.write_text("[tenants.acme]\nrequests_per_minute = 60")
+        tenants.maybe_reload()
+        with tenants.admitted("acme", 16, now=0, new=True):
+            pass
+
+        with pytest.raises(ResourceExhausted) as error, tenants.admitted("acme", 1, now=0, new=True):
+            pass
+        assert error.value.retry_after_s == pytest.approx(7)  # six of debt, one for itself
+
+    def test_so_many_may_be_open_at_once(self, key_file: Path) -> None:
+        tenants = tenants_of(key_file)
+        with tenants.admitted("acme", 1, now=0, new=False):
+            with pytest.raises(ResourceExhausted, match=r"has 1 requests open .* may have 2"):
+                tenants.admitted("acme", 2, now=0, new=False).__enter__()
+            with tenants.admitted("acme", 1, now=0, new=False), tenants.admitted("other", 9, now=0, new=True):
+                pass
+        with tenants.admitted("acme", 2, now=0, new=False):
+            pass
+
+    def test_a_priority_above_the_tenants_is_denied(self, key_file: Path) -> None:
+        tenants = tenants_of(key_file)
+        tenants.check_priority("acme", 5)
+        tenants.check_priority("other", 100)
+        with pytest.raises(PermissionDenied, match="at most 5 for tenant 'acme', got 6"):
+            tenants.check_priority("acme", 6)
+
+
+class TestOverTheWire:
+    @pytest.fixture
+    async def keyed(self, scheduler: FakeScheduler, start_gateway: StartGateway, key_file: Path) -> Running:
+        started: Running = await start_gateway(
+            scheduler.address, http_port=0, api_keys_file=key_file, trust_tenant_metadata=False
+        )
+        await asyncio.wait_for(started.link.greeted.wait(), 10)
+        return started
+
+    async def test_a_key_in_the_metadata_names_the_tenant_of_a_request(
+        self, keyed: Running, scheduler: FakeScheduler
+    ) -> None:
+        before = metrics.value("laps_sd_gateway_tenant_output_tokens_total", {"tenant": "other"})
+        call = keyed.stub.GenerateStream(
+            GenerateRequest(text="x"), metadata=(("authorization", f"Bearer {OTHER}"),)
+        )
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, [70, 71, 72], Kind.KIND_LENGTH)
+        await rest(call)
+
+        assert scheduler.record.requests[request_id].submit.tenant == "other"
+        after = metrics.value("laps_sd_gateway_tenant_output_tokens_total", {"tenant": "other"})
+        assert after - before == 3
+
+    async def test_the_python_client_sends_its_key(self, keyed: Running) -> None:
+        address = f"127.0.0.1:{keyed.gateway.app.port}"
+        async with AsyncClient(address, api_key=ACME) as client:
+            assert [model.name for model in await client.models()] == ["tiny"]
+        async with AsyncClient(address, api_key="wrong") as client:
+            with pytest.raises(Unauthenticated):
+                await client.models()
+
+    async def test_without_a_key_no_call_of_grpc_gets_in(self, keyed: Running) -> None:
+        for call in (
+            keyed.stub.GenerateStream(GenerateRequest(text="x")),
+            keyed.stub.ListModels(ListModelsRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await (call if not hasattr(call, "read") else rest(call))
+            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    async def test_more_than_may_be_open_is_told_to_come_again(self, keyed: Running) -> None:
+        metadata = (("authorization", f"Bearer {ACME}"),)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await keyed.stub.Generate(GenerateRequest(text="x", n=3), metadata=metadata)
+
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert has_retry_info(error.value)
+
+    @pytest.mark.parametrize(
+        ("key", "body", "status", "code"),
+        [
+            (None, {}, 401, "invalid_api_key"),
+            ("wrong", {}, 401, "invalid_api_key"),
+            (ACME, {"priority": 6}, 403, None),
+            (ACME, {"n": 3}, 429, "rate_limit_exceeded"),
+        ],
+    )
+    async def test_http_says_so_in_its_own_words(
+        self, keyed: Running, key: str | None, body: Any, status: int, code: str | None
+    ) -> None:
+        assert keyed.gateway.http is not None
+        headers = bearer(key) if key else {}
+        async with aiohttp.ClientSession(
+            f"http://127.0.0.1:{keyed.gateway.http.port}", headers=headers
+        ) as session:
+            async with session.post("/v1/completions", json={"prompt": "x"} | body) as response:
+                assert response.status == status
+                assert (await response.json())["error"]["code"] == code
+                assert ("WWW-Authenticate" in response.headers) == (status == 401)
+            for path in ("/v1/models", "/metrics"):
+                async with session.get(path) as response:
+                    assert (response.status == 401) == (status == 401)
+            async with session.get("/health") as response:
+                assert response.status == 200

@@ -1,0 +1,117 @@
+"""The official `openai` package, unchanged, against a whole stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from laps_sd.client import Client
+from laps_sd.local import LocalStack
+
+MODEL = "laps-sd-demo"
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+
+
+@pytest.fixture
+def client(fake_stack: LocalStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=fake_stack.http_url, api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_a_chat_is_the_one_that_grpc_gives(client: openai.OpenAI, fake_stack: LocalStack) -> None:
+    with Client(fake_stack.gateway_address) as grpc_client:
+        expected = grpc_client.generate(MESSAGES, max_tokens=20, seed=3)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, seed=3)  # type: ignore[arg-type]
+
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == expected.end.usage.completion_tokens
+    assert answer.usage.prompt_tokens == expected.accepted.prompt_tokens
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=30, seed=4)  # type: ignore[arg-type]
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_completion_tokens=30,
+        seed=4,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+
+
+def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=["One", "Two"], n=2, max_tokens=5, seed=1)
+
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    again = client.completions.create(model=MODEL, prompt="Two", max_tokens=5, seed=1)
+    assert answer.choices[2].text == again.choices[0].text
+
+
+def test_a_stream_of_a_completion_that_is_closed_early(client: openai.OpenAI) -> None:
+    with client.completions.create(model=MODEL, prompt="Once", max_tokens=400, stream=True) as stream:
+        first = next(iter(stream))
+
+    assert first.object == "text_completion"
+
+
+async def test_the_asynchronous_client(fake_stack: LocalStack) -> None:
+    async with openai.AsyncOpenAI(base_url=fake_stack.http_url, api_key="none", timeout=60) as client:
+        whole = await client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, seed=9)  # type: ignore[arg-type]
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            max_tokens=12,
+            seed=9,
+            stream=True,  # type: ignore[arg-type]
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert text == whole.choices[0].message.content
+
+
+def test_extensions_go_in_the_extra_body(client: openai.OpenAI, fake_stack: LocalStack) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=5,
+        extra_body={"priority": 7, "workload_class": "chat"},  # type: ignore[arg-type]
+    )
+    with Client(fake_stack.gateway_address) as grpc_client:
+        explanation = grpc_client.explain(answer.id)
+
+    assert explanation.priority == 7
+    assert answer.model_extra is not None
+    assert answer.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_errors_are_the_errors_of_the_package(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1)  # type: ignore[arg-type]
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)  # type: ignore[arg-type]
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as tools:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,  # type: ignore[arg-type]
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        )
+    assert tools.value.param == "tools"
+    assert refused.value.request_id is not None
