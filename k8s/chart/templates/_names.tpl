@@ -80,3 +80,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ .Values.redis.bundled.existingSecret | default (include "laps-sd.name" (dict "root" . "pool" nil "component" "redis")) }}
 {{- end -}}
 {{- end -}}
+
+{{/* Whether callers without a key are served: "yes" or "no". */}}
+{{- define "laps-sd.anonymous" -}}
+{{- if eq .Values.gateway.anonymous "auto" -}}
+{{ ternary "no" "yes" (ne .Values.gateway.apiKeysSecret "") }}
+{{- else -}}
+{{ .Values.gateway.anonymous }}
+{{- end -}}
+{{- end -}}

@@ -29,6 +29,9 @@
 {{- if ge $gatewayBeat $silence }}
 {{- fail (printf "gateway.settings.heartbeatS (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every gateway." $gatewayBeat $silence) }}
 {{- end -}}
+{{- if and (eq .Values.gateway.anonymous "no") (not .Values.gateway.apiKeysSecret) }}
+{{- fail "gateway.anonymous is no and gateway.apiKeysSecret is empty: nobody could call. Give a secret with tenants.toml, or set gateway.anonymous=auto." }}
+{{- end -}}
 {{- $redis := .Values.redis -}}
 {{- $external := or $redis.external.url $redis.external.existingSecret -}}
 {{- if and $redis.bundled.enabled $external }}
