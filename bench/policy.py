@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench._policy_tables import show, show_details, show_verdicts
-from bench.report import Interval, finish, interval
+from bench.report import Interval, finish, ratio_interval
 from scheduler_svc.core.estimate_errors import Basis, EstimateErrors, Moment
 from scheduler_svc.core.policies import POLICIES, Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
@@ -248,11 +248,13 @@ def run_all(regimes: Sequence[Regime], seeds: int, data: Path | None, processes:
 
 
 def ratio(runs: Runs, regime: str, policy: str, of: str, figure: str) -> Interval:
-    """Paired over seeds, on the logarithm (a ratio and its inverse weigh the same). One seed has no interval."""
-    pairs = zip(runs[regime, policy], runs[regime, of], strict=True)
-    logs = [math.log(ours[figure] / theirs[figure]) for ours, theirs in pairs]
-    found = interval(logs) if len(logs) > 1 else Interval(logs[0], logs[0], logs[0])
-    return Interval(math.exp(found.middle), math.exp(found.low), math.exp(found.high))
+    """Paired over seeds. One seed has no interval."""
+    runs_of_both = zip(runs[regime, policy], runs[regime, of], strict=True)
+    pairs = [(ours[figure], theirs[figure]) for ours, theirs in runs_of_both]
+    if len(pairs) > 1:
+        return ratio_interval(pairs)
+    alone = pairs[0][0] / pairs[0][1]
+    return Interval(alone, alone, alone)
 
 
 def rows_of(regime: Regime, runs: Runs, seeds: int) -> list[dict[str, Any]]:

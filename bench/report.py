@@ -42,6 +42,13 @@ def interval(samples: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval:
+    """Of paired positive figures (two pairs at least), first over second: geometric mean, and Student's t interval on the
+    logarithm, where a ratio and its inverse weigh the same."""
+    found = interval([math.log(ours / theirs) for ours, theirs in pairs])
+    return Interval(math.exp(found.middle), math.exp(found.low), math.exp(found.high))
+
+
 def median_interval(samples: Sequence[float]) -> Interval:
     """Median with its 95 % interval from order statistics: what a noisy neighbour does to one sample moves it little."""
     ordered = sorted(samples)

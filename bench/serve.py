@@ -50,7 +50,7 @@ from bench._served import (
     simulated_latencies,
 )
 from bench.policy import quantile
-from bench.report import Interval, finish, interval, progress, table
+from bench.report import Interval, finish, progress, ratio_interval, table
 from laps_sd.errors import StartupError
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.policies import POLICIES
@@ -315,18 +315,17 @@ def counted(runs: Sequence[Measured]) -> dict[tuple[str, str], dict[tuple[int, i
 
 
 def ratio(by: By, scenario: str, policy: str, of: str, *, simulated: bool = False) -> Interval | None:
-    """Of the mean latencies, over pairs of the same seed and turn, on the logarithm. None without a pair; one pair alone
-    says nothing of the spread, so its interval has no ends."""
+    """Of the mean latencies, over pairs of the same seed and turn. None without a pair; one pair alone says nothing of the
+    spread, so its interval has no ends."""
     ours, theirs = by.get((scenario, policy), {}), by.get((scenario, of), {})
-    logs = []
+    pairs = []
     for key in sorted(ours.keys() & theirs.keys()):
         pair = (ours[key], theirs[key])
         one, other = (run.predicted_mean_s if simulated else run.found.mean_s for run in pair)
-        logs.append(math.log(one / other))
-    if not logs:
-        return None
-    found = interval(logs) if len(logs) > 1 else Interval(logs[0], -math.inf, math.inf)
-    return Interval(math.exp(found.middle), math.exp(found.low), math.exp(found.high))
+        pairs.append((one, other))
+    if len(pairs) > 1:
+        return ratio_interval(pairs)
+    return Interval(pairs[0][0] / pairs[0][1], 0.0, math.inf) if pairs else None
 
 
 def rows_of(by: By, runs: Sequence[Measured]) -> list[dict[str, Any]]:
