@@ -52,8 +52,8 @@ run: setup ## Start the whole system on this machine and show one prompt (ARGS="
 	@exec $(BIN)/laps-sd up $(ARGS)
 
 .PHONY: test
-test: setup ## Run the tests (no GPU, Docker or Redis needed)
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+test: setup ## Run the tests, two files at a time (no GPU, Docker or Redis needed; ARGS="-n 0" runs one)
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(ARGS)
 
 .PHONY: test-long
 test-long: setup ## Run the long tests: chaos, fuzzing, policies

@@ -125,7 +125,10 @@ def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
     own: dict[str, Any] = {}
     for part in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = part.partition("=")
-        own[key] = {"true": True, "false": False}.get(value) if value in ("true", "false") else float(value)
+        try:
+            own[key] = {"true": True, "false": False}[value] if value in ("true", "false") else float(value)
+        except ValueError:
+            raise ValueError(f"{spec}: {key} must be true, false or a number, not {value!r}") from None
     return described(CoreSettings, {**common, **own}, spec)
 
 
@@ -495,6 +498,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(
                 f"--policy: there is no {name!r}; there are: {', '.join([*sorted(POLICIES), 'oracle'])}"
             )
+        try:
+            settings_of(spec, {})
+        except ValueError as error:
+            parser.error(f"--policy {error}")
     try:
         options.loads = [loads_of(text) for text in options.loads]
     except ValueError:

@@ -169,7 +169,7 @@ class TestAsyncClient:
     def test_the_time_to_reconnect_begins_when_the_loss_is_noticed_however_long_it_was_silent_before(
         self,
     ) -> None:
-        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, now=0.0)
+        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
 
         assert progress.lost(None, 61.0) > 0.0

@@ -22,13 +22,13 @@ from laps_sd.errors import (
     StartupError,
     Unauthenticated,
 )
-from laps_sd.keys import digest_of, new_key
+from laps_sd.keys import digest_of
 from laps_sd.v1.inference_pb2 import GenerateRequest, ListModelsRequest
 from tests.services.gateway.conftest import Running, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 from tests.services.gateway.reading import has_retry_info, rest
 
-ACME, OTHER = new_key(), new_key()
+ACME, OTHER = "laps-sd-" + "a" * 43, "laps-sd-" + "b" * 43
 FILE = f"""
 [tenants.acme]
 keys = ["{digest_of(ACME)}"]
