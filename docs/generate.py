@@ -16,12 +16,14 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+from prometheus_client import Counter
 from prometheus_client.metrics import MetricWrapperBase
 
 import gateway.metrics
 import scheduler_svc.metrics
 import worker_svc.metrics
 from gateway.settings import GatewaySettings
+from gateway.vllm_metrics import SAME
 from laps_sd import config
 from laps_sd.cli.app import app
 from laps_sd.metrics import SECONDS, TOKENS
@@ -142,11 +144,49 @@ def metrics_page() -> str:
     for title, _, _, module in SERVICES:
         lines += ["", f"## {title}", ""]
         lines += table(("metric", "type", "labels", "meaning"), (metric_row(m) for m in metrics_of(module)))
+    lines += vllm_names()
     lines += ["", "## Buckets", ""]
     lines += [
         f"- {name}: " + ", ".join(f"{bound:g}" for bound in bounds) for bounds, name in USUAL_BUCKETS.items()
     ]
     return "\n".join(lines) + "\n"
+
+
+def vllm_names() -> list[str]:
+    """What a gateway serves under other names, if it is told to."""
+    rows = [
+        (f"`{name}_total`" if isinstance(metric, Counter) else f"`{name}`", f"`{family_name(metric)}`")
+        for name, metric in SAME.items()
+    ]
+    rows += [
+        ("`vllm:prompt_tokens_total`", "the sum of `laps_sd_gateway_prompt_tokens`"),
+        (
+            "`vllm:request_success_total`",
+            "`laps_sd_gateway_requests_total`: `finished_reason` is `stop`, `length` or `abort` (the client left); no errors",
+        ),
+        ("`vllm:num_requests_running`", "requests of this gateway that have output"),
+        ("`vllm:num_requests_waiting`", "requests of this gateway that have no output yet"),
+        (
+            "`vllm:kv_cache_usage_perc`, `vllm:gpu_cache_usage_perc`",
+            "`laps_sd_scheduler_kv_usage_ratio`, as the leaders said last",
+        ),
+    ]
+    return [
+        "",
+        "## Under vLLM's names",
+        "",
+        "With `LAPS_SD_VLLM_METRICS=true` a gateway serves these too, with vLLM's labels `model_name` and `engine`: at its metrics port, and",
+        "at `/metrics` of its HTTP port, where endpoint pickers look. Running and waiting are those of one gateway, so the sum over all is the",
+        "whole; KV usage is that of all workers. Times between tokens are the mean of a request, observed once when it ends.",
+        "",
+        *table(("vLLM's metric", "ours"), iter(rows)),
+    ]
+
+
+def family_name(metric: MetricWrapperBase) -> str:
+    """As it is scraped."""
+    family = next(iter(metric.describe()))
+    return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 def metrics_of(module: ModuleType) -> list[MetricWrapperBase]:
@@ -158,7 +198,7 @@ def metrics_of(module: ModuleType) -> list[MetricWrapperBase]:
 def metric_row(metric: MetricWrapperBase) -> tuple[str, ...]:
     """One metric as cells. Labels and buckets have no public name in the library."""
     family = next(iter(metric.describe()))
-    name = f"{family.name}_total" if family.type == "counter" else family.name
+    name = family_name(metric)
     kind = family.type
     if kind == "histogram":
         buckets = tuple(metric._kwargs["buckets"])

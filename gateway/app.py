@@ -12,8 +12,9 @@ from gateway.settings import GatewaySettings
 from gateway.shards import Shards
 from gateway.tenants import Tenants
 from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
-from gateway.tracing import Tracing
+from gateway.vllm_metrics import VllmMetrics
 from laps_sd.errors import StartupError
+from laps_sd.metrics import REGISTRY
 from laps_sd.model_dir import demo_target_dir
 from laps_sd.serving import ServiceApp
 from laps_sd.v1 import (
@@ -35,8 +36,7 @@ class GatewayApp:
         self.app = ServiceApp("gateway", settings)
         self.shards = Shards(settings)
         self.tenants = tenants = Tenants(settings)
-        self._tracing = Tracing(settings)
-        self.calls = Calls(settings, model, self.shards, tenants, self._tracing)
+        self.calls = Calls(settings, model, self.shards, tenants, self.app.tracing)
         service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
         open_inference = OpenInferenceService(self.calls, tenants, lambda: self.app.ready)
@@ -45,9 +45,12 @@ class GatewayApp:
             self.app.names.extend(service.full_name for service in descriptor.services_by_name.values())
 
         self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
+        self._vllm_metrics = VllmMetrics(model.name, self.shards) if settings.vllm_metrics else None
 
     async def start(self) -> None:
         """Binds the ports. Health says SERVING once a leader of any shard has greeted. Raises StartupError, with nothing left open."""
+        if self._vllm_metrics is not None:
+            REGISTRY.register(self._vllm_metrics)
         try:
             await self.app.start()
             if self.http is not None:
@@ -79,7 +82,10 @@ class GatewayApp:
     async def _close(self) -> None:
         if self.http is not None:
             await self.http.close()
-        await asyncio.to_thread(self._tracing.close)
+        if self._vllm_metrics is not None:
+            REGISTRY.unregister(self._vllm_metrics)
+            self._vllm_metrics = None
+        await asyncio.to_thread(self.app.tracing.close)
 
     async def _become_ready(self) -> None:
         await self.shards.greeted()

@@ -28,7 +28,7 @@ from gateway.shards import Shards
 from gateway.streams import Acceptance, ClientStream
 from gateway.tenants import Tenants
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
-from gateway.tracing import CallSpan, Tracing
+from gateway.tracing import CallSpan, call_span
 from gateway.validation import (
     check_ids,
     check_model,
@@ -38,6 +38,7 @@ from gateway.validation import (
     complete,
 )
 from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted
+from laps_sd.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
@@ -88,7 +89,7 @@ class Calls:
         tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
             span = stack.enter_context(
-                self._tracing.call(requests, caller.traceparent, model=self.model.name)
+                call_span(self._tracing, requests, caller.traceparent, model=self.model.name)
             )
             with self._refusals(tenant):
                 count = self._check(requests, caller)
@@ -295,7 +296,7 @@ class _Attachment:
         events = list(self.output.messages(batch))
         for event in events:
             if isinstance(event, inference_pb2.Ended):
-                self.pace.end = _end_name(event)
+                self.pace.ended(event)
                 if self.span is not None:
                     self.span.ended(event)
                 self.over = True
@@ -362,6 +363,19 @@ class _Pace:
             self._first = self._last
             if self._fresh:
                 metrics.FIRST_TOKEN.observe(self._first - self._began)
+
+    def ended(self, ended: inference_pb2.Ended) -> None:
+        """It came to its end."""
+        self.end = _end_name(ended)
+        if not (self._fresh and self._billed):  # whoever made the request counts it
+            return
+        metrics.REQUEST.observe(_now() - self._began)
+        metrics.REQUEST_OUTPUT.observe(ended.usage.completion_tokens)
+        metrics.QUEUE_WAIT.observe(ended.timing.queued_s)
+        metrics.PREEMPTIONS.inc(ended.timing.preemptions)
+        metrics.ROUNDS.inc(ended.speculation.rounds)
+        metrics.DRAFTED.inc(ended.speculation.drafted)
+        metrics.ACCEPTED.inc(ended.speculation.accepted)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not self.end:  # unless somebody said otherwise, the client left

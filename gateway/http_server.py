@@ -41,11 +41,11 @@ from gateway.openai_json import (
     sse,
 )
 from gateway.tenants import Tenants
-from gateway.validation import valid_traceparent
 from laps_sd.errors import LapsSdError, NotFound, StartupError, Unauthenticated, Unavailable
 from laps_sd.log import get_logger
 from laps_sd.metrics import REGISTRY
 from laps_sd.serving import ServiceApp
+from laps_sd.tracing import valid_traceparent
 
 __all__ = ["TTL_HEADER", "HttpServer"]
 

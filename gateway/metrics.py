@@ -26,6 +26,25 @@ TOKEN_TIME = histogram(
     "First to last output token, per token after the first.",
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
 )
+REQUEST = histogram(
+    "laps_sd_gateway_request_seconds",
+    "Arrival of a request until its last message, of streams that came to the request's end.",
+    buckets=SECONDS,
+)
+REQUEST_OUTPUT = histogram(
+    "laps_sd_gateway_request_output_tokens", "Output tokens of a request, as above.", buckets=TOKENS
+)
+QUEUE_WAIT = histogram(
+    "laps_sd_gateway_queue_wait_seconds",
+    "Acceptance until the first round, as its scheduler said at the end of a request.",
+    buckets=SECONDS,
+)
+ROUNDS = counter(
+    "laps_sd_gateway_rounds_total", "Rounds that requests took, counted when they end; as are the next three."
+)
+DRAFTED = counter("laps_sd_gateway_drafted_tokens_total", "Tokens proposed by the draft.")
+ACCEPTED = counter("laps_sd_gateway_accepted_tokens_total", "Proposed tokens that the target kept.")
+PREEMPTIONS = counter("laps_sd_gateway_preemptions_total", "Times that requests gave way to others.")
 TENANT_REQUESTS = counter(
     "laps_sd_gateway_tenant_requests_total",
     "Requests of a tenant that were accepted; others: tenants that the file of keys does not name.",

@@ -11,7 +11,7 @@ import grpc.aio
 from gateway.calls import Caller, Calls, Generation
 from gateway.link import deadline_of
 from gateway.tenants import Tenants
-from gateway.validation import valid_traceparent
+from laps_sd.tracing import valid_traceparent
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["InferenceService", "caller_of"]

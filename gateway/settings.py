@@ -63,8 +63,9 @@ class GatewaySettings(LinkSettings, ServingSettings):
         " only behind a proxy that sets it.",
     )
 
-    otlp_endpoint: str = field(
-        "", help="Where traces go, as http://host:4317 (OTLP over gRPC, needs laps-sd[otel]); empty: nowhere."
+    vllm_metrics: bool = field(
+        False,
+        help="Serve the metrics under vLLM's names too (vllm:num_requests_running …), for what reads those",
     )
     api_keys_file: Path | None = field(
         None,

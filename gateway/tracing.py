@@ -1,13 +1,4 @@
-"""OpenTelemetry: one span per call with the semantic conventions of generative AI, and its phases below it.
-
-    chat laps-sd-demo                     the call, from its arrival to its last message
-      queue                               acceptance until the first round
-      prefill                             until the first committed token
-      generate                            until the end, with what speculation did
-
-The phases are drawn when a request ends, from the times that its scheduler counted. Prompts and outputs never go into a span. The
-libraries are needed only where an endpoint is configured (`pip install laps-sd[otel]`), and OTEL_* variables hold as they do everywhere.
-"""
+"""The span of a call, with the semantic conventions of generative AI; `laps_sd.tracing` shows the whole trace."""
 
 from __future__ import annotations
 
@@ -16,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import laps_sd
-from gateway.settings import GatewaySettings
-from laps_sd.errors import LapsSdError, StartupError
+from laps_sd.errors import LapsSdError
+from laps_sd.tracing import Tracing
 from laps_sd.v1 import inference_pb2
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span
 
-__all__ = ["CallSpan", "Tracing"]
+__all__ = ["CallSpan", "call_span"]
 
 NS = 10**9
 PROVIDER = "laps-sd"
@@ -33,13 +23,11 @@ PROVIDER = "laps-sd"
 class CallSpan:
     """What one call tells of itself. Without tracing it keeps quiet."""
 
-    def __init__(self, tracer: Tracer | None, span: Span | None, traceparent: str) -> None:
+    def __init__(self, span: Span | None, traceparent: str) -> None:
         self.traceparent = traceparent
         """What the services behind are told: this span, or the caller's where nobody traces here."""
-        self._tracer = tracer
         self._span = span
         self._began_ns = time.time_ns()
-        self._accepted_ns = self._began_ns
         self._first = True
         self._reasons: list[str] = []
         self._output_tokens = 0
@@ -48,7 +36,6 @@ class CallSpan:
         """All choices are on the record."""
         if self._span is None:
             return
-        self._accepted_ns = time.time_ns()
         self._span.add_event("accepted")
         self._span.set_attribute("gen_ai.response.id", accepted[0].request_id)
         self._span.set_attribute("gen_ai.response.model", accepted[0].model)
@@ -66,35 +53,26 @@ class CallSpan:
 
     def ended(self, ended: inference_pb2.Ended) -> None:
         """A choice is over."""
-        if self._span is None or self._tracer is None:
+        if self._span is None:
             return
-        from opentelemetry.trace import set_span_in_context
-
         reason = inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
         self._reasons.append(reason)
         timing, speculation = ended.timing, ended.speculation
-        within = set_span_in_context(self._span)
-        edges = [0.0, timing.queued_s, max(timing.queued_s, timing.first_token_s), timing.total_s]
-        of_phase: dict[str, dict[str, Any]] = {
-            "queue": {},
-            "prefill": {"laps_sd.cached_prompt_tokens": ended.usage.cached_prompt_tokens},
-            "generate": {
+        self._span.add_event(
+            "ended",
+            {
+                "laps_sd.request_id": ended.request_id,
+                "laps_sd.finish_reason": reason,
+                "laps_sd.queued_s": timing.queued_s,
+                "laps_sd.first_token_s": timing.first_token_s,
+                "laps_sd.total_s": timing.total_s,
+                "laps_sd.preemptions": timing.preemptions,
                 "laps_sd.rounds": speculation.rounds,
                 "laps_sd.drafted_tokens": speculation.drafted,
                 "laps_sd.accepted_tokens": speculation.accepted,
-                "laps_sd.preemptions": timing.preemptions,
+                "laps_sd.cached_prompt_tokens": ended.usage.cached_prompt_tokens,
             },
-        }
-        for number, (name, attributes) in enumerate(of_phase.items()):
-            if edges[number + 1] < edges[number] or not timing.total_s:
-                continue  # it ended before this phase began, or was answered from the record
-            phase = self._tracer.start_span(
-                name,
-                context=within,
-                start_time=self._accepted_ns + int(edges[number] * NS),
-                attributes={"laps_sd.request_id": ended.request_id, **attributes},
-            )
-            phase.end(self._accepted_ns + int(edges[number + 1] * NS))
+        )
 
     def over(self, error: BaseException | None) -> None:
         """Nothing follows."""
@@ -114,72 +92,40 @@ class CallSpan:
         self._span.end()
 
 
-class Tracing:
-    """The process's traces, or nothing where no endpoint is set."""
+@contextmanager
+def call_span(
+    tracing: Tracing, requests: Sequence[inference_pb2.GenerateRequest], traceparent: str, *, model: str
+) -> Iterator[CallSpan]:
+    """The span of a call, below its caller's."""
+    span = _start(tracing, requests, traceparent, model)
+    try:
+        yield span
+    except BaseException as error:
+        span.over(error)
+        raise
+    else:
+        span.over(None)
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        """Raises StartupError when the libraries are missing."""
-        self._provider: Any = None
-        self._tracer: Tracer | None = None
-        if not settings.otlp_endpoint:
-            return
-        try:
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
-            raise StartupError(
-                f"LAPS_SD_OTLP_ENDPOINT needs OpenTelemetry ({error.name} is missing): pip install 'laps-sd[otel]'."
-            ) from error
-        resource = Resource.create(
-            {"service.name": "laps-sd-gateway", "service.version": laps_sd.__version__}
-        )
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(
-            endpoint=settings.otlp_endpoint, insecure=not settings.otlp_endpoint.startswith("https://")
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("laps_sd.gateway", laps_sd.__version__)
 
-    @contextmanager
-    def call(
-        self, requests: Sequence[inference_pb2.GenerateRequest], traceparent: str, *, model: str
-    ) -> Iterator[CallSpan]:
-        """The span of a call, below its caller's."""
-        span = self._start(requests, traceparent, model)
-        try:
-            yield span
-        except BaseException as error:
-            span.over(error)
-            raise
-        else:
-            span.over(None)
+def _start(
+    tracing: Tracing, requests: Sequence[inference_pb2.GenerateRequest], traceparent: str, model: str
+) -> CallSpan:
+    if tracing.tracer is None:
+        return CallSpan(None, traceparent)
+    from opentelemetry.trace import SpanKind, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    def _start(
-        self, requests: Sequence[inference_pb2.GenerateRequest], traceparent: str, model: str
-    ) -> CallSpan:
-        if self._tracer is None:
-            return CallSpan(None, None, traceparent)
-        from opentelemetry.trace import SpanKind, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        propagator = TraceContextTextMapPropagator()
-        operation = "chat" if requests[0].WhichOneof("prompt") == "messages" else "text_completion"
-        span = self._tracer.start_span(
-            f"{operation} {model}",
-            context=propagator.extract({"traceparent": traceparent}),
-            kind=SpanKind.SERVER,
-            attributes=_asked(requests[0], operation, model, prompts=len(requests)),
-        )
-        carrier: dict[str, str] = {}
-        propagator.inject(carrier, set_span_in_context(span))
-        return CallSpan(self._tracer, span, carrier.get("traceparent", traceparent))
-
-    def close(self) -> None:
-        """Sends what is left. Blocks."""
-        if self._provider is not None:
-            self._provider.shutdown()
+    propagator = TraceContextTextMapPropagator()
+    operation = "chat" if requests[0].WhichOneof("prompt") == "messages" else "text_completion"
+    span = tracing.tracer.start_span(
+        f"{operation} {model}",
+        context=propagator.extract({"traceparent": traceparent}),
+        kind=SpanKind.SERVER,
+        attributes=_asked(requests[0], operation, model, prompts=len(requests)),
+    )
+    carrier: dict[str, str] = {}
+    propagator.inject(carrier, set_span_in_context(span))
+    return CallSpan(span, carrier.get("traceparent", traceparent))
 
 
 def _asked(

@@ -29,7 +29,6 @@ __all__ = [
     "choices_of",
     "complete",
     "shard_of",
-    "valid_traceparent",
 ]
 
 ROLES = ("system", "user", "assistant")
@@ -44,7 +43,6 @@ MAX_CHARACTERS_PER_TOKEN = 64
 for each token that comes out, so what cannot fit is refused before."""
 CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
 REQUEST_ID = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9]+)")
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 SpeculationMode = inference_pb2.Speculation.Mode
 
@@ -305,11 +303,6 @@ def check_request_id(request_id: str) -> None:
 def shard_of(request_id: str) -> str:
     """The shard that a request lives in."""
     return request_id.partition(".")[0]
-
-
-def valid_traceparent(value: str) -> str:
-    """The W3C trace context of a call, or an empty text when it is not one: tracing never fails a call."""
-    return value if TRACEPARENT.fullmatch(value) else ""
 
 
 def _shown(text: str) -> str:

@@ -43,6 +43,7 @@ _SERVING = {
     "tls_cert": "tls",
     "tls_key": "tls",
     "tls_client_ca": "tls",
+    "otlp_endpoint": "monitoring.otlpEndpoint",
 }
 _LINK = dict.fromkeys(("link_tls", "link_tls_ca", "link_tls_cert", "link_tls_key"), "tls.links") | {
     "scheduler_seeds": "names of the schedulers' pods"
@@ -83,7 +84,12 @@ OWNED: dict[str, dict[str, str]] = {
 }
 """Settings that the chart decides, and from which value: giving them twice could contradict."""
 
-IMAGE_EXTRAS = {"gateway": "gateway", "scheduler": "scheduler", "worker": "worker", "operator": "operator"}
+IMAGE_EXTRAS = {
+    "gateway": ("gateway", "otel"),
+    "scheduler": ("scheduler", "otel"),
+    "worker": ("worker", "otel"),
+    "operator": ("operator",),
+}
 FROM_ELSEWHERE = {"torch"}
 """Not in constraints.txt: its builds differ by machine. An image's build argument names it, its own needs are listed."""
 
@@ -147,12 +153,11 @@ def pinned() -> dict[str, str]:
     return blocks
 
 
-def needed(extra: str) -> set[str]:
-    """Canonical names of all packages that LAPS-SD with `extra` needs on Linux, by the metadata of what is installed."""
+def needed(extras: Sequence[str]) -> set[str]:
+    """Canonical names of all packages that LAPS-SD with `extras` needs on Linux, by the metadata of what is installed."""
     project = tomllib.loads((K8S.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    waiting = [
-        Requirement(text) for text in project["dependencies"] + project["optional-dependencies"][extra]
-    ]
+    optional = [text for extra in extras for text in project["optional-dependencies"][extra]]
+    waiting = [Requirement(text) for text in project["dependencies"] + optional]
     found: dict[str, set[str]] = {}
     while waiting:
         requirement = waiting.pop()

@@ -36,8 +36,40 @@ prometheus_client.ProcessCollector(registry=REGISTRY)
 prometheus_client.PlatformCollector(registry=REGISTRY)
 prometheus_client.GCCollector(registry=REGISTRY)
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-"""Buckets for durations, from one round to a long wait."""
+SECONDS = tuple(
+    float(bound)
+    for bound in [
+        "0.001",
+        "0.002",
+        "0.004",
+        "0.008",
+        "0.015",
+        "0.03",
+        "0.06",
+        "0.1",
+        "0.2",
+        "0.35",
+        "0.5",
+        "0.75",
+        "1",
+        "1.5",
+        "2.5",
+        "4",
+        "6",
+        "10",
+        "15",
+        "20",
+        "30",
+        "45",
+        "60",
+        "90",
+        "120",
+        "180",
+        "300",
+        "600",
+    ]
+)
+"""Buckets for durations, from one round to a long wait. Each is at most twice the one before, and so is the error of a quantile."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Buckets for lengths."""
 

@@ -53,6 +53,7 @@ from laps_sd import metrics
 from laps_sd.config import ConfigError, Settings, field, load, unknown
 from laps_sd.errors import StartupError
 from laps_sd.interceptor import CallGuard
+from laps_sd.tracing import Tracing
 from laps_sd.wire import MAX_MESSAGE_BYTES, Tls, server_options
 
 __all__ = ["ServiceApp", "ServingSettings", "main", "make_server"]
@@ -100,6 +101,10 @@ class ServingSettings(Settings):
         minimum=0.0,
         maximum=86400.0,
     )
+    otlp_endpoint: str = field(
+        "",
+        help="Where spans go, as http://host:4317 (OTLP over gRPC, needs laps-sd[otel]); the same for all services. Empty: nowhere",
+    )
     tls_cert: Path | None = field(None, help="Certificate file of the gRPC server; none: plain text")
     tls_key: Path | None = field(None, help="Key of LAPS_SD_TLS_CERT")
     tls_client_ca: Path | None = field(
@@ -133,6 +138,7 @@ class ServiceApp:
     """One service's server, tasks and end; see the top of this file."""
 
     def __init__(self, service: str, settings: ServingSettings, *, interceptors: Sequence[Any] = ()) -> None:
+        """Raises StartupError when OpenTelemetry is wanted and missing."""
         self.service = service
         self.settings = settings
         self.guard = CallGuard()
@@ -147,6 +153,8 @@ class ServiceApp:
         """The bound port, after `start`."""
         self.health_port = 0
         """The bound port of the server with health alone, after `start`; 0: there is none."""
+        self.tracing = Tracing(service, settings.otlp_endpoint)
+        """Whoever serves closes it, once the last span is drawn."""
         self.metrics: metrics.MetricsServer | None = None
         self.ready = False
         self._health = health.aio.HealthServicer()

@@ -92,6 +92,7 @@ KNOWN = frozenset(
         "LAPS_SD_TOKENIZER_DIR",
         "LAPS_SD_TRUST_TENANT_METADATA",
         "LAPS_SD_URL",
+        "LAPS_SD_VLLM_METRICS",
         "LAPS_SD_WATCHDOG_S",
         "LAPS_SD_WORKER_GRACE_S",
         "LAPS_SD_WORKER_NAME",

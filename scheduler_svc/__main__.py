@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from laps_sd.errors import StartupError
@@ -43,7 +44,7 @@ async def serve(settings: SchedulerSettings) -> None:
         wait_replicas=settings.redis_wait_replicas,
         clock=steady_unix_clock,
     )
-    leadership = Leadership(settings, store, steady_unix_clock, on_lead=app.set_ready)
+    leadership = Leadership(settings, store, steady_unix_clock, on_lead=app.set_ready, tracing=app.tracing)
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), app.server)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), app.server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(leadership), app.server)
@@ -76,6 +77,7 @@ async def serve(settings: SchedulerSettings) -> None:
         await app.run(drain=drain)
     finally:
         await store.close()
+        await asyncio.to_thread(app.tracing.close)
     if failure is not None:
         raise failure
 

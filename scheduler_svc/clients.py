@@ -23,6 +23,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import NewRequest, Shown, SubmitResult, SubmitStatus
 from scheduler_svc.store.store import Store
+from scheduler_svc.tracing import RequestTraces
 from scheduler_svc.turn import FromGateway, GatewayClosed, Timers, Turn
 from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission, recovered
 
@@ -59,6 +60,7 @@ class Clients:
         confirm_lead: Callable[[], Awaitable[None]],
         capacity_tokens: Callable[[], int],
         retry_after_s: Callable[[], float],
+        traces: RequestTraces,
     ) -> None:
         self.live: dict[str, Live] = {}
         self.newest_sequence = 0
@@ -75,12 +77,14 @@ class Clients:
         self._ended: deque[EndedLately] = deque(maxlen=MAX_ENDS_KEPT)
         self._capacity_tokens = capacity_tokens
         self._retry_after_s = retry_after_s
+        self._traces = traces
 
     # Requests come and go.
 
     def adopt(self, live: Live) -> None:
         """Lead this request from now on."""
         self.live[live.request_id] = live
+        self._traces.begin(live)
         self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
         if live.deadline_s is not None:
             self._end_at(live.request_id, live.deadline_s, End.DEADLINE, "the client's deadline passed")
@@ -91,6 +95,7 @@ class Clients:
         """The record has its end: tell whoever is attached, and let go of it."""
         assert commit.end is not None, "this is the commit that ended it"
         live.finish(commit.end, commit.detail, commit.cut_characters, now_s)
+        self._traces.ended(live, commit.end, commit.detail, commit.story, now_s)
         del self.live[live.request_id]
         self.owe(live)
         self.ended_lately(now_s)
@@ -192,6 +197,8 @@ class Clients:
             if submit.HasField("deadline_in_ms") and submit.deadline_in_ms == 0:
                 _refuse(item, Refused.REASON_EXPIRED, "the deadline passed before acceptance")
                 continue
+            if submit.traceparent:
+                submit.specification.traceparent = submit.traceparent
             admitted.append((item, translate.new_request(submit, unix_ms)))
         if not admitted:
             return

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 
 from laps_sd.log import get_logger
+from laps_sd.tracing import QUIET, Tracing
 from scheduler_svc import metrics
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.priors import Priors
@@ -22,6 +23,7 @@ from scheduler_svc.outage import Outage
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.store import Store
+from scheduler_svc.tracing import RequestTraces
 from scheduler_svc.turn import LeadInDoubt
 
 log = get_logger(__name__)
@@ -37,6 +39,7 @@ class Leadership:
         clock: Callable[[], float],
         *,
         on_lead: Callable[[bool], None],
+        tracing: Tracing = QUIET,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -50,6 +53,7 @@ class Leadership:
         self.sessions: set[WorkerSession | GatewaySession] = set()
         self.outage = Outage()
         self._on_lead = on_lead
+        self._traces = RequestTraces(tracing, shard=settings.shard, policy=settings.policy)
 
     async def run(self) -> None:
         """Stand by, lead, stand by … until cancelled."""
@@ -120,7 +124,14 @@ class Leadership:
             core_settings,
             Priors.from_dict(json.loads(blob)) if blob else Priors(),
         )
-        loop = Loop(settings=self.settings, core=core, store=self.store, clock=self.clock, outage=self.outage)
+        loop = Loop(
+            settings=self.settings,
+            core=core,
+            store=self.store,
+            clock=self.clock,
+            outage=self.outage,
+            traces=self._traces,
+        )
         await loop.recover()
         return loop
 

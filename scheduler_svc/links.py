@@ -72,7 +72,7 @@ class WorkerSession:
         """Send the specification before the next assignment."""
         self.known[live.request_id] = lease_epoch
         self._specifications[live.request_id] = worker_pb.LeasedSpecification(
-            specification=live.specification_with_outputs(origin), lease_epoch=lease_epoch
+            specification=live.specification_with_outputs(origin, lease_epoch), lease_epoch=lease_epoch
         )
         self.wake.set()
 

@@ -49,6 +49,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, TransitionStatus
 from scheduler_svc.store.store import Pending, Store
+from scheduler_svc.tracing import RequestTraces
 from scheduler_svc.turn import (
     DrainOrdered,
     FromGateway,
@@ -99,6 +100,7 @@ class Loop:
         store: Store,
         clock: Callable[[], float],
         outage: Outage,
+        traces: RequestTraces,
     ) -> None:
         self.settings = settings
         self.core = core
@@ -118,6 +120,7 @@ class Loop:
             confirm_lead=self._confirm_lead,
             capacity_tokens=lambda: core.capacity_tokens,
             retry_after_s=self._retry_after_s,
+            traces=traces,
         )
         self._inbox: deque[Item] = deque()
         self._arrived = asyncio.Event()
@@ -125,6 +128,8 @@ class Loop:
         self._saved_priors = ""
         self._mean_request_s: float | None = None
         """Machine seconds left per unfinished request, when there last was one."""
+        self._kv_usage = 0.0
+        """As read last."""
         self._recovered_from: str | None = None
         """Incarnation of the record that the working copy was read from. While it lasts, workers may hold what an emptied
         one has lost; a leader that outlived an emptied record knows everything itself."""
@@ -138,6 +143,7 @@ class Loop:
             requests=len(self.clients.live),
             workers=sum(entry.session is not None for entry in self.roster.workers.values()),
             gateways=gateways,
+            kv_usage=self._kv_usage,
         )
 
     def put(self, item: Item) -> None:
@@ -286,7 +292,7 @@ class Loop:
             ]
 
     def _observe_queue(self, turn: Turn) -> None:
-        metrics.observe_queue(self.core, self.settings.pool)
+        self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
         turn.chores.append(self._settle_claims)
 
@@ -475,9 +481,9 @@ class Loop:
                 live.standing = command.standing
                 self.clients.ended(live, _as_commit(command, live), now_s)
             case Lease():
-                live.lease_epoch, live.worker_id = command.lease_epoch, command.worker_id
+                live.lease(command.lease_epoch, command.worker_id, now_s)
             case Release():
-                live.worker_id = None
+                live.lease(live.lease_epoch, None, now_s)
             case Rank():
                 live.standing = live.standing._replace(level=command.level, score=command.score)
 
@@ -496,7 +502,7 @@ class Loop:
         if stored is not None:
             live.append(len(live.committed), stored.committed_ids[len(live.committed) :], now_s)
             live.standing = stored.standing
-            live.lease_epoch, live.worker_id = stored.lease_epoch, stored.worker_id
+            live.lease(stored.lease_epoch, stored.worker_id, now_s)
             if stored.end is not None:
                 self.clients.ended(live, _as_ended(stored), now_s)
                 return
@@ -541,7 +547,7 @@ class Loop:
         )
         if await self._restore(further):
             live.append(0, shown, turn.now_s)
-            live.lease_epoch, live.worker_id = further.lease_epoch, None
+            live.lease(further.lease_epoch, None, turn.now_s)
             self.clients.owe(live)
             turn.events.append(recovered(live))
 

@@ -38,6 +38,10 @@ QUEUE_DEPTH = gauge(
     "Requests that wait (queued, or on a list and not running) by level; read every second.",
     ["level"],
 )
+KV_USAGE = gauge(
+    "laps_sd_scheduler_kv_usage_ratio",
+    "Share of the workers' KV blocks (of the target) that is in use, 0 to 1; read every second.",
+)
 WORKERS = gauge("laps_sd_scheduler_workers", "Workers that are up or awaited back; read every second.")
 BACKLOG = gauge(
     "laps_sd_scheduler_backlog_seconds", "Machine seconds of work left, by the estimates; read every second."
@@ -123,14 +127,19 @@ def observe_estimates(judged: Iterable[Judged]) -> None:
         ESTIMATE_ERROR.labels(one.moment.value, one.basis.value).observe(one.ratio)
 
 
-def observe_queue(core: Scheduler, pool: str) -> None:
-    """Read the gauges off the core."""
+def observe_queue(core: Scheduler, pool: str) -> float:
+    """Read the gauges off the core. Returns the share of KV blocks in use."""
     for level, depth in enumerate(core.depth_by_level()):
         QUEUE_DEPTH.labels(str(level)).set(depth)
-    workers, backlog_s = len(core.workers()), core.totals().backlog_s
-    WORKERS.set(workers)
+    views, backlog_s = core.workers(), core.totals().backlog_s
+    WORKERS.set(len(views))
     BACKLOG.set(backlog_s)
-    POOL_BACKLOG.labels(pool).set(backlog_s / max(1, workers))
+    POOL_BACKLOG.labels(pool).set(backlog_s / max(1, len(views)))
+    blocks = sum(view.target_blocks for view in views if view.up)
+    free = sum(view.free_target_blocks for view in views if view.up)
+    kv_usage = 1 - free / blocks if blocks else 0.0
+    KV_USAGE.set(kv_usage)
+    return kv_usage
 
 
 def leads(leading: bool) -> None:
@@ -140,6 +149,7 @@ def leads(leading: bool) -> None:
         QUEUE_DEPTH.clear()
         WORKERS.set(0)
         BACKLOG.set(0)
+        KV_USAGE.set(0)
         POOL_BACKLOG.clear()
 
 

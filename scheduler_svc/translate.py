@@ -70,6 +70,7 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     _bounded("workload_class", submit.workload_class)
     _bounded("model", submit.model)
     _bounded("traceparent", submit.traceparent)
+    _bounded("specification.traceparent", submit.specification.traceparent)
     if len(submit.body_hash) > MAX_BODY_HASH_BYTES:
         raise InvalidArgument(
             "body_hash", f"must be at most {MAX_BODY_HASH_BYTES} bytes, got {len(submit.body_hash)}"

@@ -18,6 +18,7 @@ from scheduler_svc.store.records import NewRequest, StoredRequest
 
 if TYPE_CHECKING:
     from scheduler_svc.links import GatewaySession
+    from scheduler_svc.tracing import RequestTrace
 
 END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
     End.STOP: gateway_pb.RequestEnd.KIND_STOP,
@@ -71,11 +72,19 @@ class Live:
     first_token_s: float | None = None
     cached_prompt_tokens: int = 0
     end: gateway_pb.RequestEnd | None = None
+    trace: RequestTrace | None = None
+    """What will be drawn of it; None where its trace is not recorded."""
 
     @property
     def request_id(self) -> str:
         """Names the request everywhere."""
         return self.facts.request_id
+
+    def lease(self, lease_epoch: int, worker_id: str | None, now_s: float) -> None:
+        """Take over whom the record gives it to; None: nobody."""
+        self.lease_epoch, self.worker_id = lease_epoch, worker_id
+        if self.trace is not None:
+            self.trace.leased(lease_epoch, worker_id, now_s)
 
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
         """Take over what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""
@@ -148,12 +157,16 @@ class Live:
             first_token_unix_ms=_unix_ms(self.first_token_s),
         )
 
-    def specification_with_outputs(self, origin: gateway_pb.Origin) -> gateway_pb.Specification:
+    def specification_with_outputs(
+        self, origin: gateway_pb.Origin, lease_epoch: int
+    ) -> gateway_pb.Specification:
         """What a worker needs to go on from the committed tokens, and what it keeps for a scheduler that needs it."""
         specification = gateway_pb.Specification()
         specification.CopyFrom(self.specification)
         specification.committed_ids.extend(self.committed)
         specification.origin = origin.SerializeToString()
+        if self.trace is not None:
+            specification.traceparent = self.trace.run(lease_epoch).traceparent
         return specification
 
     def origin(self, now_s: float, incarnation: str) -> gateway_pb.Origin:
@@ -178,6 +191,7 @@ class Live:
             keep=self.keep,
             grace_ms=round(self.grace_s * 1000),
             model=self.model,
+            traceparent=self.specification.traceparent,
         )
         submit.specification.CopyFrom(self.specification)
         return submit

@@ -30,7 +30,11 @@ async def serve(settings: WorkerSettings) -> None:
         try:
             engine = await _load(settings)
             link = SchedulerLink(
-                settings, engine, on_greeted=lambda: app.set_ready(True), on_drain_ordered=app.stop_soon
+                settings,
+                engine,
+                on_greeted=lambda: app.set_ready(True),
+                on_drain_ordered=app.stop_soon,
+                tracing=app.tracing,
             )
             await link.run()
         except (
@@ -44,7 +48,10 @@ async def serve(settings: WorkerSettings) -> None:
             await link.drain()
 
     app.spawn(work(), name="engine and scheduler link")
-    await app.run(drain=drain)
+    try:
+        await app.run(drain=drain)
+    finally:
+        await asyncio.to_thread(app.tracing.close)
     if failure is not None:
         raise failure
 

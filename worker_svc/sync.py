@@ -29,6 +29,7 @@ from laps_sd import __version__, wire
 from laps_sd.choose import Residency
 from laps_sd.errors import StartupError
 from laps_sd.log import get_logger
+from laps_sd.tracing import QUIET, Tracing
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
@@ -52,6 +53,7 @@ from worker_svc.runner import (
     Specified,
 )
 from worker_svc.settings import WorkerSettings
+from worker_svc.tracing import RoundTraces
 
 __all__ = ["PROTOCOL_VERSIONS", "EngineFailed", "SchedulerLink"]
 
@@ -113,6 +115,7 @@ class SchedulerLink:
         *,
         on_greeted: Callable[[], None] = lambda: None,
         on_drain_ordered: Callable[[], None] = lambda: None,
+        tracing: Tracing = QUIET,
     ) -> None:
         self.settings = settings
         self.worker_id = f"{settings.name}-{uuid.uuid4().hex[:8]}"
@@ -135,6 +138,7 @@ class SchedulerLink:
         self._on_greeted = on_greeted
         self._on_drain_ordered = on_drain_ordered
         self._cost = metrics.MeasuredCost()
+        self._traces = RoundTraces(tracing, self.worker_id)
 
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[Outcome] = deque()
@@ -173,6 +177,7 @@ class SchedulerLink:
             await asyncio.gather(connecting, return_exceptions=True)
             await asyncio.to_thread(self.runner.stop)
             metrics.CONNECTED.set(0)
+            self._traces.close()
 
     async def drain(self) -> None:
         """Ask to leave, go on working, and return when the scheduler says that nothing is held any more."""
@@ -234,6 +239,7 @@ class SchedulerLink:
         metrics.UNACKNOWLEDGED_TOKENS.set(self._kept_tokens)
         metrics.UNACKNOWLEDGED_REPORTS.set(len(self._kept))
         self._cost.observe(outcome)
+        self._traces.round(outcome, time.time())
 
     def _ask_for(self, request_ids: Sequence[str]) -> None:
         now_s = time.monotonic()
@@ -469,7 +475,9 @@ class SchedulerLink:
                 message = Assigned(tuple([listed(entry) for entry in reply.assignment.entries]))
             case "specifications":
                 for leased in reply.specifications.specifications:
-                    self._asked_s.pop(leased.specification.request_id, None)
+                    spec = leased.specification
+                    self._asked_s.pop(spec.request_id, None)
+                    self._traces.specified(spec.request_id, leased.lease_epoch, spec.traceparent)
                 self.runner.put(
                     *[
                         Specified(specification(leased.specification), leased.lease_epoch)
@@ -477,6 +485,8 @@ class SchedulerLink:
                     ]
                 )
             case "drop":
+                for request in reply.drop.requests:
+                    self._traces.forget(request.request_id, request.lease_epoch)
                 message = Dropped(
                     tuple((request.request_id, request.lease_epoch) for request in reply.drop.requests)
                 )

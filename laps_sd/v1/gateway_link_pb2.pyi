@@ -139,6 +139,7 @@ class ShardLoad(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
+    KV_USAGE_FIELD_NUMBER: _builtins.int
     backlog_s: _builtins.float
     """Machine seconds of work that is left, by the scheduler's estimates."""
     requests: _builtins.int
@@ -147,6 +148,8 @@ class ShardLoad(_message.Message):
     """Connected workers; without one everything waits."""
     gateways: _builtins.int
     """Connected gateways, which all hear this and act on it until the next heartbeat."""
+    kv_usage: _builtins.float
+    """Share of the connected workers' KV blocks (of the target) that is in use, 0 to 1."""
     def __init__(
         self,
         *,
@@ -154,10 +157,11 @@ class ShardLoad(_message.Message):
         requests: _builtins.int = ...,
         workers: _builtins.int = ...,
         gateways: _builtins.int = ...,
+        kv_usage: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "gateways", b"gateways", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "gateways", b"gateways", "kv_usage", b"kv_usage", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,6 +393,7 @@ class Specification(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     """Outputs in all, at most; filled in."""
@@ -402,6 +407,10 @@ class Specification(_message.Message):
     logprobs: _builtins.int
     origin: _builtins.bytes
     """A serialized Origin. Workers keep it and give it back with what they hold; it means nothing to them."""
+    traceparent: _builtins.str
+    """W3C traceparent that the spans of whoever has this lie below, empty if none. A scheduler takes it from the submission and
+    keeps it on the record; to a worker it tells the span of the lease.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -426,10 +435,11 @@ class Specification(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
         origin: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "origin", b"origin", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "origin", b"origin", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

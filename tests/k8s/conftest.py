@@ -106,7 +106,12 @@ EVERYTHING: dict[str, Any] = {
         "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
     },
     "serviceAccount": {"annotations": {"a": "b"}},
-    "monitoring": {"podMonitor": "on", "rules": "on", "dashboard": True},
+    "monitoring": {
+        "podMonitor": "on",
+        "rules": "on",
+        "dashboard": True,
+        "otlpEndpoint": "http://collector.monitoring:4317",
+    },
 }
 
 

@@ -13,7 +13,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What the chart decides for every service. Arguments: grpcPort, drainSeconds. */}}
+{{/* What the chart decides for every service. Arguments: root, grpcPort, drainSeconds. */}}
 {{- define "laps-sd.servingEnv" -}}
 - name: LAPS_SD_GRPC_HOST
   value: "0.0.0.0"
@@ -25,6 +25,10 @@
   value: "50050"
 - name: LAPS_SD_DRAIN_S
   value: {{ .drainSeconds | toString | quote }}
+{{- with .root.Values.monitoring.otlpEndpoint }}
+- name: LAPS_SD_OTLP_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
 {{- end -}}
 
 {{/* How gateway and worker dial the scheduler. Arguments: root, pool. */}}

@@ -39,7 +39,7 @@ spec:
       image: {{ $image }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       env:
-        {{- include "laps-sd.servingEnv" (dict "grpcPort" 50053 "drainSeconds" $values.drainSeconds) | nindent 8 }}
+        {{- include "laps-sd.servingEnv" (dict "root" $root "grpcPort" 50053 "drainSeconds" $values.drainSeconds) | nindent 8 }}
         {{- include "laps-sd.linkEnv" (dict "root" $root "pool" $pool) | nindent 8 }}
         # The scheduler knows the worker by the name of its pod.
         - name: LAPS_SD_WORKER_NAME

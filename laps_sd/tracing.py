@@ -1,0 +1,181 @@
+"""OpenTelemetry: one trace for a call, with spans of all three services.
+
+    chat laps-sd-demo             gateway    the call, from its arrival to its last message
+      request                     scheduler  acceptance until the end; what happened to it as events
+        queue                     scheduler  until its first round
+        run                       scheduler  one for each lease to a worker
+          paused                  scheduler  one for each preemption
+          prefill                 worker     its context is computed
+          rounds                  worker     one for each group of rounds, with what speculation did in them
+
+The context travels with the request: in its specification, and so in the record, to its workers, and through a change of leader.
+Scheduler and worker draw only below a parent that is sampled, and only what is over. The ids of the scheduler's spans follow from
+request and lease epoch: what a worker has drawn below a lease finds its parent, even when another scheduler draws that in the end.
+
+    tracing = Tracing("scheduler", "http://127.0.0.1:4317")        # an empty endpoint: keeps quiet, and needs no library
+    parent = parent_of(traceparent)                                # None where nobody records the trace
+    if tracing.on and parent is not None:
+        span = tracing.draw("queue", parent, 0.0, 0.5, {"laps_sd.request_id": "s0.1"})
+        tracing.draw("below", span, 0.1, 0.2)
+
+Prompts and outputs never go into a span. The libraries are needed only where an endpoint is configured (`pip install laps-sd[otel]`),
+and OTEL_* variables hold as they do everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from laps_sd import __version__
+from laps_sd.errors import StartupError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Tracer
+
+__all__ = ["QUIET", "Happened", "Parent", "Tracing", "parent_of", "span_id_of", "valid_traceparent"]
+
+NS = 10**9
+TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII
+)
+SAMPLED = 0x01
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+class Parent(NamedTuple):
+    """A span that others lie below, of a trace that is recorded."""
+
+    trace_id: int
+    span_id: int
+
+    @property
+    def traceparent(self) -> str:
+        """As W3C Trace Context writes it."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{SAMPLED:02x}"
+
+
+class Happened(NamedTuple):
+    """An event of a span."""
+
+    at_s: float
+    """Unix seconds."""
+    what: str
+    detail: str
+
+
+def valid_traceparent(value: str) -> str:
+    """The W3C trace context of a call, or an empty text when it is not one: tracing never fails a call."""
+    return value if TRACEPARENT.fullmatch(value) else ""
+
+
+def parent_of(traceparent: str) -> Parent | None:
+    """Whom the spans of a request lie below; None where its trace is not recorded, or this is no trace context."""
+    if not traceparent:
+        return None
+    parts = TRACEPARENT.fullmatch(traceparent)
+    if parts is None or not int(parts[3], 16) & SAMPLED:
+        return None
+    return Parent(int(parts[1], 16), int(parts[2], 16))
+
+
+def span_id_of(*names: object) -> int:
+    """The id of the span that stands for this thing, the same in every process. Never 0, which is no id."""
+    digest = blake2b("\n".join(map(str, names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") or 1
+
+
+class Tracing:
+    """A process's traces, or nothing where no endpoint is set."""
+
+    def __init__(self, service: str, endpoint: str) -> None:
+        """Raises StartupError when the libraries are missing."""
+        self.tracer: Tracer | None = None
+        self._provider: Any = None
+        self._ids: Any = None
+        if not endpoint:
+            return
+        try:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+        except ImportError as error:
+            raise StartupError(
+                f"LAPS_SD_OTLP_ENDPOINT needs OpenTelemetry ({error.name} is missing): pip install 'laps-sd[otel]'."
+            ) from error
+
+        class Ids(RandomIdGenerator):
+            """Random, unless the next span was given its id."""
+
+            given: int | None = None
+
+            def generate_span_id(self) -> int:
+                given, self.given = self.given, None
+                return super().generate_span_id() if given is None else given
+
+        self._ids = Ids()
+        resource = Resource.create({"service.name": f"laps-sd-{service}", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self.tracer = self._provider.get_tracer(f"laps_sd.{service}", __version__)
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is drawn."""
+        return self.tracer is not None
+
+    def draw(
+        self,
+        name: str,
+        parent: Parent,
+        began_s: float,
+        ended_s: float,
+        attributes: Attributes,
+        *,
+        span_id: int | None = None,
+        events: Iterable[Happened] = (),
+        error: str | None = None,
+    ) -> Parent:
+        """A span that is over, times in Unix seconds; what is returned is for spans below it. `error`: it failed, and why."""
+        assert self.tracer is not None, "asked before drawing"
+        from opentelemetry.trace import Status, StatusCode
+
+        self._ids.given = span_id
+        span = self.tracer.start_span(
+            name, context=context_of(parent), start_time=_ns(began_s), attributes=attributes
+        )
+        for event in events:
+            detail = {"detail": event.detail} if event.detail else None
+            span.add_event(event.what, detail, timestamp=_ns(event.at_s))
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(_ns(max(began_s, ended_s)))
+        return Parent(parent.trace_id, span.get_span_context().span_id)
+
+    def close(self) -> None:
+        """Sends what is left. Blocks."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+QUIET = Tracing("", "")
+"""Draws nothing."""
+
+
+def context_of(parent: Parent) -> Context:
+    """As OpenTelemetry's functions take it."""
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+    within = SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=TraceFlags(SAMPLED))
+    return set_span_in_context(NonRecordingSpan(within))
+
+
+def _ns(moment_s: float) -> int:
+    return round(moment_s * NS)
