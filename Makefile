@@ -40,7 +40,7 @@ $(STAMP): $(VENV)/.torch constraints.txt pyproject.toml
 	@touch $@
 
 .PHONY: k8s-tools
-k8s-tools: setup ## Install Helm 3 and 4 and the schemas of Kubernetes, for tests/k8s (Linux on x86_64)
+k8s-tools: setup ## Install Helm 3 and 4, schemas of Kubernetes and Prometheus, for tests/k8s (Linux on x86_64)
 	tests/k8s/install_tools.sh $(VENV)/k8s-tools $(BIN)/python
 
 .PHONY: images
