@@ -1,0 +1,63 @@
+"""GuideLLM, a load generator made for OpenAI's API, runs unchanged: with the very command of docs/how-to/openai.md.
+
+It needs a gigabyte of packages, so it is no part of the development environment: `pipx install guidellm`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from laps_sd.local import LocalStack
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "how-to" / "openai.md"
+REQUESTS = 10
+OUTPUT_TOKENS = 30
+
+
+def command() -> list[str]:
+    text = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^\$ (guidellm run .*)$", text, re.MULTILINE)
+    return shlex.split(line)
+
+
+def test_the_command_of_the_page_asks_for_what_this_test_expects() -> None:
+    words = command()
+
+    assert f"kind=max_requests,count={REQUESTS}" in words
+    assert any(f"output_tokens={OUTPUT_TOKENS}" in word for word in words)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_guidellm_measures_a_stack(fake_stack: LocalStack, tmp_path: Path) -> None:
+    program = shutil.which("guidellm")
+    if program is None:
+        pytest.skip("guidellm is not installed: pipx install guidellm")
+    report = tmp_path / "report.json"
+    base = fake_stack.http_url.removesuffix("/v1")
+    words = [word.replace("http://127.0.0.1:8000", base) for word in command()[1:]]
+
+    done = subprocess.run(
+        [program, *words, "--output", f"kind=json,path={report}", "--disable-console-interactive"],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (REQUESTS, 0, 0)
+    measured = benchmark["requests"]["successful"]
+    assert [one["output_tokens"] for one in measured] == [OUTPUT_TOKENS] * REQUESTS
