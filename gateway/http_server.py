@@ -288,7 +288,8 @@ async def _body(request: web.Request) -> bytes:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """False for what a client sent that is no HTTP: it is told so, and fills no log."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 def _put_key(order: Order, key: str) -> None:

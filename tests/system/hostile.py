@@ -800,13 +800,13 @@ class KServeGenerator:
         request, name = infer(b"A prompt"), ""
         match self._rng.randrange(6):
             case 0:
-                request.inputs[0].shape.extend([2**62] * 1_000_000)
+                request.inputs[0].shape.extend([2**62] * 400_000)
                 name = "inputs[0].shape"
             case 1:
-                request.raw_input_contents.append(bytes(MAX_MESSAGE_BYTES - 1000))
+                request.raw_input_contents.append(bytes(4_000_000))
                 name = "inputs[0]"
             case 2:
-                request.inputs[0].contents.bytes_contents.extend([b""] * 4_000_000)
+                request.inputs[0].contents.bytes_contents.extend([b""] * 2_000_000)
                 name = "inputs[0]"
             case 3:
                 for number in range(200_000):
@@ -816,7 +816,7 @@ class KServeGenerator:
                 request.inputs.extend([oip.ModelInferRequest.InferInputTensor()] * 1_000_000)
                 name = "inputs"
             case _:
-                request.inputs[0].contents.bytes_contents[0] = b"x" * (MAX_MESSAGE_BYTES - 1000)
+                request.inputs[0].contents.bytes_contents[0] = b"x" * 4_000_000
                 name = "text"
         return Input(
             "large", self._to("ModelInfer"), request.SerializeToString(), INVALID, field=name, heavy=True

@@ -377,6 +377,7 @@ class TestOctets:
             b"GET / FTP/1.0\r\n\r\n",
             b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
             b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcdefgh\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
             b"\x16\x03\x01\r\n\r\n",
         ],
     )
@@ -385,7 +386,7 @@ class TestOctets:
     ) -> None:
         answer = await said_to(served, octets)
 
-        assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 "))
+        assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 ", b"HTTP/1.1 415 "))
         assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
