@@ -30,18 +30,17 @@ import shutil
 import signal
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import redis.asyncio as redis_client
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench import _faults
 from bench._clients import Load, Outcome, Piece
 from bench._faults import Done, Hand
 from bench._memory import GROWTH_MIB, Memory
+from bench._metrics import metric
 from bench._proxy import Proxy
 from bench.report import finish, progress, table
 from laps_sd.local import LocalStack
@@ -126,18 +125,6 @@ def pieces(options: argparse.Namespace) -> list[Piece]:
 
 
 # -- afterwards -----------------------------------------------------------------------------------------------------------
-
-
-def metric(stack: LocalStack, component: str, name: str, **labels: str) -> float:
-    """One figure of one process. Raises OSError when it cannot be asked."""
-    with urllib.request.urlopen(stack.metrics_url(component), timeout=5.0) as answer:
-        text = answer.read().decode()
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
 
 
 async def holders(stack: LocalStack, hand: Hand) -> list[str]:

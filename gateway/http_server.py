@@ -12,6 +12,7 @@ accepted an error is a status with OpenAI's error object; behind the first chunk
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import ssl
@@ -22,6 +23,7 @@ from http import HTTPStatus
 
 import prometheus_client
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.calls import Caller, Calls, Event, Generation
 from gateway.openai_json import (
@@ -36,6 +38,7 @@ from gateway.openai_json import (
     read_body,
     read_chat,
     read_completion,
+    read_header,
     read_ttl_s,
     retry_headers,
     sse,
@@ -66,6 +69,9 @@ EVENT_STREAM = {
     "X-Accel-Buffering": "no",
 }
 
+HTTP_LOGGER = "aiohttp.server"
+"""Where aiohttp tells of octets that are no HTTP, each with its traceback."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -73,6 +79,7 @@ class HttpServer:
     """`start`, then `stop_listening` and `close`."""
 
     def __init__(self, calls: Calls, tenants: Tenants, app: ServiceApp) -> None:
+        logging.getLogger(HTTP_LOGGER).addFilter(_is_news)
         self._calls = calls
         self._tenants = tenants
         self._app = app
@@ -196,7 +203,7 @@ class HttpServer:
             TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
         )
         order = read(read_body(await _body(request)))
-        _put_key(order, request.headers.get(KEY_HEADER, ""))
+        _put_key(order, read_header(KEY_HEADER, request.headers.get(KEY_HEADER, "")))
         async with AsyncExitStack() as stack:
             # With a time to live the answer waits for its first tokens: before them it can still be refused.
             try:
@@ -277,6 +284,12 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_S:g} s") from None
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what a client sent that is no HTTP: it is told so, and fills no log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 def _put_key(order: Order, key: str) -> None:

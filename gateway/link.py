@@ -34,7 +34,7 @@ from laps_sd.errors import LapsSdError, NotFound, Unavailable
 from laps_sd.log import get_logger
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-from laps_sd.wire import link_tls, make_channel
+from laps_sd.wire import denial, link_tls, make_channel
 
 __all__ = ["PROTOCOL_VERSIONS", "ShardLink"]
 
@@ -233,10 +233,11 @@ class ShardLink:
         """Dials, and stays for as long as that scheduler leads and can be heard."""
         greeted = False
         leader = ""
+        call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply] | None = None
         try:
             async with make_channel(address, link_tls(self._settings)) as channel:
                 stub = gateway_link_pb2_grpc.GatewayLinkStub(channel)
-                call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply] = stub.Connect()
+                call = stub.Connect()
                 hello = await self._hello(call)
                 self._on_hello(hello, address)
                 greeted = True
@@ -249,6 +250,8 @@ class ShardLink:
             leader = error.leader if isinstance(error, _Broken) else ""
             if greeted:
                 log.warning("link broken", shard=self.shard, address=address, reason=_reason(error))
+            elif denied := await denial(call):
+                log.error("the scheduler does not serve this gateway", address=address, reason=denied)
             else:
                 log.debug("no leader there", shard=self.shard, address=address, reason=_reason(error))
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, TypeAlias
 
 import grpc
@@ -10,7 +12,7 @@ import grpc.aio
 
 import laps_sd
 from gateway.calls import Calls
-from gateway.openai_json import Json, Order, Reply, read_completion
+from gateway.openai_json import MAX_PROMPTS, Json, Order, Reply, read_completion
 from gateway.service import caller_of
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, NotFound
@@ -23,6 +25,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 INPUT, OUTPUT = "text_input", "text_output"
 LENGTH_BYTES = 4
+MAX_DIMENSIONS = 8
 TAKEN = (
     "ignore_eos", "max_tokens", "priority", "seed", "stop", "temperature", "time_limit_ms", "top_k", "top_p", "workload_class",
 )  # fmt: skip
@@ -104,14 +107,17 @@ def _texts(request: pb.ModelInferRequest) -> list[str]:
     (tensor,) = request.inputs
     if tensor.datatype != "BYTES":
         raise InvalidArgument("inputs[0].datatype", f"must be BYTES, got {tensor.datatype[:40]!r}")
+    if len(request.raw_input_contents) > 1:
+        raise InvalidArgument("raw_input_contents", "must be one, for the one tensor")
     if request.raw_input_contents:
-        elements = list(_split(request.raw_input_contents[0]))
+        elements = list(islice(_split(request.raw_input_contents[0]), MAX_PROMPTS + 1))
     else:
-        elements = list(tensor.contents.bytes_contents)
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    if count != len(elements) or not elements:
+        elements = list(tensor.contents.bytes_contents[: MAX_PROMPTS + 1])
+    if len(elements) > MAX_PROMPTS:
+        raise InvalidArgument("inputs[0]", f"must be at most {MAX_PROMPTS} elements")
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise InvalidArgument("inputs[0].shape", f"must be at most {MAX_DIMENSIONS} dimensions")
+    if math.prod(tensor.shape) != len(elements) or not elements:
         raise InvalidArgument("inputs[0].shape", f"must hold as many elements as there are, {len(elements)}")
     try:
         return [element.decode() for element in elements]

@@ -4,7 +4,8 @@ A body is read field by field. What the engine has is taken; what merely labels 
 everything else is refused by name, unless it has the value that asks for nothing (`null`, `tools: []`, `n: 1` …). A client
 never gets an answer that silently leaves out what it asked for.
 
-Bounds are those of `validation`, which sees the same message whatever protocol it came by; here only shapes are checked.
+Bounds are those of `validation`, which sees the same message whatever protocol it came by; here only shapes are checked, and
+numbers of items above anything that it could be set to, before a message is made of each.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from laps_sd.v1.inference_pb2 import FinishReason
 
 __all__ = [
     "DONE",
+    "MAX_PROMPTS",
     "Kind",
     "Order",
     "Reply",
@@ -36,6 +38,7 @@ __all__ = [
     "read_body",
     "read_chat",
     "read_completion",
+    "read_header",
     "read_ttl_s",
     "retry_headers",
     "sse",
@@ -45,6 +48,10 @@ Json: TypeAlias = dict[str, Any]
 Kind = Literal["chat", "text"]
 
 DONE = b"data: [DONE]\n\n"
+MAX_PROMPTS = 1024
+MAX_ITEMS = 65_536
+MAX_TOKEN_IDS = 1_048_576
+"""Prompts; messages, their parts and stop texts; token ids of all prompts together."""
 UINT32 = 2**32 - 1
 UINT64 = 2**64 - 1
 INT32 = 2**31 - 1
@@ -214,6 +221,7 @@ def read_chat(body: Json) -> Order:
     messages = fields.get("messages")
     if not isinstance(messages, list):
         raise InvalidArgument("messages", f"must be a list of messages, got {_kind(messages)}")
+    _check_count("messages", messages, MAX_ITEMS)
     request.messages.SetInParent()
     for index, message in enumerate(messages):
         request.messages.messages.append(_message(f"messages[{index}]", message))
@@ -274,6 +282,7 @@ def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
         stop = [stop]
     elif not isinstance(stop, list):
         raise InvalidArgument("stop", f"must be a text or a list of texts, got {_kind(stop)}")
+    _check_count("stop", stop, MAX_ITEMS)
     seed = fields.integer("seed", -(2**63), UINT64)
     return inference_pb2.GenerateRequest(
         model=fields.text("model") or "",
@@ -320,6 +329,7 @@ def _content(where: str, content: object) -> str:
         return _text(where, content)
     if not isinstance(content, list):
         raise InvalidArgument(where, f"must be a text or a list of parts, got {_kind(content)}")
+    _check_count(where, content, MAX_ITEMS)
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict):
@@ -340,7 +350,12 @@ def _prompts(prompt: object) -> Sequence[str | list[int]]:
     if not isinstance(prompt, list) or not prompt:
         raise InvalidArgument("prompt", f"must be a text, token ids, or a list of them, got {_kind(prompt)}")
     if not isinstance(prompt[0], str | list):
+        _check_count("prompt", prompt, MAX_TOKEN_IDS)
         return [_ids("prompt", prompt)]
+    _check_count("prompt", prompt, MAX_PROMPTS)
+    ids = sum(len(one) for one in prompt if isinstance(one, list))
+    if ids > MAX_TOKEN_IDS:
+        raise InvalidArgument("prompt", f"must be at most {MAX_TOKEN_IDS} token ids in all, got {ids}")
     return [
         _ids(f"prompt[{index}]", one) if isinstance(one, list) else _text(f"prompt[{index}]", one)
         for index, one in enumerate(prompt)
@@ -356,12 +371,24 @@ def _ids(where: str, ids: Sequence[object]) -> list[int]:
     return found
 
 
+def _check_count(where: str, items: Sequence[object], most: int) -> None:
+    if len(items) > most:
+        raise InvalidArgument(where, f"must be at most {most} items, got {len(items)}")
+
+
+def read_header(name: str, value: str) -> str:
+    """The text of a header, whose octets may be no UTF-8. Raises InvalidArgument."""
+    return _text(name, value)
+
+
 def _text(where: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(where, f"must be a text, got {_kind(value)}")
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and nothing else can hold
+    except (
+        UnicodeEncodeError
+    ):  # half of a surrogate pair, which JSON and headers can write and nothing else can hold
         raise InvalidArgument(where, "must be valid Unicode") from None
     return value
 

@@ -183,6 +183,10 @@ class Tenants:
                     raise InvalidArgument(
                         key, f"must be at most {MAX_TENANT_CHARACTERS} characters, got {len(tenant)}"
                     )
+                if (
+                    not tenant.isprintable()
+                ):  # nor are halves of surrogate pairs, which stand for octets that are no text
+                    raise InvalidArgument(key, "must hold printable characters only")
                 if tenant:
                     return tenant
         if not self._anonymous:
@@ -194,8 +198,8 @@ class Tenants:
         key = key.strip()
         if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise Unauthenticated("the authorization must be: Bearer KEY")
-        # Looked up by its digest: how long that takes says nothing about a key.
-        tenant = self._file.tenants.get(digest_of(key))
+        # Looked up by its digest: how long that takes says nothing about a key. Octets that are no text are no key.
+        tenant = self._file.tenants.get(digest_of(key)) if key.isascii() else None
         if tenant is None:
             raise Unauthenticated("the API key is not known here")
         return tenant

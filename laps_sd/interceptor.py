@@ -24,12 +24,14 @@ from google.protobuf.message import DecodeError
 from laps_sd.errors import InvalidArgument, LapsSdError, details_metadata
 from laps_sd.log import get_logger
 
-__all__ = ["CallGuard"]
+__all__ = ["Authorize", "CallGuard"]
 
 log = get_logger(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Authorize: TypeAlias = Callable[[str, Context], None]
+"""Asked with the method and the context of each call before anything of it is read; raises what it is refused with."""
 
 MAX_STATUS_CHARACTERS = 2000
 """A status travels in headers, of which clients take some kilobytes. What is longer quotes a peer at length."""
@@ -44,7 +46,8 @@ GRPC_LOGGER = "grpc._cython.cygrpc"
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The one interceptor of a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, authorize: Authorize | None = None) -> None:
+        self._authorize = authorize
         self.active = 0
         """Calls in progress, without health and reflection."""
         self._idle = asyncio.Event()
@@ -102,6 +105,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def guarded(requests: Any, context: Context) -> Any:
             self._enter(counted)
             try:
+                if self._authorize is not None:
+                    self._authorize(method, context)
                 request = await _first(context) if one_request else requests
                 return await behaviour(request, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -121,6 +126,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def guarded(requests: Any, context: Context) -> AsyncIterator[Any]:
             self._enter(counted)
             try:
+                if self._authorize is not None:
+                    self._authorize(method, context)
                 request = await _first(context) if one_request else requests
                 items = behaviour(request, context)
                 try:

@@ -42,6 +42,8 @@ __all__ = ["LocalStack", "NotReady", "Ports", "StackOptions"]
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0
 """A worker that loads a large model from a slow disk needs most of it; the demo pair needs three seconds."""
+START_TIMEOUT_EACH_S = 3.0
+"""More, for each component: they share the machine while they start."""
 STOP_S = {"gateway": 1.4, "worker": 1.4, "scheduler": 1.2, "valkey": 0.7}
 """What each kind gets between SIGTERM and SIGKILL, in the order of the stop: less than 5 s in all."""
 EVERY_S = 0.03
@@ -130,6 +132,8 @@ class StackOptions:
     log_style: Literal["json", "console"] = "console"
     tls: Tls | None = None
     """Mutual TLS on every gRPC link, with these files at both ends."""
+    link_tls: Mapping[str, Tls] = dataclasses.field(default_factory=dict)
+    """What a "gateway" or a "worker" shows to schedulers instead."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Further variables for all services (LAPS_SD_…); the stack's own win."""
 
@@ -501,7 +505,8 @@ class LocalStack:
         }
         if (tls := self.options.tls) is not None:
             common |= {"tls_cert": tls.cert, "tls_key": tls.key, "tls_client_ca": tls.ca, "link_tls": "true"}
-            common |= {"link_tls_ca": tls.ca, "link_tls_cert": tls.cert, "link_tls_key": tls.key}
+            link = self.options.link_tls.get(name.split("-")[0], tls)
+            common |= {"link_tls_ca": link.ca, "link_tls_cert": link.cert, "link_tls_key": link.key}
         self._add(name, module, (), common | dict(settings))
 
     def _add(
@@ -525,7 +530,8 @@ class LocalStack:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, names: set[str], timeout_s: float = START_TIMEOUT_S) -> None:
+    def _wait_for(self, names: set[str]) -> None:
+        timeout_s = START_TIMEOUT_S + START_TIMEOUT_EACH_S * len(self.children)
         deadline = time.monotonic() + timeout_s
         waiting = sorted(names)
         while waiting:

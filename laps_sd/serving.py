@@ -52,7 +52,7 @@ from laps_sd import log as logging
 from laps_sd import metrics
 from laps_sd.config import ConfigError, Settings, field, load, unknown
 from laps_sd.errors import StartupError
-from laps_sd.interceptor import CallGuard
+from laps_sd.interceptor import Authorize, CallGuard
 from laps_sd.tracing import Tracing
 from laps_sd.wire import MAX_MESSAGE_BYTES, Tls, server_options
 
@@ -137,11 +137,18 @@ def make_server(
 class ServiceApp:
     """One service's server, tasks and end; see the top of this file."""
 
-    def __init__(self, service: str, settings: ServingSettings, *, interceptors: Sequence[Any] = ()) -> None:
-        """Raises StartupError when OpenTelemetry is wanted and missing."""
+    def __init__(
+        self,
+        service: str,
+        settings: ServingSettings,
+        *,
+        interceptors: Sequence[Any] = (),
+        authorize: Authorize | None = None,
+    ) -> None:
+        """`authorize`: see CallGuard. Raises StartupError when OpenTelemetry is wanted and missing."""
         self.service = service
         self.settings = settings
-        self.guard = CallGuard()
+        self.guard = CallGuard(authorize)
         self.server = make_server(
             guard=self.guard, max_message_bytes=settings.max_message_bytes, interceptors=interceptors
         )

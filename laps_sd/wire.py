@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,6 +23,7 @@ __all__ = [
     "LinkSettings",
     "Tls",
     "channel_options",
+    "denial",
     "link_tls",
     "make_channel",
     "seed_problems",
@@ -149,6 +151,13 @@ def link_tls(settings: LinkSettings) -> Tls | None:
     if not settings.link_tls:
         return None
     return Tls(ca=settings.link_tls_ca, cert=settings.link_tls_cert, key=settings.link_tls_key)
+
+
+async def denial(call: Any) -> str:
+    """What a server said that does not serve this certificate; empty: it has not."""
+    if call is None or not call.done() or await call.code() is not grpc.StatusCode.PERMISSION_DENIED:
+        return ""
+    return str(await call.details())
 
 
 def make_channel(

@@ -11,11 +11,12 @@ from laps_sd.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from scheduler_svc.autoscaling import ExternalScaler
 from scheduler_svc.leadership import Leadership
+from scheduler_svc.roles import ClientRoles
 from scheduler_svc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import SchemaMismatch
 from scheduler_svc.store.records import Limits
-from scheduler_svc.store.servers import RedisTls
+from scheduler_svc.store.servers import RedisTls, SentinelUser
 from scheduler_svc.store.store import Store
 
 
@@ -29,7 +30,12 @@ _STARTED_UNIX_S = time.time() - time.monotonic()
 
 async def serve(settings: SchedulerSettings) -> None:
     """Wire store, leadership and servicers; serve until a signal."""
-    app = ServiceApp("scheduler", settings)
+    app = ServiceApp("scheduler", settings, authorize=ClientRoles(settings.client_roles).check)
+    sentinel_user = None
+    if settings.redis_sentinel_password_file is not None:
+        sentinel_user = SentinelUser(
+            username=settings.redis_sentinel_user, password_file=settings.redis_sentinel_password_file
+        )
     store = Store.open(
         settings.redis_url,
         settings.shard,
@@ -41,6 +47,7 @@ async def serve(settings: SchedulerSettings) -> None:
         finished_ttl_s=settings.finished_ttl_s,
         tls=RedisTls(ca=settings.redis_tls_ca, cert=settings.redis_tls_cert, key=settings.redis_tls_key),
         password_file=settings.redis_password_file,
+        sentinel_user=sentinel_user,
         wait_replicas=settings.redis_wait_replicas,
         clock=steady_unix_clock,
     )

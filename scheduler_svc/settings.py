@@ -10,6 +10,7 @@ from typing import Literal
 from laps_sd.config import field, without_password
 from laps_sd.serving import ServingSettings
 from scheduler_svc.redis_url import parse_redis_url
+from scheduler_svc.roles import ClientRoles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,14 @@ class SchedulerSettings(ServingSettings):
     redis_password_file: Path | None = field(
         None, help="File with the password of the user in LAPS_SD_REDIS_URL; read for each connection."
     )
+    redis_sentinel_user: str = field(
+        "", help="User that the sentinels know the scheduler by; empty: their default user."
+    )
+    redis_sentinel_password_file: Path | None = field(
+        None, help="File with the password for the sentinels; read for each question. None: they want none."
+    )
     redis_tls_ca: Path | None = field(
-        None, help="CA file that verifies the Redis server; none: the system's roots."
+        None, help="CA file that verifies the Redis server, and sentinels; none: the system's roots."
     )
     redis_tls_cert: Path | None = field(
         None, help="Certificate that the scheduler shows to Redis (mutual TLS)."
@@ -60,6 +67,11 @@ class SchedulerSettings(ServingSettings):
         help="Port of the Prometheus endpoint; 0 takes a free one, empty serves none",
         minimum=0,
         maximum=65535,
+    )
+    client_roles: tuple[str, ...] = field(
+        (),
+        help="Who may do what on this port, by DNS names and URIs in the client's certificate: gateway=NAME,worker=NAME,"
+        "operator=NAME …; empty: whoever has a certificate of LAPS_SD_TLS_CLIENT_CA may do everything",
     )
     advertise_address: str = field(
         "", help="host:port at which peers reach this process; empty: the address it listens on."
@@ -112,6 +124,12 @@ class SchedulerSettings(ServingSettings):
         """What no single field can check."""
         yield from super().problems()
         yield from self._redis_problems()
+        try:
+            ClientRoles(self.client_roles)
+        except ValueError as error:
+            yield f"LAPS_SD_CLIENT_ROLES {error}."
+        if self.client_roles and self.tls_client_ca is None:
+            yield "LAPS_SD_CLIENT_ROLES needs LAPS_SD_TLS_CLIENT_CA: roles are read from certificates."
         for name in ("shard", "pool"):
             value = getattr(self, name)
             if not value or not value.replace("-", "").replace("_", "").isalnum() or len(value) > 64:
@@ -132,7 +150,20 @@ class SchedulerSettings(ServingSettings):
             yield "LAPS_SD_REDIS_TLS_CERT and LAPS_SD_REDIS_TLS_KEY must be set together."
         if not url.tls and (self.redis_tls_ca or self.redis_tls_cert):
             yield "LAPS_SD_REDIS_TLS_CA and LAPS_SD_REDIS_TLS_CERT need a LAPS_SD_REDIS_URL that begins with rediss."
-        for name in ("redis_password_file", "redis_tls_ca", "redis_tls_cert", "redis_tls_key"):
+        if self.redis_sentinel_password_file is not None and not url.sentinel_name:
+            yield (
+                "LAPS_SD_REDIS_SENTINEL_PASSWORD_FILE needs a LAPS_SD_REDIS_URL that begins with redis+sentinel or "
+                "rediss+sentinel."
+            )
+        if self.redis_sentinel_user and self.redis_sentinel_password_file is None:
+            yield "LAPS_SD_REDIS_SENTINEL_USER needs LAPS_SD_REDIS_SENTINEL_PASSWORD_FILE."
+        for name in (
+            "redis_password_file",
+            "redis_sentinel_password_file",
+            "redis_tls_ca",
+            "redis_tls_cert",
+            "redis_tls_key",
+        ):
             path: Path | None = getattr(self, name)
             if path is not None and not path.is_file():
                 yield f"LAPS_SD_{name.upper()} must be a file, and {path} is none."

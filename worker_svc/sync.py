@@ -329,11 +329,14 @@ class SchedulerLink:
             if writer is not None:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
+            denied = await wire.denial(call)
             if call is not None:
                 call.cancel()
             await channel.close()
         if greeted:
             log.warning("stream to the scheduler ended", address=address, reason=reason)
+        elif denied:
+            log.error("the scheduler does not serve this worker", address=address, reason=denied)
         else:
             log.debug("no leader there", address=address, reason=reason, leader=leader)
         return greeted, leader

@@ -58,12 +58,12 @@ class Ledger:
         self._take_off(request, tell_worker=tell_worker)
         self._record.append(Rank(request.request_id, request.rank.level, request.order_key[1]))
 
-    def move(self, request: Request, worker: Worker) -> None:
-        """From one list to another in one transition of the record."""
+    def move(self, request: Request, worker: Worker, why: str) -> None:
+        """From one list to another in one transition of the record. `why`: what is told of that worker."""
         self._take_off(request, tell_worker=True)
         self._shard.lease(request, worker)
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
-        request.tell(self.now_s, "moved", f"to worker {worker.worker_id}, which had a free slot")
+        request.tell(self.now_s, "moved", f"to worker {worker.worker_id}, {why}")
 
     def _take_off(self, request: Request, *, tell_worker: bool) -> None:
         assert request.worker is not None

@@ -44,6 +44,26 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
         least = next(able)
         free = (worker for worker in (least, *able) if worker.reserved < worker.reserved_share)
         ledger.lease(request, next(free, least))
+    for worker in list(shard.touched.values()):
+        # With one slot the share is a slice of time, too rarely there to be worth the KV that a move costs.
+        if worker.takes_work and worker.slots > 1 and worker.reserved > worker.reserved_share:
+            _spread_reserved(worker, shard, ledger)
+
+
+def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
+    """Requests that became the oldest on one list would wait for each other, while another worker's reserved share has
+    nobody: those that do not run there move to it. Not to where KV is short: there they could wait as well.
+    """
+    waiting = [request for request in crowded.members.values() if request.reserved and not request.running]
+    for request in sorted(waiting, key=lambda request: request.residency):  # what has no KV moves at no cost
+        able = (
+            worker for worker in shard.by_load() if worker.holds(request) and not worker.is_short_of_blocks
+        )
+        free = next((worker for worker in able if worker.reserved < worker.reserved_share), None)
+        if free is not None:
+            ledger.move(request, free, "whose reserved share was free")
+        if crowded.reserved <= crowded.reserved_share:
+            return
 
 
 class _Front:
@@ -144,7 +164,7 @@ def _steal(shard: Shard, ledger: Ledger) -> None:
             request = _best_to_steal(shard, thief)
             if request is None:
                 break
-            ledger.move(request, thief)
+            ledger.move(request, thief, "which had a free slot")
 
 
 def _has_victims(shard: Shard) -> bool:

@@ -27,8 +27,10 @@ class CoreSettings:
     """Give max(1, B/32) slots to the oldest requests of the shard, so that nobody waits for ever: our choice. With
     `tenant_fairness`, to the oldest of those whose tenant is not ahead.
 
-    Bound, for one worker whose KV is not latched: with two slots or more, the oldest request is in every round; with
-    one slot, in 32 of each 1024. A request has ended when all older ones and itself have had their rounds that way.
+    Bound, while no KV is latched and all workers can hold the same requests: with two slots or more, as many of the
+    oldest requests as there are reserved slots in the shard are in every round; with one slot each, in 32 of each 1024.
+    So with two slots or more a request has ended when itself has had its rounds that way, after the older ones have had
+    theirs, divided by the number of reserved slots; with one, after those of the older ones.
     With `tenant_fairness` this is so while its tenant is not ahead, and `core/tenants.py` says how long that can be.
     """
     tenant_fairness: bool = False

@@ -85,7 +85,7 @@ class Worker:
         if facts is None:
             return
         used = 0.0
-        if self._is_short_of_blocks(facts):
+        if self.is_short_of_blocks:
             tokens = sum(request.context_tokens for request in self.running.values() if request.reserved)
             used = tokens / facts.block_size
         share = self.reserved_share / facts.slots if facts.slots > 1 else 1 / RESERVED_ONE_IN
@@ -97,8 +97,11 @@ class Worker:
                 if request.reserved:
                     request.entry = None
 
-    def _is_short_of_blocks(self, facts: WorkerFacts) -> bool:
+    @property
+    def is_short_of_blocks(self) -> bool:
         """Whether either pool is so full that `choose` may suspend preemption."""
+        facts = self.facts
+        assert facts is not None, "asked of workers that take work"
         return (
             facts.target_blocks - self.free_target_blocks > LATCH_OFF * facts.target_blocks
             or facts.draft_blocks - self.free_draft_blocks > LATCH_OFF * facts.draft_blocks

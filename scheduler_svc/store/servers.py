@@ -40,6 +40,15 @@ class RedisTls:
     key: Path | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentinelUser:
+    """Who the scheduler is for the sentinels, which know other users than the servers they watch."""
+
+    username: str = ""
+    """Empty: their default user."""
+    password_file: Path
+
+
 class PasswordFile(CredentialProvider):  # type: ignore[misc]  # redis-py has no types here
     """Read anew for each connection, so that a password can be changed under a running scheduler."""
 
@@ -80,13 +89,18 @@ class Servers:
         max_connections: int,
         tls: RedisTls | None = None,
         password_file: Path | None = None,
+        sentinel_user: SentinelUser | None = None,
     ) -> None:
-        """`probe_key`: one of the shard's keys; a node of a cluster says where it is. `timeout_s`: to connect."""
+        """`sentinel_user`: None where they ask for no password. `probe_key`: one of the shard's keys; a node of a cluster says where it is. `timeout_s`: to connect."""
         self.run_id = ""
         """Of the server that the newest connection leads to; empty where it may not say."""
         self._url = url
         self._probe_key = probe_key
         self._sentinel_options: dict[str, Any] = {"socket_connect_timeout": timeout_s / 2, "protocol": 2}
+        if sentinel_user is not None:
+            self._sentinel_options["credential_provider"] = PasswordFile(
+                sentinel_user.password_file, sentinel_user.username
+            )
         options: dict[str, Any] = {
             "max_connections": max_connections,
             "timeout": timeout_s,

@@ -65,7 +65,7 @@ from scheduler_svc.store.records import (
     TransitionStatus,
 )
 from scheduler_svc.store.scripts import MAX_ENTRIES, Script
-from scheduler_svc.store.servers import RedisTls, Servers, moved_to, reply_of
+from scheduler_svc.store.servers import RedisTls, SentinelUser, Servers, moved_to, reply_of
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -208,10 +208,14 @@ class Store:
         max_connections: int = 16,
         tls: RedisTls | None = None,
         password_file: Path | None = None,
+        sentinel_user: SentinelUser | None = None,
         wait_replicas: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> Store:
-        """Connects when first used. `url`: see `redis_url`; `tls` and `password_file`: see `servers`. Raises ValueError."""
+        """Connects when first used. `url`: see `redis_url`; `tls`, `password_file`, `sentinel_user`: see `servers`.
+
+        Raises ValueError.
+        """
         servers = Servers(
             parse_redis_url(url),
             probe_key=Keys(shard).leader(),
@@ -219,6 +223,7 @@ class Store:
             max_connections=max_connections,
             tls=tls,
             password_file=password_file,
+            sentinel_user=sentinel_user,
         )
         return cls(
             servers,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,54 @@ def test_every_link_between_the_pages_leads_somewhere() -> None:
     ]
 
     assert broken == []
+
+
+NAMED_TEST = re.compile(r"`(?:(tests/[\w/]+\.py))?\s*(?:-k\s(\"[^\"]+\"|[^`\"]+))?`")
+
+
+def named_tests(page: Path) -> list[tuple[str, str]]:
+    """File and `-k` expression, empty without one; an expression on its own is of the file named before it."""
+    found, file = [], ""
+    for path, expression in NAMED_TEST.findall(page.read_text(encoding="utf-8")):
+        file = path or file
+        if path or expression:
+            found.append((file, expression.strip('"')))
+    return found
+
+
+def names_of_tests(path: Path) -> Iterator[str]:
+    """What `-k` looks at, in lower case: the class, the function, and every text in its decorators."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for outer in ("", *classes):
+        body, name = (tree.body, "") if isinstance(outer, str) else (outer.body, outer.name)
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                marks = [ast.unparse(decorator) for decorator in node.decorator_list]
+                yield " ".join((name, node.name, *marks)).lower()
+
+
+@pytest.mark.parametrize("name", ["guarantees.md", "security.md", "policies.md"])
+def test_every_test_that_a_page_names_exists(name: str) -> None:
+    named = named_tests(DOCS / name)
+    missing = [
+        f"{file} -k {expression}" if expression else file
+        for file, expression in named
+        if not (ROOT / file).is_file()
+        or not all(
+            any(word.strip().lower() in test for test in names_of_tests(ROOT / file))
+            for word in expression.split(" or ")
+        )
+    ]
+
+    assert missing == []
+    assert len(named) > 20 or name != "guarantees.md"
+
+
+def test_every_line_of_the_table_of_guarantees_names_a_test() -> None:
+    page = (DOCS / "guarantees.md").read_text(encoding="utf-8")
+    table = page.split("| what dies |")[1].split("\n\n")[0].splitlines()[2:]
+    without = [row for row in table if "`tests/" not in row and "`laps-sd bench chaos`" not in row]
+
+    assert len(table) > 10
+    assert without == []

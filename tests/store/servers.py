@@ -97,13 +97,14 @@ async def promote(replica: EmbeddedServer) -> None:
 class Sentinel:
     """Takes the primary, known as `main`, for dead after a second, and promotes its replica."""
 
-    def __init__(self, folder: Path, primary_port: int) -> None:
+    def __init__(self, folder: Path, primary_port: int, settings: str = "") -> None:
+        """`settings`: more lines of its file."""
         self.port = free_port()
         self._config = folder / "sentinel.conf"
         self._config.write_text(
             f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n"
             f"sentinel monitor main 127.0.0.1 {primary_port} 1\n"
-            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n"
+            f"sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 5000\n{settings}"
         )
 
     def __enter__(self) -> Self:
@@ -114,6 +115,17 @@ class Sentinel:
     def __exit__(self, *reason: object) -> None:
         self._process.kill()
         self._process.wait()
+
+    async def answers(self) -> bool:
+        """To anybody, if only that a password is needed."""
+        async with redis_client.Redis(port=self.port) as client:
+            try:
+                await client.ping()
+            except redis_client.AuthenticationError:
+                return True
+            except redis_client.ConnectionError:
+                return False
+        return True
 
     async def knows_a_replica(self) -> bool:
         async with redis_client.Redis(port=self.port) as client:

@@ -24,9 +24,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 PASSWORD = "correct horse battery staple"
 
 
-def documented_rule(password: str = PASSWORD) -> list[str]:
-    """What stands behind `user laps-sd` on the page."""
-    found = re.search(r"^user laps-sd (.*)$", PAGE.read_text(), re.MULTILINE)
+def documented_rule(password: str = PASSWORD, user: str = "laps-sd") -> list[str]:
+    """What stands behind this user on the page."""
+    found = re.search(rf"^user {user} (.*)$", PAGE.read_text(), re.MULTILINE)
     assert found is not None
     digest = hashlib.sha256(password.encode()).hexdigest()
     return found[1].replace("SHA256-OF-THE-PASSWORD", digest).split()

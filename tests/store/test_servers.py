@@ -15,6 +15,7 @@ from scheduler_svc.redis_url import RedisUrl, parse_redis_url
 from scheduler_svc.store import Store, StoreUnavailable, SubmitStatus
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import RecordBehind
+from scheduler_svc.store.servers import SentinelUser
 from tests.helpers import wait_until_async
 from tests.store.kit import OK, One, a_commit, a_finish, a_request, accept, lease, read
 from tests.store.servers import (
@@ -27,6 +28,7 @@ from tests.store.servers import (
     shard_at,
     three_masters,
 )
+from tests.store.test_rights import documented_rule
 
 
 class TestTheUrl:
@@ -257,4 +259,73 @@ async def test_sentinels_name_the_primary_before_and_after_a_failover(
         await wait_until_async(lambda: doubts(store), description="the leader is led over", timeout_s=60)
         assert await store.reclaim_leadership(newest_sequence=1)
         assert await store.unfinished_ids() == ["r1"]
+        await store.close()
+
+
+# ---- sentinels that want a password
+
+
+RECORD_PASSWORD = "of-the-record"
+SENTINEL_PASSWORD = "of-the-sentinels"
+
+
+@pytest.fixture
+async def primary(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    """Its default user has the password of the record, which is not that of the sentinels."""
+    with EmbeddedServer(tmp_path / "primary").start() as server:
+        await ask(server, "CONFIG", "SET", "requirepass", RECORD_PASSWORD)
+        yield server
+
+
+def secret(folder: Path, text: str) -> Path:
+    path = folder / "secret"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("username", "settings"),
+    [
+        ("", ("requirepass", SENTINEL_PASSWORD)),
+        ("asker", ("user default off\nuser asker", *documented_rule(SENTINEL_PASSWORD, user="asker"))),
+    ],
+    ids=["a password", "a user with the documented rights"],
+)
+async def test_sentinels_have_users_of_their_own(
+    primary: EmbeddedServer, tmp_path: Path, username: str, settings: tuple[str, ...]
+) -> None:
+    lines = f"sentinel auth-pass main {RECORD_PASSWORD}\n{' '.join(settings)}\n"
+    with Sentinel(tmp_path, primary.port or 0, lines) as sentinel:
+        await wait_until_async(sentinel.answers, description="the sentinel listens")
+        url = f"redis+sentinel://:{RECORD_PASSWORD}@127.0.0.1:{sentinel.port}/main"
+        user = SentinelUser(username=username, password_file=secret(tmp_path, SENTINEL_PASSWORD + "\n"))
+        store = Store.open(url, "main", sentinel_user=user)
+        await store.ping()
+        await store.close()
+
+        nobody = Store.open(url, "main")
+        with pytest.raises(StoreUnavailable, match=r"no sentinel names the primary: .*uthenticat"):
+            await nobody.ping()
+        await nobody.close()
+
+        secret(tmp_path, RECORD_PASSWORD)
+        wrong = Store.open(url, "main", sentinel_user=user)
+        with pytest.raises(StoreUnavailable, match="no sentinel names the primary: ") as refused:
+            await wrong.ping()
+        assert RECORD_PASSWORD not in str(refused.value)
+        secret(tmp_path, SENTINEL_PASSWORD)
+        await wrong.ping()  # read for each question
+        await wrong.close()
+
+
+async def test_a_password_file_of_the_sentinels_that_is_gone_is_named(
+    primary: EmbeddedServer, tmp_path: Path
+) -> None:
+    user = SentinelUser(password_file=tmp_path / "gone")
+    with Sentinel(tmp_path, primary.port or 0) as sentinel:
+        await wait_until_async(sentinel.answers, description="the sentinel listens")
+        url = f"redis+sentinel://:{RECORD_PASSWORD}@127.0.0.1:{sentinel.port}/main"
+        store = Store.open(url, "main", sentinel_user=user)
+        with pytest.raises(StoreUnavailable, match=r"password file .*gone cannot be read: No such file"):
+            await store.ping()
         await store.close()

@@ -24,6 +24,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from laps_sd.errors import DETAILS_KEY
 from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import open_inference_pb2 as oip
 
 PATIENCE_S = 60.0
 """What a call gets before it counts as hanging; those that mean to be cut off bring their own deadline."""
@@ -242,7 +243,12 @@ def random_message(
     for about in descriptor.fields:
         if rng.random() > filled:
             continue
-        if about.is_repeated:
+        if about.message_type is not None and about.message_type.GetOptions().map_entry:
+            names = hints.get(f"keys of {about.name}", TEXTS)
+            for _ in range(rng.choice((1, 1, 2, 20))):
+                inner = getattr(made, about.name)[rng.choice(names)]
+                random_message(rng, inner, hints, depth=depth + 1, filled=0.9)
+        elif about.is_repeated:
             count = rng.choice((1, 1, 2, 3, 20)) if depth < 3 else 1
             for _ in range(count):
                 if about.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
@@ -674,6 +680,147 @@ class Generator:
                 request.sampling.stop.extend(["s" * 300] * 10_000)
                 name = "sampling.stop"
         return Input("large", self._generate(), request.SerializeToString(), expected, field=name, heavy=True)
+
+
+# -- the Open Inference Protocol ------------------------------------------------------------------------------
+
+KSERVE = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+MODEL = "laps-sd-demo"
+
+
+def infer(*texts: bytes) -> oip.ModelInferRequest:
+    """A request with which nothing is wrong, and little to do."""
+    made = oip.ModelInferRequest(model_name=MODEL, id="mine")
+    made.inputs.add(name="text_input", datatype="BYTES", shape=[len(texts)]).contents.bytes_contents.extend(
+        texts
+    )
+    made.parameters["max_tokens"].int64_param = 2
+    return made
+
+
+InferChange = Callable[[oip.ModelInferRequest], Any]
+
+
+def _parameter(name: str, kind: str, *values: Any) -> tuple[InferChange, ...]:
+    def change(request: oip.ModelInferRequest, value: Any) -> None:
+        setattr(request.parameters[name], kind, value)
+
+    return tuple(functools.partial(change, value=value) for value in values)
+
+
+def _tensor(**fields: Any) -> tuple[InferChange]:
+    return (lambda request: request.inputs[0].MergeFrom(oip.ModelInferRequest.InferInputTensor(**fields)),)
+
+
+def _raw(*contents: bytes) -> tuple[InferChange]:
+    return (lambda request: request.raw_input_contents.extend(contents),)
+
+
+INFER_OUT_OF_BOUNDS: tuple[tuple[str, tuple[InferChange, ...]], ...] = (
+    ("model_name", (lambda request: request.ClearField("model_name"),)),
+    ("model", (lambda request: setattr(request, "model_name", "gpt-5"),)),
+    ("inputs", (lambda request: request.ClearField("inputs"),)),
+    ("inputs", (lambda request: request.inputs.add(name="text_input"),)),
+    ("inputs", _tensor(name="x")),
+    ("inputs[0].datatype", _tensor(datatype="FP32")),
+    ("inputs[0].shape", _tensor(shape=[2])),
+    ("inputs[0].shape", _tensor(shape=[0])),
+    ("inputs[0].shape", _tensor(shape=[2**63 - 1] * 7)),
+    ("inputs[0].shape", _tensor(shape=[1] * 8)),
+    ("inputs[0]", (lambda request: request.inputs[0].contents.bytes_contents.append(b"\xff"),
+                   lambda request: request.inputs[0].contents.bytes_contents.extend([b"x"] * 2000))),
+    ("raw_input_contents", _raw(b"\xff\xff\xff\xff") + _raw(b"\1\0\0") + _raw(b"\2\0\0\0a") + _raw(b"", b"")),
+    ("inputs[0]", _raw(b"") + _raw(b"\1\0\0\0\xff") + _raw(b"\0\0\0\0" * 2000)),
+    ("outputs", (lambda request: request.outputs.add(name="logits"),)),
+    ("parameters[", _parameter("nonsense", "int64_param", 1) + _parameter("x" * 5000, "bool_param", True)),
+    ("parameters[", _parameter("n", "int64_param", 1) + _parameter("stream", "bool_param", True)),
+    ("", _parameter("max_tokens", "int64_param", 0, -1, 2**40) + _parameter("max_tokens", "string_param", "2")),
+    ("", _parameter("temperature", "double_param", NAN, INF, -INF, -1.0, 1e30) + _parameter("temperature", "bool_param", True)),
+    ("", _parameter("top_p", "double_param", NAN, 0.0, 2.0) + _parameter("seed", "double_param", 1.5, NAN, INF)),
+    ("", _parameter("stop", "int64_param", 5) + _parameter("stop", "string_param", "", "x" * 257)),
+    ("", _parameter("priority", "int64_param", 101, -101, 2**62) + _parameter("time_limit_ms", "uint64_param", 0, 2**64 - 1)),
+    ("", _parameter("workload_class", "string_param", "two words", "\0", "c" * 65)),
+)  # fmt: skip
+"""One thing wrong each: the start of the field that must be named, and ways to get there."""
+
+
+class KServeGenerator:
+    """As Generator, for the methods of KServe's protocol."""
+
+    def __init__(self, seed: int, finished: Sequence[str] = ()) -> None:
+        self._rng = random.Random(seed)
+
+    def inputs(self, count: int) -> Iterator[Input]:
+        """So many; every 250th is large."""
+        makers = (self._damaged, self._out_of_bounds, self._reflected)
+        for number in range(count):
+            yield self._large() if number % 250 == 125 else self._rng.choices(makers, (40, 40, 20))[0]()
+
+    def _to(self, name: str) -> str:
+        return f"/{KSERVE.full_name}/{name}"
+
+    def _judged(self, kind: str, name: str, message_type: type[Message], payload: bytes) -> Input:
+        try:
+            message_type.FromString(payload)
+        except DecodeError:
+            return Input(kind, self._to(name), payload, INVALID)
+        return Input(kind, self._to(name), payload, ANSWERED)
+
+    def _damaged(self) -> Input:
+        # Asks for what is refused, so that whatever survives the damage is seldom run.
+        request = infer(b"A prompt", b"Another")
+        request.parameters["n"].int64_param = 1
+        damage = self._rng.choice(DAMAGES)
+        payload = damage(self._rng, request.SerializeToString())
+        return self._judged(damage.__name__, "ModelInfer", oip.ModelInferRequest, payload)
+
+    def _out_of_bounds(self) -> Input:
+        name, changes = self._rng.choice(INFER_OUT_OF_BOUNDS)
+        request = infer(b"A prompt")
+        self._rng.choice(changes)(request)
+        return Input(
+            "out of bounds", self._to("ModelInfer"), request.SerializeToString(), INVALID, field=name
+        )
+
+    def _reflected(self) -> Input:
+        method = self._rng.choice([*KSERVE.methods, *[KSERVE.methods_by_name["ModelInfer"]] * 5])
+        hints: Hints = {
+            "name": ("text_input", MODEL),
+            "model_name": (MODEL,),
+            "datatype": ("BYTES",),
+            "shape": (1, 2),
+            "keys of parameters": ("max_tokens", "seed", "stop", "temperature", "top_k", "priority"),
+            "int64_param": (1, 2),
+        }
+        message_type = method.input_type._concrete_class
+        payload = random_message(self._rng, message_type(), hints).SerializeToString()
+        return self._judged("reflected", method.name, message_type, payload)
+
+    def _large(self) -> Input:
+        request, name = infer(b"A prompt"), ""
+        match self._rng.randrange(6):
+            case 0:
+                request.inputs[0].shape.extend([2**62] * 400_000)
+                name = "inputs[0].shape"
+            case 1:
+                request.raw_input_contents.append(bytes(4_000_000))
+                name = "inputs[0]"
+            case 2:
+                request.inputs[0].contents.bytes_contents.extend([b""] * 2_000_000)
+                name = "inputs[0]"
+            case 3:
+                for number in range(200_000):
+                    request.parameters[f"p{number}"].int64_param = number
+                name = "parameters["
+            case 4:
+                request.inputs.extend([oip.ModelInferRequest.InferInputTensor()] * 1_000_000)
+                name = "inputs"
+            case _:
+                request.inputs[0].contents.bytes_contents[0] = b"x" * 4_000_000
+                name = "text"
+        return Input(
+            "large", self._to("ModelInfer"), request.SerializeToString(), INVALID, field=name, heavy=True
+        )
 
 
 # -- below gRPC ----------------------------------------------------------------------------------------------

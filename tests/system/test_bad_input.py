@@ -5,31 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc.aio
 import pytest
 
 from laps_sd.local import LocalStack
-from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import inference_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from tests.helpers import wait_until_async
 from tests.system import hostile
-from tests.system.calls import Outcome, seeded, stream, stream_all
-from tests.system.hostile import Caller, Generator, Hints, Tally, random_message, rss_mib, send_all
+from tests.system.calls import seeded, stream
+from tests.system.hostile import Caller, Generator, Hints, KServeGenerator, Tally, random_message, send_all
+from tests.system.watch import Watch, check_queue_empties, queue, undisturbed
 
 SHORT_INPUTS = 3_000
+KSERVE_INPUTS = 1_000
 LONG_INPUTS = 100_000
 WARM_UP_INPUTS = 600
 """Sent before memory is measured: caches and arenas have their size by then."""
 SHORT_GROWTH_MIB = 96.0
 LONG_GROWTH_MIB = 160.0
 """Allocators keep some of what large messages needed; a leak of 2 KiB per input alone would be 195 MiB in the long run."""
-WATCHED = ("gateway-0", "scheduler-0", "worker-0", "worker-1")
 ANSWER_S = 30.0
 """What a raw connection is waited for; gRPC itself gives up those that never acknowledge its settings, after 60 s."""
 GATEWAY_LINK = "/laps_sd.v1.GatewayLink/Connect"
@@ -47,105 +46,18 @@ def fuzzed() -> Iterator[LocalStack]:
         yield stack
 
 
-def beside() -> list[pb.GenerateRequest]:
-    """What well-behaved clients run in the meantime."""
-    return [seeded(f"Story {i}:", seed=100 + i, max_tokens=24, ignore_eos=True) for i in range(6)]
+Make = Callable[[int, list[str]], Generator | KServeGenerator]
 
 
-@dataclass
-class Watch:
-    """What must not change while a stack is abused."""
-
-    stack: LocalStack
-    pids: dict[str, int | None]
-    rss: dict[str, float]
-
-    @classmethod
-    def over(cls, stack: LocalStack) -> Watch:
-        pids = {name: child.pid for name, child in stack.children.items()}
-        rss = {name: rss_mib(pid) for name, pid in pids.items() if pid is not None}
-        return cls(stack, pids, rss)
-
-    def grown(self) -> dict[str, float]:
-        return {name: rss_mib(pid) - self.rss[name] for name, pid in self.pids.items() if pid is not None}
-
-    def check_alive(self) -> None:
-        """Same processes, none of which wrote a traceback."""
-        self.stack.check()
-        assert {name: child.pid for name, child in self.stack.children.items()} == self.pids
-        for name in self.pids:
-            log = self.stack.log(name)
-            assert "Traceback" not in log, f"{name}: {log[max(0, log.index('Traceback') - 500) :][:3000]}"
-
-    def check_memory(self, most_mib: float) -> None:
-        grown = self.grown()
-        for name in ("gateway-0", "scheduler-0"):
-            assert grown[name] < most_mib, f"{name} has grown by {grown[name]:.0f} MiB"
-
-
-class Beside:
-    """Runs the same requests over and over, and compares each with what it was when nobody disturbed."""
-
-    def __init__(self, stub: Any, alone: list[Outcome]) -> None:
-        self._stub = stub
-        self._alone = alone
-        self._stop = False
-        self.rounds = 0
-
-    async def run(self) -> None:
-        while not self._stop:
-            outcomes = await stream_all(self._stub, beside())
-            for outcome, alone in zip(outcomes, self._alone, strict=True):
-                assert outcome.tokens == alone.tokens
-                assert outcome.text == alone.text
-            self.rounds += 1
-            await asyncio.sleep(0.05)
-
-    def stop(self) -> None:
-        self._stop = True
-
-
-@contextlib.asynccontextmanager
-async def undisturbed(stack: LocalStack) -> AsyncIterator[list[Outcome]]:
-    """Well-behaved clients beside the body; yields what they got before. They get the same throughout."""
-    async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        alone = await stream_all(stub, beside())
-        watcher = Beside(stub, alone)
-        running = asyncio.create_task(watcher.run())
-        try:
-            yield alone
-        finally:
-            watcher.stop()
-            await running
-        assert watcher.rounds > 0
-
-
-async def queue(stack: LocalStack) -> admin_pb2.ListQueueResponse:
-    async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
-        admin = admin_pb2_grpc.AdminStub(channel)
-        return await admin.ListQueue(admin_pb2.ListQueueRequest(limit=10_000), timeout=60)
-
-
-async def check_queue_empties(stack: LocalStack, *, timeout_s: float = 60.0) -> None:
-    async def empty() -> bool:
-        found = await queue(stack)
-        return found.total == 0 and not found.entries
-
-    await wait_until_async(
-        empty, description="the scheduler's queue is empty", timeout_s=timeout_s, every_s=0.2
-    )
-
-
-async def fuzz(stack: LocalStack, count: int, *, seed: int) -> tuple[Tally, Watch]:
+async def fuzz(stack: LocalStack, count: int, *, seed: int, make: Make = Generator) -> tuple[Tally, Watch]:
     """So many inputs to the public port, with others beside; the tally, and a watch from after the warm-up."""
     async with undisturbed(stack) as alone:
         finished = [outcome.request_id for outcome in alone]
         channels = hostile.channels(stack.gateway_address, 4)
         caller = Caller(channels)
-        await send_all(caller, Generator(seed + 1, finished).inputs(WARM_UP_INPUTS))
+        await send_all(caller, make(seed + 1, finished).inputs(WARM_UP_INPUTS))
         watch = Watch.over(stack)
-        tally = await send_all(caller, Generator(seed, finished).inputs(count))
+        tally = await send_all(caller, make(seed, finished).inputs(count))
         for channel in channels:
             await channel.close()
     await check_queue_empties(stack)
@@ -163,16 +75,20 @@ def check(tally: Tally, watch: Watch, *, count: int, most_mib: float) -> None:
     watch.check_memory(most_mib)
 
 
-async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(fuzzed: LocalStack) -> None:
-    tally, watch = await fuzz(fuzzed, SHORT_INPUTS, seed=1)
-    check(tally, watch, count=SHORT_INPUTS, most_mib=SHORT_GROWTH_MIB)
+@pytest.mark.parametrize(("make", "count"), [(Generator, SHORT_INPUTS), (KServeGenerator, KSERVE_INPUTS)])
+async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(
+    fuzzed: LocalStack, make: Make, count: int
+) -> None:
+    tally, watch = await fuzz(fuzzed, count, seed=1, make=make)
+    check(tally, watch, count=count, most_mib=SHORT_GROWTH_MIB)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-async def test_a_hundred_thousand_bad_inputs_change_nothing() -> None:
+@pytest.mark.parametrize("make", [Generator, KServeGenerator])
+async def test_a_hundred_thousand_bad_inputs_change_nothing(make: Make) -> None:
     with fuzzed_stack() as stack:
-        tally, watch = await fuzz(stack, LONG_INPUTS, seed=2)
+        tally, watch = await fuzz(stack, LONG_INPUTS, seed=2, make=make)
         check(tally, watch, count=LONG_INPUTS, most_mib=LONG_GROWTH_MIB)
 
 

@@ -11,11 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import redis
 
+from laps_sd.keda import externalscaler_pb2, externalscaler_pb2_grpc
 from laps_sd.local import LocalStack
 from laps_sd.v1 import (
     admin_pb2,
@@ -29,12 +31,21 @@ from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.wire import Tls
 from scheduler_svc.store.embedded import EmbeddedServer
-from tests.certificates import write_certificates
+from tests.certificates import certificate, write_certificates
+from tests.helpers import wait_until
 from tests.store.test_rights import documented_rule
 from tests.system.calls import seeded, stream
 
 PASSWORD = "s3cret-of-the-record"
 PROMPT = "A prompt that nobody may log"
+ROLES = "gateway=gateway.test,worker=*.worker.test,operator=spiffe://test/oncall,operator=ops.test"
+NAMES = {
+    "gateway": ("DNS:gateway.test",),
+    "worker": ("DNS:w1.worker.test", "IP:127.0.0.1"),
+    "operator": ("URI:spiffe://test/oncall",),
+    "nobody": ("DNS:worker.test", "DNS:a.w1.worker.test", "URI:spiffe://test/oncall/x"),
+    "gateway.test": (),  # a common name is no name
+}
 
 
 @contextlib.contextmanager
@@ -84,7 +95,16 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 
 @pytest.fixture(scope="module")
-def secure_stack(tls: Tls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def certificates(tls: Tls) -> dict[str, Tls]:
+    """Of the same CA, with other names."""
+    assert tls.ca is not None
+    return {holder: certificate(tls.ca.parent, holder, *names) for holder, names in NAMES.items()}
+
+
+@pytest.fixture(scope="module")
+def secure_stack(
+    tls: Tls, certificates: dict[str, Tls], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalStack]:
     folder = tmp_path_factory.mktemp("record")
     password_file = folder / "password"
     password_file.write_text(PASSWORD)
@@ -95,8 +115,10 @@ def secure_stack(tls: Tls, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             engine="fake",
             redis_url=f"rediss://laps-sd@127.0.0.1:{port}/0",
             tls=tls,
+            link_tls={kind: certificates[kind] for kind in ("gateway", "worker")},
             log_level="debug",
             environment={
+                "LAPS_SD_CLIENT_ROLES": ROLES,
                 "LAPS_SD_REDIS_PASSWORD_FILE": str(password_file),
                 "LAPS_SD_REDIS_TLS_CA": str(tls.ca),
                 "LAPS_SD_REDIS_TLS_CERT": str(tls.cert),
@@ -142,37 +164,102 @@ async def test_who_has_no_certificate_of_the_ca_gets_in_nowhere(
         stranger = Tls(ca=tls.ca, cert=other / "cert.pem", key=other / "key.pem")
         channel = grpc.aio.secure_channel(address, stranger.channel_credentials())
     async with channel:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            match peer:
-                case "client":
-                    await inference_pb2_grpc.InferenceStub(channel).ListModels(
-                        pb.ListModelsRequest(), timeout=20
-                    )
-                case "operator":
-                    await admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest(), timeout=20)
-                case "gateway":
-                    call = gateway_link_pb2_grpc.GatewayLinkStub(channel).Connect(timeout=20)
-                    await call.write(link_pb2.GatewayMessage(hello=link_pb2.GatewayHello(gateway_id="g")))
-                    await call.read()
-                    raise await _status(call)
-                case "worker":
-                    work = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(timeout=20)
-                    await work.write(worker_link_pb2.WorkerMessage(hello=worker_link_pb2.WorkerHello()))
-                    await work.read()
-                    raise await _status(work)
-
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await ended_with(channel, peer) is grpc.StatusCode.UNAVAILABLE
 
 
-async def _status(call: grpc.aio.StreamStreamCall) -> grpc.aio.AioRpcError:
-    """A stream that was read to its end, as the error it ended with."""
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
+async def ended_with(channel: grpc.aio.Channel, peer: str) -> grpc.StatusCode:
+    """How a call ends that only this kind of peer makes; the links are read until the server says something."""
+    link: Any
+    match peer:
+        case "gateway":
+            link = gateway_link_pb2_grpc.GatewayLinkStub(channel).Connect(timeout=20)
+            hello: Any = link_pb2.GatewayMessage(hello=link_pb2.GatewayHello(gateway_id="g"))
+        case "worker":
+            link = worker_link_pb2_grpc.WorkerLinkStub(channel).Connect(timeout=20)
+            hello = worker_link_pb2.WorkerMessage(hello=worker_link_pb2.WorkerHello())
+        case _:
+            return await _answer(channel, peer)
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await link.write(hello)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        if await link.read() is not grpc.aio.EOF:
+            link.cancel()
+            return grpc.StatusCode.OK
+    code: grpc.StatusCode = await link.code()
+    return code
 
 
-def test_an_operator_with_a_certificate_sees_the_worker(secure_stack: LocalStack, tls: Tls) -> None:
-    certificate = ["--tls-ca", str(tls.ca), "--tls-cert", str(tls.cert), "--tls-key", str(tls.key)]
+async def _answer(channel: grpc.aio.Channel, peer: str) -> grpc.StatusCode:
+    admin = admin_pb2_grpc.AdminStub(channel)
+    scaler = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+    calls: dict[str, tuple[Any, Any]] = {
+        "client": (inference_pb2_grpc.InferenceStub(channel).ListModels, pb.ListModelsRequest()),
+        "operator": (admin.GetShard, admin_pb2.GetShardRequest()),
+        "an operator that drains": (admin.DrainWorker, admin_pb2.DrainWorkerRequest(worker="none")),
+        "an operator that lists": (admin.ListQueue, admin_pb2.ListQueueRequest()),
+        "who explains": (admin.ExplainRequest, admin_pb2.AdminExplainRequest(request_id="s0.none")),
+        "an autoscaler": (scaler.GetMetricSpec, externalscaler_pb2.ScaledObjectRef()),
+    }
+    method, request = calls[peer]
+    try:
+        await method(request, timeout=20)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+MAY = {
+    "gateway": {"gateway", "who explains"},
+    "worker": {"worker"},
+    "operator": {"operator", "an operator that drains", "an operator that lists", "who explains"},
+}
+
+
+@pytest.mark.parametrize("holder", NAMES)
+@pytest.mark.parametrize(
+    "acts_as",
+    ["gateway", "worker", "operator", "an operator that drains", "an operator that lists", "who explains"],
+)
+async def test_a_certificate_may_act_in_its_role_and_in_no_other(
+    secure_stack: LocalStack, certificates: dict[str, Tls], holder: str, acts_as: str
+) -> None:
+    credentials = certificates[holder].channel_credentials()
+    async with grpc.aio.secure_channel(secure_stack.scheduler_address, credentials) as channel:
+        code = await ended_with(channel, acts_as)
+
+    assert (code is not grpc.StatusCode.PERMISSION_DENIED) == (acts_as in MAY.get(holder, set()))
+
+
+async def test_an_autoscaler_needs_a_certificate_and_no_role(
+    secure_stack: LocalStack, certificates: dict[str, Tls]
+) -> None:
+    credentials = certificates["nobody"].channel_credentials()
+    async with grpc.aio.secure_channel(secure_stack.scheduler_address, credentials) as channel:
+        assert await ended_with(channel, "an autoscaler") is grpc.StatusCode.OK
+
+
+def test_a_worker_without_the_role_of_one_says_why_it_gets_no_work(
+    secure_stack: LocalStack, certificates: dict[str, Tls]
+) -> None:
+    shown = certificates["gateway"]
+    settings = {"link_tls_cert": shown.cert, "link_tls_key": shown.key}
+    secure_stack.restart("worker", wait=False, **settings)
+    try:
+        sentence = "this certificate may not act as worker"
+        wait_until(
+            lambda: sentence in secure_stack.log("worker"), description="the worker's log has the reason"
+        )
+        assert "call denied" in secure_stack.log("scheduler")
+    finally:
+        own = certificates["worker"]
+        secure_stack.restart("worker", link_tls_cert=own.cert, link_tls_key=own.key)
+
+
+def test_an_operator_with_a_certificate_sees_the_worker(
+    secure_stack: LocalStack, certificates: dict[str, Tls]
+) -> None:
+    shown_by = certificates["operator"]
+    options = ["--tls-ca", str(shown_by.ca), "--tls-cert", str(shown_by.cert), "--tls-key", str(shown_by.key)]
     shown = subprocess.run(
         [
             sys.executable,
@@ -182,7 +269,7 @@ def test_an_operator_with_a_certificate_sees_the_worker(secure_stack: LocalStack
             "--json",
             "--scheduler",
             secure_stack.scheduler_address,
-            *certificate,
+            *options,
         ],
         capture_output=True,
         text=True,

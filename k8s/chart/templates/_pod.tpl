@@ -56,6 +56,21 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Which names in certificates may act as what. Nothing: no roles are asked for. */}}
+{{- define "laps-sd.clientRoles" -}}
+{{- $links := .Values.tls.links -}}
+{{- $roles := list -}}
+{{- range $role := list "gateway" "worker" "operator" -}}
+{{- if and (eq $links.mode "certManager") (or (ne $role "operator") $.Values.operator.enabled) -}}
+{{- $roles = append $roles (printf "%s=%s.%s" $role $role $.Release.Namespace) -}}
+{{- end -}}
+{{- range $name := get $links.roles $role -}}
+{{- $roles = append $roles (printf "%s=%s" $role $name) -}}
+{{- end -}}
+{{- end -}}
+{{- join "," $roles -}}
+{{- end -}}
+
 {{- define "laps-sd.publicSecret" -}}
 {{- if eq .Values.tls.public.mode "secrets" -}}
 {{ .Values.tls.public.secret }}

@@ -46,6 +46,9 @@
 {{- if regexMatch "^[a-z]+://[^/]*:[^/@]+@" $redis.external.url }}
 {{- fail "redis.external.url has a password in it, which everybody who reads the release would see: put the whole URL into a secret and name it in redis.external.existingSecret." }}
 {{- end -}}
+{{- if and $redis.external.sentinelUser (not $redis.external.sentinelPasswordSecret) }}
+{{- fail "redis.external.sentinelUser needs redis.external.sentinelPasswordSecret, with the password of that user." }}
+{{- end -}}
 {{- include "laps-sd.validateTls" . -}}
 {{- end -}}
 
@@ -113,6 +116,8 @@
 {{- end -}}
 {{- end -}}
 {{- if and (eq $links.mode "certManager") (not $links.issuer.name) }}{{ fail "tls.links.mode is certManager: name the issuer in tls.links.issuer.name. It must be one with a CA of its own (a CA issuer), whose ca.crt both ends trust." }}{{ end -}}
+{{- $roles := $links.roles -}}
+{{- if and (eq $links.mode "secrets") (or $roles.gateway $roles.worker $roles.operator) (not (and $roles.gateway $roles.worker)) }}{{ fail "tls.links.roles gives names to some and not to gateway and worker, whose connections would then be refused: name those in their certificates too." }}{{ end -}}
 {{- if and (eq $public.mode "certManager") (not $public.issuer.name) }}{{ fail "tls.public.mode is certManager: name the issuer in tls.public.issuer.name." }}{{ end -}}
 {{- if and (eq $public.mode "secrets") (not $public.secret) }}{{ fail "tls.public.mode is secrets: name the secret (tls.crt, tls.key) in tls.public.secret." }}{{ end -}}
 {{- end -}}

@@ -334,6 +334,62 @@ class TestWhatIsAskedFor:
         assert (status, answer["choices"][0]["text"]) == (200, "hello world")
 
 
+async def said_to(served: Served, octets: bytes) -> bytes:
+    """All that the port answers to these octets, until it closes the connection."""
+    assert served.running.gateway.http is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port)
+    writer.write(octets)
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def octets_of(body: Any, *headers: bytes) -> bytes:
+    raw = json.dumps(body).encode()
+    length = b"Content-Length: %d" % len(raw)
+    lines = (
+        b"POST /v1/completions HTTP/1.1",
+        b"Host: x",
+        b"Content-Type: application/json",
+        b"Connection: close",
+        length,
+    )
+    return b"\r\n".join((*lines, *headers)) + b"\r\n\r\n" + raw
+
+
+class TestOctets:
+    async def test_of_a_header_that_are_no_text_are_refused_by_its_name(self, served: Served) -> None:
+        head, _, body = (await said_to(served, octets_of(TEXT, b"Idempotency-Key: \xff"))).partition(
+            b"\r\n\r\n"
+        )
+
+        assert head.startswith(b"HTTP/1.1 400 ")
+        error = json.loads(body)["error"]
+        assert (error["param"], error["message"]) == (
+            "Idempotency-Key",
+            "Idempotency-Key must be valid Unicode",
+        )
+
+    @pytest.mark.parametrize(
+        "octets",
+        [
+            b"GET / FTP/1.0\r\n\r\n",
+            b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcdefgh\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+            b"\x16\x03\x01\r\n\r\n",
+        ],
+    )
+    async def test_that_are_no_http_are_answered_and_fill_no_log(
+        self, served: Served, caplog: pytest.LogCaptureFixture, octets: bytes
+    ) -> None:
+        answer = await said_to(served, octets)
+
+        assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 ", b"HTTP/1.1 415 "))
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 class TestARefusal:
     @pytest.mark.parametrize(
         ("change", "param", "said"),
@@ -393,7 +449,13 @@ class TestARefusal:
             ({"suffix": "x"}, "suffix"),
             ({"best_of": 2}, "best_of"),
             ({"logprobs": 1}, "logprobs"),
+            # Refused by number, before a message is made of each.
+            ({"prompt": [""] * 1025}, "prompt"),
+            ({"prompt": [1] * 1_048_577}, "prompt"),
+            ({"prompt": [[1] * 600_000] * 2}, "prompt"),
+            ({"stop": [""] * 65_537}, "stop"),
         ],
+        ids=lambda value: value if isinstance(value, str) else next(iter(value)),
     )
     async def test_of_a_completion_names_its_field(self, served: Served, change: Any, param: str) -> None:
         status, _, answer = await served.post("/v1/completions", TEXT | change)

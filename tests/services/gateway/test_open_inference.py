@@ -33,6 +33,16 @@ def infer(*texts: bytes, raw: bool = False, **parameters: Any) -> pb.ModelInferR
     return request
 
 
+def with_raw(*contents: bytes) -> pb.ModelInferRequest:
+    return pb.ModelInferRequest(model_name="tiny", inputs=infer(b"x").inputs, raw_input_contents=contents)
+
+
+def with_shape(*sizes: int) -> pb.ModelInferRequest:
+    request = infer(b"x")
+    request.inputs[0].shape[:] = sizes
+    return request
+
+
 async def test_it_says_what_it_is_and_that_it_is_ready(stub: Any) -> None:
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
@@ -86,7 +96,13 @@ async def test_each_element_gets_a_text(
             ),
             "raw_input_contents[0]",
         ),
+        (with_raw(b"", b""), "raw_input_contents"),
+        # Refused by number, before a message is made of each.
+        (with_raw(bytes(4 * 1025)), "inputs[0]"),
+        (infer(*[b""] * 1025), "inputs[0]"),
+        (with_shape(*[2**62] * 100_000), "inputs[0].shape"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_refusal_names_the_field(
     stub: Any, scheduler: FakeScheduler, request_: pb.ModelInferRequest, field: str

@@ -17,6 +17,7 @@ from laps_sd import metrics
 from laps_sd.client import AsyncClient
 from laps_sd.config import ConfigError
 from laps_sd.errors import (
+    InvalidArgument,
     PermissionDenied,
     ResourceExhausted,
     StartupError,
@@ -79,6 +80,13 @@ class TestWhoCalls:
 
     def test_where_no_keys_are_configured_a_clients_key_means_nothing(self) -> None:
         assert tenants_of(None).of(bearer("sk-whatever")) == "anonymous"
+
+    def test_octets_that_are_no_text_are_no_key_and_no_tenant(self, key_file: Path) -> None:
+        """HTTP hands them on as halves of surrogate pairs."""
+        with pytest.raises(Unauthenticated, match="not known"):
+            tenants_of(key_file).of(bearer("\udcff"))
+        with pytest.raises(InvalidArgument, match="printable"):
+            tenants_of(None, trust_tenant_metadata=True).of({"laps-sd-tenant": "a\udcff"})
 
     def test_headers_of_a_proxy_count_only_where_it_is_trusted(self, key_file: Path) -> None:
         named = {"laps-sd-tenant": "a", "x-llm-d-inference-fairness-id": "b"}

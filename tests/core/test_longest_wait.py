@@ -1,0 +1,75 @@
+"""Nobody waits longer than the reserved share allows, whatever else comes, under every policy and with several workers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laps_sd.choose import reserved_slots
+from scheduler_svc.core.policies import POLICIES
+from tests.core.cluster import Cluster, Job, facts
+
+PACE = 3
+HANDOVER_ROUNDS = 2
+"""From the end of one request to the first round of the next in its place: its report and the new list travel meanwhile."""
+
+
+def rounds_of(job: Job) -> int:
+    return -(-job.output // PACE) + HANDOVER_ROUNDS
+
+
+def allowed_s(job: Job, cluster: Cluster, share: int) -> float:
+    """docs/policies.md: the rounds of the older ones that were unfinished, over the share, and its own."""
+    older = [
+        other
+        for other in cluster.jobs.values()
+        if other.arrival_s < job.arrival_s < cluster.finished_s[other.request_id]
+    ]
+    rounds = sum(map(rounds_of, older)) / share + rounds_of(job)
+    return rounds * max(cluster.longest_round_s.values())
+
+
+def late(cluster: Cluster, share: int) -> dict[str, float]:
+    """Requests that took longer than the bound, and by what factor."""
+    took = {
+        job.request_id: (cluster.finished_s[job.request_id] - job.arrival_s) / allowed_s(job, cluster, share)
+        for job in cluster.jobs.values()
+    }
+    return {request_id: factor for request_id, factor in took.items() if factor > 1}
+
+
+def crowd(policy: str, workers: int, slots: int, outputs: list[int]) -> Cluster:
+    """Requests that come faster than they can be worked off, so that a queue builds up behind which some are long."""
+    cluster = Cluster(policy, [facts(f"w{n}", slots, 100_000) for n in range(workers)])
+    cluster.submit(
+        [Job(f"r{n:03d}", 0.001 + n * 0.01, 5, output, hint=output) for n, output in enumerate(outputs)]
+    )
+    cluster.run()
+    return cluster
+
+
+OUTPUTS = st.lists(st.sampled_from((3, 6, 9, 30, 150, 300)), min_size=2, max_size=60)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(deadline=None, max_examples=10)
+@given(outputs=OUTPUTS, workers=st.integers(1, 4), slots=st.sampled_from((2, 3, 4)))
+def test_a_request_ends_within_the_rounds_of_the_older_ones_and_its_own(
+    policy: str, outputs: list[int], workers: int, slots: int
+) -> None:
+    assert late(crowd(policy, workers, slots, outputs), workers * reserved_slots(slots, 0)) == {}
+
+
+@pytest.mark.parametrize("policy", ["laps-sd", "srpt-length", "sjf-length"])
+def test_those_that_grew_old_on_one_list_do_not_wait_for_each_other(policy: str) -> None:
+    """Long ones are all on one list when another worker comes up, and short ones keep both busy."""
+    cluster = Cluster(policy, [facts("w0", 2, 100_000)])
+    cluster.at(0.05, "up", facts("w1", 2, 100_000))
+    outputs = [*[180] * 4, *[9] * 330]
+    cluster.submit(
+        [Job(f"r{n:03d}", 0.001 + n * 0.001, 5, output, hint=output) for n, output in enumerate(outputs)]
+    )
+    cluster.run()
+
+    assert late(cluster, 2) == {}

@@ -1,0 +1,52 @@
+"""What `test_bad_input.py` says of gRPC, of the gateway's HTTP port: every input is answered, and nobody beside it notices."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import pytest
+
+from laps_sd.local import LocalStack
+from tests.system.hostile_http import Generator, Tally, send_all
+from tests.system.test_bad_input import LONG_GROWTH_MIB, LONG_INPUTS, SHORT_GROWTH_MIB, fuzzed_stack
+from tests.system.watch import Watch, check_queue_empties, undisturbed
+
+SHORT_INPUTS = 3_000
+WARM_UP_INPUTS = 700
+"""Two large ones among them."""
+
+
+async def fuzz(stack: LocalStack, count: int, *, seed: int) -> tuple[Tally, Watch]:
+    """So many inputs to the HTTP port, with others beside on gRPC; the tally, and a watch from after the warm-up."""
+    url = urlsplit(stack.http_url)
+    assert url.hostname is not None and url.port is not None
+    async with undisturbed(stack):
+        await send_all(url.hostname, url.port, Generator(seed + 1).inputs(WARM_UP_INPUTS))
+        watch = Watch.over(stack)
+        tally = await send_all(url.hostname, url.port, Generator(seed).inputs(count))
+    await check_queue_empties(stack)
+    return tally, watch
+
+
+@pytest.mark.parametrize(
+    ("count", "most_mib"),
+    [
+        (SHORT_INPUTS, SHORT_GROWTH_MIB),
+        pytest.param(
+            LONG_INPUTS, LONG_GROWTH_MIB, marks=[pytest.mark.long, pytest.mark.timeout(1200)], id="long"
+        ),
+    ],
+)
+async def test_every_bad_request_is_answered_by_name_and_nobody_beside_it_notices(
+    count: int, most_mib: float
+) -> None:
+    with fuzzed_stack() as stack:
+        tally, watch = await fuzz(stack, count, seed=count)
+        growth = ", ".join(f"{name} {mib:+.0f}" for name, mib in watch.grown().items())
+        print(f"\n{tally}\n  resident memory, MiB: {growth}")
+        watch.check_alive()
+        assert not tally.complaints, f"{len(tally.complaints)} wrong answers:\n" + "\n".join(
+            tally.complaints[:20]
+        )
+        assert tally.inputs == count
+        watch.check_memory(most_mib)
