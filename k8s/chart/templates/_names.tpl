@@ -21,7 +21,7 @@
 {{- define "laps-sd.shards" -}}
 {{- $shards := list -}}
 {{- range $i := until (int .pool.shards) -}}
-{{- $suffix := ternary "" (printf "-%d" $i) (eq $i 0) -}}
+{{- $suffix := ternary "" (printf "-s%d" $i) (eq $i 0) -}}
 {{- $draining := false -}}
 {{- range $.pool.drainingShards }}{{ if eq (int .) $i }}{{ $draining = true }}{{ end }}{{ end -}}
 {{- $shards = append $shards (dict "name" (printf "%s%s" $.pool.name $suffix) "suffix" $suffix "draining" $draining) -}}
