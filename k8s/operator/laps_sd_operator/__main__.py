@@ -63,9 +63,12 @@ class Operator:
         self._api = api
         self._tls = tls
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._heard: set[tuple[str, str]] = set()
+        """Of whom there was news since their last turn began: one that this turn found gone may be there again."""
 
     def look_after(self, namespace: str, name: str) -> None:
-        """From now on."""
+        """From now on, until it is found gone."""
+        self._heard.add((namespace, name))
         if (namespace, name) not in self._tasks:
             self._tasks[namespace, name] = asyncio.create_task(self._turns(namespace, name))
 
@@ -81,8 +84,9 @@ class Operator:
         kubernetes = Kubernetes(self._api, namespace, name)
         logger = log.bind(pool=f"{namespace}/{name}")
         while True:
+            self._heard.discard((namespace, name))
             try:
-                if not await turn(kubernetes, self._tls, logger):
+                if not await turn(kubernetes, self._tls, logger) and (namespace, name) not in self._heard:
                     break
             except Exception:
                 logger.exception("a turn failed; the next one begins anew")
