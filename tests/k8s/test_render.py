@@ -185,6 +185,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
     ]
     asked = {name for text in texts for name in re.findall(r"laps_sd_[a-z_]+", text)} - {
         "laps_sd_dev_pool",
+        "laps_sd_dev_shard",
         "laps_sd_dev_pool_",
     }
     assert len(asked) > 15
