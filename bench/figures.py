@@ -245,3 +245,51 @@ def draw_overview(path: Path, results: Mapping[str, Any], source: str = "") -> N
     axes.plot([], [], "|", color="#000000", markersize=11, markeredgewidth=2, label="goal, missed")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     _save(figure, path, source)
+
+
+# -- autoscaling ----------------------------------------------------------------------------------------------------------
+
+SIGNALS = {
+    "backlog": ("#c1121f", "backlog: machine seconds (laps_sd_backlog_seconds)"),
+    "requests": ("#1565c0", "unfinished requests"),
+    "queue": ("#64b5f6", "requests that wait"),
+    "utilisation": ("#9ccc65", "utilisation"),
+    "fixed": ("#616161", "fixed number"),
+}
+"""Colour and label of each."""
+
+
+def draw_autoscale(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
+    """Points of `laps-sd bench autoscale`: devices held on average against latency, one curve per signal and one point per
+    target; 95 % intervals over windows of the trace where there are several."""
+    figure, panels = _pyplot().subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    for axes, latency, title in zip(panels, ("p99_s", "mean_s"), ("99th percentile", "Mean"), strict=True):
+        for signal, (colour, label) in SIGNALS.items():
+            points = sorted(
+                (row for row in rows if row["kind"] == "point" and row["config"] == signal),
+                key=lambda row: row["target"],
+            )
+            if not points:
+                continue
+            places = [row["devices"] for row in points]
+            heights = [row[latency] for row in points]
+            axes.plot(places, heights, marker="o", markersize=4, color=colour, label=label)
+            if f"{latency}_low" in points[0]:
+                for row in points:
+                    low_s = max(row[f"{latency}_low"], row[latency] / 10)
+                    axes.plot([row["devices"]] * 2, [low_s, row[f"{latency}_high"]], color=colour, alpha=0.25)
+            for row in points:
+                axes.annotate(
+                    f"{row['target']:g}",
+                    (row["devices"], row[latency]),
+                    textcoords="offset points",
+                    xytext=(4, 3),
+                    fontsize=6,
+                    color=colour,
+                )
+        axes.set(yscale="log", xlabel="devices held, on average", ylabel="latency (s)", title=title)
+        _plain_ticks(axes.yaxis)
+        axes.grid(visible=True, which="both", alpha=0.25)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    _save(figure, path, source)

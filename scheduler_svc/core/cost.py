@@ -172,6 +172,19 @@ class CostModel:
         )
         return max(share, 1e-9)
 
+    def full_share(self, slots: float) -> float:
+        """What a sequence costs in a batch of `slots`, as a share of what it costs in the typical one; at most 1.
+
+        Estimates rest on the typical batch, which is right for an order. A sum of them over-states the work of workers that
+        are half empty, and an autoscaler that adds workers to it would empty them further.
+        """
+        if slots <= self.batch:
+            return 1.0
+        contexts = self.squares[3] * CONTEXT_UNIT
+        sequences = self.squares[1] * BATCH_UNIT
+        share_s = self.share_s(contexts / sequences if sequences else 0.0)
+        return max(0.0, 1.0 - self.fit[0] * (1.0 / self.batch - 1.0 / slots) / share_s)
+
     def prefill_share_s(self, tokens: int) -> float:
         """Machine seconds to compute so many tokens of context; a prefill has the machine to itself."""
         return max(self.prefill_s / self.prefill_tokens, LEAST_TOKEN_S) * tokens

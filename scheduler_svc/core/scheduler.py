@@ -523,11 +523,13 @@ class Scheduler:
     def totals(self) -> Totals:
         """The shard in numbers."""
         queued = len(self._shard.queued) + len(self._shard.parked)
+        slots = [worker.slots for worker in self._shard.workers.values() if worker.facts is not None]
+        full = self.priors.cost.full_share(sum(slots) / len(slots)) if slots else 1.0
         return Totals(
             queued=queued,
             listed=len(self._shard.requests) - queued,
             running=self._shard.running,
-            backlog_s=max(0.0, self._shard.backlog_s),
+            backlog_s=max(0.0, self._shard.backlog_s) * full,
         )
 
     def check(self) -> None:

@@ -122,4 +122,4 @@ class Totals:
     """On lists, the running ones included."""
     running: int
     backlog_s: float
-    """Machine seconds of work that is left, by the estimates."""
+    """Machine seconds of work that is left, by the estimates, were all slots taken."""

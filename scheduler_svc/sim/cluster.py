@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from laps_sd.choose import Candidate, Place, Residency, choose
-from scheduler_svc.core.commands import Assign, AssignEntry, Command, Commit, Drop
+from scheduler_svc.core.commands import Assign, AssignEntry, Command, Commit, Drained, Drop
 from scheduler_svc.core.estimate_errors import EstimateErrors
 from scheduler_svc.core.events import (
     Arrived,
@@ -20,6 +20,7 @@ from scheduler_svc.core.events import (
     ResidencyChange,
     RoundReported,
     WorkerFacts,
+    WorkerLost,
     WorkerUp,
 )
 from scheduler_svc.core.policies.base import Policy
@@ -110,6 +111,8 @@ class _Worker:
         self.round_number = 0
         self.latched = False
         self.busy = False
+        self.busy_s = 0.0
+        """In rounds so far, the one that runs included."""
         self.free_blocks = facts.target_blocks
 
     def choose(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -170,12 +173,19 @@ class _Worker:
             del self.kept[request_id]
 
 
-_Happening = Event | tuple[Command, ...] | _Worker
-"""The core hears an event, commands reach the workers, or a worker's round is over."""
+Outside = Callable[[float], Sequence[Event]]
+"""Somebody looks at the cluster at a time (on the simulation's clock), and says what happens to it then."""
+
+_Happening = Event | tuple[Command, ...] | _Worker | Outside
+"""The core hears an event, commands reach the workers, a worker's round is over, or somebody outside acts."""
 
 
 class Cluster:
-    """One run of jobs over equal workers. Deterministic: equal arguments give equal outcomes."""
+    """One run of jobs over equal workers. Deterministic: equal arguments give equal outcomes.
+
+    Workers come and go by the events that a real shell would hear: `WorkerUp` of a new one, `WorkerDraining`. One that
+    the core calls drained is gone at once.
+    """
 
     def __init__(
         self,
@@ -213,7 +223,6 @@ class Cluster:
         self._tickets = 0
         for number in range(workers):
             self._at(0.0, WorkerUp(machine.facts(f"w{number}"), ()))
-            self._workers[f"w{number}"] = _Worker(machine.facts(f"w{number}"), machine)
         in_order = sorted(jobs, key=lambda job: job.arrival_s)
         for sequence, job in enumerate(in_order, start=1):
             self._at(job.arrival_s, Arrived(job.facts(sequence)))
@@ -230,6 +239,8 @@ class Cluster:
                     self._carry_out(now_s, what, ())
                 elif isinstance(what, _Worker):
                     self._round(now_s, what)
+                elif callable(what):
+                    events += what(now_s)
                 else:
                     events.append(what)
             if events:
@@ -238,6 +249,20 @@ class Cluster:
             raise RuntimeError(f"{len(self._fates) - self._ended} jobs did not end: they fit no worker")
         outcome.digest = self._hash.hexdigest() if self._hash else ""
         return outcome
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that have not ended, those that are still to arrive included."""
+        return len(self._fates) - self._ended
+
+    def busy_s(self, worker_id: str) -> float:
+        """Seconds that a worker has spent in rounds; the one that it is in counts as a whole. 0 before it was up."""
+        worker = self._workers.get(worker_id)
+        return 0.0 if worker is None else worker.busy_s
+
+    def at(self, when_s: float, act: Outside) -> None:
+        """Call `act` then; the core hears the events that it returns in the same step as others of that time."""
+        self._at(when_s, act)
 
     def _at(self, when_s: float, what: _Happening) -> None:
         self._tickets += 1
@@ -249,6 +274,8 @@ class Cluster:
         for event in events:
             if isinstance(event, RoundReported):
                 self._charge_levels(event)
+            elif isinstance(event, WorkerUp):
+                self._workers[event.facts.worker_id] = _Worker(event.facts, self._machine)
         commands = scheduler.step(now_s, events)
         if self._check:
             scheduler.check()
@@ -266,6 +293,8 @@ class Cluster:
         for command in commands:
             if isinstance(command, Commit):
                 self._committed(now_s, command)
+            elif isinstance(command, Drained):
+                self._at(now_s, WorkerLost(command.worker_id))
         if self._machine.message_s:
             orders = tuple(command for command in commands if isinstance(command, Assign | Drop))
             if orders:
@@ -398,6 +427,7 @@ class Cluster:
         swap_s = machine.swap_token_s * moved
         total_s = decode_s + prefill_s + swap_s
         outcome.busy_s += total_s
+        worker.busy_s += total_s
         outcome.swapped_tokens += moved
         outcome.prefilled_tokens += prefilled
         for request_id in run:

@@ -98,12 +98,15 @@ class Predictor:
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
     """When. `poisson`, `gamma` (with `cv`), `burst` (all at 0), or `trace` (times and lengths of `file`, a window of it,
-    stretched so that the load holds). Load = arrival rate × mean machine seconds of a request / workers."""
+    stretched so that the load holds, or as recorded where `load` is 0). Load = arrival rate × mean machine seconds of a
+    request / workers."""
 
     process: str = "poisson"
     load: float = 0.8
     cv: float = 1.0
     file: str = ""
+    every: int = 1
+    """Of a trace, one request in so many: a smaller service with the same course of the day."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,8 @@ class _Draw:
         traced = None
         if workload.arrivals.process == "trace":
             rows = read_trace_cached(self._path(workload.arrivals.file))
+            if workload.arrivals.every > 1:
+                rows = rows[rng.randrange(workload.arrivals.every) :: workload.arrivals.every]
             first = rng.randrange(max(1, len(rows) - workload.requests))
             traced = rows[first : first + workload.requests]
             kinds = kinds[: len(traced)]
@@ -257,6 +262,9 @@ class _Draw:
         arrivals, rng = self.workload.arrivals, self.random
         if arrivals.process == "burst":
             return [0.0] * len(jobs)
+        if arrivals.process == "trace" and not arrivals.load:
+            assert traced_s is not None
+            return [time_s - traced_s[0] for time_s in traced_s]
         mean_s = statistics.fmean(self.machine.service_s(job) for job in jobs)
         gap_s = mean_s / (arrivals.load * self.workers)
         match arrivals.process:

@@ -794,3 +794,30 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
         ]
         assert all(math.isfinite(value) and value > 0 for value in estimates), estimates
         assert math.isfinite(pace.spread) and pace.spread >= 0  # 0: all requests so far were alike
+
+
+class TestWorkAtFullBatches:
+    def half_empty(self) -> CostModel:
+        """Batches of 2 to 4, of workers with 16 slots; a round is 24 ms and 2 ms for each sequence."""
+        model = CostModel()
+        rng = random.Random(1)
+        for _ in range(2000):
+            batch = rng.choice((2, 3, 4))
+            model.observe_round(batch, 6 * batch, 500 * batch, 0.024 + 0.002 * batch)
+        return model
+
+    def test_the_fixed_part_of_a_round_is_shared_by_all_slots(self) -> None:
+        model = self.half_empty()
+
+        typical_s = model.share_s(500)
+        assert typical_s == pytest.approx(0.024 / 3 + 0.002, rel=0.1)
+        assert typical_s * model.full_share(16) == pytest.approx(0.024 / 16 + 0.002, rel=0.1)
+
+    def test_where_batches_are_full_nothing_changes(self) -> None:
+        model = self.half_empty()
+
+        assert model.full_share(model.batch) == 1.0
+        assert model.full_share(1) == 1.0
+
+    def test_nothing_seen_yet_is_no_division_by_nothing(self) -> None:
+        assert 0.0 < CostModel().full_share(64) <= 1.0

@@ -153,6 +153,14 @@ MATRIX: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "secrets instead of certificates": (secrets_everywhere(), CRDS),
     "operator": ({"operator": {"enabled": True}}, ()),
     "operator with certificates and KEDA": (operated(), CRDS),
+    "several shards": (
+        EVERYTHING | {"pools": [{"name": "demo", "model": "laps-sd-demo", "shards": 3}, GPU_POOL]},
+        CRDS,
+    ),
+    "several shards with the operator": (
+        {"operator": {"enabled": True}, "poolDefaults": {"shards": 3, "drainingShards": [2]}},
+        (),
+    ),
     "model in a volume": (
         {
             "pools": [

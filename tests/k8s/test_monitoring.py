@@ -32,7 +32,7 @@ RULES = CHART / "rules" / "laps-sd.yaml"
 DASHBOARD = CHART / "dashboards" / "laps-sd.json"
 UNIT_TESTS = Path(__file__).with_name("alerts.yaml")
 
-OF_THE_SCRAPE = {"namespace", "laps_sd_dev_pool", "pod"}
+OF_THE_SCRAPE = {"namespace", "laps_sd_dev_pool", "laps_sd_dev_shard", "pod"}
 """Labels that a PodMonitor adds."""
 VALUES = {"end": {end.value for end in End}, "code": {code.name for code in grpc.StatusCode}}
 """Of labels that an expression may name a value of."""
@@ -206,7 +206,12 @@ def prometheus(running: Running, tmp_path_factory: pytest.TempPathFactory) -> It
     targets = [
         {
             "targets": [urllib.parse.urlsplit(running.stack.metrics_url(component)).netloc],
-            "labels": {"namespace": "models", "laps_sd_dev_pool": "demo", "pod": component},
+            "labels": {
+                "namespace": "models",
+                "laps_sd_dev_pool": "demo",
+                "laps_sd_dev_shard": "demo",
+                "pod": component,
+            },
         }
         for component in ("gateway", "scheduler", "worker")
     ]

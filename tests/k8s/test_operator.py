@@ -93,8 +93,12 @@ def test_a_changed_pool_makes_the_template_out_of_date(pool: dict[str, Any]) -> 
     changed = copy.deepcopy(pool)
     changed["spec"]["drainSeconds"] = 300
 
+    slower = copy.deepcopy(pool)
+    slower["spec"]["strategy"]["rollingUpdate"] = {"maxSurge": 0, "maxUnavailable": 1}
+
     assert objects.seen_of(pool, made, [], None, 0.0).up_to_date
-    assert not objects.seen_of(changed, made, [], None, 0.0).up_to_date
+    for one in (changed, slower):
+        assert not objects.seen_of(one, made, [], None, 0.0).up_to_date
 
 
 def test_pods_are_read_as_far_as_they_have_come() -> None:
@@ -118,6 +122,24 @@ def test_a_mark_carries_the_deletion_cost_and_sparing_takes_both_away() -> None:
     assert set(objects.mark_patch(None)["metadata"]["annotations"].values()) == {None}
 
 
+def test_a_deployment_is_a_pools_by_its_owner_and_not_by_its_name(pool: dict[str, Any]) -> None:
+    made = objects.deployment_of(pool, 1)
+    again = {**pool, "metadata": {**pool["metadata"], "uid": "u-2"}}
+
+    assert objects.owns(pool, made)
+    assert not objects.owns(again, made), "it belongs to the pool before, and goes with it"
+    assert not objects.owns(pool, {**made, "metadata": {"name": "helm-made-it"}})
+
+
+def test_what_is_not_known_any_more_is_taken_out_of_status(pool: dict[str, Any]) -> None:
+    seen = objects.seen_of(pool, None, [], None, 0.0)
+
+    status = objects.status_of(pool, seen, None, "no scheduler answers")
+
+    assert status["problem"] == "no scheduler answers"
+    assert [status[name] for name in ("queued", "backlogSeconds", "policy")] == [None, None, None]
+
+
 def test_scaling_fails_where_somebody_was_faster() -> None:
     first, *_ = objects.scale_patch(5, 4)
 
@@ -136,7 +158,7 @@ def test_the_status_is_what_the_definition_prints(pool: dict[str, Any]) -> None:
     )
     seen = objects.seen_of(pool, objects.deployment_of(pool, 1), [pod("a")], shard, 0.0)
 
-    status = objects.status_of(pool, seen, shard)
+    status = objects.status_of(pool, seen, shard, "")
 
     version = definition()["spec"]["versions"][0]
     columns = [one["jsonPath"] for one in version["additionalPrinterColumns"]]

@@ -15,7 +15,7 @@ from tests.k8s.schemas import Schemas
 
 VERSIONS = [f"1.{minor}" for minor in range(27, 37)]
 """Of Kubernetes; the chart says that it works from the first on."""
-CUSTOM = {"Certificate", "KopfPeering", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"}
+CUSTOM = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"}
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -124,7 +124,7 @@ def test_names_are_short_enough_for_the_labels_that_kubernetes_makes_of_them(hel
     values, crds = MATRIX[name]
     longest = copy.deepcopy(values) | {"fullnameOverride": "a" * 60}
     longest["pools"] = [
-        pool | {"name": "p" * 15 + str(i)}
+        pool | {"name": "p" * 15 + str(i), "shards": 10}
         for i, pool in enumerate(values.get("pools", [{"model": "laps-sd-demo"}]))
     ]
 

@@ -1,27 +1,44 @@
-{{/* Prefix of all names. At most 24 characters, so that a StatefulSet's name stays below 52 and its labels below 63. */}}
+{{/* Prefix of all names. At most 22 characters, so that a StatefulSet's name stays below 52 and its labels below 63. */}}
 {{- define "laps-sd.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 24 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 22 | trimSuffix "-" -}}
 {{- else if contains "laps-sd" .Release.Name -}}
-{{- .Release.Name | trunc 24 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 22 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-laps-sd" .Release.Name | trunc 24 | trimSuffix "-" -}}
+{{- printf "%s-laps-sd" .Release.Name | trunc 22 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Arguments: root, pool (or nil), component. */}}
+{{/* Arguments: root, pool (or nil), component; perhaps shard (see laps-sd.shards). */}}
 {{- define "laps-sd.name" -}}
 {{- $prefix := include "laps-sd.fullname" .root -}}
 {{- if .pool }}{{ printf "%s-%s-%s" $prefix .pool.name .component }}{{ else }}{{ printf "%s-%s" $prefix .component }}{{ end -}}
+{{- with .shard }}{{ .suffix }}{{ end -}}
 {{- end -}}
 
-{{/* What selects the pods of a component. Arguments: root, pool (or nil), component. */}}
+{{/* The shards of a pool, as JSON: name (in keys and request ids), suffix of resources' names, draining. The first one is named
+     as the pool, so that a second one changes nothing of it. Arguments: root, pool (with its defaults). */}}
+{{- define "laps-sd.shards" -}}
+{{- $shards := list -}}
+{{- range $i := until (int .pool.shards) -}}
+{{- $suffix := ternary "" (printf "-s%d" $i) (eq $i 0) -}}
+{{- $draining := false -}}
+{{- range $.pool.drainingShards }}{{ if eq (int .) $i }}{{ $draining = true }}{{ end }}{{ end -}}
+{{- $shards = append $shards (dict "name" (printf "%s%s" $.pool.name $suffix) "suffix" $suffix "draining" $draining) -}}
+{{- end -}}
+{{- toJson $shards -}}
+{{- end -}}
+
+{{/* What selects the pods of a component. Arguments: root, pool (or nil), component; perhaps shard. */}}
 {{- define "laps-sd.selector" -}}
 app.kubernetes.io/name: laps-sd
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- if .pool }}
 laps-sd.dev/pool: {{ .pool.name }}
+{{- end }}
+{{- with .shard }}
+laps-sd.dev/shard: {{ .name }}
 {{- end }}
 {{- end -}}
 
@@ -63,10 +80,10 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- if or (eq .mode "on") (and (eq .mode "auto") (.root.Capabilities.APIVersions.Has .api)) }}yes{{ end -}}
 {{- end -}}
 
-{{/* host:port,host:port of all schedulers of a pool. Arguments: root, pool. */}}
+{{/* host:port,host:port of all schedulers of a shard. Arguments: root, pool, shard. */}}
 {{- define "laps-sd.seeds" -}}
 {{- $root := .root -}}
-{{- $name := include "laps-sd.name" (dict "root" $root "pool" .pool "component" "scheduler") -}}
+{{- $name := include "laps-sd.name" (dict "root" $root "pool" .pool "component" "scheduler" "shard" .shard) -}}
 {{- $seeds := list -}}
 {{- range $i := until (int $root.Values.scheduler.replicas) -}}
 {{- $seeds = append $seeds (printf "%s-%d.%s-peers.%s.svc.%s:50052" $name $i $name $root.Release.Namespace $root.Values.clusterDomain) -}}

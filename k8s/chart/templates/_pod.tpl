@@ -31,11 +31,9 @@
 {{- end }}
 {{- end -}}
 
-{{/* How gateway and worker dial the scheduler. Arguments: root, pool. */}}
+{{/* With which certificates gateway and worker dial the scheduler. */}}
 {{- define "laps-sd.linkEnv" -}}
-- name: LAPS_SD_SCHEDULER_SEEDS
-  value: {{ include "laps-sd.seeds" . | quote }}
-{{- if ne .root.Values.tls.links.mode "off" }}
+{{- if ne .Values.tls.links.mode "off" }}
 - name: LAPS_SD_LINK_TLS
   value: "true"
 - name: LAPS_SD_LINK_TLS_CA

@@ -2,12 +2,17 @@
 {{- define "laps-sd.validate" -}}
 {{- $root := . -}}
 {{- $names := list -}}
+{{- $shards := list -}}
 {{- range $given := .Values.pools -}}
 {{- if has $given.name $names }}{{ fail (printf "There are two pools named %q: each needs a name of its own." $given.name) }}{{ end -}}
 {{- $names = append $names $given.name -}}
 {{- $pool := include "laps-sd.pool" (dict "root" $root "pool" $given) | fromJson -}}
 {{- $where := printf "pool %q" $pool.name -}}
 {{- include "laps-sd.validatePool" (dict "root" $root "pool" $pool "where" $where) -}}
+{{- range $shard := include "laps-sd.shards" (dict "root" $root "pool" $pool) | fromJsonArray -}}
+{{- if has $shard.name $shards }}{{ fail (printf "There are two shards named %q in the record: rename a pool." $shard.name) }}{{ end -}}
+{{- $shards = append $shards $shard.name -}}
+{{- end -}}
 {{- end -}}
 {{- include "laps-sd.validateGrace" (dict "where" "gateway" "values" .Values.gateway) -}}
 {{- include "laps-sd.validateGrace" (dict "where" "scheduler" "values" .Values.scheduler) -}}
@@ -54,6 +59,12 @@
 
 {{- define "laps-sd.validatePool" -}}
 {{- $workers := .pool.workers -}}
+{{- range .pool.drainingShards -}}
+{{- if ge (int .) (int $.pool.shards) }}{{ fail (printf "drainingShards of %s names shard %d, and there are %d: they count from 0." $.where (int .) (int $.pool.shards)) }}{{ end -}}
+{{- end -}}
+{{- if ge (len .pool.drainingShards) (int .pool.shards) }}
+{{- fail (printf "All shards of %s are in drainingShards: nobody would take a request." .where) }}
+{{- end -}}
 {{- include "laps-sd.validateGrace" (dict "where" (printf "workers of %s" .where) "values" $workers) -}}
 {{- range $role := list "target" "draft" -}}
 {{- $model := get $.pool $role -}}

@@ -1,16 +1,18 @@
-"""The operator as a process: `python -m laps_sd_operator`. kopf watches the pools; every two seconds each gets one turn.
+"""The operator as a process: `python -m laps_sd_operator`. kopf tells which pools there are; every two seconds each gets a turn.
 
-A turn reads what is there, asks `reconcile`, and carries out what it says. A failed turn changes nothing that the next one
-would not see. Several operators may run: kopf's peering lets one of them work.
+A turn reads what is there, the pool included, asks `reconcile`, and carries out what it says. A failed turn changes nothing that
+the next one would not see, so the operator may be killed at any moment. It leaves no finalizer on a pool: Kubernetes' garbage
+collector takes the Deployment with it, and a pool can be deleted after its operator (`helm uninstall` does). Two at a time decide
+the same from the same picture, and where their pictures differ, what loses is a conflict that the next turn sees: no leader among them.
 
-Environment: LAPS_SD_OPERATOR_NAMESPACE (required), POD_NAME, and LAPS_SD_LINK_TLS… as for a worker.
+Environment: LAPS_SD_OPERATOR_NAMESPACE (required), LAPS_SD_OPERATOR_HEALTH_PORT (8080), and LAPS_SD_LINK_TLS… as for a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import random
 import time
 from typing import Any
 
@@ -19,103 +21,168 @@ from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 
 from laps_sd.config import load
+from laps_sd.log import configure, get_logger
 from laps_sd.wire import LinkSettings, Tls, link_tls
 from laps_sd_operator import objects, scheduler
 from laps_sd_operator.reconcile import Action, Adopt, Create, Drain, Mark, Scale, Spare, Update, reconcile
 
 TURN_S = 2.0
-GONE, CONFLICT, TEST_FAILED = 404, 409, 422
+GONE, CONFLICT, UNPROCESSABLE = 404, 409, 422
+
+log = get_logger("operator")
 
 
 @kopf.on.startup()
 async def start(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: Any) -> None:
     """Connects to Kubernetes, as the pod's account or as KUBECONFIG says."""
-    settings.persistence.finalizer = f"{objects.GROUP}/operator"
-    settings.posting.level = 30  # warnings; what happens shows in status
-    settings.peering.name = "laps-sd"
-    settings.peering.mandatory = True
-    settings.peering.priority = random.randint(0, 32767)
+    settings.scanning.disabled = True  # it has no rights outside its namespace
+    settings.posting.enabled = False  # what happens shows in status
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         config.load_incluster_config()
     else:
         await config.load_kube_config()
-    memo.api = client.ApiClient()
-    memo.tls = link_tls(load(LinkSettings))
+    memo.operator = Operator(client.ApiClient(), link_tls(load(LinkSettings)))
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Closes the connections."""
-    await memo.api.close()
+    """Ends all turns and closes the connections."""
+    await memo.operator.close()
 
 
-@kopf.timer(objects.GROUP, objects.VERSION, objects.PLURAL, interval=TURN_S)
-async def turn(body: kopf.Body, patch: kopf.Patch, memo: kopf.Memo, logger: kopf.Logger, **_: Any) -> None:
-    """One turn of one pool."""
-    pool = dict(body)
-    kubernetes = Kubernetes(memo.api, pool)
+@kopf.on.event(objects.GROUP, objects.VERSION, objects.PLURAL)
+async def heard(name: str, namespace: str, memo: kopf.Memo, **_: Any) -> None:
+    """A pool that was not known gets its turns from now on, until it is found to be gone."""
+    memo.operator.look_after(namespace, name)
+
+
+class Operator:
+    """A task per pool."""
+
+    def __init__(self, api: client.ApiClient, tls: Tls | None) -> None:
+        self._api = api
+        self._tls = tls
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._heard: set[tuple[str, str]] = set()
+        """Of whom there was news since their last turn began: one that this turn found gone may be there again."""
+
+    def look_after(self, namespace: str, name: str) -> None:
+        """From now on, until it is found gone."""
+        self._heard.add((namespace, name))
+        if (namespace, name) not in self._tasks:
+            self._tasks[namespace, name] = asyncio.create_task(self._turns(namespace, name))
+
+    async def close(self) -> None:
+        """Ends all turns."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._api.close()
+
+    async def _turns(self, namespace: str, name: str) -> None:
+        kubernetes = Kubernetes(self._api, namespace, name)
+        logger = log.bind(pool=f"{namespace}/{name}")
+        while True:
+            self._heard.discard((namespace, name))
+            try:
+                if not await turn(kubernetes, self._tls, logger) and (namespace, name) not in self._heard:
+                    break
+            except Exception:
+                logger.exception("a turn failed; the next one begins anew")
+            await asyncio.sleep(TURN_S)
+        del self._tasks[namespace, name]
+
+
+async def turn(kubernetes: Kubernetes, tls: Tls | None, logger: Any) -> bool:
+    """One turn of one pool; False when there is no such pool any more."""
+    pool = await kubernetes.pool()
+    if pool is None:
+        return False
+    if pool["metadata"].get("deletionTimestamp"):
+        return True  # what it owns goes with it
     deployment, pods = await asyncio.gather(kubernetes.deployment(), kubernetes.pods())
+    shard, problem = None, ""
     try:
-        shard = await scheduler.shard(pool["spec"]["scheduler"], memo.tls)
+        shard = await scheduler.shard(pool["spec"]["scheduler"], tls)
     except scheduler.NoScheduler as error:
-        logger.warning("no scheduler answers: %s", error)
-        shard = None
+        problem = f"no scheduler answers: {error}"
     seen = objects.seen_of(pool, deployment, pods, shard, time.time())
-    for action in reconcile(seen):
-        logger.info("%s", action)
-        await carry_out(action, seen.replicas, kubernetes, memo.tls)
-    status = objects.status_of(pool, seen, shard)
-    if any(body.status.get(key) != value for key, value in status.items()):
-        patch.status.update(status)
+    if deployment is not None and not objects.owns(pool, deployment):
+        problem = f"there is a Deployment {pool['metadata']['name']} that is not this pool's"
+    else:
+        try:
+            for action in reconcile(seen):
+                logger.info("acts", action=str(action))
+                await carry_out(action, pool, seen.replicas, kubernetes, tls)
+        except ApiException as error:
+            problem = said_by(error) or problem
+        except scheduler.NoScheduler as error:
+            problem = f"no scheduler answers: {error}"
+    status = objects.status_of(pool, seen, shard, problem)
+    told = pool.get("status", {})
+    if problem and problem != told.get("problem"):
+        logger.warning("cannot do all it should", problem=problem)
+    if any(told.get(key) != value for key, value in status.items()):
+        await kubernetes.tell(status)
+    return True
 
 
-async def carry_out(action: Action, before: int | None, kubernetes: Kubernetes, tls: Tls | None) -> None:
-    """One action. What somebody else changed in between is left to the next turn."""
+def said_by(error: ApiException) -> str:
+    """What Kubernetes refuses, in its words; empty for what the next turn sees by itself: somebody else was faster."""
+    if error.status in (GONE, CONFLICT):
+        return ""
     try:
-        match action:
-            case Create(replicas):
-                await kubernetes.create(replicas)
-            case Update():
-                await kubernetes.patch_deployment(objects.template_patch(kubernetes.pool))
-            case Scale(replicas):
-                assert before is not None, "there is a Deployment to scale"
-                await kubernetes.patch_deployment(objects.scale_patch(before, replicas))
-            case Adopt(replicas):
-                await kubernetes.scale_pool(replicas)
-                await kubernetes.patch_deployment([objects.last_set_patch(replicas)])
-            case Mark(pod, since_s):
-                await kubernetes.patch_pod(pod, objects.mark_patch(since_s))
-            case Spare(pod):
-                await kubernetes.patch_pod(pod, objects.mark_patch(None))
-            case Drain(worker):
-                await scheduler.drain(kubernetes.pool["spec"]["scheduler"], tls, worker)
-    except ApiException as error:
-        if error.status not in (GONE, CONFLICT, TEST_FAILED):
-            raise
-    except scheduler.NoScheduler as error:
-        raise kopf.TemporaryError(str(error), delay=TURN_S) from error
+        found = json.loads(error.body)
+    except (TypeError, ValueError):
+        return f"Kubernetes answers {error.status}: {error.reason}"
+    if error.status == UNPROCESSABLE and not found.get("details", {}).get("causes"):
+        return ""  # a JSON patch whose test failed: the replica count is another by now
+    return str(found.get("message", error.reason))
+
+
+async def carry_out(
+    action: Action, pool: dict[str, Any], before: int | None, kubernetes: Kubernetes, tls: Tls | None
+) -> None:
+    """One action. Raises ApiException and NoScheduler."""
+    match action:
+        case Create(replicas):
+            await kubernetes.create(objects.deployment_of(pool, replicas))
+        case Update():
+            await kubernetes.patch_deployment(objects.template_patch(pool))
+        case Scale(replicas):
+            assert before is not None, "there is a Deployment to scale"
+            await kubernetes.patch_deployment(objects.scale_patch(before, replicas))
+        case Adopt(replicas):
+            await kubernetes.patch_pool({"spec": {"replicas": replicas}})
+            await kubernetes.patch_deployment([objects.last_set_patch(replicas)])
+        case Mark(pod, since_s):
+            await kubernetes.patch_pod(pod, objects.mark_patch(since_s))
+        case Spare(pod):
+            await kubernetes.patch_pod(pod, objects.mark_patch(None))
+        case Drain(worker):
+            await scheduler.drain(pool["spec"]["scheduler"], tls, worker)
 
 
 class Kubernetes:
-    """The calls of one turn, for one pool; objects as dictionaries."""
+    """The calls for one pool; objects as dictionaries."""
 
-    def __init__(self, api: client.ApiClient, pool: dict[str, Any]) -> None:
-        self.pool = pool
+    def __init__(self, api: client.ApiClient, namespace: str, name: str) -> None:
         self._api = api
         self._apps = client.AppsV1Api(api)
         self._core = client.CoreV1Api(api)
         self._custom = client.CustomObjectsApi(api)
-        self._name, self._namespace = pool["metadata"]["name"], pool["metadata"]["namespace"]
+        self._name, self._namespace = name, namespace
+        self._itself = (objects.GROUP, objects.VERSION, namespace, objects.PLURAL, name)
+
+    async def pool(self) -> dict[str, Any] | None:
+        """The pool, if there is one."""
+        return await _if_there(self._custom.get_namespaced_custom_object(*self._itself))
 
     async def deployment(self) -> dict[str, Any] | None:
-        """The pool's Deployment, if there is one."""
-        try:
-            found = await self._apps.read_namespaced_deployment(self._name, self._namespace)
-        except ApiException as error:
-            if error.status == GONE:
-                return None
-            raise
-        plain: dict[str, Any] = self._api.sanitize_for_serialization(found)
+        """The Deployment of the pool's name, if there is one."""
+        found = await _if_there(self._apps.read_namespaced_deployment(self._name, self._namespace))
+        plain: dict[str, Any] | None = self._api.sanitize_for_serialization(found)
         return plain
 
     async def pods(self) -> list[dict[str, Any]]:
@@ -125,11 +192,9 @@ class Kubernetes:
         plain: list[dict[str, Any]] = self._api.sanitize_for_serialization(found.items)
         return plain
 
-    async def create(self, replicas: int) -> None:
+    async def create(self, deployment: dict[str, Any]) -> None:
         """The Deployment."""
-        await self._apps.create_namespaced_deployment(
-            self._namespace, objects.deployment_of(self.pool, replicas)
-        )
+        await self._apps.create_namespaced_deployment(self._namespace, deployment)
 
     async def patch_deployment(self, operations: list[dict[str, Any]]) -> None:
         """A JSON patch: the client sends a list as one."""
@@ -139,24 +204,40 @@ class Kubernetes:
         """A merge patch of a pod's metadata."""
         await self._core.patch_namespaced_pod(name, self._namespace, patch)
 
-    async def scale_pool(self, replicas: int) -> None:
-        """The pool itself."""
-        await self._custom.patch_namespaced_custom_object(
-            objects.GROUP,
-            objects.VERSION,
-            self._namespace,
-            objects.PLURAL,
-            self._name,
-            {"spec": {"replicas": replicas}},
-            _content_type="application/merge-patch+json",
-        )
+    async def patch_pool(self, patch: dict[str, Any]) -> None:
+        """A merge patch of the pool itself."""
+        await self._custom.patch_namespaced_custom_object(*self._itself, patch, _content_type=MERGE)
+
+    async def tell(self, status: dict[str, Any]) -> None:
+        """A merge patch of the pool's status."""
+        try:
+            await self._custom.patch_namespaced_custom_object_status(
+                *self._itself, {"status": status}, _content_type=MERGE
+            )
+        except ApiException as error:
+            if error.status != GONE:
+                raise
+
+
+MERGE = "application/merge-patch+json"
+
+
+async def _if_there(asked: Any) -> Any:
+    try:
+        return await asked
+    except ApiException as error:
+        if error.status == GONE:
+            return None
+        raise
 
 
 def main() -> None:
     """Runs until a signal."""
     namespace = os.environ["LAPS_SD_OPERATOR_NAMESPACE"]
+    port = os.environ.get("LAPS_SD_OPERATOR_HEALTH_PORT", "8080")
     kopf.configure(verbose=False)
-    kopf.run(namespaces=[namespace], liveness_endpoint="http://0.0.0.0:8080/healthz", standalone=False)
+    configure("operator", level="info")
+    kopf.run(namespaces=[namespace], liveness_endpoint=f"http://0.0.0.0:{port}/healthz", standalone=True)
 
 
 if __name__ == "__main__":

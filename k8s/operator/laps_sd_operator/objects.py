@@ -17,11 +17,13 @@ POOL_LABEL = "laps-sd.dev/speculative-pool"
 LAST_SET = "laps-sd.dev/replicas-set"
 """On the Deployment: the replica count that the operator gave it."""
 TEMPLATE = "laps-sd.dev/template"
-"""On the Deployment: digest of the template that the operator gave it."""
+"""On the Deployment: digest of the template and the strategy that the operator gave it."""
 CHOSEN = "laps-sd.dev/chosen-at"
 """On a pod that is to go: unix seconds."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LOWEST_COST = "-1000"
+MAX_PROBLEM = 500
+"""Characters of a problem that status shows."""
 END_S = 10
 """What a pod gets to end in after its drain."""
 
@@ -66,14 +68,21 @@ def drain_s_of(pool: Object) -> float:
     return float(pool["spec"].get("drainSeconds", 60))
 
 
-def digest(template: Object) -> str:
-    """Of a template, to tell whether a Deployment has it."""
-    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+def strategy_of(pool: Object) -> Object:
+    """The pool's own, or: a new worker is ready before an old one leaves."""
+    own: Object | None = pool["spec"].get("strategy")
+    return own or {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+
+
+def digest(pool: Object) -> str:
+    """Of all that a Deployment takes from the pool, to tell whether it has it."""
+    taken = (template_of(pool), strategy_of(pool))
+    return hashlib.sha256(json.dumps(taken, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def deployment_of(pool: Object, replicas: int) -> dict[str, Any]:
     """The Deployment of a new pool. It goes with the pool (owner reference)."""
-    template, metadata = template_of(pool), pool["metadata"]
+    metadata = pool["metadata"]
     selector = {POOL_LABEL: metadata["name"]}
     return {
         "apiVersion": "apps/v1",
@@ -82,7 +91,7 @@ def deployment_of(pool: Object, replicas: int) -> dict[str, Any]:
             "name": metadata["name"],
             "namespace": metadata["namespace"],
             "labels": {**metadata.get("labels", {}), **selector},
-            "annotations": {LAST_SET: str(replicas), TEMPLATE: digest(template)},
+            "annotations": {LAST_SET: str(replicas), TEMPLATE: digest(pool)},
             "ownerReferences": [
                 {
                     "apiVersion": f"{GROUP}/{VERSION}",
@@ -97,10 +106,9 @@ def deployment_of(pool: Object, replicas: int) -> dict[str, Any]:
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": selector},
-            "strategy": pool["spec"].get("strategy")
-            or {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": strategy_of(pool),
             "progressDeadlineSeconds": 3600,
-            "template": template,
+            "template": template_of(pool),
         },
     }
 
@@ -116,7 +124,7 @@ def seen_of(
         annotations = deployment["metadata"].get("annotations", {})
         replicas = int(deployment["spec"].get("replicas", 1))
         last_set = int(annotations[LAST_SET]) if annotations.get(LAST_SET, "").isdecimal() else None
-        up_to_date = annotations.get(TEMPLATE) == digest(template_of(pool))
+        up_to_date = annotations.get(TEMPLATE) == digest(pool)
     return Seen(
         now_s=now_s,
         wanted=int(spec.get("replicas", 1)),
@@ -154,8 +162,15 @@ def pod_of(pod: Object) -> Pod:
     )
 
 
-def status_of(pool: Object, seen: Seen, shard: Shard | None) -> dict[str, Any]:
-    """The pool's status. What only the scheduler knows stays out while none answers."""
+def owns(pool: Object, deployment: Object) -> bool:
+    """Whether the Deployment is this very pool's: not one of the same name, or of a pool before it."""
+    owners = deployment["metadata"].get("ownerReferences") or ()
+    return any(owner.get("uid") == pool["metadata"]["uid"] for owner in owners)
+
+
+def status_of(pool: Object, seen: Seen, shard: Shard | None, problem: str) -> dict[str, Any]:
+    """The pool's status, as a merge patch. None takes away: what only the scheduler knows, while none answers, and the last
+    problem, once it is solved."""
     alive = [pod for pod in seen.pods if not pod.terminating]
     found: dict[str, Any] = {
         "observedGeneration": pool["metadata"].get("generation", 0),
@@ -163,16 +178,15 @@ def status_of(pool: Object, seen: Seen, shard: Shard | None) -> dict[str, Any]:
         "ready": sum(pod.phase is Phase.READY for pod in alive),
         "draining": sum(pod.chosen_s is not None for pod in alive),
         "selector": f"{POOL_LABEL}={pool['metadata']['name']}",
+        "problem": problem[:MAX_PROBLEM] or None,
     }
-    if shard is not None:
-        found |= {
-            "queued": shard.queued,
-            "backlogSeconds": round(shard.backlog_s, 3),
-            "acceptance": round(shard.acceptance, 4),
-            "tokensPerSecond": round(shard.tokens_per_s, 1),
-            "policy": shard.policy,
-        }
-    return found
+    return found | {
+        "queued": shard and shard.queued,
+        "backlogSeconds": shard and round(shard.backlog_s, 3),
+        "acceptance": shard and round(shard.acceptance, 4),
+        "tokensPerSecond": shard and round(shard.tokens_per_s, 1),
+        "policy": shard and shard.policy,
+    }
 
 
 def scale_patch(before: int, replicas: int) -> list[dict[str, Any]]:
@@ -190,11 +204,11 @@ def last_set_patch(replicas: int) -> dict[str, Any]:
 
 
 def template_patch(pool: Object) -> list[dict[str, Any]]:
-    """JSON patch of the Deployment: the template as a whole, the replica count untouched."""
-    template = template_of(pool)
+    """JSON patch of the Deployment: template and strategy as a whole, the replica count untouched."""
     return [
-        {"op": "replace", "path": "/spec/template", "value": template},
-        {"op": "add", "path": _annotation(TEMPLATE), "value": digest(template)},
+        {"op": "replace", "path": "/spec/template", "value": template_of(pool)},
+        {"op": "add", "path": "/spec/strategy", "value": strategy_of(pool)},
+        {"op": "add", "path": _annotation(TEMPLATE), "value": digest(pool)},
     ]
 
 

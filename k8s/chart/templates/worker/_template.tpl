@@ -1,10 +1,10 @@
 {{/* The pod of a worker: of the Deployment, or of the SpeculativePool that the operator makes it from.
-     Arguments: root, pool (with its defaults). */}}
+     Arguments: root, pool (with its defaults), shard. */}}
 {{- define "laps-sd.workerTemplate" -}}
 {{- $root := .root -}}
 {{- $pool := .pool -}}
 {{- $values := $pool.workers -}}
-{{- $self := dict "root" $root "pool" $pool "component" "worker" "values" $values -}}
+{{- $self := dict "root" $root "pool" $pool "component" "worker" "shard" .shard "values" $values -}}
 {{- $image := include "laps-sd.image" (dict "root" $root "image" $values.image "name" "laps-sd-worker") -}}
 {{- $gpu := get ($values.resources.limits | default dict) "nvidia.com/gpu" -}}
 metadata:
@@ -40,7 +40,9 @@ spec:
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       env:
         {{- include "laps-sd.servingEnv" (dict "root" $root "grpcPort" 50053 "drainSeconds" $values.drainSeconds) | nindent 8 }}
-        {{- include "laps-sd.linkEnv" (dict "root" $root "pool" $pool) | nindent 8 }}
+        - name: LAPS_SD_SCHEDULER_SEEDS
+          value: {{ include "laps-sd.seeds" (dict "root" $root "pool" $pool "shard" .shard) | quote }}
+        {{- include "laps-sd.linkEnv" $root | nindent 8 }}
         # The scheduler knows the worker by the name of its pod.
         - name: LAPS_SD_WORKER_NAME
           valueFrom:

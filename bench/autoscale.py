@@ -1,0 +1,373 @@
+"""What should workers be scaled on? The production core in virtual time, signal against signal. `laps-sd bench autoscale`
+
+Windows of a recorded trace, at their recorded times, run through the core and virtual workers that come and go: a
+HorizontalPodAutoscaler asks for them by its own formula, every 15 s, and a new pod takes its time before it works. What
+differs is the metric, each with several targets, so that every signal is a curve of what it costs (devices held) against what
+it gives (latency):
+
+  backlog      machine seconds that all unfinished requests still need (`laps_sd_backlog_seconds`, what KEDA is told)
+  requests     unfinished requests (the plain Redis trigger)
+  queue        unfinished requests that do not run
+  utilisation  share of the time in which ready workers compute
+  fixed        so many workers all the time
+
+The run fails when `backlog` needs more devices than another signal of a live pool for the same 99th percentile of latency.
+
+Examples:
+  laps-sd bench autoscale --figure autoscale.svg
+  laps-sd bench autoscale --targets backlog:2,4,8 --targets requests:4,8 --start-s 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bench.report import Interval, finish, interval, ratio_interval, table
+from scheduler_svc.core.policies import POLICIES, policy_named
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.sim.autoscaler import SIGNALS, Pods, Scaling
+from scheduler_svc.sim.cluster import Cluster
+from scheduler_svc.sim.jobs import Job
+from scheduler_svc.sim.machine import Machine
+from scheduler_svc.sim.workload import Acceptance, Arrivals, Kind, Predictor, Workload, draw
+
+BESIDE = Path(__file__).parents[2] / "shared" / "data"
+TRACE = "traces/azure2023_conv.csv.gz"
+OURS = "backlog"
+MACHINE = Machine(
+    slots=4, round_s=0.120, verified_token_s=0.35e-3, context_token_s=1e-6, prefill_token_s=0.35e-3
+)
+"""A 70B-like target with a small batch: as that of `bench policy`, four times slower."""
+ACCEPTANCE = Acceptance(mean=0.78)
+"""Three to four tokens a round."""
+EVERY = 5
+"""One request of the trace in so many: about 1.1 a second, which keep some four workers busy."""
+TARGETS: dict[str, tuple[float, ...]] = {
+    "backlog": (2, 3, 4.5, 7, 12),
+    "requests": (1.5, 2, 2.5, 3.5, 6),
+    "queue": (0.1, 0.25, 0.6, 1.5, 4),
+    "utilisation": (0.4, 0.55, 0.7, 0.8, 0.9),
+    "fixed": (4, 5, 6, 8, 10),
+}
+"""Per worker, or how many. Each from more workers than anybody needs to fewer than the load asks for."""
+MOST = 16
+Key = tuple[str, float]
+"""(signal, target)"""
+Runs = dict[Key, list[dict[str, float]]]
+"""The figures of each seed, in order."""
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="laps-sd bench autoscale",
+        description=(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--targets",
+        action="append",
+        metavar="SIGNAL:T,T,…",
+        help=f"run only the named signals ({', '.join(SIGNALS)}), with these targets",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="windows of the trace (default 3)")
+    parser.add_argument("--requests", type=int, default=1200, help="of each window (default 1200)")
+    parser.add_argument(
+        "--every", type=int, default=EVERY, help=f"one request of the trace in so many (default {EVERY})"
+    )
+    parser.add_argument("--start-s", type=float, default=60.0, help="until a new worker works (default 60)")
+    parser.add_argument(
+        "--down-window-s", type=float, default=300.0, help="of calm before one is taken away (default 300)"
+    )
+    parser.add_argument("--policy", default="laps-sd", help="the core's policy (default laps-sd)")
+    parser.add_argument(
+        "--predictor",
+        default="0.3",
+        help="error of the length prediction: sigma of its logarithm, or none (default 0.3)",
+    )
+    parser.add_argument("--trace", type=Path, help=f"another trace than {TRACE}; CSV or Mooncake")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(folder) if (folder := os.environ.get("LAPS_SD_BENCH_DATA")) else BESIDE,
+        help="folder with the recordings; also LAPS_SD_BENCH_DATA; default: shared/data beside the checkout",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one per core)"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--figure", type=Path, help="draw the curves into this file (.png or .svg)")
+    options = parser.parse_args(given)
+    if min(options.seeds, options.processes, options.every) < 1 or options.requests < 2:
+        parser.error("--seeds, --every and --processes must be at least 1, --requests at least 2")
+    if options.policy not in POLICIES:
+        parser.error(f"--policy: there is no {options.policy!r}; there are: {', '.join(sorted(POLICIES))}")
+    try:
+        options.scalings = scalings_of(options)
+    except ValueError as error:
+        parser.error(f"--targets: {error}")
+    return options
+
+
+def scalings_of(options: argparse.Namespace) -> list[Scaling]:
+    """All that are to run. ValueError says what is wrong with what was asked."""
+    wanted: Mapping[str, Sequence[float]] = TARGETS
+    if options.targets:
+        split = [text.partition(":") for text in options.targets]
+        wanted = {name: [float(number) for number in numbers.split(",")] for name, _, numbers in split}
+    return [
+        Scaling(
+            signal=signal,  # type: ignore[arg-type]  # it says itself what it does not know
+            target=target,
+            most=MOST,
+            start_s=options.start_s,
+            down_window_s=options.down_window_s,
+        )
+        for signal, targets in wanted.items()
+        for target in sorted(set(targets))
+    ]
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _jobs(workload: Workload, seed: int, data: Path | None) -> list[Job]:
+    return draw(workload, MACHINE, 1, seed, data)
+
+
+def simulate(
+    scaling: Scaling, workload: Workload, policy: str, seed: int, data: Path | None
+) -> dict[str, float]:
+    """One signal and target on one window: figures in seconds unless they say otherwise."""
+    jobs = _jobs(workload, seed, data)
+    cluster = Cluster(jobs, MACHINE, 0, lambda _, settings: policy_named(policy, settings), CoreSettings())
+    pods = Pods(cluster, MACHINE, scaling, first=first_of(scaling, jobs))
+    outcome = cluster.run()
+    latencies = sorted(fate.latency_s for fate in outcome.fates)
+    device_s = pods.device_s(outcome.end_s)
+    return {
+        "device_s": device_s,
+        "devices": device_s / outcome.end_s,
+        "busy_share": outcome.busy_s / device_s,
+        "mean_s": statistics.fmean(latencies),
+        "p50_s": latencies[len(latencies) // 2],
+        "p99_s": latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+        "first_token_s": statistics.fmean(fate.first_token_s - fate.job.arrival_s for fate in outcome.fates),
+        "changes": len(pods.changes) - 1,
+        "most_devices": max(count for _, count in pods.changes),
+        "span_s": outcome.end_s,
+    }
+
+
+def first_of(scaling: Scaling, jobs: Sequence[Job]) -> int:
+    """Pods at the beginning: what the window's work takes on average, the same for every signal."""
+    if scaling.signal == "fixed":
+        return int(scaling.target)
+    work_s = sum(MACHINE.service_s(job) for job in jobs)
+    return min(max(scaling.least, math.ceil(work_s / jobs[-1].arrival_s)), scaling.most)
+
+
+def run_all(options: argparse.Namespace, workload: Workload) -> Runs:
+    found: dict[Key, dict[int, dict[str, float]]] = {
+        (each.signal, each.target): {} for each in options.scalings
+    }
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks = list(itertools.product(range(1, options.seeds + 1), options.scalings))
+    with (
+        Progress(*columns, console=Console(stderr=True)) as shown,
+        ProcessPoolExecutor(options.processes) as pool,
+    ):
+        bar = shown.add_task("simulating", total=len(tasks))
+        futures = {
+            pool.submit(simulate, scaling, workload, options.policy, seed, options.data): (scaling, seed)
+            for seed, scaling in tasks
+        }
+        try:
+            for future in as_completed(futures):
+                scaling, seed = futures[future]
+                found[scaling.signal, scaling.target][seed] = future.result()
+                shown.update(bar, advance=1, description=f"{scaling.signal} {scaling.target:g}")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {key: [by_seed[seed] for seed in sorted(by_seed)] for key, by_seed in found.items()}
+
+
+# -- what was found -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(runs: Runs) -> list[dict[str, Any]]:
+    """One row per signal and target, means over seeds with 95 % intervals of what the figure shows."""
+    rows = []
+    for (signal, target), own in runs.items():
+        row: dict[str, Any] = {"kind": "point", "config": signal, "target": target}
+        row |= {figure: statistics.fmean(run[figure] for run in own) for figure in own[0]}
+        if len(own) > 1:
+            for figure in ("devices", "mean_s", "p99_s"):
+                found = interval([run[figure] for run in own])
+                row |= {f"{figure}_low": found.low, f"{figure}_high": found.high}
+        rows.append(row | {"seeds": len(own)})
+    return rows
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (devices, latency): those to which no other is better in both, the cheapest first."""
+    best: list[tuple[float, float]] = []
+    for devices, latency_s in sorted(points):
+        if not best or latency_s < best[-1][1]:
+            best.append((devices, latency_s))
+    return best
+
+
+def devices_for(curve: Sequence[tuple[float, float]], latency_s: float) -> float | None:
+    """What a curve needs for a latency, between its points on logarithmic axes; None where it does not reach."""
+    for (few, slow_s), (many, fast_s) in itertools.pairwise(curve):
+        if fast_s <= latency_s <= slow_s:
+            part = math.log(slow_s / latency_s) / math.log(slow_s / fast_s)
+            return few * (many / few) ** part
+    return None
+
+
+def saving(runs: Runs, rival: str, figure: str) -> list[float]:
+    """Of each seed: devices of `backlog` over those of a rival for equal latency, geometric mean over the rival's curve."""
+    ratios = []
+    for seed in range(len(next(iter(runs.values())))):
+        curves = {
+            wanted: frontier(
+                [
+                    (own[seed]["devices"], own[seed][figure])
+                    for (name, _), own in runs.items()
+                    if name == wanted
+                ]
+            )
+            for wanted in (OURS, rival)
+        }
+        found = [
+            math.log(ours / devices)
+            for devices, latency_s in curves[rival]
+            if (ours := devices_for(curves[OURS], latency_s)) is not None
+        ]
+        if found:
+            ratios.append(math.exp(statistics.fmean(found)))
+    return ratios
+
+
+def comparisons(runs: Runs) -> list[dict[str, Any]]:
+    """`backlog` against each other signal that ran, by mean and by 99th percentile."""
+    rivals = [name for name in dict.fromkeys(name for name, _ in runs) if name != OURS]
+    if not any(name == OURS for name, _ in runs):
+        return []
+    rows = []
+    for rival, figure in itertools.product(rivals, ("mean_s", "p99_s")):
+        ratios = saving(runs, rival, figure)
+        if not ratios:
+            continue
+        middle = math.exp(statistics.fmean(map(math.log, ratios)))
+        found = (
+            ratio_interval([(ratio, 1.0) for ratio in ratios])
+            if len(ratios) > 1
+            else Interval(middle, middle, middle)
+        )
+        rows.append(
+            {
+                "kind": "comparison",
+                "config": rival,
+                "figure": figure,
+                "ratio_devices": found.middle,
+                "ratio_devices_low": found.low,
+                "ratio_devices_high": found.high,
+                "seeds": len(ratios),
+            }
+        )
+    return rows
+
+
+def about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    """What the rows cannot tell themselves."""
+    said = [f"--targets {text}" for text in options.targets or ()]
+    for name, usual in (
+        ("start_s", 60.0),
+        ("down_window_s", 300.0),
+        ("policy", "laps-sd"),
+        ("predictor", "0.3"),
+    ):
+        value = getattr(options, name)
+        if value != usual:
+            said.append(f"--{name.replace('_', '-')} {value}")
+    return {
+        "command": " ".join(
+            ["laps-sd bench autoscale", *said, f"--seeds {options.seeds} --requests {options.requests}"]
+        ),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "trace": Path(workload.arrivals.file).name,
+        "machine": dataclasses.asdict(MACHINE),
+        "scaling": {
+            key: value
+            for key, value in dataclasses.asdict(options.scalings[0]).items()
+            if key not in ("signal", "target")
+        },
+    }
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    options = arguments(given)
+    trace = str(options.trace.absolute()) if options.trace else TRACE
+    known = options.predictor != "none"
+    began_s = time.monotonic()
+    try:
+        workload = Workload(
+            requests=options.requests,
+            kinds=(Kind(acceptance=ACCEPTANCE),),
+            predictor=Predictor(kind="noisy", sigma=float(options.predictor))
+            if known
+            else Predictor(kind="none"),
+            arrivals=Arrivals(process="trace", file=trace, load=0.0, every=options.every),
+        )
+        runs = run_all(options, workload)
+    except (ValueError, OSError) as error:
+        print(f"laps-sd bench autoscale: {error}", file=sys.stderr)
+        return 2
+    rows, compared = rows_of(runs), comparisons(runs)
+    shown = ("config", "target", "devices", "busy_share", "mean_s", "p99_s", "changes", "most_devices")
+    table("Workers by signal", [{key: row[key] for key in shown} for row in rows])
+    if compared:
+        title = "Devices of backlog, divided by those of another signal, for equal latency"
+        own = ("config", "figure", "ratio_devices", "ratio_devices_low", "ratio_devices_high", "seeds")
+        table(title, [{key: row[key] for key in own} for row in compared])
+    if options.figure is not None:
+        from bench.figures import draw_autoscale  # only here: the figure's library is an extra
+
+        draw_autoscale(options.figure, rows)
+    judged = [row for row in compared if row["figure"] == "p99_s" and row["config"] != "fixed"]
+    said = ", ".join(
+        f"{row['ratio_devices']:.2f} [{row['ratio_devices_low']:.2f}, {row['ratio_devices_high']:.2f}] of {row['config']}"
+        for row in judged
+    )
+    minutes = (time.monotonic() - began_s) / 60
+    return finish(
+        rows + compared,
+        about=about(options, workload),
+        json_file=options.json,
+        summary=f"devices for equal p99: {said or 'nothing to compare'}; {options.seeds} windows, {minutes:.1f} minutes",
+        met=all(row["ratio_devices"] <= 1.0 for row in judged),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

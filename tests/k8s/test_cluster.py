@@ -1,0 +1,609 @@
+"""The chart and the operator on a real API server with Kubernetes' own controllers; see tests/k8s/cluster.py."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kopf", reason="make setup")
+
+from kubernetes_asyncio.client.exceptions import ApiException
+from laps_sd_operator import __main__ as operator
+from laps_sd_operator import objects, scheduler
+
+from laps_sd.log import get_logger
+from laps_sd.v1 import gateway_link_pb2 as pb
+from scheduler_svc.store.embedded import EmbeddedServer
+from tests.helpers import wait_until_async
+from tests.k8s.cluster import (
+    Cluster,
+    Kubelet,
+    OperatorProcess,
+    apply,
+    kubeconfig_of_test,
+    kubeconfig_with,
+    namespace_of_test,
+    token_of,
+)
+from tests.k8s.conftest import MATRIX
+from tests.k8s.helm import CHART, find, helm3_program
+from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler
+
+NAME = "demo-laps-sd-demo-worker"
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    async with namespace_of_test() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    kubeconfig_of_test()
+    with EmbeddedServer(tmp_path_factory.mktemp("valkey")).start() as server:
+        yield server.url
+
+
+@pytest.fixture
+async def leader(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator[SchedulerUnderTest]:
+    """A scheduler with nobody connected; workers without heartbeats are not given up."""
+    shard = f"s{abs(hash(request.node.name)) % 10**8}"
+    found = await start_scheduler(redis_url, shard=shard, silence_s=600.0)
+    await found.wait_leading()
+    yield found
+    await found.crash()
+
+
+@pytest.fixture
+async def kubelet(cluster: Cluster, leader: SchedulerUnderTest) -> AsyncIterator[Kubelet]:
+    found = Kubelet(cluster, leader.address)
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def deployed(cluster: Cluster, helm3: Any, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+    """The operator as a process, with the account and the rights that the chart gives it."""
+    rendered = helm3.render({"operator": {"enabled": True}})
+    for kind in ("ServiceAccount", "Role", "RoleBinding"):
+        made = find(rendered, kind, "operator")
+        for subject in made.get("subjects", []):
+            subject["namespace"] = cluster.namespace
+        await apply(cluster, path_of(made, cluster.namespace), made)
+    account = find(rendered, "ServiceAccount", "operator")["metadata"]["name"]
+    kubeconfig = kubeconfig_with(await token_of(cluster, account), tmp_path / "kubeconfig")
+    process = OperatorProcess(kubeconfig, cluster.namespace, tmp_path / "operator.log")
+    process.start()
+    try:
+        yield process
+    finally:
+        process.stop()
+    said = process.log.read_text(encoding="utf-8")
+    assert "Traceback" not in said, said
+    assert "orbidden" not in said, said
+
+
+@pytest.fixture
+def pool(helm3: Any, leader: SchedulerUnderTest) -> dict[str, Any]:
+    """As the chart writes it, with the test's scheduler."""
+    found = copy.deepcopy(
+        find(helm3.render({"operator": {"enabled": True}}), "SpeculativePool", "demo-worker")
+    )
+    found["spec"]["scheduler"] = leader.address
+    found["metadata"].pop("namespace", None)
+    return found
+
+
+def with_spec(pool: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    return {**pool, "spec": {**pool["spec"], **spec}}
+
+
+def path_of(made: dict[str, Any], namespace: str) -> str:
+    """Where the API server keeps such an object."""
+    version, kind = made["apiVersion"], made["kind"].lower()
+    plural = {"networkpolicy": "networkpolicies"}.get(kind, f"{kind}s")
+    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    return f"{root}/namespaces/{namespace}/{plural}/{made['metadata']['name']}"
+
+
+async def refusal(asked: Any) -> str:
+    with pytest.raises(ApiException) as caught:
+        await asked
+    assert caught.value.status == 422, caught.value
+    return str(caught.value.body)
+
+
+# -- the definition -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_api_server_takes_a_pool_as_the_chart_writes_it(
+    cluster: Cluster, pool: dict[str, Any]
+) -> None:
+    created = await cluster.create_pool(pool, field_validation="Strict")
+
+    assert created["spec"]["drainSeconds"] == pool["spec"]["drainSeconds"]
+    assert created["spec"]["template"] == pool["spec"]["template"], "nothing is pruned"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"minReplicas": 3, "maxReplicas": 2}, "minReplicas must not be larger than maxReplicas"),
+        ({"model": {"draft": "/models/d"}}, "a draft needs a target"),
+        ({"replicas": -1}, "spec.replicas"),
+        ({"maxReplicas": 0}, "spec.maxReplicas"),
+        ({"scheduler": "no-port"}, "spec.scheduler"),
+        ({"drainSeconds": 0}, "spec.drainSeconds"),
+        ({"template": {"spec": {"containers": [{"name": "other"}]}}}, 'a container named \\"worker\\"'),
+        ({"template": {}}, "spec.template.spec"),
+    ],
+)
+async def test_a_pool_that_makes_no_sense_is_refused_by_name(
+    cluster: Cluster, pool: dict[str, Any], spec: dict[str, Any], said: str
+) -> None:
+    assert said in await refusal(cluster.create_pool(with_spec(pool, **spec)))
+
+
+async def test_without_a_number_there_is_one_worker(cluster: Cluster, pool: dict[str, Any]) -> None:
+    bare = with_spec(pool)
+    del bare["spec"]["replicas"], bare["spec"]["drainSeconds"]
+
+    created = await cluster.create_pool(bare)
+
+    assert (created["spec"]["replicas"], created["spec"]["drainSeconds"]) == (1, 60)
+
+
+async def test_autoscalers_find_number_and_selector(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=2))
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+
+    scale = await cluster.scale_pool(NAME, 3)
+
+    assert scale["spec"]["replicas"] == 3
+    assert scale["status"] == {"replicas": 2, "selector": f"{objects.POOL_LABEL}={NAME}"}
+    await wait_until_async(lambda: ready(cluster, 3), description="three workers are ready", timeout_s=60)
+
+
+async def ready(cluster: Cluster, count: int) -> bool:
+    return (await cluster.status(NAME)).get("ready") == count
+
+
+# -- the operator as a process ----------------------------------------------------------------------------------------------
+
+
+async def test_a_pool_becomes_a_deployment_and_status_says_how_it_does(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    created = await cluster.create_pool(with_spec(pool, replicas=2))
+
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    made = await cluster.deployment(NAME)
+    assert made is not None
+    assert made["metadata"]["ownerReferences"][0]["uid"] == created["metadata"]["uid"]
+    container = made["spec"]["template"]["spec"]["containers"][0]
+    assert container["image"] == pool["spec"]["template"]["spec"]["containers"][0]["image"]
+
+    async def knows_the_scheduler() -> bool:
+        return (await cluster.status(NAME)).get("policy") == "fcfs"
+
+    await wait_until_async(knows_the_scheduler, description="status says what the scheduler says")
+    row = await printed(cluster)
+    assert [row[name] for name in ("Wanted", "Ready", "Draining", "Queued")] == [2, 2, 0, 0]
+    assert (row["Policy"], row["Problem"]) == ("fcfs", "")
+    assert "finalizers" not in (await cluster.pool(NAME))["metadata"], "it can be deleted without an operator"
+    assert await asyncio.to_thread(deployed.probe) == 200
+
+
+async def printed(cluster: Cluster) -> dict[str, Any]:
+    """What `kubectl get speculativepools -o wide` shows."""
+    path = f"/apis/laps-sd.dev/v1alpha1/namespaces/{cluster.namespace}/speculativepools"
+    table = await cluster.request(
+        "GET", path, Accept="application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
+    )
+    names = [column["name"] for column in table["columnDefinitions"]]
+    return dict(zip(names, table["rows"][0]["cells"], strict=True))
+
+
+async def test_the_cheapest_to_lose_is_drained_and_only_then_the_number_falls(
+    cluster: Cluster,
+    pool: dict[str, Any],
+    deployed: OperatorProcess,
+    kubelet: Kubelet,
+    leader: SchedulerUnderTest,
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=3, drainSeconds=3600))
+    await wait_until_async(lambda: len(kubelet.workers) == 3, description="three workers", timeout_s=60)
+    async with gateway(leader.address) as client:
+        busy = await occupy(client, kubelet, prompts={"long": 400, "short": 10, "middle": 100})
+
+        await cluster.scale_pool(NAME, 2)
+
+        await wait_until_async(lambda: draining(leader), description="a worker drains", timeout_s=30)
+        assert draining(leader) == [busy["short"]]
+        assert await cluster.marked() == [busy["short"]]
+        pod = (await cluster.pods())[busy["short"]]
+        assert pod["metadata"]["annotations"]["controller.kubernetes.io/pod-deletion-cost"] == "-1000"
+        await turns(cluster, 2)
+        assert await cluster.replicas(NAME) == 3, "it still has a request"
+        assert (await cluster.status(NAME))["draining"] == 1
+
+        await kubelet.workers[busy["short"]].run_round("short", 1, 1, [5])  # it moves at the end of a round
+
+        await wait_until_async(lambda: has_pods(cluster, 2), description="the pod is gone", timeout_s=30)
+        assert set(await cluster.pods()) == {busy["long"], busy["middle"]}
+        assert await cluster.replicas(NAME) == 2
+
+
+async def occupy(client: Any, kubelet: Kubelet, prompts: dict[str, int]) -> dict[str, str]:
+    """A request on each worker, one round done; who has which."""
+    for number, (name, length) in enumerate(prompts.items(), start=1):
+        await client.submit(name, prompt=tuple(range(length)), max_tokens=50, submission_id=number)
+    where: dict[str, str] = {}
+    for pod, peer in kubelet.workers.items():
+        assignment = await peer.wait_for(
+            lambda m: m.WhichOneof("message") == "assignment" and len(m.assignment.entries) == 1,
+            f"{pod} has a request",
+        )
+        (entry,) = assignment.assignment.entries
+        where[entry.request_id] = pod
+        await peer.run_round(entry.request_id, entry.lease_epoch, 0, [4])
+    assert set(where) == set(prompts)
+    return where
+
+
+def draining(leader: SchedulerUnderTest) -> list[str]:
+    assert leader.leadership.loop is not None
+    return [view.worker_id for view in leader.leadership.loop.core.workers() if view.draining]
+
+
+async def has_pods(cluster: Cluster, count: int) -> bool:
+    return len(await cluster.pods()) == count
+
+
+async def turns(cluster: Cluster, count: int) -> None:
+    """So many turns of the operator have begun and ended since the call: each has seen a change of the pool."""
+    for number in range(count):
+        await cluster.patch_pool(NAME, {"spec": {"maxReplicas": 100 + number}})
+        generation = (await cluster.pool(NAME))["metadata"]["generation"]
+
+        async def answered(generation: int = generation) -> bool:
+            return (await cluster.status(NAME)).get("observedGeneration", 0) >= generation
+
+        await wait_until_async(answered, description="the operator has had a turn")
+
+
+async def test_a_number_set_by_hand_becomes_the_pools(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=1))
+    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready", timeout_s=60)
+
+    await cluster.scale_deployment(NAME, 3)
+
+    async def adopted() -> bool:
+        return int((await cluster.pool(NAME))["spec"]["replicas"]) == 3
+
+    await wait_until_async(adopted, description="the pool says three")
+    await turns(cluster, 2)
+    assert await cluster.replicas(NAME) == 3
+
+
+async def test_an_operator_that_was_killed_goes_on_where_it_was(
+    cluster: Cluster,
+    pool: dict[str, Any],
+    deployed: OperatorProcess,
+    kubelet: Kubelet,
+    leader: SchedulerUnderTest,
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=2, drainSeconds=3600))
+    await wait_until_async(lambda: len(kubelet.workers) == 2, description="two workers", timeout_s=60)
+    async with gateway(leader.address) as client:
+        busy = await occupy(client, kubelet, prompts={"long": 400, "short": 10})
+        await cluster.scale_pool(NAME, 1)
+        await wait_until_async(lambda: draining(leader), description="a worker drains", timeout_s=30)
+
+        deployed.kill()
+        await kubelet.workers[busy["short"]].run_round("short", 1, 1, [5])
+        deployed.start()
+
+        await wait_until_async(lambda: has_pods(cluster, 1), description="the pod is gone", timeout_s=60)
+        assert set(await cluster.pods()) == {busy["long"]}
+
+
+async def test_a_changed_pool_changes_its_pods_and_not_their_number(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=2))
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    before = set(await cluster.pods())
+
+    await cluster.patch_pool(NAME, {"spec": {"drainSeconds": 90}})
+
+    async def replaced() -> bool:
+        pods = await cluster.pods()
+        return len(pods) == 2 and not before & set(pods) and await ready(cluster, 2)
+
+    await wait_until_async(replaced, description="both pods are new", timeout_s=60)
+    for found in (await cluster.pods()).values():
+        assert found["spec"]["terminationGracePeriodSeconds"] == 100
+
+
+async def test_a_pool_goes_with_all_it_has_and_without_its_operator(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=2))
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    deployed.kill()
+
+    await cluster.delete_pool(NAME)
+
+    await wait_until_async(lambda: has_pods(cluster, 0), description="its pods are gone", timeout_s=60)
+    assert await cluster.pools() == []
+    assert await cluster.deployment(NAME) is None
+
+
+async def test_a_pool_that_is_being_deleted_gets_no_new_deployment(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    """In the foreground: the pool stays until what it owns is gone."""
+    await cluster.create_pool(with_spec(pool, replicas=1))
+    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready", timeout_s=60)
+
+    await cluster.delete_pool(NAME, "Foreground")
+
+    async def gone() -> bool:
+        return await cluster.pools() == []
+
+    await wait_until_async(gone, description="the pool is gone", timeout_s=60)
+    assert await cluster.deployment(NAME) is None
+
+
+async def test_what_kubernetes_refuses_is_told_in_status(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess
+) -> None:
+    broken = copy.deepcopy(pool)
+    broken["spec"]["template"]["spec"]["containers"][0]["ports"] = [{"containerPort": 70000}]
+    await cluster.create_pool(broken)
+
+    await wait_until_async(lambda: problem(cluster, "containerPort"), description="status names the field")
+
+    mended = copy.deepcopy(pool["spec"]["template"]["spec"]["containers"])
+    await cluster.patch_pool(NAME, {"spec": {"template": {"spec": {"containers": mended}}}})
+
+    async def solved() -> bool:
+        return await cluster.replicas(NAME) == 1 and "problem" not in await cluster.status(NAME)
+
+    await wait_until_async(solved, description="the Deployment is there and the problem is not")
+
+
+async def problem(cluster: Cluster, part: str) -> bool:
+    return part in (await cluster.status(NAME)).get("problem", "")
+
+
+async def test_a_deployment_of_somebody_else_is_left_alone(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, helm3: Any
+) -> None:
+    other = find(helm3.render({}), "Deployment", "demo-worker")
+    await apply(cluster, path_of(other, cluster.namespace), other)
+    before = await cluster.deployment(NAME)
+
+    await cluster.create_pool(with_spec(pool, replicas=5))
+
+    await wait_until_async(lambda: problem(cluster, "not this pool's"), description="status says so")
+    after = await cluster.deployment(NAME)
+    assert before is not None and after is not None
+    assert after["spec"] == before["spec"]
+
+
+async def test_a_scheduler_that_is_away_stops_no_growth_and_is_told(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, leader: SchedulerUnderTest
+) -> None:
+    kubelet = Kubelet(cluster)
+    try:
+        await cluster.create_pool(with_spec(pool, scheduler="127.0.0.1:1", replicas=1))
+        await wait_until_async(lambda: problem(cluster, "no scheduler answers"), description="status says so")
+
+        await cluster.scale_pool(NAME, 2)
+
+        await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+        assert "queued" not in await cluster.status(NAME)
+    finally:
+        await kubelet.close()
+
+
+# -- every point at which it may die ----------------------------------------------------------------------------------------
+
+
+class Died(Exception):
+    """The operator, in the middle of a turn."""
+
+
+class Mortal(operator.Kubernetes):
+    """Dies before its n-th write."""
+
+    def __init__(self, cluster: Cluster, writes: int) -> None:
+        super().__init__(cluster.api, cluster.namespace, NAME)
+        self.left = writes
+
+    def write(self) -> None:
+        if not self.left:
+            raise Died
+        self.left -= 1
+
+    async def create(self, deployment: dict[str, Any]) -> None:
+        self.write()
+        await super().create(deployment)
+
+    async def patch_deployment(self, operations: list[dict[str, Any]]) -> None:
+        self.write()
+        await super().patch_deployment(operations)
+
+    async def patch_pod(self, name: str, patch: dict[str, Any]) -> None:
+        self.write()
+        await super().patch_pod(name, patch)
+
+    async def patch_pool(self, patch: dict[str, Any]) -> None:
+        self.write()
+        await super().patch_pool(patch)
+
+    async def tell(self, status: dict[str, Any]) -> None:
+        self.write()
+        await super().tell(status)
+
+
+async def test_it_may_die_before_any_write_and_the_end_is_the_same(
+    cluster: Cluster,
+    pool: dict[str, Any],
+    kubelet: Kubelet,
+    leader: SchedulerUnderTest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From nothing to two workers, to four by hand, to one: a life in which each operator lives for one write longer than
+    the one before, and never takes the worker that has a request."""
+    mortal = Mortal(cluster, 0)
+    ask = scheduler.drain
+
+    async def drain(address: str, tls: Any, worker: str) -> None:
+        mortal.write()
+        await ask(address, tls, worker)
+
+    monkeypatch.setattr(scheduler, "drain", drain)
+    deaths = 0
+
+    async def live(done: Any, description: str) -> None:
+        nonlocal mortal, deaths
+        writes = 0
+        mortal = Mortal(cluster, writes)
+        for _ in range(400):
+            try:
+                assert await operator.turn(mortal, None, get_logger("test"))
+            except Died:
+                deaths += 1
+                writes = (writes + 1) % 4
+                mortal = Mortal(cluster, writes)
+            if await done():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"never: {description}; {await cluster.pool(NAME)}")
+
+    await cluster.create_pool(with_spec(pool, replicas=2))
+
+    async def count(wanted: int) -> bool:
+        status, found = await cluster.status(NAME), await cluster.pool(NAME)
+        return (
+            await cluster.replicas(NAME) == wanted
+            and found["spec"]["replicas"] == wanted
+            and status.get("ready") == wanted
+            and len(kubelet.workers) == wanted
+        )
+
+    await live(lambda: count(2), "two workers")
+    async with gateway(leader.address) as client:
+        busy = await occupy(client, kubelet, prompts={"long": 400, "other": 10})
+        await kubelet.workers[busy["other"]].run_round("other", 1, 1, [5], end=pb.RequestEnd.KIND_STOP)
+        await cluster.scale_deployment(NAME, 4)
+        await live(lambda: count(4), "four workers, in the pool too")
+        await cluster.scale_pool(NAME, 1)
+        await live(lambda: count(1), "one worker")
+        assert list(kubelet.workers) == [busy["long"]]
+    assert deaths > 10
+
+
+# -- the chart --------------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject"}
+"""Kinds of operators that the API server does not have."""
+
+
+@pytest.mark.parametrize("name", MATRIX)
+async def test_the_api_server_takes_everything_that_the_chart_renders(
+    cluster: Cluster, helm3: Any, name: str
+) -> None:
+    """Strictly: no field that it does not know; pods as the namespace's Pod Security level allows them."""
+    values, crds = MATRIX[name]
+    warned = []
+    for made in helm3.render(values, crds):
+        if made["kind"] in ELSEWHERE:
+            continue
+        made["metadata"].pop("namespace", None)
+        for subject in made.get("subjects", []):
+            subject["namespace"] = cluster.namespace
+        path = path_of(made, cluster.namespace)
+        taken = await apply(cluster, path, made, dryRun="All", fieldValidation="Strict")
+        assert taken["kind"] == made["kind"]
+        if "template" in made.get("spec", {}) and made["kind"] != "SpeculativePool":
+            warned.append(made["kind"])
+            await admits_its_pod(cluster, made["spec"]["template"])
+    assert warned
+
+
+async def test_helm_installs_upgrades_and_removes_it(cluster: Cluster, helm3: Any) -> None:
+    """A number of workers that was set by hand: an upgrade sets a Deployment's back, and leaves a SpeculativePool's."""
+
+    async def helm(*arguments: str) -> None:
+        program = helm3_program()
+        assert program is not None
+        where = ("--namespace", cluster.namespace, "--kubeconfig", kubeconfig_of_test())
+        done = await asyncio.to_thread(
+            subprocess.run, [program, *arguments, *where], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+    await helm("install", "demo", str(CHART))
+    await cluster.scale_deployment(NAME, 3)
+    await helm("upgrade", "demo", str(CHART), "--set", "image.tag=2")
+    made = await cluster.deployment(NAME)
+    assert made is not None
+    assert made["spec"]["replicas"] == 1
+    assert made["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
+
+    await helm("upgrade", "demo", str(CHART), "--set", "operator.enabled=true")
+    assert await cluster.pools() == [NAME]
+    await cluster.scale_pool(NAME, 3)
+    await helm("upgrade", "demo", str(CHART), "--set", "operator.enabled=true,image.tag=3")
+    changed = await cluster.pool(NAME)
+    assert changed["spec"]["replicas"] == 3
+    assert changed["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":3")
+
+    await helm("rollback", "demo", "1")
+    assert await cluster.pools() == []
+    made = await cluster.deployment(NAME)
+    assert made is not None
+    assert made["spec"]["replicas"] == 1
+
+    await helm("uninstall", "demo")
+
+    async def nothing_left() -> bool:
+        return await cluster.deployment(NAME) is None and not await cluster.pods()
+
+    await wait_until_async(nothing_left, description="everything is gone")
+
+
+async def admits_its_pod(cluster: Cluster, template: dict[str, Any]) -> None:
+    """A Deployment is taken whatever its pods are; what the namespace enforces is asked of the pod itself."""
+    template = copy.deepcopy(template)
+    del template["spec"]["serviceAccountName"]
+    template["spec"].pop("priorityClassName", None)
+    template["spec"].pop("runtimeClassName", None)
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        **template,
+        "metadata": {**template["metadata"], "name": "of-the-template"},
+    }
+    volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])}
+    for container in [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]:
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] not in volumes:  # a claim of the StatefulSet's
+                volumes.add(mount["name"])
+                pod["spec"].setdefault("volumes", []).append({"name": mount["name"], "emptyDir": {}})
+    await cluster.core.create_namespaced_pod(cluster.namespace, pod, dry_run="All")

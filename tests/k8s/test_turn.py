@@ -1,0 +1,139 @@
+"""One turn of the operator: what it reads, does, and tells. Kubernetes is a memory here; test_cluster.py has a real one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kopf", reason="make setup")
+
+from kubernetes_asyncio.client.exceptions import ApiException
+from laps_sd_operator import __main__ as operator
+from laps_sd_operator import objects
+
+from laps_sd.log import get_logger
+
+POOL: dict[str, Any] = {
+    "metadata": {"name": "p", "namespace": "models", "uid": "u-1", "generation": 2},
+    "spec": {
+        "replicas": 2,
+        "scheduler": "127.0.0.1:1",
+        "template": {"spec": {"containers": [{"name": "worker", "image": "w"}]}},
+    },
+}
+NOBODY = "no scheduler answers: 127.0.0.1:1"
+
+
+class Memory(operator.Kubernetes):
+    """Of what was written. `refuses`: what every write of the Deployment is answered with."""
+
+    def __init__(
+        self,
+        pool: dict[str, Any] | None,
+        deployment: dict[str, Any] | None = None,
+        refuses: ApiException | None = None,
+    ) -> None:
+        self._pool, self._deployment, self._refuses = pool, deployment, refuses
+        self.written: list[Any] = []
+        self.told: list[dict[str, Any]] = []
+
+    async def pool(self) -> dict[str, Any] | None:
+        return copy.deepcopy(self._pool)
+
+    async def deployment(self) -> dict[str, Any] | None:
+        return copy.deepcopy(self._deployment)
+
+    async def pods(self) -> list[dict[str, Any]]:
+        return []
+
+    async def create(self, deployment: dict[str, Any]) -> None:
+        await self.patch_deployment([deployment])
+
+    async def patch_deployment(self, operations: list[dict[str, Any]]) -> None:
+        if self._refuses is not None:
+            raise self._refuses
+        self.written.append(operations)
+
+    async def tell(self, status: dict[str, Any]) -> None:
+        self.told.append(status)
+
+
+async def turn(memory: Memory) -> bool:
+    return await operator.turn(memory, None, get_logger("test"))
+
+
+def refusal(status: int, **body: Any) -> ApiException:
+    error = ApiException(status=status, reason="because")
+    error.body = json.dumps(body)
+    return error
+
+
+async def test_a_new_pool_gets_a_deployment_even_while_no_scheduler_answers() -> None:
+    memory = Memory(POOL)
+
+    assert await turn(memory)
+
+    ((made,),) = memory.written
+    assert made["spec"]["replicas"] == 2
+    (status,) = memory.told
+    assert status["observedGeneration"] == 2
+    assert status["problem"].startswith(NOBODY)
+
+
+async def test_what_is_told_already_is_not_told_again() -> None:
+    first = Memory(POOL)
+    await turn(first)
+    told = {name: value for name, value in first.told[0].items() if value is not None}
+
+    again = Memory({**POOL, "status": told}, objects.deployment_of(POOL, 2))
+    await turn(again)
+
+    assert (again.written, again.told) == ([], [])
+
+
+async def test_a_pool_that_is_gone_ends_its_turns_and_one_that_is_going_gets_nothing() -> None:
+    going = Memory({**POOL, "metadata": {**POOL["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+
+    assert not await turn(Memory(None))
+    assert await turn(going), "it may have something to finish: what it owns goes first"
+    assert (going.written, going.told) == ([], [])
+
+
+async def test_a_deployment_of_somebody_else_is_left_alone_and_told() -> None:
+    other = objects.deployment_of({**POOL, "metadata": {**POOL["metadata"], "uid": "u-0"}}, 9)
+    memory = Memory(POOL, other)
+
+    await turn(memory)
+
+    assert memory.written == []
+    assert memory.told[0]["problem"] == "there is a Deployment p that is not this pool's"
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            refusal(
+                422, message="spec.template.spec.containers[0].image: Required", details={"causes": [{}]}
+            ),
+            "spec.template.spec.containers[0].image: Required",
+        ),
+        (refusal(403, message="exceeded quota"), "exceeded quota"),
+        (ApiException(status=500, reason="because"), "Kubernetes answers 500: because"),
+        (refusal(422, message="the server rejected our request", details={}), NOBODY),
+        (refusal(409, message="already exists"), NOBODY),
+        (refusal(404, message="not found"), NOBODY),
+    ],
+    ids=["invalid", "forbidden", "failed", "test of a JSON patch", "conflict", "gone"],
+)
+async def test_what_kubernetes_refuses_is_told_unless_somebody_was_only_faster(
+    answer: ApiException, told: str
+) -> None:
+    memory = Memory(POOL, refuses=answer)
+
+    assert await turn(memory)
+
+    assert memory.told[0]["problem"].startswith(told)

@@ -1,0 +1,206 @@
+"""Kubernetes' scaling formula, and virtual workers that come and go with it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+
+from bench.autoscale import devices_for, frontier, main
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.sim.autoscaler import Autoscaler, Look, Pods, Scaling, average_wish, utilisation_wish
+from scheduler_svc.sim.cluster import Cluster, Outcome
+from scheduler_svc.sim.jobs import Job
+from scheduler_svc.sim.machine import Machine
+
+BACKLOG = Scaling(signal="backlog", target=30.0)
+BUSY = Scaling(signal="utilisation", target=0.6)
+MACHINE = Machine(slots=2)
+
+
+def rush(requests: int, gap_s: float, rounds: int = 40) -> list[Job]:
+    return [
+        Job(f"r{number:04d}", number * gap_s, 20, bytes([3] * rounds), 3 * rounds)
+        for number in range(requests)
+    ]
+
+
+def run(jobs: list[Job], scaling: Scaling, first: int = 1, check: bool = False) -> tuple[Outcome, Pods]:
+    cluster = Cluster(
+        jobs, MACHINE, 0, lambda _, settings: policy_named("laps-sd", settings), CoreSettings(), check=check
+    )
+    pods = Pods(cluster, MACHINE, scaling, first)
+    return cluster.run(), pods
+
+
+# -- the formula ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_metric_of_the_pool_asks_for_its_value_over_the_target_rounded_up():
+    assert average_wish(BACKLOG, Look(wanted=2, ready=2, value=100.0)) == 4
+    assert average_wish(BACKLOG, Look(wanted=5, ready=5, value=61.0)) == 3
+    assert average_wish(BACKLOG, Look(wanted=5, ready=5, value=0.0)) == 0
+
+
+@pytest.mark.parametrize("value", [54.5, 60.0, 65.5])
+def test_within_ten_per_cent_of_the_target_nothing_changes(value):
+    assert average_wish(BACKLOG, Look(wanted=2, ready=2, value=value)) == 2
+
+
+def test_utilisation_asks_for_as_many_as_would_bring_it_to_the_target():
+    assert utilisation_wish(BUSY, Look(wanted=3, ready=3, value=0.9)) == 5
+    assert utilisation_wish(BUSY, Look(wanted=6, ready=6, value=0.2)) == 2
+    assert utilisation_wish(BUSY, Look(wanted=6, ready=6, value=0.63)) == 6
+
+
+def test_pods_that_start_count_as_idle_where_utilisation_asks_for_more():
+    assert utilisation_wish(BUSY, Look(wanted=2, ready=2, value=0.9)) == 3
+    assert utilisation_wish(BUSY, Look(wanted=3, ready=2, value=0.9)) == 3, "one is on its way already"
+    assert utilisation_wish(BUSY, Look(wanted=3, ready=0, value=0.0)) == 3, "nobody to be measured"
+
+
+def test_the_highest_wish_of_the_window_counts_before_pods_are_taken_away():
+    autoscaler = Autoscaler(replace(BACKLOG, down_window_s=60.0))
+    seen = []
+    wanted = 4
+    for now_s, value in ((0, 120.0), (15, 20.0), (30, 80.0), (45, 20.0), (60, 20.0), (75, 20.0), (90, 20.0)):
+        wanted = autoscaler.pods(now_s, Look(wanted, wanted, value))
+        seen.append(wanted)
+
+    assert seen == [4, 4, 4, 4, 3, 3, 1]
+
+
+def test_pods_are_added_four_at_a_time_or_twice_as_many():
+    autoscaler = Autoscaler(replace(BACKLOG, most=100))
+
+    assert autoscaler.pods(0, Look(1, 1, 3000.0)) == 5
+    assert autoscaler.pods(15, Look(5, 5, 3000.0)) == 10
+    assert autoscaler.pods(30, Look(60, 60, 30_000.0)) == 100, "and never more than the most"
+
+
+def test_a_scaling_that_makes_no_sense_is_refused():
+    for wrong in ({"signal": "noise"}, {"target": 0.0}, {"least": 0}, {"least": 5, "most": 2}):
+        with pytest.raises(ValueError, match="must be"):
+            replace(BACKLOG, **wrong)
+
+
+# -- pods -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fixed_number_is_the_cluster_with_so_many_workers():
+    jobs = rush(60, 0.2)
+
+    elastic, pods = run(jobs, Scaling(signal="fixed", target=2.0), first=2)
+    plain = Cluster(
+        jobs, MACHINE, 2, lambda _, settings: policy_named("laps-sd", settings), CoreSettings()
+    ).run()
+
+    assert [fate.finished_s for fate in elastic.fates] == [fate.finished_s for fate in plain.fates]
+    assert pods.device_s(elastic.end_s) == pytest.approx(2 * elastic.end_s)
+
+
+def test_workers_come_after_their_start_and_their_devices_count_from_the_decision():
+    jobs = rush(400, 0.1)
+    scaling = Scaling(signal="requests", target=5.0, most=3, start_s=60.0)
+
+    outcome, pods = run(jobs, scaling)
+
+    assert pods.changes[:2] == [(0.0, 1), (15.0, 3)]
+    alone, _ = run(jobs, Scaling(signal="fixed", target=1.0))
+    before = [fate.finished_s for fate in outcome.fates if fate.finished_s < 75.0]
+    assert before == [fate.finished_s for fate in alone.fates if fate.finished_s < 75.0]
+    assert outcome.end_s < alone.end_s
+    assert pods.device_s(75.0) == pytest.approx(75.0 + 2 * 60.0)
+
+
+def test_workers_that_are_taken_away_are_drained_and_no_request_is_lost():
+    """A rush, then a trickle: the rush's workers go while requests run on them."""
+    jobs = rush(120, 0.05) + [
+        replace(job, request_id=f"t{job.request_id}", arrival_s=60.0 + job.arrival_s)
+        for job in rush(100, 1.0)
+    ]
+    scaling = Scaling(signal="backlog", target=2.0, most=6, start_s=5.0, down_window_s=30.0)
+
+    outcome, pods = run(jobs, scaling, check=True)
+
+    assert max(count for _, count in pods.changes) > 2
+    assert pods.changes[-1][1] == 1
+    assert all(fate.finished_s > fate.job.arrival_s for fate in outcome.fates)
+    assert pods.device_s(outcome.end_s) < 3 * outcome.end_s
+
+
+def test_one_that_has_not_started_goes_first_and_never_works():
+    jobs = rush(60, 0.01) + [
+        replace(job, request_id=f"t{job.request_id}", arrival_s=100.0 + job.arrival_s)
+        for job in rush(40, 5.0)
+    ]
+    scaling = Scaling(signal="requests", target=4.0, most=8, start_s=120.0, down_window_s=15.0)
+
+    outcome, pods = run(jobs, scaling)
+
+    alone, _ = run(jobs, Scaling(signal="fixed", target=1.0))
+    assert max(count for _, count in pods.changes) > 1
+    assert [fate.finished_s for fate in outcome.fates] == [fate.finished_s for fate in alone.fates]
+
+
+# -- the benchmark --------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_what_no_other_point_beats_and_is_read_between_its_points():
+    curve = frontier([(4.0, 10.0), (2.0, 40.0), (3.0, 50.0), (8.0, 10.0)])
+
+    assert curve == [(2.0, 40.0), (4.0, 10.0)]
+    assert devices_for(curve, 40.0) == pytest.approx(2.0)
+    assert devices_for(curve, 20.0) == pytest.approx(8**0.5)
+    assert devices_for(curve, 5.0) is None
+
+
+def test_the_benchmark_says_what_each_signal_costs_and_gives(tmp_path, capsys):
+    trace = tmp_path / "trace.csv.gz"
+    lines = [f"{number * 0.9:.3f},200,{30 + number % 50}" for number in range(120)]
+    trace.write_bytes(gzip.compress("\n".join(["arrival_s,input_tokens,output_tokens", *lines]).encode()))
+    out = tmp_path / "rows.json"
+    targets = ("--targets", "backlog:1,4", "--targets", "fixed:1,2")
+
+    code = main(
+        [
+            "--trace",
+            str(trace),
+            *targets,
+            "--seeds",
+            "2",
+            "--every",
+            "1",
+            "--requests",
+            "60",
+            "--processes",
+            "1",
+            "--json",
+            str(out),
+        ]
+    )
+
+    assert code == 0, capsys.readouterr().out
+    found = json.loads(out.read_text())
+    points = [row for row in found["rows"] if row["kind"] == "point"]
+    assert [(row["config"], row["target"]) for row in points] == [
+        ("backlog", 1.0), ("backlog", 4.0), ("fixed", 1.0), ("fixed", 2.0),
+    ]  # fmt: skip
+    for row in points:
+        assert row["seeds"] == 2
+        assert row["devices_low"] <= row["devices"] <= row["devices_high"]
+        assert row["mean_s"] <= row["p99_s"]
+    one, two = points[2:]
+    assert (one["devices"], two["devices"]) == (1.0, 2.0)
+    assert one["mean_s"] >= two["mean_s"]
+    assert found["about"]["scaling"]["start_s"] == 60.0
+
+
+def test_a_signal_that_does_not_exist_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["--targets", "noise:1"])
+
+    assert "noise" in capsys.readouterr().err
