@@ -360,10 +360,31 @@ class TestARefusal:
             ({"stream": 1}, "stream", "true or false"),
             ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
             ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-            ({"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
-            ({"logprobs": True}, "logprobs", "not supported"),
-            ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-            ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+            (
+                {"response_format": {"type": "json_schema"}},
+                "response_format.json_schema",
+                "an object with a schema",
+            ),
+            (
+                {"response_format": {"type": "xml"}},
+                "response_format.type",
+                "must be text, json_object or json_schema",
+            ),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+                "response_format.json_schema",
+                "cannot be used",
+            ),
+            (
+                {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+                "guided_regex",
+                "cannot be used beside",
+            ),
+            ({"logprobs": True, "top_logprobs": 21}, "logprobs", "at most 20"),
+            ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+            ({"frequency_penalty": 2.5}, "frequency_penalty", "from -2 to 2"),
+            ({"logit_bias": {"five": 1}}, "logit_bias", "must name token ids"),
+            ({"logit_bias": {"5": 101}}, "logit_bias[5]", "from -100 to 100"),
             ({"colour": "red"}, "colour", "not a field"),
         ],
     )
@@ -392,7 +413,8 @@ class TestARefusal:
             ({"echo": True}, "echo"),
             ({"suffix": "x"}, "suffix"),
             ({"best_of": 2}, "best_of"),
-            ({"logprobs": 1}, "logprobs"),
+            ({"logprobs": 21}, "logprobs"),
+            ({"guided_json": "{"}, "response_format.json_schema"),
         ],
     )
     async def test_of_a_completion_names_its_field(self, served: Served, change: Any, param: str) -> None:
