@@ -89,6 +89,7 @@ __all__ = [
     "Ended",
     "Event",
     "Options",
+    "OutputFormat",
     "Prompt",
     "Stream",
     "error_of",
