@@ -59,6 +59,11 @@ test: setup ## Run the tests, two files at a time (no GPU, Docker or Redis neede
 test-long: setup ## Run the long tests: chaos, fuzzing, policies
 	$(BIN)/python -m pytest -m long $(ARGS)
 
+.PHONY: coverage
+coverage: setup ## Measure lines and branches of the core, the store and the acceptance code that no test takes; there must be none
+	$(BIN)/python -m coverage run -m pytest -m "not long" tests/core tests/store tests/worker tests/services/scheduler $(ARGS)
+	$(BIN)/python -m coverage report
+
 .PHONY: mutants
 mutants: setup ## Plant mistakes in the core, one at a time, and count those its tests find (slow)
 	$(BIN)/python -m tests.mutants $(ARGS)

@@ -86,7 +86,7 @@ class Run:
 class ServedStack:
     """The one-machine stack with a scheduler that changes its policy between runs."""
 
-    def __init__(self, *, slots: int, engine: str) -> None:
+    def __init__(self, *, slots: int, engine: str, round_s: float) -> None:
         fast = {"LAPS_SD_FAKE_ROUND_S": "0.001", "LAPS_SD_FAKE_OUTPUT_TOKENS": "12"}
         self._stack = LocalStack(
             engine=engine,
@@ -97,6 +97,7 @@ class ServedStack:
                 "LAPS_SD_KV_BLOCKS": str(KV_BLOCKS),
                 "LAPS_SD_BLOCK_SIZE": str(BLOCK_TOKENS),
                 "LAPS_SD_MAX_DRAFT_LEN": str(DRAFT_LEN),
+                "LAPS_SD_ROUND_FLOOR_S": str(round_s),
                 **(fast if engine == "fake" else {}),
             },
         )

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench._policy_tables import show, show_details, show_verdicts
-from bench.report import Interval, finish, ratio_interval
+from bench.report import Interval, finish, progress, ratio_interval
 from scheduler_svc.core.estimate_errors import Basis, EstimateErrors, Moment
 from scheduler_svc.core.policies import POLICIES, Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
@@ -64,6 +64,8 @@ WORK_SHARE = 0.01
 SWEEP_SHARE = 0.5
 """Of a regime's requests at each load of `--loads`: it shows a course, and no goal is judged by it."""
 DISTRIBUTION_POINTS = 200
+LINES_OF_PROGRESS = 50
+"""Where there is no terminal to draw a bar on."""
 
 
 # -- what is asked --------------------------------------------------------------------------------------------------------
@@ -230,8 +232,10 @@ def run_all(regimes: Sequence[Regime], seeds: int, data: Path | None, processes:
     tasks = [
         (regime, seed, spec) for regime in regimes for seed in range(1, seeds + 1) for spec in regime.runs
     ]
+    console = Console(stderr=True)
+    began_s = time.monotonic()
     with (
-        Progress(*columns, console=Console(stderr=True)) as shown,
+        Progress(*columns, console=console) as shown,
         ProcessPoolExecutor(processes) as pool,
     ):
         bar = shown.add_task("simulating", total=len(tasks))
@@ -240,10 +244,13 @@ def run_all(regimes: Sequence[Regime], seeds: int, data: Path | None, processes:
             for regime, seed, spec in tasks
         }
         try:
-            for future in as_completed(futures):
+            for done, future in enumerate(as_completed(futures), start=1):
                 name, spec, seed = futures[future]
                 found[name, spec][seed] = future.result()
                 shown.update(bar, advance=1, description=f"{name}: {spec}")
+                if not console.is_terminal and done % max(1, len(tasks) // LINES_OF_PROGRESS) == 0:
+                    spent_min = (time.monotonic() - began_s) / 60
+                    progress(f"{done}/{len(tasks)} simulations, {name}: {spec}; {spent_min:.1f} minutes")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -10,6 +10,10 @@ so few requests); `load-0.7` seven tenths of it. One slot by default: there the 
 every decision tells, and the reserved share is a thirty-second of the time; with two to four slots it would be a quarter to a
 half of the machine.
 
+Rounds keep time (`--round-ms`): the worker computes every round in earnest and then waits for the rest of it, as it waits for a GPU.
+A shared machine may be at half its speed for minutes; without this the order of the runs would decide. `--round-ms 0` lets rounds take what
+they take, and needs a machine to itself.
+
 Every scheduler starts with the same priors, learnt from a warm-up that no run measures. Policies take turns in changing order. A
 run in which a request failed, or found another text than alone, counts for nothing, and is told; one in which something else on the
 machine slowed the worker down is repeated.
@@ -196,7 +200,8 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], Calibrat
             sets.append((draw_requests(seed, options.requests, options.max_tokens), None))
     began_s = time.monotonic()
     progress("starting the stack")
-    with ServedStack(slots=options.slots, engine=options.engine) as stack:
+    round_s = options.round_ms / 1000 if options.engine == "demo" else 0.0
+    with ServedStack(slots=options.slots, engine=options.engine, round_s=round_s) as stack:
         calibration = await calibrate(
             stack,
             [requests for requests, _ in sets],
@@ -547,6 +552,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--slots", type=int, default=1, help="requests in a round of the worker (default 1)")
     parser.add_argument(
+        "--round-ms",
+        type=float,
+        default=15.0,
+        metavar="MS",
+        help="least time of a round; more than twice what one needs, to be sure (default 15; 0: as long as it takes)",
+    )
+    parser.add_argument(
         "--predictor",
         type=float,
         default=0.3,
@@ -575,6 +587,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         least = 2 if name in ("requests", "warm_up") else 1
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if not 0 <= options.round_ms <= 1000:
+        parser.error("--round-ms must be from 0 to 1000")
     if options.predictor < 0:
         parser.error("--predictor must not be negative")
     if options.load is not None and (options.trace is None or options.load <= 0):

@@ -75,6 +75,7 @@ KNOWN = frozenset(
         "LAPS_SD_REDIS_URL",
         "LAPS_SD_REDIS_WAIT_REPLICAS",
         "LAPS_SD_RESTORE_S",
+        "LAPS_SD_ROUND_FLOOR_S",
         "LAPS_SD_SCHEDULER_SEEDS",
         "LAPS_SD_SCHEDULER_WAIT_S",
         "LAPS_SD_SHARD",

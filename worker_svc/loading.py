@@ -9,6 +9,7 @@ from pathlib import Path
 from laps_sd.errors import StartupError
 from laps_sd.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
 from worker_svc.engine.interface import Engine, ModelError
+from worker_svc.paced import paced
 from worker_svc.settings import WorkerSettings
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -18,8 +19,11 @@ DEMO = Path(__file__).parent / "demo"
 
 def load(settings: WorkerSettings) -> Engine:
     """The engine that the settings describe. Raises StartupError with one sentence when it cannot be had."""
-    if settings.engine == "fake":
-        return _fake_engine(settings)
+    engine = _fake_engine(settings) if settings.engine == "fake" else _model_engine(settings)
+    return paced(engine, settings.round_floor_s) if settings.round_floor_s else engine
+
+
+def _model_engine(settings: WorkerSettings) -> Engine:
     target, draft = model_directories(settings)
     # Before torch is imported: more threads than free cores spin at barriers and make every operation slower.
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))

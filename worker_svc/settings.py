@@ -111,6 +111,13 @@ class WorkerSettings(ServingSettings, LinkSettings):
         minimum=1,
     )
 
+    round_floor_s: float = field(
+        0.0,
+        help="A round takes at least this long, for measurements on a machine whose speed varies; 0: as long as it takes",
+        minimum=0.0,
+        maximum=60.0,
+    )
+
     # -- the link
     max_unacknowledged_tokens: int = field(
         256,

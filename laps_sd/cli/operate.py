@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -95,13 +96,13 @@ def queue(
     if as_json:
         _print_json(reply)
         return
-    Console().print(queue_table(reply))
+    _show(queue_table(reply))
     print(f"{reply.total} requests" + (f", by {reply.policy}" if reply.policy else ""))
 
 
 def queue_table(reply: admin_pb2.ListQueueResponse) -> Table:
     """The queue as a person reads it; what the policy does not have is left out."""
-    table = Table("request", "state", "prio", "ordered by", "waiting s", "attained s", "tokens", "worker")
+    table = _table("request", "state", "prio", "ordered by", "waiting s", "attained s", "tokens", "worker")
     if any(e.HasField("perceptible") for e in reply.entries):
         table.add_column("perceptible")
     for e in reply.entries:
@@ -119,6 +120,20 @@ def queue_table(reply: admin_pb2.ListQueueResponse) -> Table:
             *known,
         )
     return table
+
+
+def _table(*columns: str) -> Table:
+    """Narrow: nothing but a line below the heads."""
+    return Table(*columns, box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+
+
+def _show(table: Table) -> None:
+    """As wide as it is: an id or a number that is cut off is of no use, whatever the terminal's width."""
+    console = Console()
+    console.width = max(
+        console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum
+    )
+    console.print(table)
 
 
 def workers(
@@ -141,7 +156,7 @@ def workers(
     if as_json:
         _print_json(reply)
         return
-    table = Table(
+    table = _table(
         "worker", "device", "state", "running", "listed", "free blocks", "rounds", "accepted", "tokens/s"
     )
     for w in reply.workers:
@@ -157,7 +172,7 @@ def workers(
             f"{w.acceptance:.0%}",
             f"{w.tokens_per_s:.1f}",
         )
-    Console().print(table)
+    _show(table)
 
 
 def drain(

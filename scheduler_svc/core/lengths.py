@@ -38,6 +38,12 @@ _EDGES = [0.0, *(BIN_RATIO**i for i in range(BINS))]
 """Bin i holds the lengths in (edge i, edge i+1]."""
 _MIDDLES = [(low + high) / 2 for low, high in pairwise(_EDGES)]
 _STANDARD = NormalDist()
+_below = _STANDARD.inv_cdf
+_ROOT_HALF = math.sqrt(0.5)
+# Parts of what every rank of a guessed request computes.
+_LEAST_VARIANCE = LEAST_LOG_SPREAD**2
+_GUESS_PRIOR = GUESS_WEIGHT * GUESS_LOG_SPREAD**2
+_LENGTH_PRIOR = DEFAULT_WEIGHT * (DEFAULT_LOG_MEAN**2 + DEFAULT_LOG_SPREAD**2)
 _NOTHING = 1e-9
 """A tail thinner than this says nothing about what follows."""
 
@@ -220,10 +226,11 @@ class GuessError:
         return self.total / (self.weight + GUESS_WEIGHT)
 
     @property
-    def spread(self) -> float:
-        """Standard deviation around the bias."""
-        mean_square = (self.squares + GUESS_WEIGHT * GUESS_LOG_SPREAD**2) / (self.weight + GUESS_WEIGHT)
-        return max(LEAST_LOG_SPREAD, math.sqrt(max(0.0, mean_square - self.bias**2)))
+    def variance(self) -> float:
+        """Mean square around the bias."""
+        weight = self.weight + GUESS_WEIGHT
+        bias = self.total / weight
+        return max(_LEAST_VARIANCE, (self.squares + _GUESS_PRIOR) / weight - bias * bias)
 
 
 @dataclass(slots=True)
@@ -248,11 +255,11 @@ class LogLengths:
         return (self.total + DEFAULT_WEIGHT * DEFAULT_LOG_MEAN) / (self.weight + DEFAULT_WEIGHT)
 
     @property
-    def spread(self) -> float:
-        """Standard deviation of ln(length)."""
-        prior = DEFAULT_WEIGHT * (DEFAULT_LOG_MEAN**2 + DEFAULT_LOG_SPREAD**2)
-        mean_square = (self.squares + prior) / (self.weight + DEFAULT_WEIGHT)
-        return max(LEAST_LOG_SPREAD, math.sqrt(max(0.0, mean_square - self.mean**2)))
+    def variance(self) -> float:
+        """Of ln(length)."""
+        weight = self.weight + DEFAULT_WEIGHT
+        mean = (self.total + DEFAULT_WEIGHT * DEFAULT_LOG_MEAN) / weight
+        return max(_LEAST_VARIANCE, (self.squares + _LENGTH_PRIOR) / weight - mean * mean)
 
 
 def left_by_guess(
@@ -263,23 +270,28 @@ def left_by_guess(
     The guess, less its usual bias, and the lengths of the class are two measurements of ln(length), weighted by
     their precision; the result is cut off below at what was emitted and above at `most`.
     """
-    precision_guess, precision_class = error.spread**-2, lengths.spread**-2
-    spread = (precision_guess + precision_class) ** -0.5
-    centre = (precision_guess * (math.log(guess) + error.bias) + precision_class * lengths.mean) * spread**2
+    variance_guess, variance_class = error.variance, lengths.variance
+    both = variance_guess + variance_class
+    spread = math.sqrt(variance_guess * variance_class / both)
+    centre = (variance_class * (math.log(guess) + error.bias) + variance_guess * lengths.mean) / both
     z = (math.log(emitted) - centre) / spread if emitted else -math.inf
     if z > 5:
         # Far beyond the guess: the tail of a lognormal there falls off like an exponential of this length.
         mean = emitted * spread / z
         return _bounded(mean, 0.1 * mean, 2.3 * mean, most - emitted, basis)
-    survivors = _STANDARD.cdf(-z)
+    survivors = _above(z)
     z_most = (math.log(most) - centre) / spread
-    whole = math.exp(centre + spread**2 / 2)
-    inside = whole * (_STANDARD.cdf(spread - z) - _STANDARD.cdf(spread - z_most))
-    mean = (inside + most * _STANDARD.cdf(-z_most)) / survivors - emitted
-    low, high = (
-        math.exp(centre - spread * _STANDARD.inv_cdf(survivors * (1 - share))) - emitted for share in CREDIBLE
-    )
+    whole = math.exp(centre + spread * spread / 2)
+    inside = whole * (_above(z - spread) - _above(z_most - spread))
+    mean = (inside + most * _above(z_most)) / survivors - emitted
+    low = math.exp(centre - spread * _below(survivors * (1 - CREDIBLE[0]))) - emitted
+    high = math.exp(centre - spread * _below(survivors * (1 - CREDIBLE[1]))) - emitted
     return _bounded(mean, low, high, most - emitted, basis)
+
+
+def _above(z: float) -> float:
+    """The chance of more than z standard deviations above the mean of a normal distribution."""
+    return 0.5 * math.erfc(z * _ROOT_HALF)
 
 
 def _lindy(emitted: int, most: int) -> TokensLeft:

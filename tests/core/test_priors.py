@@ -446,13 +446,13 @@ class TestGuesses:
             length = round(math.exp(5 + 0.8 * (-1) ** i))
             errors.observe(length * math.exp(0.3 + 0.4 * (-1) ** (i // 2)), length)
             lengths.observe(length)
-        assert (errors.bias, errors.spread) == (
+        assert (errors.bias, math.sqrt(errors.variance)) == (
             pytest.approx(-0.3 * 40 / 48, rel=0.05),
             pytest.approx(math.sqrt((40 * 0.25 + 8 * 0.49) / 48 - 0.25**2), rel=0.05),
         )
         assert lengths.mean == pytest.approx((40 * 5 + 8 * math.log(150)) / 48, rel=0.001)
-        assert lengths.spread == pytest.approx(math.sqrt((40 * 0.64 + 8 * 1.0) / 48), rel=0.03)
-        trust, class_trust = errors.spread**-2, lengths.spread**-2
+        assert lengths.variance == pytest.approx((40 * 0.64 + 8 * 1.0) / 48, rel=0.06)
+        trust, class_trust = 1 / errors.variance, 1 / lengths.variance
         centre = (trust * (math.log(guess) + errors.bias) + class_trust * lengths.mean) / (
             trust + class_trust
         )
