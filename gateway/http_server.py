@@ -214,7 +214,9 @@ class HttpServer:
                 raise Unavailable(
                     f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
                 ) from None
-            reply = Reply(order, generation.accepted, created_unix_s=int(time.time()))
+            reply = Reply(
+                order, generation.accepted, created_unix_s=int(time.time()), decode=self._calls.model.decode
+            )
             headers = {REQUEST_ID_HEADER: _own_request_id(request) or reply.id}
             if order.stream:
                 return await _stream(request, generation, reply, first, headers)

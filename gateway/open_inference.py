@@ -27,7 +27,8 @@ INPUT, OUTPUT = "text_input", "text_output"
 LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
 TAKEN = (
-    "ignore_eos", "max_tokens", "priority", "seed", "stop", "temperature", "time_limit_ms", "top_k", "top_p", "workload_class",
+    "frequency_penalty", "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "max_tokens", "min_p", "presence_penalty",
+    "priority", "repetition_penalty", "seed", "stop", "temperature", "time_limit_ms", "top_k", "top_p", "workload_class",
 )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         caller = caller_of(context, self._tenants)
         order = _order(request)
         async with self._calls.generate(order.requests, caller) as generation:
-            reply = Reply(order, generation.accepted, created_unix_s=0)
+            reply = Reply(order, generation.accepted, created_unix_s=0, decode=self._calls.model.decode)
             while not generation.over:
                 for choice, event in await generation.read():
                     reply.add(choice, event)

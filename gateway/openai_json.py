@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import grpc
 
 from gateway.calls import Event
+from gateway.detokenizer import Decode
 from gateway.tokenizer import ModelFiles
 from laps_sd.errors import Cancelled, InvalidArgument, LapsSdError, ResourceExhausted, Unavailable
 from laps_sd.v1 import inference_pb2
@@ -60,35 +61,31 @@ NOTHING: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
 """What the engine does not have, with the values (beside null) that do not ask for it."""
 
+GUIDED = ("guided_json", "guided_regex", "guided_grammar")
+"""vLLM's names for output formats that OpenAI does not have."""
+
 LABELS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 """What says something about a request and asks for nothing."""
 
-OURS_TO_THEIRS = (("sampling.", ""), ("messages.messages", "messages"), ("token_ids.ids", "prompt"))
+OURS_TO_THEIRS = (("sampling.", ""), ("messages.messages", "messages"), ("token_ids.ids", "prompt"),
+                  ("output_format.", "response_format."))  # fmt: skip
 ROLES = {"developer": "system"}
 """Roles that a template knows by another name."""
 
@@ -214,6 +211,11 @@ def read_chat(body: Json) -> Order:
     """A chat completion."""
     fields = _Fields(body)
     request = _common(fields)
+    alternatives = fields.integer("top_logprobs", 0, UINT32)
+    if fields.flag("logprobs"):
+        request.logprobs = alternatives or 0
+    elif alternatives:
+        raise InvalidArgument("top_logprobs", "needs logprobs: true")
     most = [fields.integer(name, 1, UINT32) for name in ("max_completion_tokens", "max_tokens")]
     chosen = next((value for value in most if value is not None), None)
     if chosen is not None:
@@ -235,6 +237,10 @@ def read_completion(body: Json) -> Order:
     max_tokens = fields.integer("max_tokens", 1, UINT32)
     if max_tokens is not None:
         request.sampling.max_tokens = max_tokens
+    if fields.get("logprobs") is not False:
+        alternatives = fields.integer("logprobs", 0, UINT32)
+        if alternatives is not None:
+            request.logprobs = alternatives
     requests = []
     for prompt in _prompts(fields.get("prompt")):
         one = inference_pb2.GenerateRequest()
@@ -290,6 +296,11 @@ def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
             temperature=fields.number("temperature"),
             top_p=fields.number("top_p"),
             top_k=_top_k(fields),
+            min_p=fields.number("min_p"),
+            repetition_penalty=fields.number("repetition_penalty"),
+            presence_penalty=fields.number("presence_penalty"),
+            frequency_penalty=fields.number("frequency_penalty"),
+            logit_bias=_logit_bias(fields.get("logit_bias")),
             # OpenAI's seeds are signed.
             seed=None if seed is None else seed % 2**64,
             stop=[_text(f"stop[{index}]", one) for index, one in enumerate(stop)],
@@ -300,7 +311,73 @@ def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
         expected_output_tokens=fields.integer("expected_output_tokens", 0, UINT32),
         workload_class=fields.text("workload_class") or "",
         n=fields.integer("n", 0, UINT32),
+        output_format=_output_format(fields),
     )
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    """JSON's keys are texts."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidArgument("logit_bias", f"must be an object of token ids, got {_kind(value)}")
+    found = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= UINT32):
+            raise InvalidArgument("logit_bias", f"must name token ids, got {_shown(key)}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= 3e38:
+            raise InvalidArgument(f"logit_bias[{key}]", f"must be a number, got {_kind(bias)}")
+        found[int(key)] = float(bias)
+    return found
+
+
+def _output_format(fields: _Fields) -> inference_pb2.OutputFormat | None:
+    """OpenAI's `response_format`; or one of vLLM's `guided_json`, `guided_regex`, `guided_grammar`."""
+    guided = [name for name in GUIDED if fields.get(name) is not None]
+    wanted = fields.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type") == "text":
+        wanted = None
+    if len(guided) + (wanted is not None) > 1:
+        raise InvalidArgument(guided[0], "cannot be used beside another output format")
+    if guided:
+        return _guided(guided[0], fields.get(guided[0]))
+    if wanted is None:
+        return None
+    if not isinstance(wanted, dict):
+        raise InvalidArgument("response_format", f"must be an object, got {_kind(wanted)}")
+    match wanted.get("type"):
+        case "json_object":
+            return inference_pb2.OutputFormat(json_object=True)
+        case "json_schema":
+            holder = wanted.get("json_schema")
+            if not isinstance(holder, dict):
+                raise InvalidArgument(
+                    "response_format.json_schema", f"must be an object with a schema, got {_kind(holder)}"
+                )
+            schema = holder.get("schema")
+            if not isinstance(schema, dict):
+                raise InvalidArgument(
+                    "response_format.json_schema.schema", f"must be a JSON schema, got {_kind(schema)}"
+                )
+            # Order of properties is order of output. `strict` says what is always so here.
+            return inference_pb2.OutputFormat(json_schema=json.dumps(schema))
+        case other:
+            raise InvalidArgument(
+                "response_format.type", f"must be text, json_object or json_schema, got {_shown(other)}"
+            )
+
+
+def _guided(name: str, value: object) -> inference_pb2.OutputFormat:
+    if name == "guided_json" and isinstance(value, dict):
+        return inference_pb2.OutputFormat(json_schema=json.dumps(value))
+    text = _text(name, value)
+    match name:
+        case "guided_json":
+            return inference_pb2.OutputFormat(json_schema=text)
+        case "guided_regex":
+            return inference_pb2.OutputFormat(regex=text)
+        case _:
+            return inference_pb2.OutputFormat(grammar=text)
 
 
 def _top_k(fields: _Fields) -> int | None:
@@ -439,6 +516,10 @@ def _shown(value: object) -> str:
 @dataclass(slots=True)
 class _Choice:
     texts: list[str] = field(default_factory=list)
+    logprobs: list[tuple[int, inference_pb2.TokenLogprobs]] = field(default_factory=list)
+    """Tokens whose log probabilities have not been sent."""
+    characters: int = 0
+    """Text of the tokens whose log probabilities have been sent."""
     tokens: int = 0
     end: inference_pb2.Ended | None = None
 
@@ -447,9 +528,15 @@ class Reply:
     """One answer: in chunks (`opening`, `chunks`, `closing`), or `add` everything and take the `whole`."""
 
     def __init__(
-        self, order: Order, accepted: Sequence[inference_pb2.Accepted], *, created_unix_s: int
+        self,
+        order: Order,
+        accepted: Sequence[inference_pb2.Accepted],
+        *,
+        created_unix_s: int,
+        decode: Decode,
     ) -> None:
         self._order = order
+        self._decode = decode
         self._chat = order.kind == "chat"
         self._model = accepted[0].model
         self._created = created_unix_s
@@ -463,6 +550,7 @@ class Reply:
         kept = self._choices[choice]
         if isinstance(event, inference_pb2.Delta):
             kept.tokens += len(event.token_ids)
+            kept.logprobs.extend(zip(event.token_ids, event.logprobs, strict=False))
             if not self._order.stream:
                 kept.texts.append(event.text)
             return
@@ -478,7 +566,14 @@ class Reply:
         for index, choice in enumerate(self._choices):
             text = "".join(choice.texts)
             content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": _finish(choice)})
+            choices.append(
+                {
+                    "index": index,
+                    **content,
+                    "logprobs": self._logprobs(choice),
+                    "finish_reason": _finish(choice),
+                }
+            )
         return {
             **self._envelope("chat.completion" if self._chat else "text_completion"),
             "choices": choices,
@@ -518,11 +613,51 @@ class Reply:
     def _chunk(self, index: int, content: Json, finish_reason: str | None) -> Json:
         chunk = {
             **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
-            "choices": [{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}],
+            "choices": [
+                {
+                    "index": index,
+                    **content,
+                    "logprobs": self._logprobs(self._choices[index]),
+                    "finish_reason": finish_reason,
+                }
+            ],
         }
         if self._order.include_usage:
             chunk["usage"] = self._usage() if self._order.continuous_usage else None
         return chunk
+
+    def _logprobs(self, choice: _Choice) -> Json | None:
+        """Those that have not been sent; None where there are none. Unknown ones are null, as OpenAI has it for a first token."""
+        if not self._order.requests[0].HasField("logprobs"):
+            return None
+        told, choice.logprobs = choice.logprobs, []
+        if self._chat:
+            return {
+                "content": [
+                    {
+                        **self._token(token, one.logprob, known=not one.unknown),
+                        "top_logprobs": [self._token(each.token_id, each.logprob) for each in one.top],
+                    }
+                    for token, one in told
+                ]
+            }
+        texts = [self._decode([token]) for token, _ in told]
+        offsets = []
+        for text in texts:
+            offsets.append(choice.characters)
+            choice.characters += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if one.unknown else one.logprob for _, one in told],
+            "top_logprobs": [
+                {self._decode([each.token_id]): each.logprob for each in one.top} for _, one in told
+            ],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, logprob: float, *, known: bool = True) -> Json:
+        text = self._decode([token])
+        return {"token": text, "logprob": logprob if known else None, "bytes": list(text.encode())}
 
     def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}

@@ -103,9 +103,10 @@ class GatewaySettings(LinkSettings, ServingSettings):
         64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
     )
     max_logprobs: int | None = field(
-        None,
-        help="Alternatives per token that may be asked for; none: the workers give no log probabilities, and who asks is refused.",
+        20,
+        help="Alternatives per token that may be asked for; none: who asks for log probabilities is refused.",
         minimum=0,
+        maximum=64,
     )
     max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
 

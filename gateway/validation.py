@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
+from gateway.formats import problem_of
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import ModelFiles
 from laps_sd.errors import InvalidArgument
@@ -38,6 +39,11 @@ MAX_KEY_CHARACTERS = 128
 MAX_CLASS_CHARACTERS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100.0
+MAX_FORMAT_CHARACTERS = 65536
 MAX_CHARACTERS_PER_TOKEN = 64
 """A prompt with more characters than this for each token of the context cannot fit. Tokenizing takes a hundred octets and more
 for each token that comes out, so what cannot fit is refused before."""
@@ -45,6 +51,7 @@ CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
 REQUEST_ID = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9]+)")
 
 SpeculationMode = inference_pb2.Speculation.Mode
+Drafter = inference_pb2.Speculation.Drafter
 
 
 def check_request(
@@ -53,8 +60,9 @@ def check_request(
     """Raises InvalidArgument unless the request can be tokenized and everything but its length is in bounds."""
     check_model(request.model, model)
     _check_prompt(request, settings, model)
-    _check_sampling(request.sampling, settings)
+    _check_sampling(request.sampling, settings, model)
     _check_speculation(request.speculation, settings)
+    _check_format(request)
 
     if len(request.idempotency_key) > MAX_KEY_CHARACTERS:
         raise InvalidArgument(
@@ -86,7 +94,7 @@ def check_request(
     if request.HasField("n") and not 1 <= request.n <= settings.max_choices:
         raise InvalidArgument("n", f"must be from 1 to {settings.max_choices}, got {request.n}")
     if request.HasField("logprobs") and settings.max_logprobs is None:
-        raise InvalidArgument("logprobs", "must be absent: the workers give no log probabilities")
+        raise InvalidArgument("logprobs", "must be absent: this gateway gives no log probabilities")
     if settings.max_logprobs is not None and request.logprobs > settings.max_logprobs:
         raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
 
@@ -163,7 +171,9 @@ def check_ids(field: str, ids: Sequence[int], model: ModelFiles) -> None:
         )
 
 
-def _check_sampling(sampling: inference_pb2.SamplingParams, settings: GatewaySettings) -> None:
+def _check_sampling(
+    sampling: inference_pb2.SamplingParams, settings: GatewaySettings, model: ModelFiles
+) -> None:
     if sampling.HasField("max_tokens") and not 1 <= sampling.max_tokens <= settings.max_output_tokens:
         raise InvalidArgument(
             "sampling.max_tokens",
@@ -179,6 +189,38 @@ def _check_sampling(sampling: inference_pb2.SamplingParams, settings: GatewaySet
         raise InvalidArgument("sampling.top_p", f"must be above 0 and at most 1, got {sampling.top_p:g}")
     if sampling.top_k >= 2**31:
         raise InvalidArgument("sampling.top_k", f"must be at most {2**31 - 1}, got {sampling.top_k}")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidArgument("sampling.min_p", f"must be from 0 to 1, got {sampling.min_p:g}")
+    if (
+        sampling.HasField("repetition_penalty")
+        and not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY
+    ):
+        raise InvalidArgument(
+            "sampling.repetition_penalty",
+            f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}, got {sampling.repetition_penalty:g}",
+        )
+    for name, value in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+    ):
+        if not abs(value) <= MAX_PENALTY:
+            raise InvalidArgument(
+                f"sampling.{name}", f"must be from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, got {value:g}"
+            )
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidArgument(
+            "sampling.logit_bias", f"must be at most {MAX_LOGIT_BIAS} tokens, got {len(sampling.logit_bias)}"
+        )
+    for token, value in sorted(sampling.logit_bias.items()):
+        if token >= model.vocab_size:
+            raise InvalidArgument(
+                "sampling.logit_bias", f"must name token ids from 0 to {model.vocab_size - 1}, got {token}"
+            )
+        if not abs(value) <= MAX_BIAS:
+            raise InvalidArgument(
+                f"sampling.logit_bias[{token}]",
+                f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, got {value:g}",
+            )
     if len(sampling.stop) > MAX_STOP_STRINGS:
         raise InvalidArgument(
             "sampling.stop", f"must be at most {MAX_STOP_STRINGS} texts, got {len(sampling.stop)}"
@@ -201,6 +243,33 @@ def _check_speculation(speculation: inference_pb2.Speculation, settings: Gateway
     if speculation.mode == SpeculationMode.MODE_OFF and speculation.max_draft_tokens:
         raise InvalidArgument(
             "speculation.max_draft_tokens", "must be absent or 0 when speculation.mode is MODE_OFF"
+        )
+    if speculation.drafter not in Drafter.values():
+        raise InvalidArgument(
+            "speculation.drafter", f"must be DRAFTER_MODEL or DRAFTER_LOOKUP, got {speculation.drafter}"
+        )
+
+
+def _check_format(request: inference_pb2.GenerateRequest) -> None:
+    kind = request.output_format.WhichOneof("format")
+    if kind is None:
+        return
+    field = f"output_format.{kind}"
+    if kind == "json_object":
+        if not request.output_format.json_object:
+            raise InvalidArgument(field, "must be true, or absent")
+    else:
+        text: str = getattr(request.output_format, kind)
+        if not 1 <= len(text) <= MAX_FORMAT_CHARACTERS:
+            raise InvalidArgument(
+                field, f"must have 1 to {MAX_FORMAT_CHARACTERS} characters, got {len(text)}"
+            )
+        problem = problem_of(kind, text)
+        if problem:
+            raise InvalidArgument(field, problem)
+    if request.sampling.ignore_eos:
+        raise InvalidArgument(
+            "sampling.ignore_eos", "must be absent or false with output_format, which ends with the end token"
         )
 
 
@@ -246,7 +315,15 @@ def complete(
         seed=((sampling.seed if sampling.HasField("seed") else fallback_seed) + choice) % 2**64,
         stop=sampling.stop,
         ignore_eos=sampling.ignore_eos,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        drafter=request.speculation.drafter,
     )
+    if request.output_format.WhichOneof("format"):
+        specification.output_format.CopyFrom(request.output_format)
     if request.speculation.mode == SpeculationMode.MODE_OFF:
         specification.max_draft_tokens = 0
     elif request.speculation.HasField("max_draft_tokens"):

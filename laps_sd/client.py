@@ -65,6 +65,7 @@ from laps_sd.v1.inference_pb2 import (
     ListModelsRequest,
     ListModelsResponse,
     Model,
+    OutputFormat,
     ResumeRequest,
     SamplingParams,
     Speculation,
@@ -88,6 +89,7 @@ __all__ = [
     "Ended",
     "Event",
     "Options",
+    "OutputFormat",
     "Prompt",
     "Stream",
     "error_of",
@@ -103,6 +105,7 @@ RETRY_S = 5.0
 MAX_PAUSE_S = 1.0
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose gateway died, or was stopped under it."""
+DRAFTERS = {"model": Speculation.DRAFTER_MODEL, "lookup": Speculation.DRAFTER_LOOKUP}
 LEAVING_S = 2.0  # what the last word of a client that leaves may take
 
 
@@ -114,6 +117,11 @@ class Options(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
@@ -122,6 +130,9 @@ class Options(TypedDict, total=False):
     time_limit_s: float
     speculation: Literal["auto", "off"] | int
     """How to speculate; a number is the longest draft."""
+    drafter: Literal["model", "lookup"]
+    """Where proposals come from."""
+    output_format: OutputFormat
     expected_output_tokens: int
     workload_class: str
     keep: bool
@@ -136,6 +147,11 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         temperature=options.get("temperature"),
         top_p=options.get("top_p"),
         top_k=options.get("top_k"),
+        min_p=options.get("min_p"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        logit_bias=options.get("logit_bias"),
         seed=options.get("seed"),
         stop=[stop] if isinstance(stop, str) else stop,
         ignore_eos=options.get("ignore_eos"),
@@ -151,12 +167,15 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         workload_class=options.get("workload_class", ""),
         keep=options.get("keep", False),
         logprobs=options.get("logprobs"),
+        output_format=options.get("output_format"),
     )
     speculation = options.get("speculation", "auto")
     if speculation == "off":
         request.speculation.mode = Speculation.MODE_OFF
     elif speculation != "auto":
         request.speculation.CopyFrom(Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=speculation))
+    if "drafter" in options:
+        request.speculation.drafter = DRAFTERS[options["drafter"]]
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], int):

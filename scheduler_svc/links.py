@@ -226,6 +226,7 @@ class GatewaySession:
                         request_id=live.request_id,
                         first_token=attachment.next_token,
                         token_ids=fresh,
+                        logprobs=live.logprobs_of(attachment.next_token, len(fresh)),
                         end=ended,
                         attachment_id=attachment_id,
                     )

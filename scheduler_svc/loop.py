@@ -277,6 +277,8 @@ class Loop:
                 if live.started_s is None:
                     live.started_s = max(live.facts.arrival_s, turn.now_s - event.total_s)
                 live.cached_prompt_tokens = max(live.cached_prompt_tokens, progress.cached)
+                if progress.logprobs and progress.lease_epoch == live.lease_epoch:
+                    live.tell_logprobs(progress.position, progress.logprobs)
 
     async def _end_doubtful(self, turn: Turn) -> None:
         """The record did not answer a submission, it was refused, and now the record turns out to have it."""

@@ -43,6 +43,9 @@ MAX_DRAFTED_PER_ROUND = 4096
 MAX_PREFILLED_PER_ROUND = 2**24
 """More than any context is long; counted like the above."""
 MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 4096
+MAX_FORMAT_BYTES = 2**19
+MAX_LOGPROBS = 256
 MAX_HELD = 100_000
 MAX_SLOTS = 65_536
 MAX_TOKEN_ID = 2**31 - 1
@@ -107,6 +110,12 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         raise InvalidArgument("specification.stop", f"must have at most {MAX_STOP_STRINGS} entries")
     for stop in specification.stop:
         _bounded("specification.stop", stop, minimum=1)
+    if len(specification.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidArgument("specification.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries")
+    if specification.output_format.ByteSize() > MAX_FORMAT_BYTES:
+        raise InvalidArgument("specification.output_format", f"must have at most {MAX_FORMAT_BYTES} bytes")
+    if specification.logprobs > MAX_LOGPROBS:
+        raise InvalidArgument("specification.logprobs", f"must be at most {MAX_LOGPROBS}")
 
 
 def check_attachment(submit: gateway_pb.Submit) -> None:

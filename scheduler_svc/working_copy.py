@@ -7,6 +7,7 @@ after the record has them, so whatever stands in `Live.committed` may be shown.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
     End.ERROR: gateway_pb.RequestEnd.KIND_ERROR,
 }
 
+UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True)
 MAX_COUNT = 2**32 - 1
 """What a counter on the wire can say."""
 
@@ -71,6 +73,8 @@ class Live:
     started_s: float | None = None
     first_token_s: float | None = None
     cached_prompt_tokens: int = 0
+    logprobs: dict[int, pb.TokenLogprobs] = field(default_factory=dict)
+    """By position, where the request asks for them, as workers told. Not on the record."""
     end: gateway_pb.RequestEnd | None = None
     trace: RequestTrace | None = None
     """What will be drawn of it; None where its trace is not recorded."""
@@ -85,6 +89,20 @@ class Live:
         self.lease_epoch, self.worker_id = lease_epoch, worker_id
         if self.trace is not None:
             self.trace.leased(lease_epoch, worker_id, now_s)
+
+    def tell_logprobs(self, position: int, told: Sequence[pb.TokenLogprobs]) -> None:
+        """Keep what a worker says of the tokens from `position` on, within what was asked for."""
+        if not self.specification.HasField("logprobs"):
+            return
+        for at, one in enumerate(told, position):
+            if at < self.facts.max_tokens and len(one.top) <= self.specification.logprobs:
+                self.logprobs[at] = one
+
+    def logprobs_of(self, first: int, count: int) -> list[pb.TokenLogprobs]:
+        """Of committed tokens; empty unless the request asks for them."""
+        if not self.specification.HasField("logprobs"):
+            return []
+        return [self.logprobs.get(at, UNKNOWN_LOGPROBS) for at in range(first, first + count)]
 
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
         """Take over what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""

@@ -29,6 +29,7 @@ from worker_svc.engine.interface import (
     RoundResult,
     SequenceStatus,
     Specification,
+    TokenLogprobs,
     UnknownRequest,
     blocks_needed,
     check_run,
@@ -155,6 +156,8 @@ class FakeEngine:
         if spec.request_id in self._requests:
             raise ValueError(f"request_id {spec.request_id!r} is known already")
         check_specification(spec, self.capacity)
+        if spec.format is not None:
+            raise ValueError("format cannot be kept by the fake engine, whose tokens are scripted")
         digest = _digest(spec)
         self._requests[spec.request_id] = _Fake(
             spec=spec,
@@ -331,6 +334,8 @@ class FakeEngine:
             prefilled=chunk,
             finish=end.finish,
             cut_characters=end.cut_characters,
+            # Nothing else could have come.
+            logprobs=(TokenLogprobs(0.0),) * end.tokens if request.spec.logprobs is not None else (),
         )
 
     # -- what is scripted -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from laps_sd.errors import StartupError
@@ -11,6 +12,7 @@ from worker_svc.engine.interface import Engine, ModelError
 from worker_svc.paced import paced
 from worker_svc.settings import WorkerSettings
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DEMO = Path(__file__).parent / "demo"
 """Where the shipped pair lies: `target/` and `draft/`."""
 
@@ -56,6 +58,8 @@ def _model_engine(settings: WorkerSettings) -> Engine:
             prefill_chunk=settings.prefill_chunk,
             draft_len="auto" if settings.draft_len is None else settings.draft_len,
             host_bytes=settings.host_bytes,
+            drafter=settings.drafter,
+            trust_remote_code=settings.trust_remote_code,
         )
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(f"The model pair cannot be served: {error}") from error
@@ -68,12 +72,34 @@ def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
         draft: Path | None = DEMO / "draft"
         advice = "this installation lacks the demo pair; set LAPS_SD_TARGET and LAPS_SD_DRAFT"
     else:
-        target, draft = settings.target, settings.draft
-        advice = "LAPS_SD_TARGET and LAPS_SD_DRAFT must name model directories"
+        target = _on_this_machine(settings.target)
+        draft = None if settings.draft is None else _on_this_machine(settings.draft)
+        advice = (
+            "LAPS_SD_TARGET and LAPS_SD_DRAFT must name model directories or models of the Hugging Face hub"
+        )
     for path in (target, draft):
         if path is not None and not path.is_dir():
             raise StartupError(f"There is no directory {path}: {advice}.")
     return target, draft
+
+
+def _on_this_machine(named: Path) -> Path:
+    """Where a model lies; one that is named as on the hub is fetched, unless it is here already. Raises StartupError."""
+    name, _, revision = str(named).partition("@")
+    if named.exists() or not HUB_NAME.fullmatch(name):
+        return named
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]
+        )
+    except Exception as error:  # the library raises a dozen kinds; each means that it cannot be had
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StartupError(
+            f"There is no directory {named}, and the Hugging Face hub does not give a model of that name: {reason}"
+        ) from error
+    return Path(found)
 
 
 def _fake_engine(settings: WorkerSettings) -> Engine:

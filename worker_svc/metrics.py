@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from laps_sd.choose import Residency
+from laps_sd.log import get_logger
 from laps_sd.metrics import counter, gauge, histogram
 from worker_svc.runner import Round
+
+log = get_logger(__name__)
 
 ROUNDS = counter("laps_sd_worker_rounds_total", "Rounds run with at least one request.")
 DRAFTED = counter("laps_sd_worker_drafted_tokens_total", "Tokens proposed by the draft model.")
 ACCEPTED = counter("laps_sd_worker_accepted_tokens_total", "Proposed tokens that the target kept.")
+TESTED_AT = counter(
+    "laps_sd_worker_tested_tokens_total",
+    "Proposed tokens that were compared with the target's choice, by place in the draft (1 is the first).",
+    ["position"],
+)
+ACCEPTED_AT = counter(
+    "laps_sd_worker_accepted_tokens_by_position_total",
+    "Of these, the ones that the target kept.",
+    ["position"],
+)
+ACCEPTANCE = gauge(
+    "laps_sd_worker_acceptance_ratio",
+    "Accepted among compared tokens, over about the last thousand; 1 before the first.",
+)
+COLLAPSES = counter(
+    "laps_sd_worker_acceptance_collapses_total",
+    "Times that this ratio fell below 0.1: the draft does not fit the traffic, or the target. With chosen draft lengths "
+    "drafting stops by itself, and is tried again now and then.",
+)
+OUT_OF_MEMORY = counter(
+    "laps_sd_worker_out_of_memory_total",
+    "Times that the device had no memory for a round; fewer requests run for a while then.",
+)
 GENERATED = counter("laps_sd_worker_tokens_total", "Output tokens.")
 PREFILLED = counter(
     "laps_sd_worker_prefilled_tokens_total", "Context tokens computed, recomputation included."
@@ -50,27 +76,83 @@ IGNORED = counter(
 _DRAFT, _VERIFY, _PREFILL, _SWAP, _OTHER, _IDLE, _WAITING = (
     SECONDS.labels(phase) for phase in ("draft", "verify", "prefill", "swap", "other", "idle", "waiting")
 )
+ACCEPTANCE.set(1.0)
+MOST_POSITIONS = 16  # places in the draft that have a label of their own; those behind share the last
+_TESTED_AT, _ACCEPTED_AT = (
+    [metric.labels(str(place)) for place in range(1, MOST_POSITIONS + 1)]
+    for metric in (TESTED_AT, ACCEPTED_AT)
+)
 _MOVED = {residency: MOVES.labels(residency.name.lower()) for residency in Residency}
 _FREE_TARGET, _FREE_DRAFT = FREE_BLOCKS.labels("target"), FREE_BLOCKS.labels("draft")
 
 
+class AcceptanceWatch:
+    """Accepted among compared tokens, old ones fading, and whether that has collapsed."""
+
+    MEMORY_TOKENS = 1000.0
+    EVIDENCE_TOKENS = 200.0
+    """Compared before anything is said."""
+    COLLAPSED, RECOVERED = 0.1, 0.2
+
+    def __init__(self) -> None:
+        self._tested = self._accepted = 0.0
+        self.collapsed = False
+
+    @property
+    def ratio(self) -> float:
+        """1 before anything was compared."""
+        return self._accepted / self._tested if self._tested else 1.0
+
+    def observe(self, tested: int, accepted: int) -> bool:
+        """Take in one round; True when it brought the collapse."""
+        keep = max(0.0, 1 - tested / self.MEMORY_TOKENS)
+        self._tested = self._tested * keep + tested
+        self._accepted = self._accepted * keep + accepted
+        if self.collapsed:
+            self.collapsed = self.ratio < self.RECOVERED
+        elif self._tested >= self.EVIDENCE_TOKENS and self.ratio < self.COLLAPSED:
+            self.collapsed = True
+            return True
+        return False
+
+
+_watch = AcceptanceWatch()
+
+
 def observe(report: Round) -> None:
     """Count one round."""
+    if report.out_of_memory:
+        OUT_OF_MEMORY.inc(report.out_of_memory)
     result = report.result
     _IDLE.inc(max(0.0, report.idle_s - report.waited_s))
     _WAITING.inc(report.waited_s)
     for change in report.residency:
         _MOVED[change.residency].inc()
-    drafted = accepted = tokens = prefilled = cached = 0
+    drafted = accepted = tokens = prefilled = cached = tested = kept = 0
     for _, step in report.progress:
         drafted += step.drafted
         accepted += step.accepted
         tokens += len(step.tokens)
         prefilled += step.prefilled
         cached += step.cached
+        for at, (was_tested, was_accepted) in enumerate(
+            zip(step.tested_by_position, step.accepted_by_position, strict=True)
+        ):
+            place = min(at, MOST_POSITIONS - 1)
+            _TESTED_AT[place].inc(was_tested)
+            _ACCEPTED_AT[place].inc(was_accepted)
+            tested += was_tested
+            kept += was_accepted
         if step.finish is not None:
             ENDS.labels(step.finish.value).inc()
     GENERATED.inc(tokens)
+    if tested:
+        if _watch.observe(tested, kept):
+            COLLAPSES.inc()
+            log.warning(
+                "the target accepts next to nothing of what is proposed", ratio=round(_watch.ratio, 3)
+            )
+        ACCEPTANCE.set(_watch.ratio)
     SLOTS_USED.set(sum(step.finish is None for step in result.requests))
     _FREE_TARGET.set(result.free_target_blocks)
     _FREE_DRAFT.set(result.free_draft_blocks)

@@ -13,7 +13,9 @@ Invariants
   * The tokens of a request do not depend on any of this; the engine promises that.
 
 Requests enter by a specification and leave by an acknowledged end or by a drop. An error of one request is
-its end; an exception of the engine as a whole is delivered as `Failed`, and the thread is over.
+its end. When a round raises, its requests run in halves until the one that raises alone is found, and that one
+ends with the error; when all of them raise, or `FAILURES_IN_A_ROW` one after another, it is the engine: that is
+delivered as `Failed`, and the thread is over. When a round is too large for the device's memory, fewer run for a while.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from laps_sd.choose import LATCH_ON, Candidate, Place, Residency, choose
+from laps_sd.log import get_logger
 from worker_svc.engine.interface import (
+    DeviceFailed,
     Engine,
     FinishReason,
     OutOfBlocks,
+    OutOfMemory,
     RequestRound,
     RoundResult,
     Specification,
@@ -53,6 +58,8 @@ __all__ = [
     "Specified",
 ]
 
+
+log = get_logger(__name__)
 
 # -- what comes in -------------------------------------------------------------------------------------------
 
@@ -139,6 +146,8 @@ class Round:
     """Context that the round brought back from host memory."""
     preempted: int
     """Requests of the round before that have not ended and were not in this one."""
+    out_of_memory: int = 0
+    """Times since the report before that the device had no memory for a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +185,12 @@ class Failed:
 
 
 Outcome = Round | Missing | HeldNow | Failed
+
+
+FAILURES_IN_A_ROW = 3
+"""Requests that failed alone, with no good round between them: then it is the engine."""
+ROUNDS_WITH_FEWER = 256
+"""After the device ran out of memory, before twice as many requests run again."""
 
 
 # -- the runner ----------------------------------------------------------------------------------------------
@@ -241,6 +256,11 @@ class Runner:
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._number = 0
         self._rounds = 0
+        self._slots = engine.capacity.slots
+        """Requests in one round at most: fewer than the engine's for a while after it ran out of memory."""
+        self._rounds_with_fewer = 0
+        self._out_of_memory = 0
+        self._failed_in_a_row = 0
         self._run: tuple[str, ...] = ()
         """Who took part in the last round, as long as they are held and have not ended."""
         self._latched = False
@@ -427,7 +447,7 @@ class Runner:
             return (), 0.0
         capacity = self._capacity
         place = Place(
-            slots=capacity.slots,
+            slots=self._slots,
             block_size=capacity.block_size,
             target_blocks=capacity.target_blocks,
             draft_blocks=capacity.draft_blocks,
@@ -550,7 +570,10 @@ class Runner:
         """Run a round of these, or of the best that the engine has room for. None: one of them has failed."""
         while True:
             try:
-                return run, self.engine.round(run)
+                result = self.engine.round(run)
+                self._failed_in_a_row = 0
+                self._regain_slots()
+                return run, result
             except OutOfBlocks as error:
                 # The engine counts otherwise than `choose`, and changed nothing. The least needed makes room.
                 self._settled = False
@@ -570,6 +593,68 @@ class Runner:
                     raise
                 self._end(held, FinishReason.ERROR, "the engine lost this request")
                 return run, None
+            except OutOfMemory as error:
+                self._settled = False
+                self._out_of_memory += 1
+                if len(run) == 1:
+                    self._end(self._held[run[0]], FinishReason.ERROR, str(error))
+                    return run, None
+                self._slots = len(run) // 2
+                self._rounds_with_fewer = 0
+                log.warning(
+                    "the device is out of memory: fewer requests run", slots=self._slots, reason=str(error)
+                )
+                run = run[: self._slots]
+            except DeviceFailed:
+                raise
+            except Exception as error:
+                self._settled = False
+                self._fail_alone(run, error)
+                return run, None
+
+    def _fail_alone(self, run: tuple[str, ...], error: Exception) -> None:
+        """End the requests of a round that raise by themselves. Raises when that is all of them: it is the engine."""
+        log.warning("a round failed", requests=len(run), exc_info=error)
+        halves = [run[: len(run) // 2], run[len(run) // 2 :]] if len(run) > 1 else [run]
+        guilty: dict[str, Exception] = {run[0]: error} if len(run) == 1 else {}
+        innocent = 0
+        while halves and len(run) > 1:
+            part = halves.pop()
+            try:
+                self._report_part(self.engine.round(part))
+                innocent += len(part)
+            except DeviceFailed:
+                raise
+            except (OutOfBlocks, OutOfMemory, UnknownRequest):
+                innocent += len(part)  # another matter, which the next round meets again
+            except Exception as alone:
+                if len(part) == 1:
+                    guilty[part[0]] = alone
+                else:
+                    halves += [part[: len(part) // 2], part[len(part) // 2 :]]
+        self._failed_in_a_row = 0 if innocent else self._failed_in_a_row + len(guilty)
+        if not innocent and (len(run) > 1 or self._failed_in_a_row >= FAILURES_IN_A_ROW):
+            raise error
+        for name, cause in guilty.items():
+            reason = (str(cause).strip().splitlines() or [""])[0]
+            self._end(
+                self._held[name],
+                FinishReason.ERROR,
+                f"the engine failed on this request: {type(cause).__name__}{': ' + reason if reason else ''}",
+            )
+
+    def _report_part(self, result: RoundResult) -> None:
+        """A round amid the search for a culprit counts like any other."""
+        self._rounds += 1
+        self._report(result)
+
+    def _regain_slots(self) -> None:
+        if self._slots < self._capacity.slots:
+            self._rounds_with_fewer += 1
+            if self._rounds_with_fewer >= ROUNDS_WITH_FEWER:
+                self._slots = min(2 * self._slots, self._capacity.slots)
+                self._rounds_with_fewer = 0
+                self._settled = False
 
     def _relieve(self, run: tuple[str, ...]) -> tuple[str, ...] | None:
         """Push out somebody who does not run, else leave out the last of `run`; who runs now.
@@ -635,8 +720,10 @@ class Runner:
             context_tokens,
             swapped_in,
             preempted,
+            self._out_of_memory,
         )
         self._failures = []
+        self._out_of_memory = 0
         self._changes = []
         self._waited_s = 0.0
         self._deliver(report)

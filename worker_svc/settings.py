@@ -47,10 +47,20 @@ class WorkerSettings(ServingSettings, LinkSettings):
         "auto", help="auto: LAPS_SD_TARGET if it is set, else the demo pair; fake: no model, scripted tokens"
     )
     target: Path | None = field(
-        None, help="Directory of the target model; none: the demo pair that ships with LAPS-SD"
+        None,
+        help="Directory of the target model, or its name on the Hugging Face hub (org/name or org/name@revision); "
+        "none: the demo pair that ships with LAPS-SD",
     )
     draft: Path | None = field(
-        None, help="Directory of the draft model; none beside LAPS_SD_TARGET: plain decoding"
+        None, help="The same for the draft model; none beside LAPS_SD_TARGET: there is no draft model"
+    )
+    drafter: Literal["auto", "model", "lookup", "none"] = field(
+        "auto",
+        help="Where proposals come from: model is the draft model, lookup what followed the same tokens earlier in the "
+        "context; auto: the draft model, without one lookup; none: plain decoding",
+    )
+    trust_remote_code: bool = field(
+        False, help="Run Python code that comes with a model directory; it can do whatever this process can"
     )
     device: str = field("cpu", help="cpu, cuda or cuda:N")
     dtype: Literal["float32", "bfloat16", "float16"] = field(
@@ -146,6 +156,8 @@ class WorkerSettings(ServingSettings, LinkSettings):
             yield "LAPS_SD_POOL must not be empty."
         if self.draft is not None and self.target is None:
             yield "LAPS_SD_DRAFT needs LAPS_SD_TARGET."
+        if self.drafter == "model" and self.target is not None and self.draft is None:
+            yield "LAPS_SD_DRAFTER=model needs LAPS_SD_DRAFT."
         if self.target is not None and self.engine != "auto":
             yield f"LAPS_SD_TARGET needs LAPS_SD_ENGINE=auto, got {self.engine}."
         if self.kv_blocks is not None and self.kv_memory_bytes is not None:

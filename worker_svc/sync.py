@@ -31,10 +31,19 @@ from laps_sd.errors import StartupError
 from laps_sd.log import get_logger
 from laps_sd.tracing import QUIET, Tracing
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as public_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
-from worker_svc.engine.interface import Engine, FinishReason, Sampling, Specification
+from worker_svc.engine.interface import (
+    Drafter,
+    Engine,
+    FinishReason,
+    FormatKind,
+    OutputFormat,
+    Sampling,
+    Specification,
+)
 from worker_svc.engine_process import EngineProcess
 from worker_svc.runner import (
     Acknowledged,
@@ -81,6 +90,10 @@ KINDS = {
     FinishReason.LENGTH: gateway_pb.RequestEnd.KIND_LENGTH,
     FinishReason.STOP_SEQUENCE: gateway_pb.RequestEnd.KIND_STOP_SEQUENCE,
     FinishReason.ERROR: gateway_pb.RequestEnd.KIND_ERROR,
+}
+DRAFTERS = {
+    public_pb.Speculation.DRAFTER_MODEL: Drafter.MODEL,
+    public_pb.Speculation.DRAFTER_LOOKUP: Drafter.LOOKUP,
 }
 RESIDENCIES = {
     Residency.NONE: pb.HeldRequest.RESIDENCY_NONE,
@@ -552,6 +565,16 @@ def round_report(outcome: Round) -> pb.RoundReport:
                 end=KINDS[step.finish],
                 cut_characters=step.cut_characters,
                 error=step.error or "",
+                logprobs=[
+                    public_pb.TokenLogprobs(
+                        logprob=told.logprob,
+                        top=[
+                            public_pb.TokenLogprob(token_id=token, logprob=logprob)
+                            for token, logprob in told.top
+                        ],
+                    )
+                    for told in step.logprobs
+                ],
             )
             for lease_epoch, step in outcome.progress
         ],
@@ -596,13 +619,33 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
             top_p=wire_spec.top_p,
             top_k=wire_spec.top_k,
             seed=wire_spec.seed,
+            min_p=wire_spec.min_p,
+            repetition_penalty=wire_spec.repetition_penalty or 1.0,
+            presence_penalty=wire_spec.presence_penalty,
+            frequency_penalty=wire_spec.frequency_penalty,
+            logit_bias=tuple(sorted(wire_spec.logit_bias.items())),
         ),
         max_tokens=wire_spec.max_tokens,
         stop=tuple(wire_spec.stop),
         ignore_eos=wire_spec.ignore_eos,
         max_draft_len=wire_spec.max_draft_tokens if wire_spec.HasField("max_draft_tokens") else None,
+        drafter=DRAFTERS.get(wire_spec.drafter),
+        format=_format(wire_spec.output_format),
+        logprobs=wire_spec.logprobs if wire_spec.HasField("logprobs") else None,
         origin=wire_spec.origin,
     )
+
+
+def _format(wire_format: public_pb.OutputFormat) -> OutputFormat | None:
+    kind = wire_format.WhichOneof("format")
+    if kind is None:
+        return None
+    return OutputFormat(FormatKind(kind), "" if kind == "json_object" else getattr(wire_format, kind))
+
+
+def _wire_format(wanted: OutputFormat) -> public_pb.OutputFormat:
+    text: str | bool = wanted.text if wanted.kind is not FormatKind.JSON_OBJECT else True
+    return public_pb.OutputFormat(**{wanted.kind.value: text})  # type: ignore[arg-type]
 
 
 def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
@@ -639,5 +682,16 @@ def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
         stop=spec.stop,
         ignore_eos=spec.ignore_eos,
         max_draft_tokens=spec.max_draft_len,
+        min_p=spec.sampling.min_p,
+        repetition_penalty=spec.sampling.repetition_penalty,
+        presence_penalty=spec.sampling.presence_penalty,
+        frequency_penalty=spec.sampling.frequency_penalty,
+        logit_bias=dict(spec.sampling.logit_bias),
+        output_format=None if spec.format is None else _wire_format(spec.format),
+        drafter=next(
+            (wire for wire, own in DRAFTERS.items() if own is spec.drafter),
+            public_pb.Speculation.DRAFTER_UNSPECIFIED,
+        ),
+        logprobs=spec.logprobs,
         origin=spec.origin,
     )

@@ -380,6 +380,26 @@ class Specification(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     COMMITTED_IDS_FIELD_NUMBER: _builtins.int
@@ -393,6 +413,13 @@ class Specification(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
@@ -407,6 +434,12 @@ class Specification(_message.Message):
     logprobs: _builtins.int
     origin: _builtins.bytes
     """A serialized Origin. Workers keep it and give it back with what they hold; it means nothing to them."""
+    min_p: _builtins.float
+    """As in SamplingParams; 0 is off for all of them."""
+    repetition_penalty: _builtins.float
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    drafter: _inference_pb2.Speculation.Drafter.ValueType
     traceparent: _builtins.str
     """W3C traceparent that the spans of whoever has this lie below, empty if none. A scheduler takes it from the submission and
     keeps it on the record; to a worker it tells the span of the lease.
@@ -419,6 +452,10 @@ class Specification(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
+    @_builtins.property
+    def output_format(self) -> _inference_pb2.OutputFormat: ...
     def __init__(
         self,
         *,
@@ -435,11 +472,18 @@ class Specification(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
         origin: _builtins.bytes = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        output_format: _inference_pb2.OutputFormat | None = ...,
+        drafter: _inference_pb2.Speculation.Drafter.ValueType = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "output_format", b"output_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "origin", b"origin", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

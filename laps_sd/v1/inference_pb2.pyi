@@ -85,6 +85,7 @@ class GenerateRequest(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name from ListModels. Empty: the gateway's only model."""
     text: _builtins.str
@@ -105,7 +106,7 @@ class GenerateRequest(_message.Message):
     keep: _builtins.bool
     """Go on without a client: the request lives until it ends, whoever is attached."""
     logprobs: _builtins.int
-    """Log probabilities to return per token: the chosen one and this many alternatives. Refused where the workers give none."""
+    """Log probabilities to return per token: the chosen one and this many alternatives. Refused where the gateway allows none."""
     n: _builtins.int
     """Outputs of the one prompt. Default 1. Each is a request of its own, with an id, an end and the seed `seed + choice`."""
     @_builtins.property
@@ -121,6 +122,10 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def speculation(self) -> Global___Speculation:
         """How to speculate. Default AUTO."""
+
+    @_builtins.property
+    def output_format(self) -> Global___OutputFormat:
+        """What the output must look like. It ends when the format is complete."""
 
     def __init__(
         self,
@@ -139,10 +144,11 @@ class GenerateRequest(_message.Message):
         keep: _builtins.bool = ...,
         logprobs: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
+        output_format: Global___OutputFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "logprobs", b"logprobs", "messages", b"messages", "n", b"n", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "logprobs", b"logprobs", "messages", b"messages", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -170,6 +176,42 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class OutputFormat(_message.Message):
+    """Only tokens that can still lead to the format are chosen. max_tokens and stop strings may end the output earlier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    json_object: _builtins.bool
+    """Any JSON object. Must be true."""
+    json_schema: _builtins.str
+    """A JSON schema, as JSON."""
+    regex: _builtins.str
+    """A regular expression that the whole output matches."""
+    grammar: _builtins.str
+    """A context-free grammar in llguidance's form of Lark, which starts with the rule `start`."""
+    def __init__(
+        self,
+        *,
+        json_object: _builtins.bool = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_format: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_format: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_format) -> _WhichOneofReturnType_format | None: ...
+
+Global___OutputFormat: _TypeAlias = OutputFormat  # noqa: Y015
 
 @_typing.final
 class ChatMessages(_message.Message):
@@ -240,6 +282,26 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
@@ -247,6 +309,11 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Output tokens at most. Default: what the context leaves, within the gateway's limit."""
     temperature: _builtins.float
@@ -259,9 +326,21 @@ class SamplingParams(_message.Message):
     """Same seed, same prompt, same settings: same text (see docs on determinism). Default: issued by the server."""
     ignore_eos: _builtins.bool
     """Do not stop at the model's end-of-sequence token (benchmarks)."""
+    min_p: _builtins.float
+    """Only tokens at least this probable in relation to the most probable one. Default 0 (off)."""
+    repetition_penalty: _builtins.float
+    """Logits of tokens in prompt or output are divided by it, negative ones multiplied. Default 1 (off)."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens that the output has. Default 0."""
+    frequency_penalty: _builtins.float
+    """Subtracted once for each time that the output has the token. Default 0."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the generation; not part of the text returned."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, from -100 to 100."""
 
     def __init__(
         self,
@@ -273,15 +352,28 @@ class SamplingParams(_message.Message):
         seed: _builtins.int | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool | None = ...,
+        min_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -291,9 +383,17 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -328,20 +428,45 @@ class Speculation(_message.Message):
     MODE_OFF: Speculation.Mode.ValueType  # 2
     """Plain decoding."""
 
+    class _Drafter:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _DrafterEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Speculation._Drafter.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        DRAFTER_UNSPECIFIED: Speculation._Drafter.ValueType  # 0
+        """The worker's choice."""
+        DRAFTER_MODEL: Speculation._Drafter.ValueType  # 1
+        """The draft model."""
+        DRAFTER_LOOKUP: Speculation._Drafter.ValueType  # 2
+        """What followed the last tokens where they occurred before in prompt or output; needs no second model."""
+
+    class Drafter(_Drafter, metaclass=_DrafterEnumTypeWrapper): ...
+    DRAFTER_UNSPECIFIED: Speculation.Drafter.ValueType  # 0
+    """The worker's choice."""
+    DRAFTER_MODEL: Speculation.Drafter.ValueType  # 1
+    """The draft model."""
+    DRAFTER_LOOKUP: Speculation.Drafter.ValueType  # 2
+    """What followed the last tokens where they occurred before in prompt or output; needs no second model."""
+
     MODE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     max_draft_tokens: _builtins.int
     """Draft tokens per round at most. Default: the worker's limit."""
+    drafter: Global___Speculation.Drafter.ValueType
+    """Where proposals come from. A worker without a draft model looks up."""
     def __init__(
         self,
         *,
         mode: Global___Speculation.Mode.ValueType = ...,
         max_draft_tokens: _builtins.int | None = ...,
+        drafter: Global___Speculation.Drafter.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "drafter", b"drafter", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -497,11 +622,16 @@ Global___Cursor: _TypeAlias = Cursor  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
+    """By the target's own distribution: before temperature, truncation, penalties, bias and format."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
+    unknown: _builtins.bool
+    """Not known any more: log probabilities are not on the record, and the scheduler changed since the token came."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(
@@ -509,10 +639,11 @@ class TokenLogprobs(_message.Message):
         *,
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import openai
 import pytest
 
-from laps_sd.client import Client
+from laps_sd.client import Client, OutputFormat
 from laps_sd.local import LocalStack
 
 MODEL = "laps-sd-demo"
@@ -115,3 +116,47 @@ def test_errors_are_the_errors_of_the_package(client: openai.OpenAI) -> None:
         )
     assert tools.value.param == "tools"
     assert refused.value.request_id is not None
+
+
+def test_output_formats_and_log_probabilities_with_the_shipped_pair(demo_stack: LocalStack) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "people": {"type": "integer", "maximum": 99},
+        },
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    with openai.OpenAI(base_url=demo_stack.http_url, api_key="none", timeout=60) as client:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,  # type: ignore[arg-type]
+            max_tokens=100,
+            temperature=0.7,
+            seed=1,
+            frequency_penalty=0.3,
+            logprobs=True,
+            top_logprobs=2,
+            response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
+        )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    value = json.loads(choice.message.content or "")
+    assert set(value) == {"city", "people"} and len(value["city"]) <= 12 and value["people"] <= 99
+    assert choice.logprobs is not None and choice.logprobs.content
+    assert {len(one.top_logprobs) for one in choice.logprobs.content} == {2}
+    assert all(one.logprob <= one.top_logprobs[0].logprob <= 0 for one in choice.logprobs.content)
+    with Client(demo_stack.gateway_address) as grpc_client:
+        plain, drafted, looked_up = (
+            grpc_client.generate(
+                "A colour: ",
+                max_tokens=20,
+                seed=5,
+                output_format=OutputFormat(regex="(red|green|blue)!"),
+                **how,
+            )  # type: ignore[arg-type]
+            for how in ({"speculation": "off"}, {}, {"drafter": "lookup"})
+        )
+    assert plain.text in ("red!", "green!", "blue!")
+    assert plain.text == drafted.text == looked_up.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -13,7 +15,28 @@ from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.noise import Noise
 from worker_svc.engine.sampling import margin
 
+Allowed = Callable[[list[int]], AbstractSet[int]]
 MARGIN = 1e-4  # below this, two arithmetics may disagree about which token is best
+
+
+def adjusted(
+    logits: torch.Tensor, spec: Specification, output: list[int], allowed: Allowed | None
+) -> torch.Tensor:
+    """Output format, bias and penalties in double precision, token by token. `logits` [vocab]."""
+    sampling, values = spec.sampling, logits.double().cpu().tolist()
+    if allowed is not None:
+        may = allowed(output)
+        values = [value if token in may else -math.inf for token, value in enumerate(values)]
+    for token, bias in sampling.logit_bias:
+        values[token] += bias
+    for token in range(len(values)):
+        times = output.count(token)
+        if times or token in spec.prompt_ids:
+            values[token] *= (
+                sampling.repetition_penalty if values[token] < 0 else 1 / sampling.repetition_penalty
+            )
+        values[token] -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, position: int, noise: Noise) -> int:
@@ -32,6 +55,9 @@ def choose(logits: torch.Tensor, sampling: Sampling, position: int, noise: Noise
             reached += weights[kept]
             kept += 1
         order = order[:kept]
+    if sampling.min_p > 0:
+        best = max(float(score) for score in scores)
+        order = [i for i in order if math.exp(float(scores[i]) - best) >= sampling.min_p]
     return max(order, key=lambda i: float(scores[i] + gumbel[i]))
 
 
@@ -41,6 +67,7 @@ class PlainText:
 
     tokens: list[int]
     margins: list[float]  # smaller of gap and boundary, per token
+    logprobs: list[float] = field(default_factory=list)  # of each token, by the model alone
 
 
 class PlainDecoder:
@@ -52,12 +79,17 @@ class PlainDecoder:
         self.device = device
 
     @torch.inference_mode()
-    def decode(self, spec: Specification, eos_ids: frozenset[int] = frozenset()) -> PlainText:
+    def decode(
+        self, spec: Specification, eos_ids: frozenset[int] = frozenset(), allowed: Allowed | None = None
+    ) -> PlainText:
+        """`allowed` tells the token ids that may follow an output."""
         cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([[*spec.prompt_ids, *spec.committed_ids]], device=self.device)
         text = PlainText(list(spec.committed_ids), [])
         while len(text.tokens) < spec.max_tokens:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float()
+            logprobs = logits.double().log_softmax(-1)
+            logits = adjusted(logits, spec, text.tokens, allowed).float()
             position = len(text.tokens)
             row = None
             if spec.sampling.temperature > 0:
@@ -65,6 +97,7 @@ class PlainDecoder:
             near = margin(logits, spec.sampling, row)
             token = choose(logits, spec.sampling, position, self.noise)
             text.tokens.append(token)
+            text.logprobs.append(float(logprobs[token]))
             text.margins.append(min(near.gap, near.boundary))
             if token in eos_ids and not spec.ignore_eos:
                 break

@@ -16,9 +16,11 @@ from tests.worker.drive import finish_all, rotate
 from tests.worker.pairs import VOCAB
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import (
+    DeviceFailed,
     Engine,
     FinishReason,
     OutOfBlocks,
+    OutOfMemory,
     Residency,
     Sampling,
     Specification,
@@ -116,6 +118,13 @@ def test_add_allocates_nothing(make: Make) -> None:
         ({"sampling": Sampling(1.0, top_p=0.0)}, "sampling.top_p"),
         ({"sampling": Sampling(1.0, top_k=-1)}, "sampling.top_k"),
         ({"sampling": Sampling(1.0, seed=2**64)}, "sampling.seed"),
+        ({"sampling": Sampling(1.0, min_p=1.5)}, "sampling.min_p must be from 0 to 1"),
+        ({"sampling": Sampling(repetition_penalty=0.0)}, "sampling.repetition_penalty"),
+        ({"sampling": Sampling(presence_penalty=float("nan"))}, "sampling.presence_penalty"),
+        ({"sampling": Sampling(frequency_penalty=-3.0)}, "sampling.frequency_penalty must be from -2 to 2"),
+        ({"sampling": Sampling(logit_bias=((VOCAB, 1.0),))}, "sampling.logit_bias must name token ids"),
+        ({"sampling": Sampling(logit_bias=((1, 101.0),))}, "sampling.logit_bias must be from -100 to 100"),
+        ({"logprobs": 65}, "logprobs must be from 0 to 64"),
         ({"stop": ("",)}, "stop strings must have 1 to"),
         ({"stop": ("x",) * 17}, "stop holds 17 strings"),
         ({"max_draft_len": -1}, "max_draft_len"),
@@ -350,6 +359,61 @@ def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], devic
     assert output["bad"] == []
     assert {name: output[name] for name in "ab"} == expected
     assert all(pool._storage.isfinite().all() for pool in engine._pools)
+
+
+def test_a_request_that_cannot_be_decoded_ends_alone(spoken_pair: tuple[Path, Path], device: str) -> None:
+    engine = load_engine(*spoken_pair, device=device, slots=2, max_length=64, draft_len=2)
+    engine.add(spec("bad", stop=("never",)))
+    engine.add(spec("good"))
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no such token")
+
+    engine._sequences["bad"].stop_text.find = fails  # type: ignore[union-attr, method-assign, assignment]
+    bad, good = engine.round(["bad", "good"]).requests
+    assert (bad.finish, bad.error) == (FinishReason.ERROR, "the output cannot be decoded: no such token")
+    assert good.finish is None and good.tokens
+
+
+def test_running_out_of_memory_changes_nothing(pair: tuple[Path, Path], device: str) -> None:
+    """First prefill goes in smaller chunks; where that does not help the caller is told, and may go on with fewer."""
+    specs = [spec(f"r{n}", prompt_ids=tuple(range(2, 80)), max_tokens=10) for n in range(4)]
+    expected, *_ = finish_all(load_engine(*pair, device=device, slots=4, max_length=128, draft_len=3), specs)
+    engine = load_engine(*pair, device=device, slots=4, max_length=128, draft_len=3)
+    forward, rows = engine._target.forward, 40
+
+    def short_of_memory(ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        if ids.numel() > rows:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        return forward(ids, *more)
+
+    engine._target.forward = short_of_memory  # type: ignore[method-assign]
+    assert finish_all(engine, specs)[0] == expected
+    assert engine._prefill_chunk <= 40 < engine.options.prefill_chunk
+    rows = 6
+    for one in specs:
+        engine.add(one)
+    with pytest.raises(OutOfMemory, match="no memory for a round of 4 requests: tried to allocate 20 GiB"):
+        engine.round([one.request_id for one in specs])
+    assert all(engine.status(one.request_id).tokens == 78 for one in specs)
+    rows = 1000
+    output = {one.request_id: [] for one in specs}  # type: ignore[var-annotated]
+    while live := [name for name in output if len(output[name]) < 10]:
+        for report in engine.round(live).requests:
+            output[report.request_id].extend(report.tokens)
+    assert output == expected
+
+
+def test_a_device_that_is_gone_is_told_as_such(pair: tuple[Path, Path], device: str) -> None:
+    engine = load_engine(*pair, device=device, slots=1, max_length=64)
+    engine.add(spec())
+
+    def gone(*_: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    engine._target.forward = gone  # type: ignore[method-assign, assignment]
+    with pytest.raises(DeviceFailed, match="device-side assert"):
+        engine.round(["a"])
 
 
 def test_stop_strings_need_a_tokenizer(pair: tuple[Path, Path]) -> None:

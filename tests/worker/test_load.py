@@ -54,6 +54,14 @@ WORKING = {
     "olmo2": transformers.Olmo2Config(**SMALL),
     "granite": transformers.GraniteConfig(**SMALL),
     "smollm3": transformers.SmolLM3Config(**SMALL),
+    "gemma": transformers.GemmaConfig(**SMALL, head_dim=16),
+    "qwen2 moe": transformers.Qwen2MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                             shared_expert_intermediate_size=32),
+    "mixtral": transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "starcoder2": transformers.Starcoder2Config(**SMALL, sliding_window=None),
+    "gpt neox": transformers.GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+    "opt": transformers.OPTConfig(vocab_size=VOCAB, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
+                                  max_position_embeddings=512, word_embed_proj_dim=64, bos_token_id=0, eos_token_id=1, pad_token_id=0),
     "gpt2": transformers.GPT2Config(**GPT),
 }  # fmt: skip
 
@@ -111,6 +119,10 @@ def test_a_pair_with_different_tokenizers_is_refused(pair: tuple[Path, Path], tm
     write_tokenizer(target, [f"w{i}" for i in range(VOCAB)])
     write_tokenizer(draft, [f"w{i}" for i in range(VOCAB)])
     load_engine(target, draft, max_length=64, calibrate=False)
+    write_tokenizer(draft, [f"w{i}" for i in range(VOCAB - 2)] + ["<its own>", "<mark>"])
+    load_engine(
+        target, draft, max_length=64, calibrate=False
+    )  # two marks of another name cost nothing but proposals
     write_tokenizer(draft, [f"w{VOCAB - 1 - i}" for i in range(VOCAB)])
     with pytest.raises(ModelError, match="different tokenizers"):
         load_engine(target, draft, max_length=64)
@@ -231,3 +243,27 @@ def test_the_self_check_finds_a_model_that_ignores_its_pool(
     monkeypatch.setattr(module, "attend", lambda query, *_: torch.zeros_like(query))
     with pytest.raises(ModelError, match="computes something else when packed"):
         load_engine(pair[0], max_length=64, lean=False)
+
+
+def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "model_type": "own",
+        "architectures": ["Own"],
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Own"},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "class Config(LlamaConfig):\n    model_type = 'own'\n"
+        "class Own(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_engine(directory, max_length=64, calibrate=False)
+    assert not (tmp_path / "ran").exists()
+    load_engine(directory, max_length=64, calibrate=False, trust_remote_code=True)
+    assert (tmp_path / "ran").exists()

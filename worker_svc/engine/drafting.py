@@ -33,12 +33,32 @@ PROBE_AFTER = (
 
 
 @dataclass(slots=True)
+class Prior:
+    """What is known of all requests together whose proposals come from one source."""
+
+    accepted: float = 6.0
+    tested: float = 10.0
+
+    @property
+    def rate(self) -> float:
+        """Accepted among tested proposals."""
+        return self.accepted / self.tested
+
+    def observe(self, accepted: int, tested: int) -> None:
+        """Take in one round of one request; old evidence fades."""
+        self.accepted = self.accepted * PRIOR_FORGETS + accepted
+        self.tested = self.tested * PRIOR_FORGETS + tested
+
+
+@dataclass(slots=True)
 class Acceptance:
     """One request's evidence, with old evidence fading."""
 
     accepted: float = 0.0
     tested: float = 0.0
     silent_rounds: int = 0  # since a proposal was last tested
+    prior: Prior | None = None  # None: that of the draft model
+    free: bool = False  # its proposals cost no draft step
 
     def observe(self, accepted: int, tested: int) -> None:
         """Take in one round: `tested` proposals were compared, the first `accepted` kept."""
@@ -106,13 +126,12 @@ class DraftLengths:
     fixed: int | None = None  # always this length, where the request allows it; None = by goodput
     verify: CostTable = field(default_factory=lambda: default_costs()[0])
     step: CostTable = field(default_factory=lambda: default_costs()[1])
-    prior_accepted: float = 6.0
-    prior_tested: float = 10.0
+    prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
 
     def rate(self, acceptance: Acceptance) -> float:
         """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
-        prior = self.prior_accepted / self.prior_tested
+        prior = (acceptance.prior or self.prior).rate
         rate = (PRIOR_STRENGTH * prior + acceptance.accepted) / (PRIOR_STRENGTH + acceptance.tested)
         return min(max(rate, 0.01), 0.99)
 
@@ -125,13 +144,14 @@ class DraftLengths:
         if deepest == 0:
             return list(caps)
         rates = [self.rate(request) for request in requests]
+        free = [request.free for request in requests]
         best, best_lengths = -1.0, [0] * len(caps)
         kept, kept_lengths = -1.0, best_lengths
         # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
         price = len(caps) / self.verify(len(caps) + other_rows)
         for depth in range(deepest + 1):
-            lengths = self._lengths_at(depth, rates, caps, price, other_rows)
-            goodput = self._goodput(lengths, rates, other_rows)
+            lengths = self._lengths_at(depth, rates, caps, free, price, other_rows)
+            goodput = self._goodput(lengths, rates, free, other_rows)
             price = max(price, goodput)
             if depth == self._depth:
                 kept, kept_lengths = goodput, lengths
@@ -149,8 +169,7 @@ class DraftLengths:
         """What verification said of one request's proposals: `tested` were compared, the first `accepted` kept."""
         acceptance.observe(accepted, tested)
         if tested:
-            self.prior_accepted = self.prior_accepted * PRIOR_FORGETS + accepted
-            self.prior_tested = self.prior_tested * PRIOR_FORGETS + tested
+            (acceptance.prior or self.prior).observe(accepted, tested)
 
     def observe_costs(self, rows: int, verify_s: float, steps: Sequence[int], draft_s: float) -> None:
         """What a round without prefill cost: `rows` verified, and one draft step for each entry of `steps`, with that many requests."""
@@ -160,17 +179,24 @@ class DraftLengths:
             self.step.observe(round(mean), draft_s / len(steps))
 
     def _lengths_at(
-        self, depth: int, rates: Sequence[float], caps: Sequence[int], price: float, other_rows: int
+        self,
+        depth: int,
+        rates: Sequence[float],
+        caps: Sequence[int],
+        free: Sequence[bool],
+        price: float,
+        other_rows: int,
     ) -> list[int]:
         """Everybody up to `depth`, except where a proposal is worth less than its two rows at `price` tokens per second."""
         if depth == 0:
             return [0] * len(caps)
         rows = len(caps) + other_rows
         row_s = (self.verify(rows + len(caps) * depth) - self.verify(rows)) / (len(caps) * depth)
-        row_s += (self.step(len(caps)) - self.step(1)) / max(1, len(caps) - 1)
-        threshold = price * row_s
+        drafting = len(caps) - sum(free)
+        step_s = (self.step(drafting) - self.step(1)) / max(1, drafting - 1)
         lengths = []
-        for rate, cap in zip(rates, caps, strict=True):
+        for rate, cap, no_step in zip(rates, caps, free, strict=True):
+            threshold = price * (row_s if no_step else row_s + step_s)
             length, worth = 0, rate
             while length < depth and length < cap and worth > threshold:
                 length += 1
@@ -178,12 +204,15 @@ class DraftLengths:
             lengths.append(length)
         return lengths
 
-    def _goodput(self, lengths: Sequence[int], rates: Sequence[float], other_rows: int) -> float:
+    def _goodput(
+        self, lengths: Sequence[int], rates: Sequence[float], free: Sequence[bool], other_rows: int
+    ) -> float:
         """Expected tokens per second of a round with these lengths."""
         tokens = sum(
             (1 - rate ** (length + 1)) / (1 - rate) for rate, length in zip(rates, lengths, strict=True)
         )
         seconds = self.verify(sum(lengths) + len(lengths) + other_rows)
-        for depth in range(1, max(lengths) + 1):
-            seconds += self.step(sum(length >= depth for length in lengths))
+        drafted = [length for length, no_step in zip(lengths, free, strict=True) if not no_step]
+        for depth in range(1, max(drafted, default=0) + 1):
+            seconds += self.step(sum(length >= depth for length in drafted))
         return tokens / seconds

@@ -23,24 +23,31 @@ from typing import Literal
 import torch
 
 from worker_svc.engine import counter
+from worker_svc.engine.adjusting import Adjustments
 from worker_svc.engine.attention import Piece
-from worker_svc.engine.drafting import Acceptance, CostTable, DraftLengths
+from worker_svc.engine.drafting import Acceptance, CostTable, DraftLengths, Prior
+from worker_svc.engine.formats import Formats
 from worker_svc.engine.interface import (
     Capacity,
+    DeviceFailed,
+    Drafter,
     FinishReason,
     ModelError,
     OutOfBlocks,
+    OutOfMemory,
     RequestRound,
     RoundResult,
     Sampling,
     SequenceStatus,
     Specification,
+    TokenLogprobs,
     UnknownRequest,
     blocks_needed,
     check_run,
     check_specification,
 )
 from worker_svc.engine.kv import KV_TILE, KVPool, Place
+from worker_svc.engine.lookup import Lookup
 from worker_svc.engine.model import (
     PackedModel,
     Tokenizer,
@@ -53,12 +60,14 @@ from worker_svc.engine.model import (
 from worker_svc.engine.noise import Noise
 from worker_svc.engine.sampling import Rows, choose_tokens, rows_for
 from worker_svc.engine.sequence import Sequence
-from worker_svc.engine.stopping import StopText, cut
+from worker_svc.engine.stopping import Cut, StopText, cut
 
 NOISE_VERSION = "gumbel-1"  # enters the fingerprint: change it with `counter`
 CALIBRATION_S = (
     0.5  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
 )
+LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
+CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ class EngineOptions:
     draft_len: int | None = None  # always this many; None = by goodput
     deterministic: bool = True  # the recipe of `attention`; for single precision
     host_bytes: int = 2 * 2**30  # swapped-out KV, at most
+    drafter: Drafter | None = Drafter.MODEL  # for requests that name none; None = nobody speculates
 
     def __post_init__(self) -> None:
         for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk"):
@@ -99,6 +109,9 @@ class _Step:
     chunk: int  # context tokens to prefill; 0 for a request whose KV covers all tokens but the last
     draft_len: int  # tokens to propose
     catch_up: int  # context tokens the draft is fed before it can propose (its own prefill); 0 = the draft is not used
+    found: list[
+        int
+    ]  # what its look-up proposes, `draft_len` of it will be; empty where the draft model proposes
 
     @property
     def start(self) -> int:
@@ -120,6 +133,16 @@ class _Step:
         return self.fed
 
 
+@dataclass(slots=True)
+class _Verified:
+    """What the target's forward told."""
+
+    chosen: list[int]  # its choices, rows as in `_choice_rows`
+    proposed: dict[int, list[int]]  # the proposals by request
+    sound: list[bool]  # rows whose logits are finite
+    logprobs: dict[int, TokenLogprobs]  # by row, where a request asks for them
+
+
 class SpeculativeEngine:
     """Draft model, target model, and the requests between them. Implements `interface.Engine`."""
 
@@ -132,6 +155,7 @@ class SpeculativeEngine:
         tokenizer: Tokenizer | None = None,
         eos_ids: frozenset[int] = frozenset(),
         fingerprint: str = "",
+        formats: Formats | None = None,
     ) -> None:
         self.options = options
         self.fingerprint = fingerprint
@@ -156,11 +180,15 @@ class SpeculativeEngine:
             draft_blocks=options.draft_blocks if draft else 0,
             block_size=options.block_size,
             max_length=options.max_length,
-            max_draft_len=options.max_draft_len if draft else 0,
+            max_draft_len=0 if options.drafter is None else options.max_draft_len,
             vocab_size=target.shape.vocab_size,
             device=str(self._device),
         )
+        self._formats = formats
         self.lengths = DraftLengths(self.capacity.max_draft_len, options.draft_len)
+        self._lookup_prior = Prior()
+        self._prefill_chunk = options.prefill_chunk  # less while memory is short
+        self._rounds_with_chunk = 0
         self._noise = Noise(target.shape.vocab_size, self._device)
         self._sequences: dict[str, Sequence] = {}
 
@@ -173,14 +201,23 @@ class SpeculativeEngine:
         check_specification(spec, self.capacity)
         if spec.stop and self._tokenizer is None:
             raise ValueError("stop needs a tokenizer, and this model has none")
+        state = None
+        if spec.format is not None:
+            if self._formats is None:
+                raise ValueError("format needs a tokenizer, and this model has none")
+            state = self._formats.open(spec.format)
+            state.follow(spec.committed_ids)
+        looks_up = self._draft is None or (spec.drafter or self.options.drafter) is Drafter.LOOKUP
         self._sequences[spec.request_id] = Sequence(
             spec=spec,
             tokens=[*spec.prompt_ids, *spec.committed_ids],
             target=self._pools[0].new_place(),
             draft=self._pools[1].new_place() if self._draft else None,
             stop_text=StopText(spec.stop, self._tokenizer.decode) if spec.stop and self._tokenizer else None,
-            acceptance=Acceptance(),
+            acceptance=Acceptance(prior=self._lookup_prior, free=True) if looks_up else Acceptance(),
             seed_key=counter.mix64(spec.sampling.seed),
+            lookup=Lookup() if looks_up and self.capacity.max_draft_len else None,
+            format=state,
         )
 
     def drop(self, request_id: str) -> None:
@@ -238,7 +275,33 @@ class SpeculativeEngine:
         started = time.perf_counter()
         finished = {name for name in run if name in self._sequences and self._sequences[name].finished}
         check_run(run, self._sequences.keys(), finished, self.options.slots)
-        steps = self._steps([self._sequences[name] for name in run])
+        sequences = [self._sequences[name] for name in run]
+        drafts = [(place, place.length) for place in (s.draft for s in sequences) if place is not None]
+        while True:
+            try:
+                return self._round(sequences, started)
+            except Exception as error:
+                # Tokens and the target's lengths change in the last step only; entries behind a length do not count.
+                for place, length in drafts:
+                    place.length = length
+                if not _is_out_of_memory(error):
+                    if "CUDA error" in str(error):  # sticky: every later call fails too
+                        raise DeviceFailed(str(error).splitlines()[0]) from error
+                    raise
+                shortage = str(error).strip().splitlines()[:1] or [type(error).__name__]
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            longest = max(len(s.tokens) - s.kv_length for s in sequences)
+            chunk = min(self._prefill_chunk, longest) // 2
+            self._rounds_with_chunk = 0
+            if longest <= 1 or chunk < LEAST_CHUNK:
+                raise OutOfMemory(
+                    f"the device has no memory for a round of {len(run)} requests: {shortage[0]}"
+                )
+            self._prefill_chunk = chunk
+
+    def _round(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
+        steps = self._steps(sequences)
         self._hold(steps)
         swap_started = time.perf_counter()
         for step in steps:
@@ -246,26 +309,47 @@ class SpeculativeEngine:
         draft_started, draft_clock = time.perf_counter(), self._clock()
 
         rows, noise, offsets = self._choice_rows(steps)
-        proposals, batches = self._propose(steps, rows, noise, offsets)
+        adjustments = Adjustments(
+            (
+                (i, step.sequence, at, step.choices)
+                for i, (step, at) in enumerate(zip(steps, offsets, strict=True))
+            ),
+            self.capacity.vocab_size,
+            self._device,
+        )
+        try:
+            proposals, batches = self._propose(steps, rows, noise, offsets, adjustments)
+        finally:
+            adjustments.close()
         self._synchronize()
         verify_started, verify_clock = time.perf_counter(), self._clock()
-        chosen, proposed, sound = self._verify(steps, proposals, rows, noise)
-        broken: set[int] = set()
-        if not all(sound):
-            chosen, broken = self._verify_one_by_one(steps, proposed, rows, noise, offsets)
-        verified, verified_clock = time.perf_counter(), self._clock()
+        verified = self._verify(steps, proposals, rows, noise, adjustments, offsets)
+        failed = dict(adjustments.failed)
+        if not all(verified.sound):
+            verified, broken = self._verify_one_by_one(
+                steps, verified.proposed, rows, noise, adjustments, offsets
+            )
+            failed.update(dict.fromkeys(broken, "the target's logits are not finite"))
+        ended, ended_clock = time.perf_counter(), self._clock()
 
         reports = tuple(
-            self._commit(step, chosen[at : at + step.choices], proposed.get(i, []), i in broken)
+            self._commit(
+                step,
+                verified.chosen[at : at + adjustments.usable.get(i, step.choices)],
+                verified.proposed.get(i, []),
+                failed.get(i),
+                [verified.logprobs[row] for row in range(at, at + step.choices) if row in verified.logprobs],
+            )
             for i, (step, at) in enumerate(zip(steps, offsets, strict=True))
         )
+        self._grow_chunk()
         chunk_rows = sum(step.chunk for step in steps)
         all_rows = sum(step.fed for step in steps)
-        forward_s, draft_s = verified - verify_started, verify_started - draft_started
+        forward_s, draft_s = ended - verify_started, verify_started - draft_started
         prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
         if chunk_rows == 0 and all_rows and not any(step.catch_up > 2 for step in steps):
             self.lengths.observe_costs(
-                all_rows, verified_clock - verify_clock, batches, verify_clock - draft_clock
+                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock
             )
         free = [pool.allocator.free_blocks for pool in self._pools]
         return RoundResult(
@@ -281,7 +365,7 @@ class SpeculativeEngine:
 
     def _steps(self, sequences: SequenceOf[Sequence]) -> list[_Step]:
         """Decide what each request does: prefill first come first served from the chunk budget, draft lengths by goodput."""
-        left = self.options.prefill_chunk
+        left = self._prefill_chunk
         chunks = []
         for sequence in sequences:
             missing = len(sequence.tokens) - sequence.kv_length
@@ -289,16 +373,26 @@ class SpeculativeEngine:
             left -= chunk
             chunks.append(chunk)
         caps = [self._draft_cap(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
+        found: list[list[int]] = [[] for _ in sequences]
+        for i, sequence in enumerate(sequences):
+            if caps[i] and sequence.lookup is not None:
+                found[i] = sequence.lookup.propose(sequence.tokens, caps[i])
+                if sequence.format is not None:
+                    found[i] = found[i][: sequence.format.valid(found[i])]
+                caps[i] = len(found[i])
         drafting = [i for i, cap in enumerate(caps) if cap > 0]
         # Requests that cannot draft cost rows, and nothing is decided for them.
         plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
         lengths = self.lengths.lengths(
             [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain + sum(chunks)
         )
-        steps = [_Step(sequence, chunk, 0, 0) for sequence, chunk in zip(sequences, chunks, strict=True)]
-        left = self.options.prefill_chunk
+        steps = [_Step(sequence, chunk, 0, 0, []) for sequence, chunk in zip(sequences, chunks, strict=True)]
+        left = self._prefill_chunk
         for i, length in zip(drafting, lengths, strict=True):
-            if length:
+            if found[i]:
+                steps[i].found = found[i][:length]
+                steps[i].draft_len = length
+            elif length:
                 lag = len(sequences[i].tokens) - sequences[i].draft_kv_length
                 # Two tokens at least: after full acceptance the draft lacks one entry, and equal counts run as one batch.
                 feed = min(max(lag, 2), len(sequences[i].tokens))
@@ -311,7 +405,11 @@ class SpeculativeEngine:
 
     def _draft_cap(self, sequence: Sequence, chunk: int) -> int:
         """The longest useful draft: the request's own cap, and one less than what is left, because the target adds a token."""
-        if self._draft is None or chunk or sequence.kv_length < len(sequence.tokens) - 1:
+        if (
+            (self._draft is None and sequence.lookup is None)
+            or chunk
+            or sequence.kv_length < len(sequence.tokens) - 1
+        ):
             return 0
         cap = (
             self.capacity.max_draft_len
@@ -349,10 +447,10 @@ class SpeculativeEngine:
                 pool.hold(place, needed, expected)
 
     def _swap_in(self, sequence: Sequence) -> None:
-        copies, sequence.swapped = sequence.swapped, []
-        for pool, place, copy in zip(self._pools, self._places(sequence), copies, strict=False):
+        for pool, place, copy in zip(self._pools, self._places(sequence), sequence.swapped, strict=False):
             if copy is not None:
                 pool.copy_in(place, copy)
+        sequence.swapped = []
 
     def _choice_rows(self, steps: SequenceOf[_Step]) -> tuple[Rows, torch.Tensor | None, list[int]]:
         """Settings and noise of every row at which the target chooses, requests in order, and where each request's rows begin."""
@@ -370,11 +468,35 @@ class SpeculativeEngine:
     # -- drafting -----------------------------------------------------------------------------------------------------------
 
     def _propose(
-        self, steps: SequenceOf[_Step], rows: Rows, noise: torch.Tensor | None, offsets: SequenceOf[int]
+        self,
+        steps: SequenceOf[_Step],
+        rows: Rows,
+        noise: torch.Tensor | None,
+        offsets: SequenceOf[int],
+        adjustments: Adjustments,
     ) -> tuple[list[tuple[list[int], torch.Tensor]], list[int]]:
-        """Run the draft. Returns, per draft step, (indices of the requests, their proposals [requests]), and the batch sizes.
+        """What is proposed: per draft step, (indices of the requests, their proposals [requests]); and the batch sizes of the model's steps."""
+        out, batches = self._propose_by_model(steps, rows, noise, offsets, adjustments)
+        for j in range(max((len(step.found) for step in steps), default=0)):
+            members = [i for i, step in enumerate(steps) if len(step.found) > j]
+            tokens = torch.tensor([steps[i].found[j] for i in members], device=self._device)
+            adjustments.proposed(members, j, tokens)
+            if j < len(out):
+                out[j] = (out[j][0] + members, torch.cat([out[j][1], tokens]))
+            else:
+                out.append((members, tokens))
+        return out, batches
 
-        The proposal of a request at draft step j is chosen with the noise of its choice row j, which is also the target's.
+    def _propose_by_model(
+        self,
+        steps: SequenceOf[_Step],
+        rows: Rows,
+        noise: torch.Tensor | None,
+        offsets: SequenceOf[int],
+        adjustments: Adjustments,
+    ) -> tuple[list[tuple[list[int], torch.Tensor]], list[int]]:
+        """Run the draft. The proposal of a request at draft step j is chosen with the noise and the adjustments of its choice row j,
+        which are also the target's.
         """
         fed = [i for i, step in enumerate(steps) if step.catch_up]
         if not fed or self._draft is None:
@@ -425,7 +547,9 @@ class SpeculativeEngine:
                 logits = draft.forward(self._draft_ids(tokens), step_plan, logit_rows)
             choice_rows = [offsets[i] + j for i in members]
             at_rows = None if noise is None else noise[choice_rows][:, :vocab]
-            out.append((list(members), choose_tokens(logits[:, :vocab], rows.select(choice_rows), at_rows)))
+            adjusted = adjustments.apply(logits[:, :vocab], choice_rows)
+            out.append((list(members), choose_tokens(adjusted, rows.select(choice_rows), at_rows)))
+            adjustments.proposed(members, j, out[-1][1])
         return out, [len(indices) for indices, _ in out]
 
     def _draft_place(self, step: _Step) -> Place:
@@ -446,11 +570,13 @@ class SpeculativeEngine:
         proposals: SequenceOf[tuple[list[int], torch.Tensor]],
         rows: Rows,
         noise: torch.Tensor | None,
-    ) -> tuple[list[int], dict[int, list[int]], list[bool]]:
-        """The target's forward. Returns its choices (rows as in `_choice_rows`), the proposals by request, and which rows are finite."""
+        adjustments: Adjustments,
+        offsets: SequenceOf[int],
+    ) -> _Verified:
+        """The target's forward."""
         fed = [i for i, step in enumerate(steps) if step.fed]
         if not fed:
-            return [], {}, []
+            return _Verified([], {}, [], {})
         pieces = [Piece(steps[i].sequence.target, steps[i].start, steps[i].fed) for i in fed]
         plan = self._target.planner.plan(pieces)
         first_row = dict(zip(fed, plan.first_row, strict=True))
@@ -471,11 +597,12 @@ class SpeculativeEngine:
             not logit_rows
         ):  # nothing but chunks in the middle of their contexts: keys and values are all that is wanted
             self._target.forward(ids, plan, torch.zeros(1, dtype=torch.int64, device=self._device))
-            return [], {}, []
+            return _Verified([], {}, [], {})
         logits = self._target.forward(
             ids, plan, torch.tensor(logit_rows, device=self._device)
         )  # [choice rows, vocab]
-        chosen = choose_tokens(logits, rows, noise)
+        choice_rows = [at + j for step, at in zip(steps, offsets, strict=True) for j in range(step.choices)]
+        chosen = choose_tokens(adjustments.apply(logits, choice_rows), rows, noise)
         finite = logits.sum(-1, dtype=torch.float32).isfinite()
         parts = [chosen, finite.long()] if guesses is None else [chosen, finite.long(), guesses]
         values = torch.cat(parts).tolist()  # the round's only transfer to the host
@@ -486,7 +613,21 @@ class SpeculativeEngine:
             for i in indices:
                 by_request.setdefault(i, []).append(values[at_guess])
                 at_guess += 1
-        return values[:count], by_request, [bool(value) for value in values[count : 2 * count]]
+        told = [
+            (at, offset + j, step.sequence.spec.logprobs)
+            for at, (step, offset, j) in enumerate(
+                (step, offset, j)
+                for step, offset in zip(steps, offsets, strict=True)
+                for j in range(step.choices)
+            )
+            if step.sequence.spec.logprobs is not None
+        ]
+        return _Verified(
+            values[:count],
+            by_request,
+            [bool(value) for value in values[count : 2 * count]],
+            _logprobs(logits, chosen, told) if told else {},
+        )
 
     def _verify_one_by_one(
         self,
@@ -494,9 +635,10 @@ class SpeculativeEngine:
         proposed: dict[int, list[int]],
         rows: Rows,
         noise: torch.Tensor | None,
+        adjustments: Adjustments,
         offsets: SequenceOf[int],
-    ) -> tuple[list[int], set[int]]:
-        """Do a verification again whose logits were not finite. Returns its choices, and which requests are to blame.
+    ) -> tuple[_Verified, set[int]]:
+        """Do a verification again whose logits were not finite. Returns what it tells, and which requests are to blame.
 
         One request's inf or nan reaches others through the masked part of a slice of the pool (0 * nan). So: blame those whose own KV
         is not finite, clean the pools, and run each of the others alone; who is still not finite is to blame too.
@@ -505,52 +647,77 @@ class SpeculativeEngine:
         broken = {
             i for i, step in enumerate(steps) if step.fed and not target.is_finite(step.sequence.target)
         }
-        chosen: list[int] = []
+        whole = _Verified([], proposed, [], {})
         for i, step in enumerate(steps):
             for pool in self._pools:
                 pool.zero_what_is_not_finite()
             at = list(range(offsets[i], offsets[i] + step.choices))
-            alone = list(at)
+            chosen = list(at)  # of a broken one nobody looks at them
             if step.fed and i not in broken:
                 guesses = [([0], torch.tensor([token], device=self._device)) for token in proposed.get(i, [])]
-                alone, _, sound = self._verify(
-                    [step], guesses, rows.select(at), None if noise is None else noise[at]
+                alone = self._verify(
+                    [step],
+                    guesses,
+                    rows.select(at),
+                    None if noise is None else noise[at],
+                    adjustments,
+                    [offsets[i]],
                 )
-                if not all(sound):
+                if not all(alone.sound):
                     broken.add(i)
-            chosen.extend(alone)
+                chosen = alone.chosen
+                whole.logprobs.update(alone.logprobs)
+            whole.chosen.extend(chosen)
         for pool in self._pools:
             pool.zero_what_is_not_finite()
-        return chosen, broken
+        return whole, broken
 
     def _commit(
-        self, step: _Step, chosen: SequenceOf[int], proposed: SequenceOf[int], broken: bool
+        self,
+        step: _Step,
+        chosen: SequenceOf[int],
+        proposed: SequenceOf[int],
+        problem: str | None,
+        logprobs: SequenceOf[TokenLogprobs],
     ) -> RequestRound:
-        """Take over what verification found: tokens, lengths, acceptance, and the end if it is one."""
+        """Take over what verification found: tokens, lengths, acceptance, and the end if it is one.
+
+        `chosen` may be shorter than the proposals where the output format allowed nothing further.
+        """
         sequence, position = step.sequence, step.sequence.output_length
         request_id = sequence.spec.request_id
-        if broken:
+        accepted = 0
+        while accepted < min(len(proposed), len(chosen)) and proposed[accepted] == chosen[accepted]:
+            accepted += 1
+        block = chosen[: accepted + 1]
+        accepted = min(accepted, max(0, len(block) - 1)) if len(chosen) <= len(proposed) else accepted
+        end = Cut(len(block), None)
+        if problem is None and block:
+            output = sequence.output if sequence.stop_text else ()
+            try:
+                end = cut(sequence.spec, position, block, self._eos_ids, sequence.stop_text, output)
+            except (
+                Exception
+            ) as error:  # a tokenizer that cannot decode its own tokens: this request's trouble
+                problem = f"the output cannot be decoded: {error}"
+        if problem is not None:
             self._release(sequence)
             sequence.finished = True
             return RequestRound(
                 request_id, position, (), len(proposed), 0, prefilled=step.chunk, finish=FinishReason.ERROR,
-                error="the target's logits are not finite",
+                error=problem,
             )  # fmt: skip
         if step.chunk:
             sequence.target.length += step.chunk
         if not chosen:
             return RequestRound(request_id, position, (), 0, 0, prefilled=step.chunk)
-        accepted = 0
-        while accepted < len(proposed) and proposed[accepted] == chosen[accepted]:
-            accepted += 1
         tested = min(accepted + 1, len(proposed))
-        block = chosen[: accepted + 1]
-        output = sequence.output if sequence.stop_text else ()
-        end = cut(sequence.spec, position, block, self._eos_ids, sequence.stop_text, output)
         before = len(sequence.tokens)
         sequence.tokens.extend(block[: end.tokens])
         sequence.target.length = len(sequence.tokens) - 1
-        if proposed and sequence.draft is not None:
+        if sequence.format is not None:
+            sequence.format.follow(block[: end.tokens])
+        if proposed and step.catch_up and sequence.draft is not None:
             # It was fed the last token and all proposals but its last; those that were accepted are context now.
             sequence.draft.length = before + min(accepted, len(proposed) - 1)
         if not step.chunk:
@@ -569,6 +736,7 @@ class SpeculativeEngine:
             prefilled=step.chunk,
             finish=end.finish,
             cut_characters=end.cut_characters,
+            logprobs=tuple(logprobs[: end.tokens]),
         )
 
     # -- helpers ------------------------------------------------------------------------------------------------------------
@@ -586,6 +754,15 @@ class SpeculativeEngine:
         for pool, place in zip(self._pools, self._places(sequence), strict=True):
             pool.release(place)
         sequence.swapped = []
+        sequence.tally = None
+
+    def _grow_chunk(self) -> None:
+        """After a shortage of memory, towards the usual prefill chunk again."""
+        if self._prefill_chunk < self.options.prefill_chunk:
+            self._rounds_with_chunk += 1
+            if self._rounds_with_chunk >= CHUNK_GROWS_AFTER:
+                self._prefill_chunk = min(2 * self._prefill_chunk, self.options.prefill_chunk)
+                self._rounds_with_chunk = 0
 
     def _clock(self) -> float:
         """Seconds of computing, for decisions: on the CPU this thread's own, so that busy neighbours do not count."""
@@ -601,11 +778,12 @@ class SpeculativeEngine:
     @torch.inference_mode()
     def calibrate(self, budget_s: float = CALIBRATION_S) -> None:
         """Measure what verified rows and draft steps cost, so that the first draft lengths are sensible. Before any `add`."""
-        if self._draft is None or self.capacity.max_draft_len == 0:
+        if self.capacity.max_draft_len == 0:
             return
         slots = self.options.slots
         deadline = time.perf_counter() + budget_s
-        self.lengths.step = self._measure(self._draft, 1, _ladder(slots), deadline - budget_s / 2)
+        if self._draft is not None:
+            self.lengths.step = self._measure(self._draft, 1, _ladder(slots), deadline - budget_s / 2)
         self.lengths.verify = self._measure(
             self._target, 0, _ladder(slots * (1 + self.capacity.max_draft_len)), deadline
         )
@@ -645,6 +823,29 @@ class SpeculativeEngine:
         )
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """The CPU's allocator says it in words only."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "t allocate memory" in str(error)
+    )
+
+
+def _logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, told: SequenceOf[tuple[int, int, int]]
+) -> dict[int, TokenLogprobs]:
+    """`logits` [rows, vocab], `chosen` [rows]; `told` (row, choice row, alternatives). By choice row."""
+    index = torch.tensor([at for at, _, _ in told], device=logits.device)
+    all_logprobs = logits[index].float().log_softmax(-1)
+    own = all_logprobs.gather(-1, chosen[index, None])[:, 0].tolist()
+    most = min(max(count for _, _, count in told), logits.shape[-1])
+    best = all_logprobs.topk(most, dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return {
+        row: TokenLogprobs(own[n], tuple(zip(ids[n][:count], values[n][:count], strict=True)))
+        for n, (_, row, count) in enumerate(told)
+    }
+
+
 def _ladder(largest: int) -> list[int]:
     """1, 2, 4 ... up to and including `largest`."""
     return sorted({largest, *(2**i for i in range(largest.bit_length()))} - {0})
@@ -668,12 +869,14 @@ def load_engine(
     host_bytes: int = 2 * 2**30,
     calibrate: bool = True,
     lean: bool = True,
+    drafter: Literal["auto", "model", "lookup", "none"] = "auto",
+    trust_remote_code: bool = False,
 ) -> SpeculativeEngine:
     """Load a model pair and make an engine of it. Raises ModelError in one sentence, or ValueError for a bad option.
 
     `blocks` is the size of either KV pool; without it, as many as `memory_bytes` hold for target and draft together, or else enough for
     every slot to hold a context of `max_length`. `deterministic` None means: where the arithmetic allows it (float32). `lean` False
-    runs models of the Llama family through transformers too.
+    runs models of the Llama family through transformers too. `drafter` auto: the draft model, without one look-ups in the context.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
@@ -683,6 +886,10 @@ def load_engine(
         torch.empty(0, device=torch_device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if drafter == "model" and draft_dir is None:
+        raise ValueError("drafter model needs a draft model")
+    if drafter in ("lookup", "none"):
+        draft_dir = None  # nobody would use it
     target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
     if deterministic is None:
         deterministic = torch_dtype == torch.float32
@@ -696,6 +903,7 @@ def load_engine(
         max_length=max_length,
         deterministic=deterministic,
         lean=lean,
+        trust_remote_code=trust_remote_code,
     )
     draft = None
     tokenizer = load_tokenizer(target_path)
@@ -709,6 +917,7 @@ def load_engine(
             max_length=max_length,
             deterministic=False,
             lean=lean,
+            trust_remote_code=trust_remote_code,
         )
         check_pair(target, draft, tokenizer, load_tokenizer(draft_path))
     if blocks is None:
@@ -717,6 +926,7 @@ def load_engine(
             blocks = memory_bytes // (token_bytes * block_size)
         else:
             blocks = slots * -(-(max_length + max_draft_len) // block_size)
+    eos_ids = end_of_sequence_ids(target.model)
     names = [
         NOISE_VERSION,
         dtype,
@@ -738,9 +948,13 @@ def load_engine(
             draft_len=None if draft_len == "auto" else draft_len,
             deterministic=deterministic,
             host_bytes=host_bytes,
+            drafter=None if drafter == "none" else Drafter.MODEL if draft is not None else Drafter.LOOKUP,
         ),
         tokenizer=tokenizer,
-        eos_ids=end_of_sequence_ids(target.model),
+        eos_ids=eos_ids,
+        formats=Formats(target_path / "tokenizer.json", target.shape.vocab_size, eos_ids)
+        if tokenizer is not None
+        else None,
         fingerprint=hashlib.blake2b(":".join(names).encode(), digest_size=16).hexdigest(),
     )
     if calibrate and draft_len == "auto":

@@ -34,16 +34,22 @@ from laps_sd.choose import Residency
 
 __all__ = [
     "Capacity",
+    "DeviceFailed",
+    "Drafter",
     "Engine",
     "FinishReason",
+    "FormatKind",
     "ModelError",
     "OutOfBlocks",
+    "OutOfMemory",
+    "OutputFormat",
     "RequestRound",
     "Residency",
     "RoundResult",
     "Sampling",
     "SequenceStatus",
     "Specification",
+    "TokenLogprobs",
     "UnknownRequest",
     "blocks_needed",
     "check_run",
@@ -53,6 +59,12 @@ __all__ = [
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_SEED = 2**64 - 1
+MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_FORMAT_CHARACTERS = 65536
+MAX_LOGPROBS = 64
 
 
 class FinishReason(enum.Enum):
@@ -68,6 +80,14 @@ class OutOfBlocks(RuntimeError):
     """The KV pool cannot hold this round. Raised before any state changes: run fewer requests, swap out or evict, and try again."""
 
 
+class OutOfMemory(RuntimeError):
+    """The device has no memory for a round of this size. Nothing has changed: run fewer requests, and try again."""
+
+
+class DeviceFailed(RuntimeError):
+    """The device computes nothing any more, for nobody. The engine is of no more use."""
+
+
 class ModelError(RuntimeError):
     """A model pair cannot be served. The message is one sentence that a person can act on."""
 
@@ -79,16 +99,54 @@ class UnknownRequest(KeyError):
         return f"unknown request {self.args[0]!r}"
 
 
+class FormatKind(enum.Enum):
+    """What the text of an `OutputFormat` is."""
+
+    JSON_OBJECT = "json_object"  # any JSON object; no text
+    JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
+    REGEX = "regex"  # a regular expression that the whole output matches
+    GRAMMAR = "grammar"  # a context-free grammar in llguidance's form of Lark
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What the output must look like. Only tokens that can still lead there are chosen; it ends with an end-of-sequence token."""
+
+    kind: FormatKind
+    text: str = ""
+
+
+class Drafter(enum.Enum):
+    """Where proposals come from."""
+
+    MODEL = "model"  # the draft model
+    LOOKUP = "lookup"  # what followed the last tokens when they occurred before in the context
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target chooses. Applied in this order: temperature, top_k, top_p, then argmax(log p + noise)."""
+    """How the target chooses.
 
-    temperature: float = 0.0  # 0 = greedy: the largest logit, lowest id on a tie; top_k, top_p and seed are then without effect
+    In this order: tokens that the output format excludes are out; logit_bias is added; repetition, frequency and presence
+    penalty; temperature; of what top_k keeps the part that top_p keeps and that min_p keeps; argmax(log p + noise).
+    """
+
+    temperature: float = 0.0  # 0 = greedy: the largest, lowest id on a tie; top_k, top_p, min_p and seed are then without effect
     top_p: float = (
         1.0  # keep the smallest set of most probable tokens that reaches this probability; 1.0 = off
     )
     top_k: int = 0  # keep the k most probable tokens; 0 = off
     seed: int = 0  # unsigned, 64 bits
+    min_p: float = 0.0  # keep tokens at least this probable in relation to the most probable one; 0.0 = off
+    repetition_penalty: float = 1.0  # logits of tokens in the prompt or output are divided by it (negative ones multiplied); 1.0 = off
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output; 0.0 = off
+    frequency_penalty: float = 0.0  # subtracted once for each time that a token is in the output; 0.0 = off
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on how often a token has occurred."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +165,13 @@ class Specification:
     max_draft_len: int | None = (
         None  # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round
     )
+    drafter: Drafter | None = (
+        None  # None = the engine decides; one that it does not have is replaced by the one that it has
+    )
+    format: OutputFormat | None = None
+    logprobs: int | None = (
+        None  # None = off; else the log probability of each token, and so many alternatives
+    )
     origin: bytes = b""  # whoever sent this wants it back; means nothing here
 
 
@@ -122,6 +187,16 @@ class Capacity:
     max_draft_len: int  # tokens drafted per request and round, at most; a round grows KV by at most this + 1
     vocab_size: int  # token ids are 0 .. vocab_size - 1
     device: str  # "cpu", "cuda:0", "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of the target at one position, before anything that `Sampling` asks for."""
+
+    logprob: float  # of the token that was chosen
+    top: tuple[
+        tuple[int, float], ...
+    ] = ()  # (token id, log probability) of the most probable ones, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +219,7 @@ class RequestRound:
     finish: FinishReason | None = None
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, where the request asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +289,7 @@ class Engine(Protocol):
     def round(self, run: Sequence[str]) -> RoundResult:
         """One draft and verify step over exactly these requests, best rank first.
 
+        Raises OutOfMemory when the device has no memory for it, then too before anything counts.
         Requests without KV get a prefill chunk in the same forward (the first of `run` are served first from the round's
         chunk budget); requests in host memory are brought back first. Raises OutOfBlocks, UnknownRequest, or ValueError (one
         id twice, a finished request, more than `capacity.slots`), in each case before any state changes.
@@ -262,6 +339,17 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
         raise ValueError(f"stop strings must have 1 to {MAX_STOP_CHARACTERS} characters")
     if spec.max_draft_len is not None and spec.max_draft_len < 0:
         raise ValueError(f"max_draft_len must be 0 or more, not {spec.max_draft_len}")
+    if any(not 0 <= token < capacity.vocab_size for token, _ in spec.sampling.logit_bias):
+        raise ValueError(f"sampling.logit_bias must name token ids from 0 to {capacity.vocab_size - 1}")
+    if spec.logprobs is not None and not 0 <= spec.logprobs <= MAX_LOGPROBS:
+        raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {spec.logprobs}")
+    if spec.format is not None:
+        if len(spec.format.text) > MAX_FORMAT_CHARACTERS:
+            raise ValueError(
+                f"format must have at most {MAX_FORMAT_CHARACTERS} characters, not {len(spec.format.text)}"
+            )
+        if spec.ignore_eos:
+            raise ValueError("format and ignore_eos exclude each other: a format ends with the end token")
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -273,6 +361,24 @@ def _check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"sampling.top_k must be 0 or more, not {sampling.top_k}")
     if not 0 <= sampling.seed <= MAX_SEED:
         raise ValueError(f"sampling.seed must be from 0 to {MAX_SEED}, not {sampling.seed}")
+    if not 0 <= sampling.min_p <= 1:
+        raise ValueError(f"sampling.min_p must be from 0 to 1, not {sampling.min_p}")
+    if not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise ValueError(
+            f"sampling.repetition_penalty must be above 0 and at most {MAX_REPETITION_PENALTY:g}, "
+            f"not {sampling.repetition_penalty}"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not abs(getattr(sampling, name)) <= MAX_PENALTY:
+            raise ValueError(
+                f"sampling.{name} must be from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, not {getattr(sampling, name)}"
+            )
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise ValueError(
+            f"sampling.logit_bias holds {len(sampling.logit_bias)} tokens, at most {MAX_LOGIT_BIAS} are allowed"
+        )
+    if any(not abs(value) <= MAX_BIAS for _, value in sampling.logit_bias):
+        raise ValueError(f"sampling.logit_bias must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
 def check_run(run: Sequence[str], known: AbstractSet[str], finished: AbstractSet[str], slots: int) -> None:

@@ -32,6 +32,7 @@ REFUSED = {
     "s_aux": "attention sinks",
     "position_bias": "position biases inside attention",
 }
+SAME_TOKENS = 0.95  # of the smaller vocabulary: what makes two tokenizers compatible (our choice)
 HASHED_WHOLE_BYTES = 256 * 2**20  # larger weight files enter the fingerprint by samples
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 
@@ -292,6 +293,7 @@ def load_packed(
     max_length: int,
     deterministic: bool,
     lean: bool,
+    trust_remote_code: bool = False,
 ) -> PackedModel:
     """Load one model, lay out its weights, and compare it with its plain forward. Raises ModelError in one sentence."""
     if not (directory / "config.json").is_file():
@@ -300,9 +302,16 @@ def load_packed(
     transformers_logging.set_verbosity_error()  # what it would warn of is raised below
     transformers_logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
         model, info = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except (
         Exception
@@ -362,11 +371,16 @@ def check_pair(
     target_tokenizer: Tokenizer | None,
     draft_tokenizer: Tokenizer | None,
 ) -> None:
-    """Raise ModelError unless a token id means the same to both models."""
+    """Raise ModelError unless a token id means the same to both models, few excepted; either may have ids that the other lacks."""
     if target_tokenizer is not None and draft_tokenizer is not None:
-        if target_tokenizer.vocabulary() != draft_tokenizer.vocabulary():
+        ours = {token_id: token for token, token_id in target_tokenizer.vocabulary().items()}
+        theirs = {token_id: token for token, token_id in draft_tokenizer.vocabulary().items()}
+        common = sum(theirs.get(token_id) == token for token_id, token in ours.items())
+        # Whatever the draft proposes, the target decides; a few special tokens of another name cost nothing but proposals.
+        if common < SAME_TOKENS * min(len(ours), len(theirs)):
             raise ModelError(
-                "target and draft have different tokenizers: a token id must mean the same to both"
+                f"target and draft have different tokenizers: of {len(ours)} and {len(theirs)} token ids {common} mean the same to "
+                "both; leave the draft out, and the worker looks proposals up in the context"
             )
     elif target.shape.vocab_size != draft.shape.vocab_size:
         raise ModelError(

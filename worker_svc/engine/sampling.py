@@ -1,7 +1,8 @@
 """What the target chooses at a position, given its logits and the noise there.
 
-    scores = logits / temperature          (greedy: logits)
-    keep the top_k largest; of these keep the smallest set of most probable tokens that reaches top_p
+    scores = logits / temperature          (greedy: logits; what `adjusting` does to logits was done before)
+    keep the top_k largest; of these the smallest set of most probable tokens that reaches top_p; of these the tokens
+    that are at least min_p times as probable as the most probable one
     choice = argmax over the kept tokens of scores + Gumbel(seed, position)
 
 The argmax of log-probabilities plus Gumbel noise is an exact sample of the softmax (the Gumbel-max trick), and adding a constant
@@ -11,6 +12,7 @@ noise on its own logits ("drafter-invariant" coupling, Daliri et al. 2024), henc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +33,8 @@ class Rows:
     noisy: torch.Tensor  # [rows, 1] float32; 0 for a greedy row, else 1
     top_k: torch.Tensor  # [rows, 1] int64; vocab where off
     top_p: torch.Tensor  # [rows, 1] float32; above 1 where off
+    log_min_p: torch.Tensor  # [rows, 1] float32; -inf where off
+    any_min_p: bool
     truncated: tuple[int, ...]  # rows that truncate
     truncated_index: torch.Tensor  # the same, int64
     plain: bool  # all rows greedy: the tensors are empty and not looked at
@@ -47,6 +51,8 @@ class Rows:
             noisy=self.noisy[index],
             top_k=self.top_k[index],
             top_p=self.top_p[index],
+            log_min_p=self.log_min_p[index],
+            any_min_p=self.any_min_p,
             truncated=truncated,
             truncated_index=torch.tensor(truncated, dtype=torch.int64, device=self.noisy.device),
             plain=False,
@@ -63,10 +69,11 @@ def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device
             float(s.temperature > 0),
             float(s.top_k if 0 < s.top_k < vocab_size else vocab_size),
             s.top_p if s.top_p < 1 else 2.0,
+            math.log(s.min_p) if s.min_p > 0 and s.temperature > 0 else -math.inf,
         )
         for s in settings
     ]
-    table = torch.tensor(columns, dtype=torch.float64).to(device)  # [rows, 4]
+    table = torch.tensor(columns, dtype=torch.float64).to(device)  # [rows, 5]
     truncated = tuple(
         row
         for row, s in enumerate(settings)
@@ -77,6 +84,8 @@ def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device
         noisy=table[:, 1:2].float(),
         top_k=table[:, 2:3].long(),
         top_p=table[:, 3:4].float(),
+        log_min_p=table[:, 4:5].float(),
+        any_min_p=any(s.min_p > 0 and s.temperature > 0 for s in settings),
         truncated=truncated,
         truncated_index=torch.tensor(truncated, dtype=torch.int64, device=device),
         plain=False,
@@ -84,7 +93,7 @@ def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device
 
 
 _NOTHING = torch.empty((0, 1))
-_PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, (), _NOTHING, plain=True)
+_PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, False, (), _NOTHING, plain=True)
 
 
 def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) -> torch.Tensor:
@@ -96,15 +105,25 @@ def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) 
         return logits.argmax(-1)
     assert noise is not None
     scores = logits.float() * rows.inverse_temperature  # [rows, vocab]
-    chosen = torch.addcmul(scores, noise, rows.noisy).argmax(-1)
+    kept = scores
+    if rows.any_min_p:
+        least = scores.amax(-1, keepdim=True) + rows.log_min_p
+        kept = scores.masked_fill(scores < least, -torch.inf)
+    chosen = torch.addcmul(kept, noise, rows.noisy).argmax(-1)
     if rows.truncated:
         at = rows.truncated_index
-        chosen[at] = _truncated_choice(scores[at], noise[at], rows.top_k[at], rows.top_p[at])
+        chosen[at] = _truncated_choice(
+            scores[at], noise[at], rows.top_k[at], rows.top_p[at], rows.log_min_p[at]
+        )
     return chosen
 
 
 def _truncated_choice(
-    scores: torch.Tensor, noise: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    scores: torch.Tensor,
+    noise: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    log_min_p: torch.Tensor,
 ) -> torch.Tensor:
     """argmax(scores + noise) over the kept tokens of each row: int64 [rows]."""
     vocab = scores.shape[-1]
@@ -112,6 +131,7 @@ def _truncated_choice(
     ordered, ids, keep, complete = _kept(scores, top_k, top_p, candidates)
     if not complete:
         ordered, ids, keep, _ = _kept(scores, top_k, top_p, vocab)
+    keep &= ordered >= ordered[:, :1] + log_min_p
     perturbed = (ordered + noise.gather(-1, ids)).masked_fill_(~keep, -torch.inf)
     return ids.gather(-1, perturbed.argmax(-1, keepdim=True)).squeeze(-1)
 
@@ -170,5 +190,9 @@ def margin(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None)
         kept = int(keep[0].sum())
         if kept < vocab:  # two equal scores at the edge of the nucleus may change places
             boundary = min(boundary, float(ordered[0, kept - 1] - ordered[0, kept]))
+    if sampling.min_p > 0:
+        least = ordered[0, 0] + math.log(sampling.min_p)
+        boundary = min(boundary, float((ordered[0] - least).abs().min()))
+        keep = keep & (ordered >= least)
     best = (ordered[0] + noise[ids[0]]).masked_fill(~keep[0], -torch.inf).topk(2).values
     return Margin(float(best[0] - best[1]), boundary)

@@ -1,4 +1,4 @@
-"""What the engine knows of one request between rounds. Host state only: ids, lengths, and where its KV is.
+"""What the engine knows of one request between rounds: ids, lengths, where its KV is, and what follows from its tokens.
 
 tokens     | prompt ............... | output ............... |
 target KV  [0, target.length)           all tokens but the last, once prefilled
@@ -7,15 +7,36 @@ draft KV   [0, draft.length)            the same, or less: it may lag behind and
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
 
 from worker_svc.engine import counter
 from worker_svc.engine.drafting import Acceptance
+from worker_svc.engine.formats import FormatState
 from worker_svc.engine.interface import Residency, Specification
 from worker_svc.engine.kv import Place
+from worker_svc.engine.lookup import Lookup
 from worker_svc.engine.stopping import StopText
+
+
+class Tally:
+    """How often each token has occurred in one request: on the device, following its tokens."""
+
+    def __init__(self, prompt: SequenceOf[int], vocab_size: int, device: torch.device) -> None:
+        self.output = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # times in the output
+        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.in_prompt[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+        self._counted = 0
+
+    def follow(self, tokens: SequenceOf[int], prompt_length: int) -> None:
+        """Count the output tokens that are new; `tokens` is prompt and output."""
+        fresh = tokens[prompt_length + self._counted :]
+        if fresh:
+            ids = torch.tensor(fresh, dtype=torch.int64, device=self.output.device)
+            self.output.index_add_(0, ids, torch.ones(len(fresh), device=self.output.device))
+            self._counted += len(fresh)
 
 
 @dataclass(slots=True)
@@ -33,6 +54,9 @@ class Sequence:
         default_factory=list
     )  # host copies of (target, draft) KV; empty = not swapped out
     finished: bool = False
+    lookup: Lookup | None = None  # proposes for it, if the draft model does not
+    format: FormatState | None = None  # follows the output
+    tally: Tally | None = None  # made when a round needs it
 
     @property
     def output_length(self) -> int:

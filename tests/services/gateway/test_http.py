@@ -16,7 +16,8 @@ import pytest
 from gateway.tokenizer import ModelFiles
 from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-from laps_sd.v1.inference_pb2 import SpeculationSummary, Timing
+from laps_sd.v1 import inference_pb2
+from laps_sd.v1.inference_pb2 import OutputFormat, SpeculationSummary, Timing
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
 from tests.services.gateway.conftest import CONTEXT, Running, StartGateway
@@ -246,6 +247,105 @@ class TestAStream:
 
 
 class TestWhatIsAskedFor:
+    @pytest.mark.parametrize(
+        ("path", "change", "expected"),
+        [
+            (
+                "chat/completions",
+                {"response_format": {"type": "json_object"}},
+                OutputFormat(json_object=True),
+            ),
+            ("chat/completions", {"response_format": {"type": "text"}}, OutputFormat()),
+            (
+                "chat/completions",
+                {
+                    "response_format": {
+                        "type": "json_schema",
+                        "json_schema": {"name": "n", "strict": True, "schema": {"type": "object"}},
+                    }
+                },
+                OutputFormat(json_schema='{"type": "object"}'),
+            ),
+            ("completions", {"guided_regex": "a+"}, OutputFormat(regex="a+")),
+            (
+                "completions",
+                {"guided_json": {"type": "object"}},
+                OutputFormat(json_schema='{"type": "object"}'),
+            ),
+            ("completions", {"guided_grammar": 'start: "a"'}, OutputFormat(grammar='start: "a"')),
+        ],
+    )
+    async def test_a_format_reaches_the_scheduler(
+        self, served: Served, path: str, change: Any, expected: OutputFormat
+    ) -> None:
+        body = (CHAT if path == "chat/completions" else TEXT) | change
+        call = asyncio.create_task(served.post(f"/v1/{path}", body))
+        submit = served.scheduler.record.requests[await served.finished()].submit
+
+        assert (await call)[0] == 200
+        assert submit.specification.output_format == expected
+
+    async def test_penalties_reach_the_scheduler(self, served: Served) -> None:
+        change = {
+            "frequency_penalty": 0.5,
+            "presence_penalty": -0.5,
+            "repetition_penalty": 1.25,
+            "min_p": 0.25,
+            "logit_bias": {"7": -100},
+        }
+        call = asyncio.create_task(served.post("/v1/completions", TEXT | change))
+        found = served.scheduler.record.requests[await served.finished()].submit.specification
+        await call
+
+        assert (found.frequency_penalty, found.presence_penalty) == (0.5, -0.5)
+        assert (found.repetition_penalty, found.min_p, dict(found.logit_bias)) == (1.25, 0.25, {7: -100})
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_log_probabilities_come_with_the_tokens(self, served: Served, stream: bool) -> None:
+        async def answer(path: str, change: Any) -> list[Any]:
+            request = TEXT if path == "completions" else CHAT
+            count = len(served.scheduler.record.requests) + 1
+
+            async def ask() -> list[Any]:
+                async with served.session.post(
+                    f"{served.url}/v1/{path}", json=request | change | {"stream": stream}
+                ) as response:
+                    if not stream:
+                        return [await response.json()]
+                    lines = (await response.text()).split("\n\n")
+                    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+            call = asyncio.create_task(ask())
+            request_id = await served.scheduler.submitted(count)
+            ids = served.running.model.encode_rendered("hi")
+            first = inference_pb2.TokenLogprobs(
+                logprob=-0.25, top=[inference_pb2.TokenLogprob(token_id=ids[0], logprob=-0.25)]
+            )
+            served.scheduler.record.requests[request_id].logprobs = [first] + [
+                inference_pb2.TokenLogprobs(unknown=True)
+            ] * (len(ids) - 1)
+            served.scheduler.commit(request_id, ids, Kind.KIND_STOP)
+            return [chunk["choices"][0]["logprobs"] for chunk in await call if chunk["choices"]]
+
+        ids = served.running.model.encode_rendered("hi")
+        told = [
+            one
+            for each in await answer("chat/completions", {"logprobs": True, "top_logprobs": 1})
+            for one in each["content"]
+        ]
+        assert len(told) == len(ids)
+        text = served.running.model.decode(ids[:1])
+        assert told[0] == {
+            "token": text, "logprob": -0.25, "bytes": list(text.encode()),
+            "top_logprobs": [{"token": text, "logprob": -0.25, "bytes": list(text.encode())}],
+        }  # fmt: skip
+        assert all(one["logprob"] is None for one in told[1:])
+        parts = [each for each in await answer("completions", {"logprobs": 1}) if each["tokens"]]
+        assert [value for each in parts for value in each["token_logprobs"]] == [-0.25] + [None] * (
+            len(ids) - 1
+        )
+        assert parts[0]["text_offset"][0] == 0
+
     async def test_reaches_the_scheduler(self, served: Served) -> None:
         body = CHAT | {
             "max_completion_tokens": 9,
@@ -416,10 +516,31 @@ class TestARefusal:
             ({"stream": 1}, "stream", "true or false"),
             ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
             ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-            ({"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
-            ({"logprobs": True}, "logprobs", "not supported"),
-            ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-            ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+            (
+                {"response_format": {"type": "json_schema"}},
+                "response_format.json_schema",
+                "an object with a schema",
+            ),
+            (
+                {"response_format": {"type": "xml"}},
+                "response_format.type",
+                "must be text, json_object or json_schema",
+            ),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+                "response_format.json_schema",
+                "cannot be used",
+            ),
+            (
+                {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+                "guided_regex",
+                "cannot be used beside",
+            ),
+            ({"logprobs": True, "top_logprobs": 21}, "logprobs", "at most 20"),
+            ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+            ({"frequency_penalty": 2.5}, "frequency_penalty", "from -2 to 2"),
+            ({"logit_bias": {"five": 1}}, "logit_bias", "must name token ids"),
+            ({"logit_bias": {"5": 101}}, "logit_bias[5]", "from -100 to 100"),
             ({"colour": "red"}, "colour", "not a field"),
         ],
     )
@@ -448,12 +569,13 @@ class TestARefusal:
             ({"echo": True}, "echo"),
             ({"suffix": "x"}, "suffix"),
             ({"best_of": 2}, "best_of"),
-            ({"logprobs": 1}, "logprobs"),
             # Refused by number, before a message is made of each.
             ({"prompt": [""] * 1025}, "prompt"),
             ({"prompt": [1] * 1_048_577}, "prompt"),
             ({"prompt": [[1] * 600_000] * 2}, "prompt"),
             ({"stop": [""] * 65_537}, "stop"),
+            ({"logprobs": 21}, "logprobs"),
+            ({"guided_json": "{"}, "response_format.json_schema"),
         ],
         ids=lambda value: value if isinstance(value, str) else next(iter(value)),
     )

@@ -16,6 +16,7 @@ from laps_sd.v1.inference_pb2 import (
     ChatMessage,
     ChatMessages,
     GenerateRequest,
+    OutputFormat,
     SamplingParams,
     Speculation,
     TokenIds,
@@ -35,6 +36,10 @@ SETTINGS = GatewaySettings(
 
 def sampling(**fields: Any) -> GenerateRequest:
     return GenerateRequest(text="x", sampling=SamplingParams(**fields))
+
+
+def output_format(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(text="x", output_format=OutputFormat(**fields))
 
 
 def messages(*pairs: tuple[str, str]) -> GenerateRequest:
@@ -76,6 +81,40 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (sampling(top_p=1.5), "sampling.top_p", "above 0 and at most 1, got 1.5"),
     (sampling(top_p=float("nan")), "sampling.top_p", "got nan"),
     (sampling(top_k=2**31), "sampling.top_k", "at most 2147483647"),
+    (sampling(min_p=1.5), "sampling.min_p", "from 0 to 1, got 1.5"),
+    (sampling(min_p=float("nan")), "sampling.min_p", "got nan"),
+    (sampling(repetition_penalty=0), "sampling.repetition_penalty", "above 0 and at most 100, got 0"),
+    (sampling(repetition_penalty=float("inf")), "sampling.repetition_penalty", "got inf"),
+    (sampling(presence_penalty=2.5), "sampling.presence_penalty", "from -2 to 2, got 2.5"),
+    (sampling(frequency_penalty=float("nan")), "sampling.frequency_penalty", "got nan"),
+    (sampling(logit_bias={320: 1.0}), "sampling.logit_bias", "from 0 to 319, got 320"),
+    (sampling(logit_bias={5: 100.5}), "sampling.logit_bias[5]", "from -100 to 100, got 100.5"),
+    (
+        sampling(logit_bias=dict.fromkeys(range(1025), 1.0)),
+        "sampling.logit_bias",
+        "at most 1024 tokens, got 1025",
+    ),
+    (output_format(json_object=False), "output_format.json_object", "must be true"),
+    (output_format(json_schema=""), "output_format.json_schema", "1 to 65536 characters, got 0"),
+    (output_format(json_schema="{"), "output_format.json_schema", "must be JSON"),
+    (output_format(json_schema="7"), "output_format.json_schema", "must be a JSON schema"),
+    (output_format(json_schema='{"type": "nothing"}'), "output_format.json_schema", "cannot be used"),
+    (
+        output_format(json_schema='{"not":' * 70 + "{}" + "}" * 70),
+        "output_format.json_schema",
+        "at most 64 levels",
+    ),
+    (output_format(regex="(a"), "output_format.regex", "cannot be used"),
+    (output_format(regex="a" * 65537), "output_format.regex", "got 65537"),
+    (output_format(grammar="start: nowhere"), "output_format.grammar", "cannot be used"),
+    (
+        GenerateRequest(
+            text="x", sampling=SamplingParams(ignore_eos=True), output_format=OutputFormat(regex="a")
+        ),
+        "sampling.ignore_eos",
+        "absent or false with output_format",
+    ),
+    (GenerateRequest(text="x", speculation=Speculation(drafter=7)), "speculation.drafter", "got 7"),  # type: ignore[arg-type]
     (sampling(stop=["x"] * 17), "sampling.stop", "at most 16 texts, got 17"),
     (sampling(stop=["x", ""]), "sampling.stop[1]", "1 to 256 characters, got 0"),
     (sampling(stop=["x" * 257]), "sampling.stop[0]", "1 to 256 characters, got 257"),
@@ -128,6 +167,14 @@ ACCEPTED = [
     ),
     messages(("system", ""), ("user", "hi")),
     GenerateRequest(token_ids=TokenIds(ids=[0, 319])),
+    sampling(
+        min_p=0.5, repetition_penalty=1.1, presence_penalty=-2, frequency_penalty=2, logit_bias={319: -100}
+    ),
+    output_format(json_object=True),
+    output_format(json_schema='{"type": "object"}'),
+    output_format(regex="[a-z]+"),
+    output_format(grammar='start: "a"+'),
+    GenerateRequest(text="x", speculation=Speculation(drafter=Speculation.DRAFTER_LOOKUP)),
     sampling(max_tokens=500, temperature=0, top_p=1, top_k=0, seed=2**64 - 1, stop=["x" * 256] * 16),
     GenerateRequest(text="x", speculation=Speculation(mode=Speculation.MODE_OFF, max_draft_tokens=0)),
     GenerateRequest(text="x", speculation=Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=64)),
@@ -232,5 +279,34 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], problem:
 
 
 def test_log_probabilities_are_refused_where_nobody_gives_them(model: ModelFiles) -> None:
-    with pytest.raises(InvalidArgument, match="logprobs must be absent: the workers give no"):
-        check_request(GenerateRequest(text="x", logprobs=0), GatewaySettings(model="tiny"), model)
+    with pytest.raises(InvalidArgument, match="logprobs must be absent: this gateway gives no"):
+        check_request(
+            GenerateRequest(text="x", logprobs=0), GatewaySettings(model="tiny", max_logprobs=None), model
+        )
+
+
+def test_options_reach_the_worker(model: ModelFiles) -> None:
+    request = GenerateRequest(
+        text="x",
+        sampling=SamplingParams(
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={5: 2.0},
+        ),
+        output_format=OutputFormat(regex="a+"),
+        speculation=Speculation(drafter=Speculation.DRAFTER_LOOKUP),
+        logprobs=2,
+    )
+
+    found = complete(
+        request, [1, 2], settings=SETTINGS, model=model, tenant="t", fallback_seed=1
+    ).specification
+
+    assert (found.min_p, found.repetition_penalty) == (0.25, 1.5)
+    assert (found.presence_penalty, found.frequency_penalty) == (0.5, -0.5)
+    assert dict(found.logit_bias) == {5: 2.0}
+    assert found.output_format.regex == "a+"
+    assert found.drafter == Speculation.DRAFTER_LOOKUP
+    assert found.logprobs == 2

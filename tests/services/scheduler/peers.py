@@ -131,6 +131,7 @@ class GatewayPeer(Peer):
         max_tokens: int = 8,
         attachment_id: str = "",
         submission_id: int = 1,
+        logprobs: int | None = None,
         **fields: Any,
     ) -> gateway_pb.SubmitReply:
         specification = gateway_pb.Specification(
@@ -140,6 +141,7 @@ class GatewayPeer(Peer):
             temperature=0.0,
             top_p=1.0,
             seed=7,
+            logprobs=logprobs,
         )
         submit = gateway_pb.Submit(
             submission_id=submission_id,

@@ -60,6 +60,40 @@ async def test_committed_tokens_reach_the_client_in_order_and_with_one_end(
         assert (stored.end, stored.committed_ids) == (End.STOP, (10, 11, 12))
 
 
+async def test_log_probabilities_go_with_their_tokens_and_are_unknown_from_the_record(
+    start: StartScheduler,
+) -> None:
+    def told(*values: float) -> list[pb.TokenLogprobs]:
+        return [
+            pb.TokenLogprobs(logprob=value, top=[pb.TokenLogprob(token_id=1, logprob=-0.5)])
+            for value in values
+        ]
+
+    first = await start()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1", logprobs=1)
+        leased = (await gpu.assigned("r1"))["r1"]
+        epoch = leased.lease_epoch
+        assert leased.specification.logprobs == 1
+        report = gpu.report("r1", epoch, 0, [10, 11])
+        report.progress[0].logprobs.extend(told(-1.0, -2.0))
+        await gpu.send_reports(report)
+        message = await client.wait_for(lambda m: m.WhichOneof("message") == "deliveries", "tokens")
+        (delivery,) = message.deliveries.deliveries
+        assert (list(delivery.token_ids), list(delivery.logprobs)) == ([10, 11], told(-1.0, -2.0))
+        await gpu.acknowledged(report.number)
+        await first.crash()
+    second = await start()
+    held = worker_pb.HeldRequest(request_id="r1", lease_epoch=epoch, emitted=2)
+    async with gateway(second.address) as client, worker(second.address, held=[held]) as gpu:
+        await client.attach("r1", from_token=0, attachment_id="r1-client")
+        message = await client.wait_for(
+            lambda m: m.WhichOneof("message") == "deliveries", "tokens of the record"
+        )
+        (delivery,) = message.deliveries.deliveries
+        assert list(delivery.logprobs) == [pb.TokenLogprobs(unknown=True)] * 2
+
+
 async def test_an_acknowledged_report_is_on_the_record(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")

@@ -13,7 +13,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
-from worker_svc.engine.interface import RoundResult
+from worker_svc.engine.interface import DeviceFailed, RoundResult
 from worker_svc.fake import FakeEngine
 from worker_svc.runner import Assigned
 from worker_svc.sync import EngineFailed
@@ -268,7 +268,7 @@ async def test_an_error_in_one_request_does_not_hurt_the_others() -> None:
 
 class Broken(FakeEngine):
     def round(self, run: Sequence[str]) -> RoundResult:
-        raise RuntimeError("the device is gone")
+        raise DeviceFailed("the device is gone")
 
 
 async def test_a_broken_engine_ends_the_worker() -> None:
@@ -279,7 +279,7 @@ async def test_a_broken_engine_ends_the_worker() -> None:
         with pytest.raises(EngineFailed, match="the device is gone") as caught:
             await w.left()
 
-        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert isinstance(caught.value.__cause__, DeviceFailed)
 
 
 async def test_heartbeats_go_up() -> None:

@@ -10,9 +10,24 @@ from hypothesis import strategies as st
 
 from laps_sd.choose import Residency
 from tests.services.worker.harness import Desk, entry, spec
-from worker_svc.engine.interface import FinishReason, OutOfBlocks, RoundResult, Specification
+from worker_svc.engine.interface import (
+    DeviceFailed,
+    FinishReason,
+    OutOfBlocks,
+    OutOfMemory,
+    RoundResult,
+    Specification,
+)
 from worker_svc.fake import FakeEngine
-from worker_svc.runner import Acknowledged, Dropped, HeldAsked, HeldNow, Missing
+from worker_svc.runner import (
+    FAILURES_IN_A_ROW,
+    ROUNDS_WITH_FEWER,
+    Acknowledged,
+    Dropped,
+    HeldAsked,
+    HeldNow,
+    Missing,
+)
 
 
 def engine(**options: object) -> FakeEngine:
@@ -477,3 +492,134 @@ def _churned(
     assert fake.known() == set()
     moved = [[(change.request_id, change.residency) for change in report.residency] for report in desk.rounds]
     return list(zip(desk.who(), moved, strict=True))
+
+
+# -- failures of a round ---------------------------------------------------------------------------------------
+
+
+class Poisoned(FakeEngine):
+    """Raises in every round with a request whose name says so."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        if any(name.startswith("poison") for name in run):
+            raise IndexError("index 7 is out of bounds")
+        return super().round(run)
+
+
+def poisoned(**options: object) -> Poisoned:
+    return Poisoned(**{"slots": 8, "max_length": 512, **options})  # type: ignore[arg-type]
+
+
+def test_a_request_that_makes_rounds_fail_ends_alone() -> None:
+    desk = Desk(poisoned())
+    names = ["a", "b", "poison", "c", "d"]
+    desk.give(*map(spec, names))
+    desk.assign(*map(entry, names))
+    desk.turn_until_idle()
+
+    for name in "abcd":
+        assert desk.tokens(name) == desk.engine.expected(spec(name))[0]  # type: ignore[attr-defined]
+    (end,) = [step for one in desk.rounds for _, step in one.progress if step.request_id == "poison"]
+    assert end.finish is FinishReason.ERROR
+    assert end.error == "the engine failed on this request: IndexError: index 7 is out of bounds"
+    assert [one.number for one in desk.rounds] == list(range(1, len(desk.rounds) + 1))
+
+
+def test_two_poisoned_requests_in_one_round_both_end() -> None:
+    desk = Desk(poisoned())
+    names = ["poison 1", "a", "poison 2"]
+    desk.give(*map(spec, names))
+    desk.assign(*map(entry, names))
+    desk.turn_until_idle()
+
+    ends = {step.request_id: step.finish for one in desk.rounds for _, step in one.progress if step.finish}
+    assert ends == {"poison 1": FinishReason.ERROR, "a": FinishReason.LENGTH, "poison 2": FinishReason.ERROR}
+
+
+def test_a_round_in_which_everybody_fails_is_the_engines() -> None:
+    desk = Desk(poisoned())
+    desk.give(spec("poison 1"), spec("poison 2"))
+    desk.assign(entry("poison 1"), entry("poison 2"))
+    with pytest.raises(IndexError):
+        desk.turn_until_idle()
+
+
+def test_failures_one_after_another_are_the_engines() -> None:
+    desk = Desk(poisoned())
+    with pytest.raises(IndexError):
+        for number in range(FAILURES_IN_A_ROW):
+            assert len(desk.rounds) == number
+            desk.give(spec(f"poison {number}"))
+            desk.assign(entry(f"poison {number}"))
+            desk.turn_until_idle()
+
+
+def test_a_device_that_failed_is_not_asked_again() -> None:
+    class Gone(FakeEngine):
+        asked = 0
+
+        def round(self, run: Sequence[str]) -> RoundResult:
+            self.asked += 1
+            raise DeviceFailed("the device is gone")
+
+    desk = Desk(Gone(slots=4))
+    desk.give(spec("a"), spec("b"))
+    desk.assign(entry("a"), entry("b"))
+    with pytest.raises(DeviceFailed):
+        desk.turn_until_idle()
+    assert desk.engine.asked == 1  # type: ignore[attr-defined]
+
+
+class Small(FakeEngine):
+    """Has memory for rounds of `room` requests."""
+
+    room = 3
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        if len(run) > self.room:
+            raise OutOfMemory(f"the device has no memory for a round of {len(run)} requests")
+        return super().round(run)
+
+
+def test_running_out_of_memory_shrinks_the_batch_and_is_told() -> None:
+    desk = Desk(Small(slots=8, max_length=512))
+    names = "abcdefgh"
+    desk.give(*(spec(name, max_tokens=30) for name in names))
+    desk.assign(*(entry(name, float(at)) for at, name in enumerate(names)))
+    desk.turns(1)
+    assert desk.who() == [("a", "b")], "half, and half of that"
+    assert desk.rounds[0].out_of_memory == 2
+    desk.turn_until_idle()
+
+    for name in names:
+        assert len(desk.tokens(name)) == 30
+    assert sum(one.out_of_memory for one in desk.rounds) == 2
+    assert {len(one.result.requests) for one in desk.rounds} <= {1, 2}
+
+
+def test_more_run_again_after_a_while() -> None:
+    engine = Small(slots=8, max_length=8192, max_draft_len=0, draft_len=0)
+    desk = Desk(engine, max_unacknowledged_tokens=10_000)
+    names = "abcdefgh"
+    desk.give(*(spec(name, max_tokens=4000) for name in names))
+    desk.assign(*map(entry, names))
+    desk.turns(1)
+    engine.room = 8
+    desk.turns(2 * ROUNDS_WITH_FEWER + 2)
+
+    assert [len(one.result.requests) for one in desk.rounds][:: ROUNDS_WITH_FEWER + 1] == [2, 4, 8]
+
+
+def test_one_request_without_memory_ends_with_the_reason() -> None:
+    engine = Small(slots=8, max_length=512)
+    engine.room = 0
+    desk = Desk(engine)
+    desk.give(spec("a"))
+    desk.assign(entry("a"))
+    desk.turn_until_idle()
+
+    (end,) = [step for one in desk.rounds for _, step in one.progress]
+    assert (end.finish, end.error) == (
+        FinishReason.ERROR,
+        "the device has no memory for a round of 1 requests",
+    )

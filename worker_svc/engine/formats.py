@@ -1,0 +1,135 @@
+"""Output formats: which tokens may come next so that the output can still become what was asked for.
+
+A format is compiled once and followed token by token by llguidance (https://github.com/guidance-ai/llguidance), which needs no torch and no
+table of the vocabulary. The state of a request is a function of its output: `follow` walks through committed tokens, so a request that
+comes back from another worker, or from eviction, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker_svc.engine.interface import FormatKind, OutputFormat
+
+KEPT_GRAMMARS = 32  # compiled ones, the most recently used
+
+
+class FormatState:
+    """How far one request's output has come in its format."""
+
+    def __init__(self, matcher: Any, words: int, end_ids: Iterable[int], end_id: int) -> None:
+        self._matcher = matcher
+        self._words = words
+        self._end_ids = tuple(end_ids)
+        self._end_id = end_id
+        self.problem = ""
+
+    def mask(self) -> torch.Tensor | None:
+        """Tokens that may come next, as packed bits, int32 [words]. None: there are none, and `problem` says why."""
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self.problem = f"the output format cannot go on: {_first_line(self._matcher.get_error())}"
+            return None
+        mask = torch.zeros(self._words, dtype=torch.int32)
+        known = torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
+        mask[: known.numel()] = known
+        if self._has(mask, self._end_id):
+            for token in self._end_ids:  # a model may have several, and they mean the same
+                mask[token // 32] |= _bit(token)
+        if not bool(mask.any()):
+            self.problem = "the output format allows no token of this model here"
+            return None
+        return mask
+
+    def advance(self, token: int) -> bool:
+        """Take one more token in. False, and nothing changed: the format does not allow it, or has ended."""
+        if token in self._end_ids or self._matcher.is_stopped():
+            return False
+        return int(self._matcher.try_consume_tokens([token])) == 1
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first, the format allows one after another."""
+        until = next((at for at, token in enumerate(tokens) if token in self._end_ids), len(tokens))
+        return 0 if self._matcher.is_stopped() else int(self._matcher.validate_tokens(list(tokens[:until])))
+
+    def rollback(self, tokens: int) -> None:
+        """Forget the last tokens."""
+        self._matcher.rollback(tokens)
+
+    def follow(self, tokens: Iterable[int]) -> None:
+        """Take committed tokens in."""
+        for token in tokens:
+            if not self.advance(token):
+                break
+
+    @staticmethod
+    def _has(mask: torch.Tensor, token: int) -> bool:
+        return bool(int(mask[token // 32]) & _bit(token))
+
+
+def _bit(token: int) -> int:
+    """Bit of a token in its int32 word."""
+    bit = 1 << (token % 32)
+    return bit - 2**32 if bit >= 2**31 else bit
+
+
+class Formats:
+    """Compiles formats for one vocabulary."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self._file = tokenizer_file
+        self._vocab = vocab_size
+        self._end_ids = tuple(sorted(end_ids))
+        self._tokenizer: Any = None
+        self._compiled: dict[OutputFormat, Any] = {}
+
+    def open(self, wanted: OutputFormat) -> FormatState:
+        """The state of a new request. Raises ValueError in one sentence for a format that cannot be."""
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ImportError:
+            raise ValueError("format needs the package llguidance on the worker") from None
+        if not self._end_ids:
+            raise ValueError("format needs a model with an end-of-sequence token")
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(
+                self._file.read_text(), n_vocab=self._vocab, eos_token=list(self._end_ids)
+            )
+        compiled = self._compiled.pop(wanted, None)
+        if compiled is None:
+            compiled = LLMatcher(self._tokenizer, grammar_of(wanted), log_level=0)
+            if compiled.is_error():
+                raise ValueError(f"format cannot be used: {_first_line(compiled.get_error())}")
+        self._compiled[wanted] = compiled
+        while len(self._compiled) > KEPT_GRAMMARS:
+            del self._compiled[next(iter(self._compiled))]
+        return FormatState(compiled.deep_copy(), -(-self._vocab // 32), self._end_ids, self._end_ids[0])
+
+
+def grammar_of(wanted: OutputFormat) -> str:
+    """A format as llguidance takes it. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    match wanted.kind:
+        case FormatKind.JSON_OBJECT:
+            return str(LLMatcher.grammar_from_json_schema({"type": "object"}))
+        case FormatKind.JSON_SCHEMA:
+            try:
+                schema = json.loads(wanted.text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"format is no JSON: {error}") from None
+            return str(LLMatcher.grammar_from_json_schema(schema))
+        case FormatKind.REGEX:
+            return str(LLMatcher.grammar_from_regex(wanted.text))
+        case FormatKind.GRAMMAR:
+            return str(LLMatcher.grammar_from_lark(wanted.text))
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0].rstrip(".") if lines else "it is not valid"

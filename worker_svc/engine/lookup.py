@@ -1,0 +1,40 @@
+"""Drafting without a second model: what followed the last tokens when they occurred before.
+
+    context   a b c d e f . . . a b c |            the last tokens "a b c" occurred before: propose d e f ...
+
+Text that repeats its prompt or itself (summaries, edits of code, records) is found here for the price of a dictionary look-up
+["prompt lookup decoding", Saxena 2023]. The most recent occurrence of the longest run of tokens wins. Integers only: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SIZES = (4, 3, 2)  # tokens that must agree, longest first (our choice)
+
+
+class Lookup:
+    """An index over the context of one request, which it follows as the context grows."""
+
+    def __init__(self) -> None:
+        self._behind: dict[tuple[int, ...], int] = {}  # run of tokens -> position behind its last occurrence
+        self._indexed = 0  # runs that end before this position are in
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """At most `count` tokens to follow `tokens`; none where the last ones are new."""
+        length = len(tokens)
+        for end in range(max(self._indexed, SIZES[-1]), length):  # not the last run: nothing follows it yet
+            for size in SIZES:
+                if size <= end:
+                    self._behind[tuple(tokens[end - size : end])] = end
+        self._indexed = max(self._indexed, length)
+        if count < 1:
+            return []
+        for size in SIZES:
+            begin = self._behind.get(tuple(tokens[length - size :])) if size < length else None
+            if begin is not None:
+                found = list(tokens[begin : begin + count])
+                while len(found) < count:  # it runs into the end: the repetition goes on as it began
+                    found.append(found[len(found) - (length - begin)])
+                return found
+        return []
