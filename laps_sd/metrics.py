@@ -36,39 +36,10 @@ prometheus_client.ProcessCollector(registry=REGISTRY)
 prometheus_client.PlatformCollector(registry=REGISTRY)
 prometheus_client.GCCollector(registry=REGISTRY)
 
-SECONDS = tuple(
-    float(bound)
-    for bound in [
-        "0.001",
-        "0.002",
-        "0.004",
-        "0.008",
-        "0.015",
-        "0.03",
-        "0.06",
-        "0.1",
-        "0.2",
-        "0.35",
-        "0.5",
-        "0.75",
-        "1",
-        "1.5",
-        "2.5",
-        "4",
-        "6",
-        "10",
-        "15",
-        "20",
-        "30",
-        "45",
-        "60",
-        "90",
-        "120",
-        "180",
-        "300",
-        "600",
-    ]
-)
+SECONDS = (
+    0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5,
+    2.5, 4.0, 6.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0,
+)  # fmt: skip
 """Buckets for durations, from one round to a long wait. Each is at most twice the one before, and so is the error of a quantile."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Buckets for lengths."""
