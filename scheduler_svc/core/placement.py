@@ -45,8 +45,10 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
         free = (worker for worker in (least, *able) if worker.reserved < worker.reserved_share)
         ledger.lease(request, next(free, least))
     for worker in list(shard.touched.values()):
-        # With one slot the share is a slice of time, too rarely there to be worth the KV that a move costs.
-        if worker.takes_work and worker.slots > 1 and worker.reserved > worker.reserved_share:
+        # With one slot the share is a slice of time, too rarely there to be worth the KV that a move costs. On a list that is not
+        # longer than the slots nobody waits for one.
+        waits_for_slots = worker.takes_work and len(worker.members) > worker.slots > 1
+        if waits_for_slots and worker.reserved > worker.reserved_share:
             _spread_reserved(worker, shard, ledger)
 
 

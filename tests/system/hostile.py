@@ -812,20 +812,20 @@ class KServeGenerator:
         request, name = infer(b"A prompt"), ""
         match self._rng.randrange(6):
             case 0:
-                request.inputs[0].shape.extend([2**62] * 400_000)
+                request.inputs[0].shape.extend([2**62] * 100_000)
                 name = "inputs[0].shape"
             case 1:
-                request.raw_input_contents.append(bytes(4_000_000))
+                request.raw_input_contents.append(bytes(2_000_000))
                 name = "inputs[0]"
             case 2:
-                request.inputs[0].contents.bytes_contents.extend([b""] * 2_000_000)
+                request.inputs[0].contents.bytes_contents.extend([b""] * 300_000)
                 name = "inputs[0]"
             case 3:
-                for number in range(200_000):
+                for number in range(50_000):
                     request.parameters[f"p{number}"].int64_param = number
                 name = "parameters["
             case 4:
-                request.inputs.extend([oip.ModelInferRequest.InferInputTensor()] * 1_000_000)
+                request.inputs.extend([oip.ModelInferRequest.InferInputTensor()] * 200_000)
                 name = "inputs"
             case _:
                 request.inputs[0].contents.bytes_contents[0] = b"x" * 4_000_000

@@ -17,6 +17,8 @@ from typing import Any
 from tests.system.hostile import flipped, noise, truncated
 
 PATIENCE_S = 60.0
+SILENCE_S = 0.2
+"""After which an answer to octets that are no request is not waited for as they are."""
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Of a gateway's default settings."""
@@ -39,7 +41,7 @@ class Input:
     ours: bool = True
     """The answer is the gateway's own, in OpenAI's shape; otherwise that of the HTTP library below it."""
     last: bool = False
-    """Nothing follows on this connection: the sender's side is closed behind it."""
+    """Nothing follows on this connection. A server that is silent may wait for more: it is told that nothing comes."""
     heavy: bool = False
 
 
@@ -95,16 +97,19 @@ class Connection:
             if self._open is None:
                 self._open = await asyncio.open_connection(self._host, self._port)
             reader, writer = self._open
+            reading = asyncio.create_task(_read_answer(reader))
             try:
                 writer.write(sent.octets)
-                if sent.last:
-                    writer.write_eof()
                 sending = asyncio.create_task(writer.drain())
                 try:
-                    answer = await _read_answer(reader)
+                    await asyncio.wait({reading}, timeout=SILENCE_S if sent.last else None)
+                    if not reading.done():
+                        writer.write_eof()
+                    answer = await reading
                 finally:
-                    sending.cancel()
-                    await asyncio.gather(sending, return_exceptions=True)
+                    for task in (sending, reading):
+                        task.cancel()
+                    await asyncio.gather(sending, reading, return_exceptions=True)
             except (ConnectionError, asyncio.IncompleteReadError):
                 answer = Answer(CLOSED, {}, b"")
             except BaseException:

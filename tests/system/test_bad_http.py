@@ -11,7 +11,7 @@ from tests.system.hostile_http import Generator, Tally, send_all
 from tests.system.test_bad_input import LONG_GROWTH_MIB, LONG_INPUTS, SHORT_GROWTH_MIB, fuzzed_stack
 from tests.system.watch import Watch, check_queue_empties, undisturbed
 
-SHORT_INPUTS = 3_000
+SHORT_INPUTS = 2_000
 WARM_UP_INPUTS = 700
 """Two large ones among them."""
 

@@ -471,6 +471,14 @@ class TestOctets:
             "Idempotency-Key must be valid Unicode",
         )
 
+    async def test_of_a_body_come_once_it_is_said_that_they_may(self, served: Served) -> None:
+        call = asyncio.create_task(said_to(served, octets_of(TEXT, b"Expect: 100-continue")))
+        await served.finished()
+        answer = await call
+
+        assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ")
+        assert b"hello world" in answer
+
     @pytest.mark.parametrize(
         "octets",
         [
@@ -478,6 +486,7 @@ class TestOctets:
             b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
             b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcdefgh\r\n",
             b"POST /v1/completions HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+            b"POST /v1/completions HTTP/1.1\r\nExpect: \xff\r\nConnection: close\r\n\r\n",
             b"\x16\x03\x01\r\n\r\n",
         ],
     )
@@ -486,7 +495,7 @@ class TestOctets:
     ) -> None:
         answer = await said_to(served, octets)
 
-        assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 ", b"HTTP/1.1 415 "))
+        assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 ", b"HTTP/1.1 415 ", b"HTTP/1.1 417 "))
         assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
