@@ -59,11 +59,11 @@ ACCEPTANCE = Acceptance(mean=0.78)
 EVERY = 5
 """One request of the trace in so many: about 1.1 a second, which keep some four workers busy."""
 TARGETS: dict[str, tuple[float, ...]] = {
-    "backlog": (2, 3, 4.5, 7, 12),
-    "requests": (1.5, 2, 2.5, 3.5, 6),
-    "queue": (0.1, 0.25, 0.6, 1.5, 4),
-    "utilisation": (0.4, 0.55, 0.7, 0.8, 0.9),
-    "fixed": (4, 5, 6, 8, 10),
+    "backlog": (2, 3, 4, 5.5, 8),
+    "requests": (1.5, 2, 2.5, 3, 4),
+    "queue": (0.25, 1, 4),
+    "utilisation": (0.6, 0.7, 0.8, 0.88),
+    "fixed": (3, 4, 5, 6, 8),
 }
 """Per worker, or how many. Each from more workers than anybody needs to fewer than the load asks for."""
 MOST = 16
