@@ -133,8 +133,8 @@ def said_by(error: ApiException) -> str:
     if error.status in (GONE, CONFLICT):
         return ""
     try:
-        found = json.loads(error.body)
-    except (TypeError, ValueError):
+        found = json.loads(error.body or "")
+    except ValueError:
         return f"Kubernetes answers {error.status}: {error.reason}"
     if error.status == UNPROCESSABLE and not found.get("details", {}).get("causes"):
         return ""  # a JSON patch whose test failed: the replica count is another by now
@@ -177,7 +177,10 @@ class Kubernetes:
 
     async def pool(self) -> dict[str, Any] | None:
         """The pool, if there is one."""
-        return await _if_there(self._custom.get_namespaced_custom_object(*self._itself))
+        found: dict[str, Any] | None = await _if_there(
+            self._custom.get_namespaced_custom_object(*self._itself)
+        )
+        return found
 
     async def deployment(self) -> dict[str, Any] | None:
         """The Deployment of the pool's name, if there is one."""
