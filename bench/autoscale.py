@@ -59,7 +59,7 @@ ACCEPTANCE = Acceptance(mean=0.78)
 EVERY = 5
 """One request of the trace in so many: about 1.1 a second, which keep some four workers busy."""
 TARGETS: dict[str, tuple[float, ...]] = {
-    "backlog": (2, 3, 4, 5.5, 8),
+    "backlog": (4, 6, 9, 13, 20),
     "requests": (1.5, 2, 2.5, 3, 4),
     "queue": (0.25, 1, 4),
     "utilisation": (0.6, 0.7, 0.8, 0.88),
