@@ -38,7 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.report import Interval, finish, interval, ratio_interval, table
+from bench.report import Interval, finish, interval, progress, ratio_interval, table
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.sim.autoscaler import SIGNALS, Pods, Scaling
@@ -189,8 +189,9 @@ def run_all(options: argparse.Namespace, workload: Workload) -> Runs:
     }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     tasks = list(itertools.product(range(1, options.seeds + 1), options.scalings))
+    console = Console(stderr=True)
     with (
-        Progress(*columns, console=Console(stderr=True)) as shown,
+        Progress(*columns, console=console) as shown,
         ProcessPoolExecutor(options.processes) as pool,
     ):
         bar = shown.add_task("simulating", total=len(tasks))
@@ -199,10 +200,13 @@ def run_all(options: argparse.Namespace, workload: Workload) -> Runs:
             for seed, scaling in tasks
         }
         try:
-            for future in as_completed(futures):
+            for done, future in enumerate(as_completed(futures), start=1):
                 scaling, seed = futures[future]
                 found[scaling.signal, scaling.target][seed] = future.result()
-                shown.update(bar, advance=1, description=f"{scaling.signal} {scaling.target:g}")
+                said = f"{scaling.signal} {scaling.target:g}"
+                shown.update(bar, advance=1, description=said)
+                if not console.is_terminal:
+                    progress(f"{done}/{len(tasks)} simulations, {said}")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
