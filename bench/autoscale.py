@@ -38,7 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.report import Interval, finish, interval, ratio_interval, table
+from bench.report import Interval, finish, interval, progress, ratio_interval, table
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.sim.autoscaler import SIGNALS, Pods, Scaling
@@ -59,11 +59,11 @@ ACCEPTANCE = Acceptance(mean=0.78)
 EVERY = 5
 """One request of the trace in so many: about 1.1 a second, which keep some four workers busy."""
 TARGETS: dict[str, tuple[float, ...]] = {
-    "backlog": (2, 3, 4.5, 7, 12),
-    "requests": (1.5, 2, 2.5, 3.5, 6),
-    "queue": (0.1, 0.25, 0.6, 1.5, 4),
-    "utilisation": (0.4, 0.55, 0.7, 0.8, 0.9),
-    "fixed": (4, 5, 6, 8, 10),
+    "backlog": (4, 6, 9, 13, 20),
+    "requests": (1.5, 2, 2.5, 3, 4),
+    "queue": (0.25, 1, 4),
+    "utilisation": (0.6, 0.7, 0.8, 0.88),
+    "fixed": (3, 4, 5, 6, 8),
 }
 """Per worker, or how many. Each from more workers than anybody needs to fewer than the load asks for."""
 MOST = 16
@@ -189,8 +189,9 @@ def run_all(options: argparse.Namespace, workload: Workload) -> Runs:
     }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     tasks = list(itertools.product(range(1, options.seeds + 1), options.scalings))
+    console = Console(stderr=True)
     with (
-        Progress(*columns, console=Console(stderr=True)) as shown,
+        Progress(*columns, console=console) as shown,
         ProcessPoolExecutor(options.processes) as pool,
     ):
         bar = shown.add_task("simulating", total=len(tasks))
@@ -199,10 +200,13 @@ def run_all(options: argparse.Namespace, workload: Workload) -> Runs:
             for seed, scaling in tasks
         }
         try:
-            for future in as_completed(futures):
+            for done, future in enumerate(as_completed(futures), start=1):
                 scaling, seed = futures[future]
                 found[scaling.signal, scaling.target][seed] = future.result()
-                shown.update(bar, advance=1, description=f"{scaling.signal} {scaling.target:g}")
+                said = f"{scaling.signal} {scaling.target:g}"
+                shown.update(bar, advance=1, description=said)
+                if not console.is_terminal:
+                    progress(f"{done}/{len(tasks)} simulations, {said}")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -103,7 +103,7 @@ def test_a_fixed_number_is_the_cluster_with_so_many_workers():
 
 
 def test_workers_come_after_their_start_and_their_devices_count_from_the_decision():
-    jobs = rush(400, 0.1)
+    jobs = rush(400, 0.1, rounds=15)
     scaling = Scaling(signal="requests", target=5.0, most=3, start_s=60.0)
 
     outcome, pods = run(jobs, scaling)

@@ -134,7 +134,7 @@ def said_by(error: ApiException) -> str:
         return ""
     try:
         found = json.loads(error.body or "")
-    except (TypeError, ValueError):
+    except ValueError:
         return f"Kubernetes answers {error.status}: {error.reason}"
     if error.status == UNPROCESSABLE and not found.get("details", {}).get("causes"):
         return ""  # a JSON patch whose test failed: the replica count is another by now
