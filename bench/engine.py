@@ -92,6 +92,8 @@ class Config:
             began = time.process_time()
             tokens += self.run(chosen)
             seconds += time.process_time() - began
+        if not tokens:
+            raise RuntimeError("it generated nothing")
         self.tokens_per_s.append(tokens / seconds)
 
 
@@ -251,7 +253,9 @@ class Transformers:
         tokens = 0
         for at in range(0, len(requests), PEER_BATCH):
             part = requests[at : at + PEER_BATCH]
-            with self._torch.inference_mode():
+            with (
+                self._torch.no_grad()
+            ):  # it computes in a thread of its own, where inference mode does not reach
                 done = self._target.generate_batch(
                     [list(one.ids) for one in part],
                     generation_config=settings,

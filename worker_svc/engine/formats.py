@@ -16,6 +16,8 @@ import torch
 
 from worker_svc.engine.interface import FormatKind, OutputFormat
 
+WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
+"""Between the parts of JSON: enough to indent, and no way to go on with blanks to the end of max_tokens (our choice)."""
 KEPT_GRAMMARS = 32  # compiled ones, the most recently used
 
 
@@ -117,13 +119,13 @@ def grammar_of(wanted: OutputFormat) -> str:
 
     match wanted.kind:
         case FormatKind.JSON_OBJECT:
-            return str(LLMatcher.grammar_from_json_schema({"type": "object"}))
+            return str(LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=WHITESPACE))
         case FormatKind.JSON_SCHEMA:
             try:
                 schema = json.loads(wanted.text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"format is no JSON: {error}") from None
-            return str(LLMatcher.grammar_from_json_schema(schema))
+            return str(LLMatcher.grammar_from_json_schema(schema, defaults=WHITESPACE))
         case FormatKind.REGEX:
             return str(LLMatcher.grammar_from_regex(wanted.text))
         case FormatKind.GRAMMAR:
