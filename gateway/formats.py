@@ -13,6 +13,8 @@ from typing import Any
 
 __all__ = ["problem_of"]
 
+MAX_SAID = 200
+"""Characters of what is wrong with a format."""
 MAX_DEPTH = 64
 """Of a schema's JSON: deeper ones overflow somebody's stack, and none is meant."""
 
@@ -42,7 +44,8 @@ def problem_of(kind: str, text: str) -> str:
         case _:
             grammar = LLMatcher.grammar_from_lark(text)
     found = LLMatcher.validate_grammar(grammar)
-    return f"cannot be used: {found.strip().splitlines()[0]}" if found.strip() else ""
+    # It quotes the whole expression, and a status travels in headers.
+    return f"cannot be used: {found.strip().splitlines()[0][:MAX_SAID]}" if found.strip() else ""
 
 
 def _depth(value: object) -> int:

@@ -244,10 +244,7 @@ def random_message(
         if rng.random() > filled:
             continue
         if about.message_type is not None and about.message_type.GetOptions().map_entry:
-            names = hints.get(f"keys of {about.name}", TEXTS)
-            for _ in range(rng.choice((1, 1, 2, 20))):
-                inner = getattr(made, about.name)[rng.choice(names)]
-                random_message(rng, inner, hints, depth=depth + 1, filled=0.9)
+            _fill_map(rng, made, about, hints, depth)
         elif about.is_repeated:
             count = rng.choice((1, 1, 2, 3, 20)) if depth < 3 else 1
             for _ in range(count):
@@ -268,6 +265,17 @@ def random_message(
     return made
 
 
+def _fill_map(rng: random.Random, made: Message, about: FieldDescriptor, hints: Hints, depth: int) -> None:
+    key, value = (about.message_type.fields_by_name[name] for name in ("key", "value"))
+    names = hints.get(f"keys of {about.name}", TEXTS)
+    for _ in range(rng.choice((1, 1, 2, 20))):
+        at = rng.choice(names) if key.type == FieldDescriptor.TYPE_STRING else _value(rng, key, hints)
+        if value.message_type is None:
+            getattr(made, about.name)[at] = _value(rng, value, hints)
+        else:
+            random_message(rng, getattr(made, about.name)[at], hints, depth=depth + 1, filled=0.9)
+
+
 def spoil(rng: random.Random, made: Message, times: int = 1) -> None:
     """Give so many fields of a message that is right an extreme value each, at any depth."""
     for _ in range(times):
@@ -275,6 +283,9 @@ def spoil(rng: random.Random, made: Message, times: int = 1) -> None:
         about = rng.choice(target.DESCRIPTOR.fields)
         while about.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
             inner = getattr(target, about.name)
+            if about.message_type.GetOptions().map_entry:
+                _fill_map(rng, target, about, {}, 3)
+                break
             if about.is_repeated:
                 target = rng.choice(inner) if inner and rng.random() < 0.9 else inner.add()
             else:

@@ -255,9 +255,18 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("stream", ('"yes"', "1", "[]")),
     ("stream_options", ("[]", '"x"', '{"include_usage": true}')),
     ("tools", ('[{"type": "function"}]', "5")),
-    ("logit_bias", ('{"1": 5}',)),
-    ("response_format", ('{"type": "json_object"}', '"text"')),
-    ("presence_penalty", ("0.5", '"x"')),
+    ("logit_bias", ('{"1": 500}', '{"x": 5}', '{"-1": 5}', "[]", '{"1": "x"}', '{"9999999": 1}')),
+    (
+        "response_format",
+        (
+            '{"type": "yaml"}',
+            '"text"',
+            '{"type": "json_schema"}',
+            '{"type": "json_schema", "json_schema": {"schema": 5}}',
+        ),
+    ),
+    ("presence_penalty", ("2.5", '"x"', "-3", "1e400")),
+    ("frequency_penalty", ("2.5", '"x"', "-3", "true")),
     ("nonsense", ("1", '"x"', "{}")),
 )
 """A field, and values as they stand in JSON."""

@@ -18,6 +18,7 @@ from worker_svc.engine.interface import FormatKind, OutputFormat
 
 WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 """Between the parts of JSON: enough to indent, and no way to go on with blanks to the end of max_tokens (our choice)."""
+MAX_SAID = 200  # characters of what is wrong with a format: it may quote all of it
 KEPT_GRAMMARS = 32  # compiled ones, the most recently used
 
 
@@ -134,4 +135,4 @@ def grammar_of(wanted: OutputFormat) -> str:
 
 def _first_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[0].rstrip(".") if lines else "it is not valid"
+    return lines[0][:MAX_SAID].rstrip(".") if lines else "it is not valid"

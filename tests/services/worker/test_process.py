@@ -142,7 +142,7 @@ async def test_a_missing_model_directory_is_one_sentence(tmp_path: Path) -> None
         assert await worker.exit_code() == 1
     assert worker.lines[-1] == (
         f"laps-sd worker: There is no directory {tmp_path / 'nowhere'}: "
-        "LAPS_SD_TARGET and LAPS_SD_DRAFT must name model directories."
+        "LAPS_SD_TARGET and LAPS_SD_DRAFT must name model directories or models of the Hugging Face hub."
     )
     assert not any("Traceback" in line for line in worker.lines)
 
