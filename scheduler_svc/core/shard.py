@@ -136,7 +136,7 @@ class Shard:
             worker = self.workers[request.worker]
             worker.reorder(request, before)
             self.touched[request.worker] = worker
-        elif request.request_id not in self.parked:
+        else:  # nobody ranks anew what is parked
             self.queued.remove(before)
             self.queued.add(request.order_key)
 
@@ -164,11 +164,11 @@ class Shard:
 
     def set_running(self, request: Request, running: bool) -> None:
         """Whether it took part in its worker's last round."""
-        if request.running != running:
-            request.running = running
-            request.entry = None
-            self.running += 1 if running else -1
-            self.depth[request.rank.level] += -1 if running else 1
+        assert request.running != running
+        request.running = running
+        request.entry = None
+        self.running += 1 if running else -1
+        self.depth[request.rank.level] += -1 if running else 1
 
     def position(self, request: Request) -> int:
         """How many unfinished requests come before it. Costs a bisection for each list: for people's questions."""

@@ -14,6 +14,7 @@ from scheduler_svc.core.events import (
     EndRequested,
     Held,
     Progress,
+    Recovered,
     RequestFacts,
     ResidencyChange,
     RoundReported,
@@ -285,6 +286,12 @@ class TestReports:
         scheduler = core()
         scheduler.step(1.0, [Arrived(request("a")), Arrived(request("a"))])
         assert scheduler.totals().queued == 1
+
+    def test_a_report_counts_before_its_worker_has_greeted_a_new_leader(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [Recovered(request("a"), 0, 0, 0, 0, 0.0, 0, "w", 1)])
+        scheduler.step(1.0, [report(did("a", 0, 3))])
+        assert scheduler.explain("a", 1.0).emitted == 3  # type: ignore[union-attr]
 
     def test_an_unknown_worker_is_told_to_drop_what_it_reports(self) -> None:
         scheduler = core()

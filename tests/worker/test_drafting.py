@@ -91,6 +91,16 @@ def test_costs_follow_the_measurements_and_not_one_accident() -> None:
     assert table(6) == pytest.approx(3.0, rel=0.01)
 
 
+def test_one_measured_count_is_what_every_count_costs() -> None:
+    assert CostTable([4], [2.0])(9) == 2.0
+
+
+def test_a_round_that_took_no_time_was_not_measured() -> None:
+    table = CostTable([1, 11], [1.0, 2.0])
+    table.observe(6, 0.0)
+    assert (table(1), table(11)) == (1.0, 2.0)
+
+
 @pytest.mark.parametrize(("counts", "seconds"), [([], []), ([2, 1], [1.0, 1.0]), ([1], [1.0, 2.0])])
 def test_a_cost_table_must_make_sense(counts: list[int], seconds: list[float]) -> None:
     with pytest.raises(ValueError, match="cost table"):

@@ -64,6 +64,13 @@ def test_a_mixed_batch_chooses_what_each_row_chooses_alone(device: str) -> None:
     assert near < 10
 
 
+def test_a_nucleus_that_keeps_everything_has_no_edge_of_scores(device: str) -> None:
+    logits = torch.zeros(4, device=device)
+    found = margin(logits, Sampling(temperature=1.0, top_p=0.9), torch.zeros(4, device=device))
+
+    assert found.boundary == pytest.approx(0.1, abs=1e-6), "how far the sums are from top_p, and nothing else"
+
+
 def test_a_nucleus_wider_than_the_candidates(device: str) -> None:
     """A flat distribution over more tokens than the first look covers."""
     vocab = 3000
