@@ -13,7 +13,7 @@ from bench.policy import REGIMES, Regime, judged, read_regime, simulate
 
 SLACK = 0.10
 SEEDS = (1, 2)
-REDUCED = {"chat": 250, "equal-lengths": 200, "kv-tight": 500, "burst": 100}
+REDUCED = {"chat": 250, "equal-lengths": 500, "kv-tight": 500, "burst": 100}
 """Regimes without recorded data, and how many requests."""
 
 
