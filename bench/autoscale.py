@@ -25,20 +25,17 @@ import dataclasses
 import datetime
 import itertools
 import math
-import os
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from bench.report import Interval, finish, interval, progress, ratio_interval, table
+from bench._simulations import add_arguments, run_all
+from bench.policy import quantile
+from bench.report import Interval, finish, interval, ratio_interval, table
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.sim.autoscaler import SIGNALS, Pods, Scaling
@@ -47,7 +44,6 @@ from scheduler_svc.sim.jobs import Job
 from scheduler_svc.sim.machine import Machine
 from scheduler_svc.sim.workload import Acceptance, Arrivals, Kind, Predictor, Workload, draw
 
-BESIDE = Path(__file__).parents[2] / "shared" / "data"
 TRACE = "traces/azure2023_conv.csv.gz"
 OURS = "backlog"
 MACHINE = Machine(
@@ -101,15 +97,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="error of the length prediction: sigma of its logarithm, or none (default 0.3)",
     )
     parser.add_argument("--trace", type=Path, help=f"another trace than {TRACE}; CSV or Mooncake")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(folder) if (folder := os.environ.get("LAPS_SD_BENCH_DATA")) else BESIDE,
-        help="folder with the recordings; also LAPS_SD_BENCH_DATA; default: shared/data beside the checkout",
-    )
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one per core)"
-    )
+    add_arguments(parser)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--figure", type=Path, help="draw the curves into this file (.png or .svg)")
     options = parser.parse_args(given)
@@ -166,8 +154,8 @@ def simulate(
         "devices": device_s / outcome.end_s,
         "busy_share": outcome.busy_s / device_s,
         "mean_s": statistics.fmean(latencies),
-        "p50_s": latencies[len(latencies) // 2],
-        "p99_s": latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+        "p50_s": quantile(latencies, 0.50),
+        "p99_s": quantile(latencies, 0.99),
         "first_token_s": statistics.fmean(fate.first_token_s - fate.job.arrival_s for fate in outcome.fates),
         "changes": len(pods.changes) - 1,
         "most_devices": max(count for _, count in pods.changes),
@@ -183,34 +171,18 @@ def first_of(scaling: Scaling, jobs: Sequence[Job]) -> int:
     return min(max(scaling.least, math.ceil(work_s / jobs[-1].arrival_s)), scaling.most)
 
 
-def run_all(options: argparse.Namespace, workload: Workload) -> Runs:
-    found: dict[Key, dict[int, dict[str, float]]] = {
-        (each.signal, each.target): {} for each in options.scalings
+def run_scalings(options: argparse.Namespace, workload: Workload) -> Runs:
+    """Every signal and target on every window."""
+    tasks = {
+        (scaling.signal, scaling.target, seed): (scaling, workload, options.policy, seed, options.data)
+        for seed, scaling in itertools.product(range(1, options.seeds + 1), options.scalings)
     }
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    tasks = list(itertools.product(range(1, options.seeds + 1), options.scalings))
-    console = Console(stderr=True)
-    with (
-        Progress(*columns, console=console) as shown,
-        ProcessPoolExecutor(options.processes) as pool,
-    ):
-        bar = shown.add_task("simulating", total=len(tasks))
-        futures = {
-            pool.submit(simulate, scaling, workload, options.policy, seed, options.data): (scaling, seed)
-            for seed, scaling in tasks
-        }
-        try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                scaling, seed = futures[future]
-                found[scaling.signal, scaling.target][seed] = future.result()
-                said = f"{scaling.signal} {scaling.target:g}"
-                shown.update(bar, advance=1, description=said)
-                if not console.is_terminal:
-                    progress(f"{done}/{len(tasks)} simulations, {said}")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {key: [by_seed[seed] for seed in sorted(by_seed)] for key, by_seed in found.items()}
+    found: Runs = {(each.signal, each.target): [] for each in options.scalings}
+    for (signal, target, _), figures in run_all(
+        simulate, tasks, options.processes, lambda key: f"{key[0]} {key[1]:g}"
+    ).items():
+        found[signal, target].append(figures)
+    return found
 
 
 # -- what was found -------------------------------------------------------------------------------------------------------
@@ -343,7 +315,7 @@ def main(given: Sequence[str] | None = None) -> int:
             else Predictor(kind="none"),
             arrivals=Arrivals(process="trace", file=trace, load=0.0, every=options.every),
         )
-        runs = run_all(options, workload)
+        runs = run_scalings(options, workload)
     except (ValueError, OSError) as error:
         print(f"laps-sd bench autoscale: {error}", file=sys.stderr)
         return 2

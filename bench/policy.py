@@ -18,24 +18,20 @@ import dataclasses
 import datetime
 import itertools
 import math
-import os
 import statistics
 import sys
 import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from bench._policy_tables import show, show_details, show_verdicts
-from bench.report import Interval, finish, progress, ratio_interval
+from bench._simulations import add_arguments, run_all
+from bench.report import Interval, finish, ratio_interval
 from scheduler_svc.core.estimate_errors import Basis, EstimateErrors, Moment
 from scheduler_svc.core.policies import POLICIES, Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
@@ -46,7 +42,6 @@ from scheduler_svc.sim.oracle import Oracle
 from scheduler_svc.sim.workload import Acceptance, Arrivals, Predictor, Workload, described, draw
 
 REGIMES = Path(__file__).parent / "regimes"
-BESIDE = Path(__file__).parents[2] / "shared" / "data"
 ALWAYS = ("fcfs", "oracle", "srpt-length", "sd-index", "laps-sd")
 """Policies that run in every regime that names no others: the yardsticks, the strongest rival, and ours."""
 OURS = "laps-sd"
@@ -64,8 +59,6 @@ WORK_SHARE = 0.01
 SWEEP_SHARE = 0.5
 """Of a regime's requests at each load of `--loads`: it shows a course, and no goal is judged by it."""
 DISTRIBUTION_POINTS = 200
-LINES_OF_PROGRESS = 50
-"""Where there is no terminal to draw a bar on."""
 
 
 # -- what is asked --------------------------------------------------------------------------------------------------------
@@ -225,36 +218,20 @@ Runs = dict[tuple[str, str], list[dict[str, Any]]]
 """(regime, policy): the figures of each seed, in order."""
 
 
-def run_all(regimes: Sequence[Regime], seeds: int, data: Path | None, processes: int) -> Runs:
+def run_regimes(regimes: Sequence[Regime], seeds: int, data: Path | None, processes: int) -> Runs:
     """Every policy of every regime on every seed, in so many processes."""
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    tasks = [
-        (regime, seed, spec) for regime in regimes for seed in range(1, seeds + 1) for spec in regime.runs
-    ]
-    console = Console(stderr=True)
-    began_s = time.monotonic()
-    with (
-        Progress(*columns, console=console) as shown,
-        ProcessPoolExecutor(processes) as pool,
-    ):
-        bar = shown.add_task("simulating", total=len(tasks))
-        futures = {
-            pool.submit(simulate, regime, spec, seed, data): (regime.name, spec, seed)
-            for regime, seed, spec in tasks
-        }
-        try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                name, spec, seed = futures[future]
-                found[name, spec][seed] = future.result()
-                shown.update(bar, advance=1, description=f"{name}: {spec}")
-                if not console.is_terminal and done % max(1, len(tasks) // LINES_OF_PROGRESS) == 0:
-                    spent_min = (time.monotonic() - began_s) / 60
-                    progress(f"{done}/{len(tasks)} simulations, {name}: {spec}; {spent_min:.1f} minutes")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {key: [by_seed[seed] for seed in sorted(by_seed)] for key, by_seed in found.items()}
+    tasks = {
+        (regime.name, spec, seed): (regime, spec, seed, data)
+        for regime in regimes
+        for seed in range(1, seeds + 1)
+        for spec in regime.runs
+    }
+    found: Runs = defaultdict(list)
+    for (name, spec, _), figures in run_all(
+        simulate, tasks, processes, lambda key: f"{key[0]}: {key[1]}"
+    ).items():
+        found[name, spec].append(figures)
+    return dict(found)
 
 
 def ratio(runs: Runs, regime: str, policy: str, of: str, figure: str) -> Interval:
@@ -444,13 +421,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="only these, as NAME or NAME:setting=value,… (default: what the regime names); there are: "
         + ", ".join([*sorted(POLICIES), "oracle"]),
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(given) if (given := os.environ.get("LAPS_SD_BENCH_DATA")) else BESIDE,
-        help="folder with the recordings that regimes name (traces/, acceptance/, prompts/); also LAPS_SD_BENCH_DATA; "
-        "default: shared/data beside the checkout",
-    )
+    add_arguments(parser)
     parser.add_argument("--seeds", type=int, default=5, help="independent draws of the jobs (default 5)")
     parser.add_argument("--requests", type=int, help="requests per draw (default: the regime's)")
     parser.add_argument("--load", type=float, help="offered load, 1 = what the workers can just do")
@@ -467,12 +438,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--acceptance", type=Path, help="replay recorded rounds from a file (JSON lines)")
     parser.add_argument(
         "--predictor", help="error of the length prediction: sigma of its logarithm (0.3, 1.0, …), or none"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="simulations at once (default: one per core)",
     )
     parser.add_argument(
         "--rivals", action="store_true", help="run every policy in every regime (takes twice as long)"
@@ -626,7 +591,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         everything = [*regimes, *itertools.chain.from_iterable(at_loads(*each) for each in swept)]
         began_s = time.monotonic()
-        runs = run_all(everything, options.seeds, options.data, options.processes)
+        runs = run_regimes(everything, options.seeds, options.data, options.processes)
     except (ValueError, OSError) as error:
         print(f"laps-sd bench policy: {error}", file=sys.stderr)
         return 2

@@ -11,10 +11,10 @@ import functools
 import json
 from typing import Any
 
+from laps_sd.formats import first_line, grammar_of
+
 __all__ = ["problem_of"]
 
-MAX_SAID = 200
-"""Characters of what is wrong with a format."""
 MAX_DEPTH = 64
 """Of a schema's JSON: deeper ones overflow somebody's stack, and none is meant."""
 
@@ -36,16 +36,8 @@ def problem_of(kind: str, text: str) -> str:
         from llguidance import LLMatcher
     except ImportError:
         return ""
-    match kind:
-        case "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(schema)
-        case "regex":
-            grammar = LLMatcher.grammar_from_regex(text)
-        case _:
-            grammar = LLMatcher.grammar_from_lark(text)
-    found = LLMatcher.validate_grammar(grammar)
-    # It quotes the whole expression, and a status travels in headers.
-    return f"cannot be used: {found.strip().splitlines()[0][:MAX_SAID]}" if found.strip() else ""
+    found = LLMatcher.validate_grammar(grammar_of(kind, schema if kind == "json_schema" else text))
+    return f"cannot be used: {first_line(found)}" if found.strip() else ""
 
 
 def _depth(value: object) -> int:

@@ -42,11 +42,4 @@ async def test_every_bad_request_is_answered_by_name_and_nobody_beside_it_notice
 ) -> None:
     with fuzzed_stack() as stack:
         tally, watch = await fuzz(stack, count, seed=count)
-        growth = ", ".join(f"{name} {mib:+.0f}" for name, mib in watch.grown().items())
-        print(f"\n{tally}\n  resident memory, MiB: {growth}")
-        watch.check_alive()
-        assert not tally.complaints, f"{len(tally.complaints)} wrong answers:\n" + "\n".join(
-            tally.complaints[:20]
-        )
-        assert tally.inputs == count
-        watch.check_memory(most_mib)
+        watch.check(tally, count=count, most_mib=most_mib)

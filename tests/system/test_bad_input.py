@@ -64,23 +64,12 @@ async def fuzz(stack: LocalStack, count: int, *, seed: int, make: Make = Generat
     return tally, watch
 
 
-def check(tally: Tally, watch: Watch, *, count: int, most_mib: float) -> None:
-    growth = ", ".join(f"{name} {mib:+.0f}" for name, mib in watch.grown().items())
-    print(f"\n{tally}\n  resident memory, MiB: {growth}")
-    watch.check_alive()
-    assert not tally.complaints, f"{len(tally.complaints)} wrong answers:\n" + "\n".join(
-        tally.complaints[:20]
-    )
-    assert tally.inputs == count
-    watch.check_memory(most_mib)
-
-
 @pytest.mark.parametrize(("make", "count"), [(Generator, SHORT_INPUTS), (KServeGenerator, KSERVE_INPUTS)])
 async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(
     fuzzed: LocalStack, make: Make, count: int
 ) -> None:
     tally, watch = await fuzz(fuzzed, count, seed=1, make=make)
-    check(tally, watch, count=count, most_mib=SHORT_GROWTH_MIB)
+    watch.check(tally, count=count, most_mib=SHORT_GROWTH_MIB)
 
 
 @pytest.mark.long
@@ -89,7 +78,7 @@ async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(
 async def test_a_hundred_thousand_bad_inputs_change_nothing(make: Make) -> None:
     with fuzzed_stack() as stack:
         tally, watch = await fuzz(stack, LONG_INPUTS, seed=2, make=make)
-        check(tally, watch, count=LONG_INPUTS, most_mib=LONG_GROWTH_MIB)
+        watch.check(tally, count=LONG_INPUTS, most_mib=LONG_GROWTH_MIB)
 
 
 async def test_octets_that_no_grpc_client_would_send_end_their_connection_and_nothing_else(

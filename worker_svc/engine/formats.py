@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
+from laps_sd import formats
 from worker_svc.engine.interface import FormatKind, OutputFormat
 
-WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
-"""Between the parts of JSON: enough to indent, and no way to go on with blanks to the end of max_tokens (our choice)."""
-MAX_SAID = 200  # characters of what is wrong with a format: it may quote all of it
 KEPT_GRAMMARS = 32  # compiled ones, the most recently used
 
 
@@ -36,7 +34,7 @@ class FormatState:
         """Tokens that may come next, as packed bits, int32 [words]. None: there are none, and `problem` says why."""
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.problem = f"the output format cannot go on: {_first_line(self._matcher.get_error())}"
+            self.problem = f"the output format cannot go on: {formats.first_line(self._matcher.get_error())}"
             return None
         mask = torch.zeros(self._words, dtype=torch.int32)
         known = torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
@@ -107,7 +105,7 @@ class Formats:
         if compiled is None:
             compiled = LLMatcher(self._tokenizer, grammar_of(wanted), log_level=0)
             if compiled.is_error():
-                raise ValueError(f"format cannot be used: {_first_line(compiled.get_error())}")
+                raise ValueError(f"format cannot be used: {formats.first_line(compiled.get_error())}")
         self._compiled[wanted] = compiled
         while len(self._compiled) > KEPT_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
@@ -116,23 +114,14 @@ class Formats:
 
 def grammar_of(wanted: OutputFormat) -> str:
     """A format as llguidance takes it. Raises ValueError."""
-    from llguidance import LLMatcher
-
     match wanted.kind:
         case FormatKind.JSON_OBJECT:
-            return str(LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=WHITESPACE))
+            return formats.grammar_of("json_schema", {"type": "object"})
         case FormatKind.JSON_SCHEMA:
             try:
                 schema = json.loads(wanted.text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"format is no JSON: {error}") from None
-            return str(LLMatcher.grammar_from_json_schema(schema, defaults=WHITESPACE))
-        case FormatKind.REGEX:
-            return str(LLMatcher.grammar_from_regex(wanted.text))
-        case FormatKind.GRAMMAR:
-            return str(LLMatcher.grammar_from_lark(wanted.text))
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:MAX_SAID].rstrip(".") if lines else "it is not valid"
+            return formats.grammar_of("json_schema", schema)
+        case _:
+            return formats.grammar_of(wanted.kind.value, wanted.text)
