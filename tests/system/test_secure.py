@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.wire import Tls
 from scheduler_svc.store.embedded import EmbeddedServer
-from tests.certificates import certificate, write_certificates
+from tests.certificates import behind_tls, certificate, write_certificates
 from tests.helpers import wait_until
 from tests.store.test_rights import documented_rule
 from tests.system.calls import seeded, stream
@@ -46,46 +44,6 @@ NAMES = {
     "nobody": ("DNS:worker.test", "DNS:a.w1.worker.test", "URI:spiffe://test/oncall/x"),
     "gateway.test": (),  # a common name is no name
 }
-
-
-@contextlib.contextmanager
-def behind_tls(port: int, tls: Tls) -> Iterator[int]:
-    """A port that wants a client certificate, in front of a server that speaks plain text (the packaged one has no TLS)."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca)
-    assert tls.cert is not None
-    context.load_cert_chain(tls.cert, tls.key)
-    context.verify_mode = ssl.CERT_REQUIRED
-    loop = asyncio.new_event_loop()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while octets := await reader.read(65536):
-                writer.write(octets)
-                await writer.drain()
-        writer.close()
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pump(reader, back), pump(there, writer))
-
-    server = loop.run_until_complete(asyncio.start_server(forward, "127.0.0.1", 0, ssl=context))
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-
-        async def end() -> None:
-            server.close()
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        asyncio.run_coroutine_threadsafe(end(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
 
 
 @pytest.fixture(scope="module")
