@@ -58,6 +58,8 @@ WORK_SHARE = 0.01
 """Of the machine's time: a level with less carries no work. Our choice."""
 SWEEP_SHARE = 0.5
 """Of a regime's requests at each load of `--loads`: it shows a course, and no goal is judged by it."""
+SWEPT = ("fcfs", "oracle", "srpt-length", "laps-sd")
+"""Policies whose course `--loads` shows, of a regime that runs them all; otherwise of all that it runs."""
 DISTRIBUTION_POINTS = 200
 
 
@@ -374,7 +376,7 @@ def at_loads(regime: Regime, loads: Sequence[float]) -> list[Regime]:
         dataclasses.replace(
             regime,
             name=f"{regime.name} at load {load:g}",
-            policies=regime.runs,
+            policies=SWEPT if set(SWEPT) <= set(regime.runs) else regime.runs,
             expect=(),
             workload=dataclasses.replace(
                 regime.workload, requests=requests, arrivals=dataclasses.replace(arrivals, load=load)
