@@ -56,7 +56,7 @@ LEVELS_AT_WORK = 3
 """Levels of `laps-sd` that carry work in every goal regime: with fewer it would be an index and nothing else."""
 WORK_SHARE = 0.01
 """Of the machine's time: a level with less carries no work. Our choice."""
-SWEEP_SHARE = 0.5
+SWEEP_SHARE = 1 / 3
 """Of a regime's requests at each load of `--loads`: it shows a course, and no goal is judged by it."""
 SWEPT = ("fcfs", "oracle", "srpt-length", "laps-sd")
 """Policies whose course `--loads` shows, of a regime that runs them all; otherwise of all that it runs."""
