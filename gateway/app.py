@@ -80,6 +80,7 @@ class GatewayApp:
         if self._vllm_metrics is not None:
             REGISTRY.unregister(self._vllm_metrics)
             self._vllm_metrics = None
+        await self.calls.close()
 
     async def _become_ready(self) -> None:
         await self.shards.greeted()
