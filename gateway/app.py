@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from gateway.calls import Calls
 from gateway.http_server import HttpServer
 from gateway.open_inference import OpenInferenceService
@@ -46,6 +44,7 @@ class GatewayApp:
 
         self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
         self._vllm_metrics = VllmMetrics(model.name, self.shards) if settings.vllm_metrics else None
+        self.app.closing.push_async_callback(self._close)
 
     async def start(self) -> None:
         """Binds the ports. Health says SERVING once a leader of any shard has greeted. Raises StartupError, with nothing left open."""
@@ -65,15 +64,11 @@ class GatewayApp:
 
     async def run(self) -> None:
         """Serves until a signal, or the failure of a task, which it raises."""
-        try:
-            await self.app.run(self._drain)
-        finally:
-            await self._close()
+        await self.app.run(self._drain)
 
     async def stop(self) -> None:
         """As the first signal would, and waits for the end."""
         await self.app.stop(self._drain)
-        await self._close()
 
     async def _drain(self) -> None:
         if self.http is not None:
@@ -85,7 +80,7 @@ class GatewayApp:
         if self._vllm_metrics is not None:
             REGISTRY.unregister(self._vllm_metrics)
             self._vllm_metrics = None
-        await asyncio.to_thread(self.app.tracing.close)
+        await self.calls.close()
 
     async def _become_ready(self) -> None:
         await self.shards.greeted()

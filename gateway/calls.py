@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from gateway import metrics
 from gateway.detokenizer import Detokenizer
+from gateway.formats import FormatJudge
 from gateway.link import ShardLink
 from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
@@ -76,6 +77,11 @@ class Calls:
         self._tracing = tracing
         self._shards = shards
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
+        self._formats = FormatJudge()
+
+    async def close(self) -> None:
+        """Behind the last call."""
+        await self._formats.close()
 
     @asynccontextmanager
     async def generate(
@@ -165,6 +171,7 @@ class Calls:
         """All that is to be handed in. Raises before anything was."""
         made: list[link_pb2.Submit] = []
         for request in requests:
+            await self._check_format(request.output_format)
             prompt_ids = await self._prompt_ids(request)
             seed = secrets.randbits(64)
             for choice in range(choices_of(request)):
@@ -181,6 +188,15 @@ class Calls:
                 submit.traceparent = traceparent
                 made.append(submit)
         return made
+
+    async def _check_format(self, wanted: inference_pb2.OutputFormat) -> None:
+        """Raises InvalidArgument when no worker could compile it."""
+        kind = wanted.WhichOneof("format")
+        if kind is None or kind == "json_object":
+            return
+        problem = await self._formats.problem_of(kind, getattr(wanted, kind))
+        if problem:
+            raise InvalidArgument(f"output_format.{kind}", problem)
 
     async def _prompt_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
         match request.WhichOneof("prompt"):

@@ -1,53 +1,127 @@
-"""Whether an output format can be used at all. Pure; needs no tokenizer and no model.
+"""Whether an output format can be used at all, found out in a process of its own.
 
 A worker compiles the format against its vocabulary; what is wrong with it by itself is told to the client before the request is
-accepted. The library is the worker's, so that both judge alike; a gateway without it leaves the judgement to the worker, whose
-refusal then is the request's end.
+accepted. That costs time and memory that only the format decides, and the library may end the process over it
+(`laps_sd.formats`): so a child compiles, one format at a time, with a bound on all of them, and the gateway's event loop only waits for its
+verdict. A format that ends the child is refused, and the next one gets a new child.
+
+    formats = FormatJudge()
+    problem = await formats.problem_of("regex", "(a")     # "cannot be used: …"; empty: nothing is wrong
+    await formats.close()
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import json
-from typing import Any
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
 
-from laps_sd.formats import first_line, grammar_of
+from gateway.format_child import CPU_S, MEMORY_BYTES
+from laps_sd.errors import ResourceExhausted, Unavailable
 
-__all__ = ["problem_of"]
+__all__ = ["FormatJudge"]
 
-MAX_DEPTH = 64
-"""Of a schema's JSON: deeper ones overflow somebody's stack, and none is meant."""
-
-
-@functools.lru_cache(maxsize=256)
-def problem_of(kind: str, text: str) -> str:
-    """What is wrong with a `json_schema`, `regex` or `grammar`, in words that go behind the field's name; empty: nothing."""
-    schema: Any = None
-    if kind == "json_schema":
-        try:
-            schema = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            return f"must be JSON: {error}"
-        if not isinstance(schema, dict | bool):
-            return "must be a JSON schema: an object, or true"
-        if _depth(schema) > MAX_DEPTH:
-            return f"must nest at most {MAX_DEPTH} levels"
-    try:
-        from llguidance import LLMatcher
-    except ImportError:
-        return ""
-    found = LLMatcher.validate_grammar(grammar_of(kind, schema if kind == "json_schema" else text))
-    return f"cannot be used: {first_line(found)}" if found.strip() else ""
+# All our choice.
+WALL_S = 30.0
+"""After which a child is given up that takes no time at all, on a machine that has none left."""
+MAX_WAITING = 64
+"""Formats that wait for their turn, of all callers together."""
+KEPT = 256
+"""Verdicts that are remembered, the most recently used."""
 
 
-def _depth(value: object) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    return depth
+class FormatJudge:
+    """Judges formats, each once. For one event loop."""
+
+    def __init__(self) -> None:
+        self._verdicts: OrderedDict[tuple[str, str], asyncio.Task[str]] = OrderedDict()
+        self._turn = asyncio.Lock()
+        self._child: Process | None = None
+
+    async def problem_of(self, kind: str, text: str) -> str:
+        """What is wrong with a `json_schema`, `regex` or `grammar`, in words that go behind the field's name; empty: nothing.
+
+        Raises ResourceExhausted when too many formats wait, Unavailable when the child gives no answer.
+        """
+        key = (kind, text)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            if sum(not other.done() for other in self._verdicts.values()) >= MAX_WAITING:
+                raise ResourceExhausted(
+                    f"{MAX_WAITING} output formats wait to be compiled, the most of this gateway",
+                    retry_after_s=1.0,
+                )
+            verdict = asyncio.create_task(self._judge(kind, text), name="judging a format")
+            self._verdicts[key] = verdict
+            verdict.add_done_callback(functools.partial(self._judged, key))
+        self._verdicts.move_to_end(key)
+        # Whoever waits may be cancelled; the child's answer then is for the next who asks.
+        return await asyncio.shield(verdict)
+
+    def _judged(self, key: tuple[str, str], verdict: asyncio.Task[str]) -> None:
+        if verdict.cancelled() or verdict.exception() is not None:
+            self._verdicts.pop(key, None)
+        elif len(self._verdicts) > KEPT:
+            self._verdicts.popitem(last=False)
+
+    async def close(self) -> None:
+        """Ends the child, and whoever waits for it."""
+        tasks = list(self._verdicts.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._verdicts.clear()
+        await self._end_child()
+
+    async def _judge(self, kind: str, text: str) -> str:
+        async with self._turn:
+            if self._child is None or self._child.returncode is not None:
+                self._child = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "laps_sd.child", str(os.getpid()), "gateway.format_child"),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=DEVNULL,  # where the library repeats what clients sent
+                )
+            child = self._child
+            assert child.stdin is not None and child.stdout is not None
+            try:
+                async with asyncio.timeout(WALL_S):
+                    with contextlib.suppress(ConnectionError):  # it has ended, as the empty line tells
+                        child.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+                        await child.stdin.drain()
+                    answer = await child.stdout.readline()
+            except BaseException as error:
+                await self._end_child()  # it may still answer, and nobody would know whom
+                if isinstance(error, TimeoutError):
+                    raise Unavailable("no output format can be judged now", retry_after_s=1.0) from error
+                raise
+            if answer:
+                return str(json.loads(answer))
+            # Not killed: asyncio then would not learn what it died of.
+            return _fate(await child.wait())
+
+    async def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+
+
+def _fate(status: int) -> str:
+    """What a child that ended says of its format."""
+    match -status:
+        case signal.SIGPROF:
+            return f"cannot be used: it takes more than {CPU_S:g} s to compile"
+        case signal.SIGABRT:
+            return f"cannot be used: it takes more than {MEMORY_BYTES >> 20} MiB to compile"
+        case signal.SIGSEGV:
+            return "cannot be used: it is nested too deeply to compile"
+        case _:
+            return "cannot be used: the library for formats fails over it"

@@ -1,6 +1,6 @@
 """What a client sends, checked and completed. Pure: no clock, no randomness, no I/O.
 
-Two steps, because a prompt must be tokenized in between:
+Two steps, because a prompt must be tokenized and an output format compiled in between (`formats.py`):
 
 1. `check_request`: everything that can be judged from the message alone. Cheap; bounds what tokenizing may cost.
 2. `complete`: with the prompt's token ids, the submission as the scheduler gets it.
@@ -14,10 +14,10 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from gateway.formats import problem_of
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import ModelFiles
 from laps_sd.errors import InvalidArgument
+from laps_sd.formats import MAX_CHARACTERS as MAX_FORMAT_CHARACTERS
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
 __all__ = [
@@ -43,7 +43,6 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
-MAX_FORMAT_CHARACTERS = 65536
 MAX_CHARACTERS_PER_TOKEN = 64
 """A prompt with more characters than this for each token of the context cannot fit. Tokenizing takes a hundred octets and more
 for each token that comes out, so what cannot fit is refused before."""
@@ -264,9 +263,6 @@ def _check_format(request: inference_pb2.GenerateRequest) -> None:
             raise InvalidArgument(
                 field, f"must have 1 to {MAX_FORMAT_CHARACTERS} characters, got {len(text)}"
             )
-        problem = problem_of(kind, text)
-        if problem:
-            raise InvalidArgument(field, problem)
     if request.sampling.ignore_eos:
         raise InvalidArgument(
             "sampling.ignore_eos", "must be absent or false with output_format, which ends with the end token"

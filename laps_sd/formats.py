@@ -1,31 +1,134 @@
-"""Output formats as llguidance takes them, so that gateway and worker judge one alike. The library is imported when it is needed."""
+"""Output formats as llguidance takes them, so that gateway and worker judge one alike. The library is imported when it is needed.
+
+A format comes from a client, and the library trusts whoever gives it one: it follows a grammar's rules on the stack, panics at some
+schemas, and charges the cost of a step only when the step is over. One derivative of n optional parts in a row costs n² operations, and
+terminals that refer to each other make n double with each line. So the form is bounded here, and the size of what the
+library makes of it by its own limits, below what it would take by itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["first_line", "grammar_of"]
+__all__ = ["MAX_CHARACTERS", "first_line", "grammar_of", "problem_of", "unchecked_grammar"]
 
 WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 """Between the parts of JSON: enough to indent, and no way to go on with blanks to the end of max_tokens (our choice)."""
 MAX_SAID = 200
 """Characters of what is wrong with a format: it may quote all of it, and a status travels in headers."""
 
+# All our choice.
+MAX_CHARACTERS = 65536
+MAX_DEPTH = 64
+"""Of a schema's JSON: deeper ones overflow somebody's stack, and none is meant."""
+MAX_PATTERN = 1024
+"""Characters of one regular expression in a schema; the size of the others is not bounded by the library, see above."""
+MAX_LEVELS = 1000
+"""Of a grammar: rules, terminals, groups and negations, which may all lie within each other. The library needs up to 3 KiB of stack for each."""
+MAX_LEXER_COST = {"json_schema": 20_000, "regex": 8_000, "grammar": 8_000}
+"""Of the expressions of a format, in the library's units. An object of 200 properties has 5,000, an enumeration of 1,500 names 17,000, a
+grammar of JSON 2,000, 300 keywords in either case 5,000, `\\w` is 1,000. What costs most within them takes 0.1 s once, and then is over its budget for a step."""
+MAX_SYMBOLS = 50_000
+"""Of the rules of a format. An object has 8 for each property."""
+
 
 def grammar_of(kind: str, wanted: Any) -> str:
-    """`wanted` is a parsed schema where `kind` is json_schema, else the text of a `regex` or a `grammar`. Raises ImportError."""
-    from llguidance import LLMatcher
+    """`wanted` is a parsed schema where `kind` is json_schema, else the text of a `regex` or a `grammar`.
 
-    match kind:
-        case "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(wanted, defaults=WHITESPACE))
-        case "regex":
-            return str(LLMatcher.grammar_from_regex(wanted))
-        case _:
-            return str(LLMatcher.grammar_from_lark(wanted))
+    Raises ImportError, and ValueError, which says what is wrong behind the word format.
+    """
+    problem = problem_of(kind, wanted)
+    if problem:
+        raise ValueError(f"format {problem}")
+    return unchecked_grammar(kind, wanted)
+
+
+def problem_of(kind: str, wanted: Any) -> str:
+    """What is wrong with a format, in words that go behind its field's name; empty: nothing. Raises ImportError."""
+    problem = _schema_problem(wanted) if kind == "json_schema" else _text_problem(kind, wanted)
+    if problem:
+        return problem
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(initial_lexer_fuel=MAX_LEXER_COST[kind], max_grammar_size=MAX_SYMBOLS)
+    try:
+        said = LLMatcher.validate_grammar(unchecked_grammar(kind, wanted), limits=limits)
+    except (ValueError, TypeError, ArithmeticError) as error:  # what is JSON here and not there
+        said = str(error)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the library's language, and no Exception
+            raise
+        said = "the library for formats fails over it"
+    return f"cannot be used: {first_line(said)}" if said.strip() else ""
 
 
 def first_line(said: str) -> str:
     """Of what llguidance says is wrong, as part of a sentence."""
     lines = said.strip().splitlines()
     return lines[0][:MAX_SAID].rstrip(".") if lines else "it is not valid"
+
+
+def unchecked_grammar(kind: str, wanted: Any) -> str:
+    """As `grammar_of`, of a format without a problem."""
+    from llguidance import LLMatcher
+
+    match kind:
+        case "json_schema":
+            schema = {} if wanted is True else wanted
+            return str(LLMatcher.grammar_from_json_schema(schema, defaults=WHITESPACE))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(wanted))
+        case _:
+            return str(LLMatcher.grammar_from_lark(wanted))
+
+
+def _schema_problem(schema: Any) -> str:
+    if not isinstance(schema, dict) and schema is not True:
+        return "must be a JSON schema: an object, or true"
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    if not isinstance(options, dict) or not all(isinstance(value, bool) for value in options.values()):
+        return "must hold nothing but true and false in x-guidance"
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        for value in level:
+            for pattern in _patterns(value):
+                if len(pattern) > MAX_PATTERN:
+                    return (
+                        f"must hold patterns of at most {MAX_PATTERN} characters, got one of {len(pattern)}"
+                    )
+        level = [inner for value in level for inner in _inner(value)]
+        if not level:
+            return ""
+    return f"must nest at most {MAX_DEPTH} levels"
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(pattern := value.get("pattern"), str):
+            yield pattern
+        if isinstance(properties := value.get("patternProperties"), dict):
+            yield from properties
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    match value:
+        case dict():
+            yield from value.values()
+        case list():
+            yield from value
+
+
+def _text_problem(kind: str, text: str) -> str:
+    if len(text) > MAX_CHARACTERS:
+        return f"must have at most {MAX_CHARACTERS} characters, got {len(text)}"
+    if kind != "grammar":
+        return ""
+    if text.lstrip().startswith("{"):  # the library's own notation, in which anything can be said
+        return "must be a grammar in the form of Lark"
+    levels = sum(map(text.count, ":([~"))
+    if levels > MAX_LEVELS:
+        return (
+            f"must have at most {MAX_LEVELS} rules, terminals, groups and negations (: ( [ ~), got {levels}"
+        )
+    return ""

@@ -35,6 +35,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -161,7 +162,9 @@ class ServiceApp:
         self.health_port = 0
         """The bound port of the server with health alone, after `start`; 0: there is none."""
         self.tracing = Tracing(service, settings.otlp_endpoint)
-        """Whoever serves closes it, once the last span is drawn."""
+        self.closing = AsyncExitStack()
+        """What else ends with the service, when its calls and tasks have: the last that was added first, the traces behind all of it."""
+        self.closing.push_async_callback(asyncio.to_thread, self.tracing.close)
         self.metrics: metrics.MetricsServer | None = None
         self.ready = False
         self._health = health.aio.HealthServicer()
@@ -249,8 +252,9 @@ class ServiceApp:
 
     async def run(self, drain: Callable[[], Awaitable[Any]] | None = None) -> None:
         """Serves until the first signal or the failure of a task, then stops. Raises what failed."""
-        await self.stopping.wait()
-        await self.stop(drain)
+        async with self.closing:  # should this be cancelled
+            await self.stopping.wait()
+            await self.stop(drain)
         if self._failure is not None:
             raise self._failure
 
@@ -300,6 +304,7 @@ class ServiceApp:
             await self._health_server.stop(None)
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)
+        await self.closing.aclose()
         self._mind_signals(False)
         log.info("stopped")
 

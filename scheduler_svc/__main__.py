@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from laps_sd.errors import StartupError
@@ -80,11 +79,8 @@ async def serve(settings: SchedulerSettings) -> None:
         leading.cancel()
         await leadership.resign()
 
-    try:
-        await app.run(drain=drain)
-    finally:
-        await store.close()
-        await asyncio.to_thread(app.tracing.close)
+    app.closing.push_async_callback(store.close)
+    await app.run(drain=drain)
     if failure is not None:
         raise failure
 

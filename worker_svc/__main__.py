@@ -48,10 +48,7 @@ async def serve(settings: WorkerSettings) -> None:
             await link.drain()
 
     app.spawn(work(), name="engine and scheduler link")
-    try:
-        await app.run(drain=drain)
-    finally:
-        await asyncio.to_thread(app.tracing.close)
+    await app.run(drain=drain)
     if failure is not None:
         raise failure
 

@@ -1,0 +1,63 @@
+"""The child of `gateway.formats`: reads a format in each line, and writes what is wrong with it. May end over any of them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+
+from laps_sd.formats import first_line, problem_of, unchecked_grammar
+
+# All our choice. A format that takes more is refused.
+CPU_S = 0.5
+"""Processor time for one format. The largest within the limits of `laps_sd.formats` take 0.2 s."""
+MEMORY_BYTES = 512 << 20
+"""Address space; the interpreter has 30 MiB of it."""
+STACK_BYTES = 4 << 20
+"""Half of what a worker has: what overflows a worker's ends the child first."""
+
+
+def judge(kind: str, text: str) -> str:
+    """The verdict. May take long, or end the process."""
+    wanted = text
+    if kind == "json_schema":
+        try:
+            wanted = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return f"must be JSON: {error}"
+    try:
+        problem = problem_of(kind, wanted)
+        if problem:
+            return problem
+        from llguidance import LLMatcher, LLTokenizer
+    except ImportError:
+        return "cannot be used: this gateway is without the package llguidance"
+    # As a worker will, with a vocabulary of its own: single bytes take the same expressions and rules.
+    matcher = LLMatcher(LLTokenizer("byte"), unchecked_grammar(kind, wanted), log_level=0)
+    matcher.compute_bitmask()
+    return f"cannot be used: {first_line(matcher.get_error())}" if matcher.is_error() else ""
+
+
+def main() -> None:
+    """Judges what comes in, line by line, until the pipe ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to everybody; the parent decides
+    for limit, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_STACK, STACK_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    for line in sys.stdin.buffer:
+        kind, text = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+        verdict = judge(kind, text)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(verdict).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Formats are judged beside the gateway: nobody but who asked for one waits for it, and none harms the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from gateway import formats
+from gateway.formats import FormatJudge
+from gateway.tokenizer import ModelFiles
+from laps_sd.errors import ResourceExhausted
+from laps_sd.v1.inference_pb2 import GenerateRequest, OutputFormat
+from tests.helpers import wait_until_async
+from tests.services.gateway.conftest import Running
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
+from tests.services.gateway.reading import rest, text_of, violations
+from tests.system.hostile_formats import HOSTILE
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[FormatJudge]:
+    judge = FormatJudge()
+    yield judge
+    await judge.close()
+
+
+def child_of(judge: FormatJudge) -> int:
+    assert judge._child is not None
+    return judge._child.pid
+
+
+async def test_every_hostile_format_is_refused_in_one_sentence_and_the_next_one_is_judged(
+    judge: FormatJudge,
+) -> None:
+    for name, ((kind, text), words) in HOSTILE.items():
+        problem = await judge.problem_of(kind, text)
+        assert words in problem, name
+        assert problem.startswith(("must ", "cannot ")) and "\n" not in problem and len(problem) < 400, name
+    assert await judge.problem_of("regex", "[a-z]+") == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("json_schema", "{", "must be JSON"),
+        ("json_schema", "7", "must be a JSON schema"),
+        ("json_schema", '{"type": "nothing"}', "cannot be used: Invalid type: nothing"),
+        ("regex", "(a", "cannot be used"),
+        ("grammar", "start: nowhere", "cannot be used"),
+    ],
+)
+async def test_what_is_wrong_is_said(judge: FormatJudge, kind: str, text: str, words: str) -> None:
+    assert words in await judge.problem_of(kind, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("json_schema", "true"), ("json_schema", '{"type": "object"}'), ("grammar", 'start: "a"+')],
+)
+async def test_what_can_be_used_has_no_problem(judge: FormatJudge, kind: str, text: str) -> None:
+    assert await judge.problem_of(kind, text) == ""
+
+
+@pytest.mark.parametrize(
+    ("death", "words"),
+    [
+        (signal.SIGPROF, "more than 0.5 s to compile"),
+        (signal.SIGABRT, "more than 512 MiB to compile"),
+        (signal.SIGSEGV, "nested too deeply to compile"),
+        (signal.SIGKILL, "the library for formats fails over it"),
+    ],
+)
+async def test_a_format_that_ends_the_child_is_refused_with_what_it_died_of(
+    judge: FormatJudge, death: signal.Signals, words: str
+) -> None:
+    assert await judge.problem_of("regex", "a") == ""
+    dying = child_of(judge)
+    os.kill(dying, signal.SIGSTOP)
+    verdict = asyncio.create_task(judge.problem_of("regex", "b"))
+    await asyncio.sleep(0)  # it is on its way to the child
+    os.kill(dying, death)
+    os.kill(dying, signal.SIGCONT)
+
+    assert words in await verdict
+    assert await judge.problem_of("regex", "c") == ""
+    assert child_of(judge) != dying
+
+
+async def test_a_child_that_was_killed_between_two_formats_costs_neither(judge: FormatJudge) -> None:
+    assert await judge.problem_of("regex", "a") == ""
+    child = judge._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGKILL)
+    await child.wait()
+    assert await judge.problem_of("regex", "b") == ""
+
+
+async def test_whoever_stops_waiting_takes_no_answer_away(judge: FormatJudge) -> None:
+    await judge.problem_of("regex", "a")
+    os.kill(child_of(judge), signal.SIGSTOP)
+    first = asyncio.create_task(judge.problem_of("regex", "(b"))
+    second = asyncio.create_task(judge.problem_of("regex", "c"))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    os.kill(child_of(judge), signal.SIGCONT)
+
+    assert await second == ""
+    assert "cannot be used" in await judge.problem_of("regex", "(b")
+
+
+async def test_so_many_formats_wait_and_no_more(judge: FormatJudge) -> None:
+    await judge.problem_of("regex", "a")
+    os.kill(child_of(judge), signal.SIGSTOP)
+    waiting = [asyncio.create_task(judge.problem_of("regex", f"b{n}")) for n in range(formats.MAX_WAITING)]
+    await asyncio.sleep(0)
+    again = asyncio.create_task(judge.problem_of("regex", "b0"))  # waits with the one who asked first
+
+    with pytest.raises(ResourceExhausted, match="64 output formats wait to be compiled"):
+        await judge.problem_of("regex", "c")
+    os.kill(child_of(judge), signal.SIGCONT)
+    assert set(await asyncio.gather(again, *waiting)) == {""}
+    assert await judge.problem_of("regex", "c") == ""
+
+
+async def test_verdicts_are_kept_so_many_and_no_more(
+    judge: FormatJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "KEPT", 3)
+    for n in range(10):
+        await judge.problem_of("regex", f"a{n}")
+    os.kill(child_of(judge), signal.SIGSTOP)
+
+    assert await judge.problem_of("regex", "a9") == ""  # the child cannot have been asked
+    assert len(judge._verdicts) == 3
+
+
+class TestCalls:
+    """The same over real gRPC."""
+
+    async def test_others_go_on_while_a_format_compiles(
+        self, running: Running, scheduler: FakeScheduler, model: ModelFiles
+    ) -> None:
+        """The child stands still, as it would over a format that takes for ever: all that needs no verdict happens meanwhile."""
+        judge = running.gateway.calls._formats
+        assert await judge.problem_of("regex", "[a-z]+") == ""
+        ids = model.encode_rendered("hello world")
+        stream = running.stub.GenerateStream(GenerateRequest(text="the quick"))
+        streaming = await scheduler.submitted()
+        os.kill(child_of(judge), signal.SIGSTOP)
+        (kind, text), _ = HOSTILE["terminals that double"]
+        hostile = running.stub.Generate(GenerateRequest(text="x", output_format=OutputFormat(**{kind: text})))
+        await wait_until_async(
+            lambda: any(not verdict.done() for verdict in judge._verdicts.values()),
+            description="the format waits for its verdict",
+        )
+
+        scheduler.commit(streaming, ids, Kind.KIND_STOP)
+        assert text_of(await rest(stream)) == "hello world"
+        others = (
+            GenerateRequest(text="the quick"),
+            GenerateRequest(text="the quick", output_format=OutputFormat(json_object=True)),
+            GenerateRequest(text="the quick", output_format=OutputFormat(regex="[a-z]+")),  # known already
+        )
+        for number, request in enumerate(others, start=2):
+            beside = running.stub.GenerateStream(request)
+            scheduler.commit(await scheduler.submitted(number), ids, Kind.KIND_STOP)
+            assert text_of(await rest(beside)) == "hello world"
+        assert not hostile.done()
+
+        os.kill(child_of(judge), signal.SIGCONT)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await hostile
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        ((field, description),) = violations(refused.value)
+        assert field == "output_format.grammar" and "too big" in description
+
+    @pytest.mark.parametrize("schema", [{"type": "nothing"}, {"type": "string", "minLength": "é" * 100}])
+    async def test_a_format_that_cannot_be_is_refused_before_anybody_hears_of_it(
+        self, running: Running, scheduler: FakeScheduler, schema: object
+    ) -> None:
+        wanted = OutputFormat(json_schema=json.dumps(schema))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await running.stub.Generate(GenerateRequest(text="x", output_format=wanted))
+        assert [field for field, _ in violations(refused.value)] == ["output_format.json_schema"]
+        assert not running.link.streams
