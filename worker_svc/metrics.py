@@ -37,9 +37,14 @@ OUT_OF_MEMORY = counter(
 )
 GENERATED = counter("laps_sd_worker_tokens_total", "Output tokens.")
 PREFILLED = counter(
-    "laps_sd_worker_prefilled_tokens_total", "Context tokens computed, recomputation included."
+    "laps_sd_worker_prefilled_tokens_total",
+    "Context tokens computed: prompts, and what is computed again after its KV was thrown away.",
 )
-CACHED = counter("laps_sd_worker_cached_tokens_total", "Context tokens found in a prefix cache.")
+CACHED = counter(
+    "laps_sd_worker_cached_tokens_total",
+    "Prompt tokens that needed no computing, because KV of the same start of a prompt was there. "
+    "Hit rate: cached / (cached + prefilled).",
+)
 SECONDS = counter(
     "laps_sd_worker_seconds_total",
     "Where the time went: draft, verify, prefill, swap, other; idle: between two rounds; waiting: nothing to run.",

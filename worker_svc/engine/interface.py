@@ -215,7 +215,7 @@ class RequestRound:
         int, ...
     ] = ()  # [i] = 1 if it was accepted; same length as tested_by_position
     prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
-    cached: int = 0  # context tokens that needed no computing because another request's KV was reused
+    cached: int = 0  # prompt tokens that needed no computing because their KV was there: another request had the same start
     finish: FinishReason | None = None
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
