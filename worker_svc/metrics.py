@@ -65,7 +65,11 @@ ENDS = counter(
 
 SLOTS = gauge("laps_sd_worker_slots", "Requests in one round at most.")
 SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests of the last round that go on; 0 when idle.")
-FREE_BLOCKS = gauge("laps_sd_worker_free_blocks", "Free KV blocks after the last round.", ["model"])
+FREE_BLOCKS = gauge(
+    "laps_sd_worker_free_blocks",
+    "KV blocks that a request could have after the last round; KV kept for prompts that begin alike counts as free.",
+    ["model"],
+)
 UNACKNOWLEDGED_TOKENS = gauge(
     "laps_sd_worker_unacknowledged_tokens", "Output tokens that no leader has acknowledged."
 )

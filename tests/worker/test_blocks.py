@@ -238,3 +238,30 @@ def test_names_stand_for_all_tokens_before() -> None:
     assert name_blocks(name_blocks([], [1, 2, 3], 2), [1, 2, 3, 4, 5, 6], 2) == whole
     assert name_blocks([], [9, 2, 3, 4, 5, 6], 2)[1:] != whole[1:]
     assert len({*whole, *name_blocks([], [3, 4, 3, 4], 2)}) == 5
+
+
+def test_what_is_forgotten_is_not_found_and_may_be_written_once_it_is_free(cache: BlockAllocator) -> None:
+    cache.share(found := cache.find(name_blocks([], [3, 4], 1)))
+    cache.forget_names()
+    cache.check([found])
+    assert cache.cached_blocks == 0
+    assert cache.find(name_blocks([], [3, 4], 1)) == []
+    assert cache.is_named(found[0]), "whoever has it reads on"
+    cache.free(found)
+    cache.check()
+    assert (cache.free_blocks, cache.cached_blocks) == (8, 0)
+    assert cache.allocate(8) == list(range(8))
+
+
+def test_where_neighbours_do_not_matter_the_oldest_goes_first() -> None:
+    allocator = BlockAllocator(4, together=False)
+    held = allocator.allocate(4)
+    for block, name in zip(held, name_blocks([], [1, 2, 3, 4], 1), strict=True):
+        allocator.name(block, name)
+    for block in (2, 0, 3, 1):
+        allocator.free([block])
+    assert allocator.allocate(3) == [2, 0, 3]
+    allocator.free([0])
+    assert allocator.extend([2, 3], 2) == [0, 1]
+    with pytest.raises(OutOfBlocks, match="1 KV blocks are needed and 0 of 4 are free"):
+        allocator.extend([2, 3], 1)

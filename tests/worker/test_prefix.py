@@ -123,7 +123,7 @@ def families() -> list[Specification]:
 @pytest.mark.parametrize(
     ("slots", "draft_len", "chunk", "blocks", "between"),
     [
-        (1, 0, 512, 320, everybody),
+        (1, 0, 512, 900, everybody),
         (6, 3, 512, 900, everybody),
         (6, 2, 29, 900, rotate("evict")),
         (6, 4, 64, 440, rotate("swap")),

@@ -40,8 +40,8 @@ class BlockAllocator:
     """Hands out block ids 0 .. blocks - 1, each to one writer at a time.
 
     `region` is a hint in blocks: a new owner starts at a multiple of it where a whole region without owners is left, so that it can
-    grow in place and so that several owners lie at equal distances. `together` False: where blocks lie does not matter, and
-    cached ones are used up strictly oldest first.
+    grow in place and so that several owners lie at equal distances. With `together` what is cached gives way to that, the region
+    first whose contents are the oldest; without, cached blocks are used up when no others are left, and strictly oldest first.
     """
 
     def __init__(self, blocks: int, region: int = 1, together: bool = True) -> None:
@@ -69,16 +69,16 @@ class BlockAllocator:
     def allocate(self, count: int, expected: int = 0) -> list[int]:
         """`count` blocks for a new owner that may grow to `expected`. Raises OutOfBlocks, changing nothing."""
         self._require(count)
-        start = self._find_start(count, max(count, expected)) if self._together else -1
+        start = self._find_start(count, max(count, expected))
         ids = list(range(start, start + count)) if start >= 0 else self._scattered(count)
         return self._take(ids)
 
     def extend(self, held: Sequence[int], count: int) -> list[int]:
         """`count` more blocks for the owner of `held`, next to its last one where possible. Raises OutOfBlocks, changing nothing."""
         self._require(count)
-        first = held[-1] + 1 if held and self._together else self.blocks
-        run = 0
-        while run < count and first + run < self.blocks and self._state[first + run] != _OWNED:
+        first = held[-1] + 1 if held else self.blocks
+        run, last = 0, _CACHED if self._together else _FREE
+        while run < count and first + run < self.blocks and self._state[first + run] <= last:
             run += 1
         ids = self._take(list(range(first, first + run)))
         return ids + self._take(self._scattered(count - run))
@@ -199,7 +199,7 @@ class BlockAllocator:
     def _find_start(self, count: int, expected: int) -> int:
         """Start of a run without owners: whole regions for `expected` first, then whole regions for `count`, then any run; -1 if there is none.
 
-        What is cached only decides between places that are as good: it does not make anybody slower.
+        With `together` what is cached only decides between places that are as good: it makes nobody slower.
         """
         if count == 0:
             return 0
@@ -215,7 +215,7 @@ class BlockAllocator:
         return -1
 
     def _stalest(self, length: int, step: int) -> int:
-        """Start, a multiple of `step`, of the run without owners whose newest contents are the oldest; the first that is all free; -1."""
+        """Start of a run at a multiple of `step`: the first that is all free, else the one whose newest contents are the oldest; -1."""
         best, oldest = -1, self._clock + 1
         start = 0
         while start + length <= self.blocks:
@@ -226,7 +226,7 @@ class BlockAllocator:
             newest = max(self._cached_at[start : start + length])
             if newest == 0:
                 return start
-            if newest < oldest:
+            if newest < oldest and self._together:
                 best, oldest = start, newest
             start += step
         return best

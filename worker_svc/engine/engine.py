@@ -141,9 +141,7 @@ class _Verified:
 
     chosen: list[int]  # its choices, rows as in `_choice_rows`
     proposed: dict[int, list[int]]  # the proposals by request
-    sound: list[
-        bool
-    ]  # whether logits are finite: those of the choices, and of the last row of every other chunk
+    sound: list[bool]  # which logits are finite: the choices', and those at the end of other chunks
     logprobs: dict[int, TokenLogprobs]  # by row, where a request asks for them
 
 
@@ -169,7 +167,7 @@ class SpeculativeEngine:
         self._device = target.device
         # A region holds a whole context where the pool is large enough for one per slot; then sequences stay in one piece.
         regions = options.target_blocks * options.block_size // KV_TILE
-        region_tokens = KV_TILE if regions >= options.slots > 1 else options.block_size
+        region_tokens = KV_TILE if regions >= options.slots else options.block_size
         self._pools: list[KVPool] = []
         for model, blocks in ((target, options.target_blocks), (draft, options.draft_blocks)):
             if model is not None:
@@ -231,7 +229,7 @@ class SpeculativeEngine:
             self._release(sequence)
 
     def swap_out(self, request_id: str) -> bool:
-        """Move its KV to host memory. False, and nothing changed, if the host budget is full; the draft's is dropped where only it does not fit."""
+        """Move its KV to host memory, the draft's only if that fits too. False, and nothing changed, if the host budget is full."""
         sequence = self._get(request_id)
         places = self._places(sequence)
         if not any(place.blocks for place in places):
@@ -378,9 +376,9 @@ class SpeculativeEngine:
         )
 
     def _find_prefixes(self, sequences: SequenceOf[Sequence]) -> None:
-        """Look for KV of the context of each request that has none. The last token is computed in any case: its logits are wanted.
+        """Look for KV of the context of each request that has none, but for the last token, whose logits are wanted.
 
-        The target's only. The draft's costs a small part of it to compute, and nothing waits for it.
+        The target's only: the draft's costs a small part of it to compute, and no first token waits for it.
         """
         if not self.options.prefix_reuse_tokens:
             return
@@ -630,9 +628,8 @@ class SpeculativeEngine:
         first_row = dict(zip(fed, plan.first_row, strict=True))
         host_ids = [0] * plan.total
         logit_rows: list[int] = []
-        watched: list[
-            int
-        ] = []  # nothing is chosen there, but KV that is no number must be noticed before anybody else reads it
+        # Rows at which nothing is chosen. What is no number must be noticed there too, before anybody else reads its KV.
+        watched: list[int] = []
         for i, (_, start, count) in zip(fed, pieces, strict=True):
             step, row = steps[i], first_row[i]
             known = step.sequence.tokens[start : start + count]
