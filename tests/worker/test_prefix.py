@@ -120,6 +120,12 @@ def families() -> list[Specification]:
     return specs
 
 
+@pytest.fixture(scope="module")
+def without_reuse(pair: tuple[Path, Path], device: str) -> dict[str, list[int]]:
+    engine = build(pair, device, slots=8, max_length=560, blocks=1200, prefix_reuse_tokens=0)
+    return finish_all(engine, families())[0]
+
+
 @pytest.mark.parametrize(
     ("slots", "draft_len", "chunk", "blocks", "between"),
     [
@@ -131,7 +137,8 @@ def families() -> list[Specification]:
     ids=["one by one", "together", "evicted", "swapped, little room"],
 )
 def test_the_text_is_the_same_with_and_without_reuse(
-    pair: tuple[Path, Path], device: str, how: str, slots: int, draft_len: int, chunk: int, blocks: int, between: Between
+    pair: tuple[Path, Path], device: str, how: str, slots: int, draft_len: int, chunk: int, blocks: int, between: Between,
+    without_reuse: dict[str, list[int]],
 ) -> None:  # fmt: skip
     options = {
         "max_length": 560,
@@ -140,11 +147,8 @@ def test_the_text_is_the_same_with_and_without_reuse(
         "draft_len": draft_len,
         "prefill_chunk": chunk,
     }
-    expected, *_ = finish_all(
-        build(pair, device, max_length=560, blocks=3000, prefix_reuse_tokens=0), families()
-    )
     output, _, reports = finish_all(build(pair, device, how, **options), families(), fitting(between))
-    assert output == expected
+    assert output == without_reuse
     assert sum(report.cached for report in reports) > 900
     assert max(report.cached for report in reports) >= 512
 
