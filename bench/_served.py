@@ -98,6 +98,8 @@ class ServedStack:
                 "LAPS_SD_BLOCK_SIZE": str(BLOCK_TOKENS),
                 "LAPS_SD_MAX_DRAFT_LEN": str(DRAFT_LEN),
                 "LAPS_SD_ROUND_FLOOR_S": str(round_s),
+                # The same prompts come again and again: one run would compute them, and the others would find them.
+                "LAPS_SD_PREFIX_REUSE_TOKENS": "0",
                 **(fast if engine == "fake" else {}),
             },
         )

@@ -67,6 +67,7 @@ KNOWN = frozenset(
         "LAPS_SD_POLICY",
         "LAPS_SD_POOL",
         "LAPS_SD_PREFILL_CHUNK",
+        "LAPS_SD_PREFIX_REUSE_TOKENS",
         "LAPS_SD_PRIORS_SAVE_S",
         "LAPS_SD_REATTACH_GRACE_S",
         "LAPS_SD_REDIS_PASSWORD_FILE",

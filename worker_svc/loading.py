@@ -59,6 +59,7 @@ def _model_engine(settings: WorkerSettings) -> Engine:
             draft_len="auto" if settings.draft_len is None else settings.draft_len,
             host_bytes=settings.host_bytes,
             drafter=settings.drafter,
+            prefix_reuse_tokens=settings.prefix_reuse_tokens,
             trust_remote_code=settings.trust_remote_code,
         )
     except (ModelError, ValueError, OSError) as error:

@@ -37,9 +37,14 @@ OUT_OF_MEMORY = counter(
 )
 GENERATED = counter("laps_sd_worker_tokens_total", "Output tokens.")
 PREFILLED = counter(
-    "laps_sd_worker_prefilled_tokens_total", "Context tokens computed, recomputation included."
+    "laps_sd_worker_prefilled_tokens_total",
+    "Context tokens computed: prompts, and what is computed again after its KV was thrown away.",
 )
-CACHED = counter("laps_sd_worker_cached_tokens_total", "Context tokens found in a prefix cache.")
+CACHED = counter(
+    "laps_sd_worker_cached_tokens_total",
+    "Prompt tokens that needed no computing, because KV of the same start of a prompt was there. "
+    "Hit rate: cached / (cached + prefilled).",
+)
 SECONDS = counter(
     "laps_sd_worker_seconds_total",
     "Where the time went: draft, verify, prefill, swap, other; idle: between two rounds; waiting: nothing to run.",
@@ -60,7 +65,11 @@ ENDS = counter(
 
 SLOTS = gauge("laps_sd_worker_slots", "Requests in one round at most.")
 SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests of the last round that go on; 0 when idle.")
-FREE_BLOCKS = gauge("laps_sd_worker_free_blocks", "Free KV blocks after the last round.", ["model"])
+FREE_BLOCKS = gauge(
+    "laps_sd_worker_free_blocks",
+    "KV blocks that a request could have after the last round; KV kept for prompts that begin alike counts as free.",
+    ["model"],
+)
 UNACKNOWLEDGED_TOKENS = gauge(
     "laps_sd_worker_unacknowledged_tokens", "Output tokens that no leader has acknowledged."
 )

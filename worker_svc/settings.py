@@ -111,6 +111,13 @@ class WorkerSettings(ServingSettings, LinkSettings):
         minimum=1,
     )
 
+    prefix_reuse_tokens: int = field(
+        64,
+        help="KV of an earlier request is reused where a prompt begins with at least so many of the same tokens; smaller: more "
+        "copies for less; 0: never, so that nobody can tell by times or by cached_prompt_tokens what others asked",
+        minimum=0,
+    )
+
     round_floor_s: float = field(
         0.0,
         help="A round takes at least this long, for measurements on a machine whose speed varies; 0: as long as it takes",

@@ -38,3 +38,17 @@ def test_a_request_without_a_seed_is_told_the_one_it_got(demo_stack: LocalStack)
         again = client.generate("Once upon a time", max_tokens=24, seed=answer.accepted.seed)
 
     assert answer.text == again.text
+
+
+def test_a_start_that_is_known_is_not_computed_again_and_changes_nothing(demo_stack: LocalStack) -> None:
+    """Whoever sent it before; `LAPS_SD_PREFIX_REUSE_TOKENS` of the worker says from which length on, and turns it off."""
+    story = "Once upon a time there was a worker that had read all of this before. " * 8
+    with Client(demo_stack.gateway_address) as client:
+        first = client.generate(story + "It yawned", seed=7, max_tokens=24)
+        again = client.generate(story + "It yawned", seed=7, max_tokens=24)
+        other = client.generate(story + "Then it", seed=7, max_tokens=24)
+
+    assert first.text == again.text != other.text
+    assert first.end.usage.cached_prompt_tokens == 0
+    for answer in (again, other):
+        assert 64 <= answer.end.usage.cached_prompt_tokens < answer.end.usage.prompt_tokens

@@ -1,57 +1,123 @@
-"""The block allocator: whatever the order of calls, every block is free or has one owner."""
+"""The block allocator: whatever the order of calls, every block is free, cached or owned, and whoever writes one is its only owner."""
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from worker_svc.engine.blocks import BlockAllocator
+from worker_svc.engine.blocks import BlockAllocator, name_blocks
 from worker_svc.engine.interface import OutOfBlocks, blocks_needed
 
 
+@dataclass
+class Owner:
+    """Somebody with a context of one token per block, who writes block after block."""
+
+    names: list[bytes]
+    blocks: list[int]
+    written: int  # so many of them, from the start
+
+
 class Owners(RuleBasedStateMachine):
-    """Owners come, grow and go."""
+    """Owners come with contexts, some of them known already, write, grow and go. `contents` is what was last written to each block."""
 
-    @initialize(blocks=st.integers(0, 40), region=st.integers(1, 9))
-    def start(self, blocks: int, region: int) -> None:
-        self.allocator = BlockAllocator(blocks, region)
-        self.owners: list[list[int]] = []
+    @initialize(blocks=st.integers(0, 40), region=st.integers(1, 9), together=st.booleans())
+    def start(self, blocks: int, region: int, together: bool) -> None:
+        self.allocator = BlockAllocator(blocks, region, together)
+        self.owners: list[Owner] = []
+        self.contents: list[bytes] = [b"nothing"] * blocks
 
-    @rule(count=st.integers(0, 12), more=st.integers(0, 12))
-    def arrive(self, count: int, more: int) -> None:
-        free = self.allocator.free_blocks
-        if count > free:
+    @rule(
+        context=st.lists(st.integers(0, 1), max_size=12),
+        more=st.integers(0, 12),
+        shares=st.booleans(),
+        copies=st.booleans(),
+    )
+    def arrive(self, context: list[int], more: int, shares: bool, copies: bool) -> None:
+        names = name_blocks([], context, 1)
+        found = self.allocator.find(names) if shares else []
+        assert [self.contents[block] for block in found] == names[: len(found)]
+        cached = self.allocator.cached_blocks
+        before = self.allocator.free_blocks
+        self.allocator.share(found)
+        count = len(context) - (0 if copies else len(found))
+        if count > self.allocator.free_blocks:
             with pytest.raises(OutOfBlocks):
                 self.allocator.allocate(count, count + more)
-            assert self.allocator.free_blocks == free
+            self.allocator.free(found)
+            assert (self.allocator.free_blocks, self.allocator.cached_blocks) == (before, cached)
+            return
+        own = self.allocator.allocate(count, count + more)
+        assert len(own) == count
+        assert not set(own) & set(found), "what was found is given to somebody else"
+        if copies:
+            for block, source in zip(own, found, strict=False):
+                self.contents[block] = self.contents[source]
+            self.allocator.free(found)
+            found, written = own, len(found)
         else:
-            held = self.allocator.allocate(count, count + more)
-            assert len(held) == count
-            self.owners.append(held)
+            found, written = found + own, len(found)
+        self.owners.append(Owner(names, found, written))
+        for block in found[written:]:
+            self.contents[block] = b"somebody writes here"
+
+    @rule(which=st.integers(0))
+    def write(self, which: int) -> None:
+        """Fill the next block, and give it its name, if it has none yet."""
+        if not self.owners:
+            return
+        owner = self.owners[which % len(self.owners)]
+        for at in range(owner.written + 1):
+            if at < len(owner.names) and not self.allocator.is_named(owner.blocks[at]):
+                self.contents[owner.blocks[at]] = owner.names[at]
+                self.allocator.name(owner.blocks[at], owner.names[at])
+                owner.written = max(owner.written, at + 1)
+                return
 
     @rule(which=st.integers(0), count=st.integers(0, 6))
     def grow(self, which: int, count: int) -> None:
         if not self.owners:
             return
-        held = self.owners[which % len(self.owners)]
+        held = self.owners[which % len(self.owners)].blocks
         if count > self.allocator.free_blocks:
             with pytest.raises(OutOfBlocks):
                 self.allocator.extend(held, count)
         else:
-            held += self.allocator.extend(held, count)
+            more = self.allocator.extend(held, count)
+            held += more
+            for block in more:
+                self.contents[block] = b"somebody writes here"
 
     @rule(which=st.integers(0))
     def leave(self, which: int) -> None:
         if self.owners:
-            self.allocator.free(self.owners.pop(which % len(self.owners)))
+            self.allocator.free(self.owners.pop(which % len(self.owners)).blocks)
+
+    @rule()
+    def forget(self) -> None:
+        self.allocator.forget_names()
+        assert self.allocator.cached_blocks == 0
 
     @invariant()
-    def every_block_has_one_owner_or_none(self) -> None:
+    def every_block_is_free_cached_or_owned(self) -> None:
         if hasattr(self, "allocator"):
-            self.allocator.check([*self.owners, []])
-            assert self.allocator.free_blocks + sum(map(len, self.owners)) == self.allocator.blocks
+            self.allocator.check(owner.blocks for owner in self.owners)
+            owned = Counter(block for owner in self.owners for block in owner.blocks)
+            assert self.allocator.free_blocks + len(owned) == self.allocator.blocks
+            assert self.allocator.cached_blocks <= self.allocator.free_blocks
+
+    @invariant()
+    def whoever_writes_a_block_is_alone(self) -> None:
+        if hasattr(self, "allocator"):
+            holders = Counter(block for owner in self.owners for block in owner.blocks)
+            for owner in self.owners:
+                for block in owner.blocks:
+                    assert holders[block] == 1 or self.allocator.is_named(block)
 
 
 TestOwners = Owners.TestCase
@@ -90,3 +156,112 @@ def test_a_pool_that_makes_no_sense_is_refused(blocks: int, region: int) -> None
 def test_blocks_hold_all_tokens_but_the_last_and_the_growth(tokens: int, growth: int, size: int) -> None:
     blocks = blocks_needed(tokens, growth, size)
     assert (blocks - 1) * size < tokens - 1 + growth <= blocks * size
+
+
+@pytest.fixture
+def cache() -> BlockAllocator:
+    """Eight blocks in regions of two. Blocks 0 and 1, and later 4 and 5, held contexts that ended."""
+    allocator = BlockAllocator(8, region=2)
+    first, between, second = allocator.allocate(2), allocator.allocate(2), allocator.allocate(2)
+    for held, context in ((first, [1, 2]), (second, [3, 4])):
+        for block, name in zip(held, name_blocks([], context, 1), strict=True):
+            allocator.name(block, name)
+        allocator.free(held)
+    allocator.free(between)
+    return allocator
+
+
+def test_what_is_cached_counts_as_free_and_goes_last_and_oldest_first(cache: BlockAllocator) -> None:
+    assert (cache.free_blocks, cache.cached_blocks) == (8, 4)
+    assert cache.allocate(2) == [2, 3]
+    assert cache.allocate(2) == [6, 7]
+    assert cache.cached_blocks == 4
+    assert cache.allocate(2) == [0, 1], "the context that ended first"
+    assert cache.find(name_blocks([], [1, 2], 1)) == []
+    assert cache.find(name_blocks([], [3, 4], 1)) == [4, 5]
+
+
+def test_the_end_of_a_context_goes_before_its_start(cache: BlockAllocator) -> None:
+    held = cache.allocate(2) + cache.allocate(2)
+    assert held == [2, 3, 6, 7]
+    assert cache.extend(held, 1) == [1]
+    assert cache.find(name_blocks([], [1, 2], 1)) == [0]
+
+
+def test_growing_in_place_comes_before_what_is_cached_there(cache: BlockAllocator) -> None:
+    held = cache.allocate(2)
+    assert held == [2, 3]
+    assert cache.extend(held, 1) == [4]
+    apart = BlockAllocator(3, together=False)
+    (first,), (second,) = apart.allocate(1), apart.allocate(1)
+    apart.name(second, b"second")
+    apart.free([second])
+    assert apart.extend([first], 1) == [2], "where neighbours do not matter, the cache is spared"
+
+
+def test_contents_that_somebody_has_are_not_cached_as_well(cache: BlockAllocator) -> None:
+    names = name_blocks([], [1, 2], 1)
+    held = cache.allocate(2)
+    for block, name in zip(held, names, strict=True):
+        cache.name(block, name)
+    assert cache.find(names) == held
+    assert cache.cached_blocks == 2
+    more = cache.allocate(2)
+    for block, name in zip(more, names, strict=True):
+        cache.name(block, name)
+    cache.free(held)
+    assert cache.cached_blocks == 2, "the other one still has them"
+    cache.free(more)
+    assert cache.find(names) == more
+    assert cache.cached_blocks == 4
+
+
+def test_several_read_what_nobody_writes(cache: BlockAllocator) -> None:
+    names = name_blocks([], [3, 4, 5], 1)
+    found = cache.find(names)
+    assert found == [4, 5]
+    cache.share(found)
+    cache.share(found)
+    assert cache.free_blocks == 6
+    cache.check([found, found])
+    with pytest.raises(ValueError, match="block 4 has a name already"):
+        cache.name(4, b"another")
+    cache.free(found)
+    assert (cache.free_blocks, cache.cached_blocks) == (6, 2)
+    with pytest.raises(ValueError, match="only blocks with a name are shared"):
+        cache.share([2])
+
+
+def test_names_stand_for_all_tokens_before() -> None:
+    whole = name_blocks([], [1, 2, 3, 4, 5, 6, 7], 2)
+    assert len(whole) == 3
+    assert name_blocks(name_blocks([], [1, 2, 3], 2), [1, 2, 3, 4, 5, 6], 2) == whole
+    assert name_blocks([], [9, 2, 3, 4, 5, 6], 2)[1:] != whole[1:]
+    assert len({*whole, *name_blocks([], [3, 4, 3, 4], 2)}) == 5
+
+
+def test_what_is_forgotten_is_not_found_and_may_be_written_once_it_is_free(cache: BlockAllocator) -> None:
+    cache.share(found := cache.find(name_blocks([], [3, 4], 1)))
+    cache.forget_names()
+    cache.check([found])
+    assert cache.cached_blocks == 0
+    assert cache.find(name_blocks([], [3, 4], 1)) == []
+    assert cache.is_named(found[0]), "whoever has it reads on"
+    cache.free(found)
+    cache.check()
+    assert (cache.free_blocks, cache.cached_blocks) == (8, 0)
+    assert cache.allocate(8) == list(range(8))
+
+
+def test_where_neighbours_do_not_matter_the_oldest_goes_first() -> None:
+    allocator = BlockAllocator(4, together=False)
+    held = allocator.allocate(4)
+    for block, name in zip(held, name_blocks([], [1, 2, 3, 4], 1), strict=True):
+        allocator.name(block, name)
+    for block in (2, 0, 3, 1):
+        allocator.free([block])
+    assert allocator.allocate(3) == [2, 0, 3]
+    allocator.free([0])
+    assert allocator.extend([2, 3], 2) == [0, 1]
+    with pytest.raises(OutOfBlocks, match="1 KV blocks are needed and 0 of 4 are free"):
+        allocator.extend([2, 3], 1)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests.worker.drive import finish_all, rotate
-from tests.worker.pairs import VOCAB
+from tests.worker.pairs import VOCAB, llama_config, write_draft_of, write_model
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import (
     DeviceFailed,
@@ -266,7 +266,7 @@ def test_out_of_blocks_changes_nothing(make: Make, how: str) -> None:
 
 
 def test_swapping_out_is_refused_when_the_host_is_full(make: Make) -> None:
-    engine = make(host_tokens=20)
+    engine = make(host_tokens=14)
     for name in "ab":
         engine.add(spec(name, prompt_ids=tuple(range(2, 12))))
     for _ in range(2):  # the draft has its KV after the second
@@ -456,3 +456,52 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
     assert sequence.target.blocks != held
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
+
+
+def test_a_long_prompt_stalls_nobody(tmp_path: Path, device: str) -> None:
+    """A prompt of 4000 tokens beside three running requests: these go on in every single round.
+
+    It is computed in chunks that ride along in the running requests' forward, first by the target and then by the draft, so
+    no forward of either has more rows than a chunk and what the running ones need.
+    """
+    target = write_model(tmp_path / "target", llama_config(max_position_embeddings=8192), seed=0)
+    draft = write_draft_of(target, tmp_path / "draft", noise=0.25, seed=1)
+    engine = load_engine(
+        target,
+        draft,
+        device=device,
+        slots=4,
+        max_length=4200,
+        draft_len=3,
+        max_draft_len=3,
+        prefill_chunk=512,
+    )
+    rows: dict[str, list[int]] = {"target": [], "draft": []}
+    for name, model in (("target", engine._target), ("draft", engine._draft)):
+        assert model is not None
+
+        def forward(ids: torch.Tensor, *more: Any, name: str = name, plain: Any = model.forward) -> Any:
+            rows[name].append(ids.numel())
+            return plain(ids, *more)
+
+        model.forward = forward  # type: ignore[method-assign]
+    running = ["a", "b", "c"]
+    for name in running:
+        engine.add(spec(name, sampling=Sampling(0.8, seed=ord(name)), max_tokens=100))
+    for _ in range(2):
+        engine.round(running)
+    long = spec("long", prompt_ids=tuple(2 + n % 97 for n in range(4000)), max_tokens=10)
+    engine.add(long)
+    rows["target"].clear()
+    rows["draft"].clear()
+    rounds = []
+    while not rounds or rounds[-1][-1].finish is None:
+        rounds.append(engine.round([*running, "long"]).requests)
+        assert all(report.tokens for report in rounds[-1][:3]), "a running request was stalled"
+    chunks = [reports[-1].prefilled for reports in rounds]
+    assert chunks[:8] == [512] * 7 + [4000 - 7 * 512] and not any(chunks[8:])
+    assert [bool(reports[-1].tokens) for reports in rounds] == [False] * 7 + [True] * (len(rounds) - 7)
+    assert len(rows["target"]) == len(rounds), "one forward of the target in each round"
+    assert max(rows["target"]) <= 512 + 3 * 4
+    assert max(rows["draft"]) <= 512 + 3 * 2
+    assert rounds[-1][-1].drafted > 0 or rounds[-2][-1].drafted > 0, "the draft has caught up"

@@ -43,8 +43,8 @@ def logits_in_steps(model: PackedModel, steps: list[list[tuple[int, int]]], watc
     """Feed text number i by (i, tokens) per step, all of a step in one forward; logits of every token of text `watched`."""
     texts = {i for step in steps for i, _ in step}
     places = {i: model.pool.new_place() for i in texts}
-    for place in places.values():
-        model.pool.hold(place, -(-LENGTH // 16), -(-LENGTH // 16))
+    blocks = -(-LENGTH // 16)
+    model.pool.hold([(place, blocks, blocks) for place in places.values()])
     out = []
     for step in steps:
         pieces = [Piece(places[i], places[i].length, count) for i, count in step]

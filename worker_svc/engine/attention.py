@@ -88,7 +88,7 @@ class Planner:
         self._min_rows = min_rows  # packed rows at least; the rest is padding
         self._device = pool.device
         # A view with a batch dimension spares a copy, which is what matters on the CPU; elsewhere few calls matter more.
-        self._views = pool.device.type == "cpu"
+        self._views = pool.slices
         self._keys = torch.arange(pool.total_rows, device=pool.device)
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
         self._never = torch.full((), -torch.inf, dtype=dtype, device=pool.device)
@@ -113,6 +113,7 @@ class Planner:
         first_row = [0] * len(pieces)
         for i in order:
             place, start, count = pieces[i]
+            assert start >= place.first_writable, "a block with a name would be written"
             first_row[i] = len(positions)
             positions.extend(range(start, start + count))
             if place.base is not None:

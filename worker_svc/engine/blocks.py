@@ -1,30 +1,70 @@
-"""Which KV block belongs to whom. Integers only: no torch, no tokens, no models.
+"""Which KV block belongs to whom, and what is in it. Integers and names only: no torch, no models.
 
-A block is `block_size` tokens of one pool. `BlockAllocator` hands out ids and takes them back; it prefers neighbours, because a
-request whose blocks follow one another can be read as a slice instead of being gathered.
+A block is `block_size` tokens of one pool. At any time it is
+
+    owned    by one, or by several who read the same context start
+    cached   by nobody, but its contents have a name and can be had again until the space is needed
+    free     by nobody, and nobody knows what is in it
+
+Cached blocks count as free wherever space is counted. A block gets its name when it is full of committed tokens, and is never written
+again while somebody owns it: so only a block with a name has several owners, and every other one has a single writer.
+
+`BlockAllocator` prefers neighbours, because a request whose blocks follow one another can be read as a slice instead of being gathered.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import islice
 
 from worker_svc.engine.interface import OutOfBlocks
 
+_FREE, _CACHED, _OWNED = 0, 1, 2
+
+
+def name_blocks(names: list[bytes], tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Extend `names` to all full blocks of `tokens`, and return it: name i stands for the tokens of block i and all before them.
+
+    A digest of 256 bits, because clients choose tokens: nobody finds two contexts of one name.
+    """
+    for at in range(len(names), len(tokens) // block_size):
+        ids = array("I", tokens[at * block_size : (at + 1) * block_size]).tobytes()
+        names.append(blake2b((names[-1] if names else b"") + ids, digest_size=32).digest())
+    return names
+
 
 class BlockAllocator:
-    """Hands out block ids 0 .. blocks - 1, each to one owner at a time.
+    """Hands out block ids 0 .. blocks - 1, each to one writer at a time.
 
-    `region` is a hint in blocks: a new owner starts at a multiple of it where a whole free region is left, so that it can grow in
-    place and so that several owners lie at equal distances.
+    `region` is a hint in blocks: a new owner starts at a multiple of it where a whole region without owners is left, so that it can
+    grow in place and so that several owners lie at equal distances. With `together` what is cached gives way to that, the region
+    first whose contents are the oldest; without, cached blocks are used up when no others are left, and strictly oldest first.
     """
 
-    def __init__(self, blocks: int, region: int = 1) -> None:
+    def __init__(self, blocks: int, region: int = 1, together: bool = True) -> None:
         if blocks < 0 or region < 1:
             raise ValueError("blocks must be 0 or more and region at least 1")
         self.blocks = blocks
         self.region = region
-        self._taken = bytearray(blocks)  # [id] = 1 while somebody owns it
-        self.free_blocks = blocks
+        self.free_blocks = blocks  # cached ones included
+        self._together = together
+        self._state = bytearray(blocks)
+        self._owners = [0] * blocks
+        self._names: dict[int, bytes | None] = {}  # of blocks not to be written; None: nobody may find it
+        self._by_name: dict[bytes, list[int]] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # those without an owner, oldest first
+        self._cached_at = [0] * blocks  # when it lost its last owner; 0: it is not cached
+        self._clock = 0
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks without an owner whose contents can be had again."""
+        return len(self._cached)
+
+    # -- space --------------------------------------------------------------------------------------------------------------
 
     def allocate(self, count: int, expected: int = 0) -> list[int]:
         """`count` blocks for a new owner that may grow to `expected`. Raises OutOfBlocks, changing nothing."""
@@ -37,28 +77,92 @@ class BlockAllocator:
         """`count` more blocks for the owner of `held`, next to its last one where possible. Raises OutOfBlocks, changing nothing."""
         self._require(count)
         first = held[-1] + 1 if held else self.blocks
-        run = 0
-        while run < count and first + run < self.blocks and not self._taken[first + run]:
+        run, last = 0, _CACHED if self._together else _FREE
+        while run < count and first + run < self.blocks and self._state[first + run] <= last:
             run += 1
         ids = self._take(list(range(first, first + run)))
         return ids + self._take(self._scattered(count - run))
 
-    def free(self, ids: Iterable[int]) -> None:
-        """Take blocks back. Raises ValueError for a block that nobody owns."""
-        for block in ids:
-            if not (0 <= block < self.blocks and self._taken[block]):
+    def free(self, ids: Sequence[int]) -> None:
+        """One owner less for each, in the order of the context: the end of it is used up first. Raises ValueError for a block without an owner."""
+        for block in reversed(ids):
+            if not (0 <= block < self.blocks and self._owners[block]):
                 raise ValueError(f"block {block} is not allocated")
-            self._taken[block] = 0
+            self._owners[block] -= 1
+            if self._owners[block]:
+                continue
             self.free_blocks += 1
+            self._state[block] = _FREE
+            name = self._names.get(block)
+            if name is not None and len(self._by_name[name]) == 1:
+                self._state[block] = _CACHED
+                self._clock += 1
+                self._cached_at[block] = self._clock
+                self._cached[block] = None
+            elif block in self._names:  # another block has the same contents, or nobody may find them
+                self._forget(block)
 
-    def check(self, owners: Iterable[Iterable[int]] = ()) -> None:
-        """Assert the invariant: free + taken = all, and, when all owners are given, every taken block has exactly one."""
-        assert self.free_blocks == self.blocks - sum(self._taken), "the free count is wrong"
-        held = [block for owner in owners for block in owner]
-        if held:
-            assert len(set(held)) == len(held), "a block has two owners"
-            assert sorted(held) == [block for block in range(self.blocks) if self._taken[block]], (
-                "a taken block has no owner"
+    # -- contents -----------------------------------------------------------------------------------------------------------
+
+    def name(self, block: int, name: bytes) -> None:
+        """From now on `block` is not written, and `find` finds it. Raises ValueError unless it has one owner and no name."""
+        if self._owners[block] != 1 or block in self._names:
+            raise ValueError(f"block {block} has a name already, or not one owner")
+        for same in self._by_name.get(name, [])[:1]:
+            if self._state[same] == _CACHED:  # what is owned stays anyway
+                self._forget(same)
+        self._names[block] = name
+        self._by_name.setdefault(name, []).append(block)
+
+    def is_named(self, block: int) -> bool:
+        """Whether it must not be written."""
+        return block in self._names
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """Blocks with these contents, up to the first that nobody has."""
+        found: list[int] = []
+        for name in names:
+            same = self._by_name.get(name)
+            if same is None:
+                break
+            found.append(same[0])
+        return found
+
+    def share(self, ids: Sequence[int]) -> None:
+        """One owner more for each. Raises ValueError for a block without a name."""
+        if any(block not in self._names for block in ids):
+            raise ValueError("only blocks with a name are shared")
+        for block in ids:
+            if self._state[block] == _CACHED:
+                self._uncache(block)
+                self._state[block] = _OWNED
+                self.free_blocks -= 1
+            self._owners[block] += 1
+
+    def forget_names(self) -> None:
+        """Nothing that exists now is found again."""
+        for block in list(self._cached):
+            self._forget(block)
+        self._names = dict.fromkeys(self._names)
+        self._by_name.clear()
+
+    def check(self, owners: Iterable[Iterable[int]] | None = None) -> None:
+        """Assert the invariant: every block is free, cached or owned, and the counts agree with `owners`, if these are all."""
+        assert self.free_blocks == self._owners.count(0), "the free count is wrong"
+        for block, count in enumerate(self._owners):
+            name = self._names.get(block)
+            state = _OWNED if count else _CACHED if name is not None else _FREE
+            assert self._state[block] == state, "a block is not what it is counted as"
+            assert count or block not in self._names or name is not None, "a free block has a past"
+            assert count < 2 or block in self._names, "a block has two writers"
+            assert (block in self._cached) == (self._cached_at[block] > 0) == (state == _CACHED)
+            assert name is None or block in self._by_name[name], "a name does not lead to its block"
+            assert state != _CACHED or self._by_name[name or b""] == [block], "contents are cached twice"
+        assert sum(map(len, self._by_name.values())) == sum(name is not None for name in self._names.values())
+        if owners is not None:
+            held = Counter(block for owner in owners for block in owner)
+            assert [held[block] for block in range(self.blocks)] == self._owners, (
+                "a block has another number of owners"
             )
 
     def _require(self, count: int) -> None:
@@ -69,29 +173,69 @@ class BlockAllocator:
 
     def _take(self, ids: list[int]) -> list[int]:
         for block in ids:
-            self._taken[block] = 1
+            if self._state[block] == _CACHED:
+                self._forget(block)
+            self._state[block] = _OWNED
+            self._owners[block] = 1
         self.free_blocks -= len(ids)
         return ids
 
+    def _forget(self, block: int) -> None:
+        """Its contents are not found any more, and it may be written."""
+        name = self._names.pop(block)
+        if name is not None:
+            same = self._by_name[name]
+            same.remove(block)
+            if not same:
+                del self._by_name[name]
+        if self._state[block] == _CACHED:
+            self._uncache(block)
+            self._state[block] = _FREE
+
+    def _uncache(self, block: int) -> None:
+        del self._cached[block]
+        self._cached_at[block] = 0
+
     def _find_start(self, count: int, expected: int) -> int:
-        """Start of a free run: whole regions for `expected` first, then whole regions for `count`, then any run; -1 if there is none."""
+        """Start of a run without owners: whole regions for `expected` first, then whole regions for `count`, then any run; -1 if there is none.
+
+        With `together` what is cached only decides between places that are as good: it makes nobody slower.
+        """
         if count == 0:
             return 0
         for wanted, step in (
             (-(-expected // self.region) * self.region, self.region),
             (expected, self.region),
             (count, self.region),
+            (count, 1),
         ):
-            for start in range(0, self.blocks - wanted + 1, step):
-                if not any(self._taken[start : start + wanted]):
-                    return start
-        return self._taken.find(bytes(count))
+            start = self._stalest(wanted, step)
+            if start >= 0:
+                return start
+        return -1
+
+    def _stalest(self, length: int, step: int) -> int:
+        """Start of a run at a multiple of `step`: the first that is all free, else the one whose newest contents are the oldest; -1."""
+        best, oldest = -1, self._clock + 1
+        start = 0
+        while start + length <= self.blocks:
+            owned = self._state.rfind(_OWNED, start, start + length)
+            if owned >= 0:
+                start += -(-(owned + 1 - start) // step) * step
+                continue
+            newest = max(self._cached_at[start : start + length])
+            if newest == 0:
+                return start
+            if newest < oldest and self._together:
+                best, oldest = start, newest
+            start += step
+        return best
 
     def _scattered(self, count: int) -> list[int]:
+        """Free blocks, and then the oldest of the cached ones."""
         ids: list[int] = []
         start = 0
-        while len(ids) < count:
-            start = self._taken.index(0, start)
+        while len(ids) < count and (start := self._state.find(_FREE, start)) >= 0:
             ids.append(start)
             start += 1
-        return ids
+        return ids + list(islice(self._cached, count - len(ids)))

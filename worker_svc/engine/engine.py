@@ -25,6 +25,7 @@ import torch
 from worker_svc.engine import counter
 from worker_svc.engine.adjusting import Adjustments
 from worker_svc.engine.attention import Piece
+from worker_svc.engine.blocks import name_blocks
 from worker_svc.engine.drafting import Acceptance, CostTable, DraftLengths, Prior
 from worker_svc.engine.formats import Formats
 from worker_svc.engine.interface import (
@@ -87,12 +88,13 @@ class EngineOptions:
     deterministic: bool = True  # the recipe of `attention`; for single precision
     host_bytes: int = 2 * 2**30  # swapped-out KV, at most
     drafter: Drafter | None = Drafter.MODEL  # for requests that name none; None = nobody speculates
+    prefix_reuse_tokens: int = 0  # KV of an equal context start is reused from so many tokens on; 0 = never
 
     def __post_init__(self) -> None:
         for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("draft_blocks", "max_draft_len", "host_bytes"):
+        for name in ("draft_blocks", "max_draft_len", "host_bytes", "prefix_reuse_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if self.draft_len is not None and not 0 <= self.draft_len <= self.max_draft_len:
@@ -139,7 +141,7 @@ class _Verified:
 
     chosen: list[int]  # its choices, rows as in `_choice_rows`
     proposed: dict[int, list[int]]  # the proposals by request
-    sound: list[bool]  # rows whose logits are finite
+    sound: list[bool]  # which logits are finite: the choices', and those at the end of other chunks
     logprobs: dict[int, TokenLogprobs]  # by row, where a request asks for them
 
 
@@ -227,20 +229,19 @@ class SpeculativeEngine:
             self._release(sequence)
 
     def swap_out(self, request_id: str) -> bool:
-        """Move its KV to host memory. False, and nothing changed, if the host budget is full."""
+        """Move its KV to host memory, the draft's only if that fits too. False, and nothing changed, if the host budget is full."""
         sequence = self._get(request_id)
         places = self._places(sequence)
         if not any(place.blocks for place in places):
             return True
-        size = sum(
-            place.length * pool.bytes_per_token() for place, pool in zip(places, self._pools, strict=True)
-        )
-        if size + sum(other.swapped_bytes for other in self._sequences.values()) > self.options.host_bytes:
-            return False
-        copies = [
-            pool.copy_out(place) if place.length else None
-            for place, pool in zip(places, self._pools, strict=True)
-        ]
+        room = self.options.host_bytes - sum(other.swapped_bytes for other in self._sequences.values())
+        copies: list[torch.Tensor | None] = []
+        for place, pool in zip(places, self._pools, strict=True):
+            size = place.length * pool.bytes_per_token()
+            if size > room and not copies:
+                return False
+            copies.append(pool.copy_out(place) if 0 < size <= room else None)
+            room -= size
         self._release(sequence)
         # A draft without a target is worth nothing, and a target without a draft is still HOST.
         sequence.swapped = [*copies, None][:2] if copies[0] is not None else []
@@ -263,9 +264,15 @@ class SpeculativeEngine:
         return frozenset(self._sequences)
 
     def check(self) -> None:
-        """Assert that every block is free or held by exactly one request."""
+        """Assert that every block is free, cached or held, and that whoever writes a block is the only one that holds it."""
         for at, pool in enumerate(self._pools):
-            pool.allocator.check(self._places(sequence)[at].blocks for sequence in self._sequences.values())
+            places = [self._places(sequence)[at] for sequence in self._sequences.values()]
+            pool.allocator.check(place.blocks for place in places)
+            for place in places:
+                assert place.first_writable <= place.length
+                assert [pool.allocator.is_named(block) for block in place.blocks] == [
+                    number < place.named for number in range(len(place.blocks))
+                ]
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 
@@ -301,8 +308,13 @@ class SpeculativeEngine:
             self._prefill_chunk = chunk
 
     def _round(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
-        steps = self._steps(sequences)
-        self._hold(steps)
+        try:
+            self._find_prefixes(sequences)
+            steps = self._steps(sequences)
+            self._hold(steps)
+        finally:
+            for sequence in sequences:
+                sequence.target.found = []
         swap_started = time.perf_counter()
         for step in steps:
             self._swap_in(step.sequence)
@@ -363,15 +375,47 @@ class SpeculativeEngine:
             free_draft_blocks=free[1] if self._draft else 0,
         )
 
-    def _steps(self, sequences: SequenceOf[Sequence]) -> list[_Step]:
-        """Decide what each request does: prefill first come first served from the chunk budget, draft lengths by goodput."""
-        left = self._prefill_chunk
+    def _find_prefixes(self, sequences: SequenceOf[Sequence]) -> None:
+        """Look for KV of the context of each request that has none, but for the last token, whose logits are wanted.
+
+        The target's only: the draft's costs a small part of it to compute, and no first token waits for it.
+        """
+        if not self.options.prefix_reuse_tokens:
+            return
+        size = self.options.block_size
+        for sequence in sequences:
+            name_blocks(sequence.block_names, sequence.tokens, size)
+            if sequence.kv_length == 0 and not sequence.target.blocks:
+                names = sequence.block_names[: (len(sequence.tokens) - 1) // size]
+                self._pools[0].find(sequence.target, names, self.options.prefix_reuse_tokens)
+
+    def _chunks(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Context tokens to prefill for each request: first come, first served from the budget of the round.
+
+        A request without KV gets none while another one, ahead of it, computes the same tokens: it finds them in the next round.
+        """
+        left, size, least = self._prefill_chunk, self.options.block_size, self.options.prefix_reuse_tokens
+        coming: set[bytes] = set()  # names of the blocks that this round fills
         chunks = []
         for sequence in sequences:
-            missing = len(sequence.tokens) - sequence.kv_length
-            chunk = min(missing, left) if missing > 1 or sequence.kv_length == 0 else 0
+            known, missing = sequence.kv_length, len(sequence.tokens) - sequence.kv_length
+            chunk = min(missing, left) if missing > 1 or known == 0 else 0
+            if least and chunk:
+                names = sequence.block_names
+                if not sequence.target.blocks and not sequence.swapped:
+                    after = known // size
+                    while after < (len(sequence.tokens) - 1) // size and names[after] in coming:
+                        after += 1
+                    if after * size - known >= least:
+                        chunk = 0
+                coming.update(names[known // size : (known + chunk) // size])
             left -= chunk
             chunks.append(chunk)
+        return chunks
+
+    def _steps(self, sequences: SequenceOf[Sequence]) -> list[_Step]:
+        """Decide what each request does: prefill from the chunk budget, draft lengths by goodput."""
+        chunks = self._chunks(sequences)
         caps = [self._draft_cap(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
         found: list[list[int]] = [[] for _ in sequences]
         for i, sequence in enumerate(sequences):
@@ -442,9 +486,11 @@ class SpeculativeEngine:
                 raise OutOfBlocks(
                     f"the {name} pool has {pool.allocator.free_blocks} free KV blocks and this round needs {missing}"
                 )
+        for step in steps:
+            if step.fed and step.sequence.target.found:
+                step.sequence.reused = step.sequence.target.found_tokens
         for pool, places in zip(self._pools, wanted, strict=False):
-            for place, needed, expected in places:
-                pool.hold(place, needed, expected)
+            pool.hold(places)
 
     def _swap_in(self, sequence: Sequence) -> None:
         for pool, place, copy in zip(self._pools, self._places(sequence), sequence.swapped, strict=False):
@@ -582,33 +628,35 @@ class SpeculativeEngine:
         first_row = dict(zip(fed, plan.first_row, strict=True))
         host_ids = [0] * plan.total
         logit_rows: list[int] = []
+        # Rows at which nothing is chosen. What is no number must be noticed there too, before anybody else reads its KV.
+        watched: list[int] = []
         for i, (_, start, count) in zip(fed, pieces, strict=True):
             step, row = steps[i], first_row[i]
             known = step.sequence.tokens[start : start + count]
             host_ids[row : row + len(known)] = known  # proposals follow: they are on the device already
             logit_rows.extend(range(row + count - step.choices, row + count))
+            if not step.choices:
+                watched.append(row + count - 1)
         ids = torch.tensor(host_ids, device=self._device)
         guesses = None
         if proposals:
             guesses = torch.cat([tokens for _, tokens in proposals])
             at = [first_row[i] + 1 + j for j, (indices, _) in enumerate(proposals) for i in indices]
             ids[at] = guesses
-        if (
-            not logit_rows
-        ):  # nothing but chunks in the middle of their contexts: keys and values are all that is wanted
-            self._target.forward(ids, plan, torch.zeros(1, dtype=torch.int64, device=self._device))
-            return _Verified([], {}, [], {})
         logits = self._target.forward(
-            ids, plan, torch.tensor(logit_rows, device=self._device)
-        )  # [choice rows, vocab]
+            ids, plan, torch.tensor(logit_rows + watched, device=self._device)
+        )  # [choice rows and watched rows, vocab]
+        finite = logits.sum(-1, dtype=torch.float32).isfinite()
+        if not logit_rows:  # nothing but chunks in the middle of their contexts
+            return _Verified([], {}, finite.tolist(), {})
+        logits = logits[: len(logit_rows)]
         choice_rows = [at + j for step, at in zip(steps, offsets, strict=True) for j in range(step.choices)]
         chosen = choose_tokens(adjustments.apply(logits, choice_rows), rows, noise)
-        finite = logits.sum(-1, dtype=torch.float32).isfinite()
         parts = [chosen, finite.long()] if guesses is None else [chosen, finite.long(), guesses]
         values = torch.cat(parts).tolist()  # the round's only transfer to the host
-        count = len(logit_rows)
+        count, sound = len(logit_rows), len(logit_rows) + len(watched)
         by_request: dict[int, list[int]] = {}
-        at_guess = 2 * count
+        at_guess = count + sound
         for indices, _ in proposals:
             for i in indices:
                 by_request.setdefault(i, []).append(values[at_guess])
@@ -625,7 +673,7 @@ class SpeculativeEngine:
         return _Verified(
             values[:count],
             by_request,
-            [bool(value) for value in values[count : 2 * count]],
+            [bool(value) for value in values[count : count + sound]],
             _logprobs(logits, chosen, told) if told else {},
         )
 
@@ -686,6 +734,7 @@ class SpeculativeEngine:
         """
         sequence, position = step.sequence, step.sequence.output_length
         request_id = sequence.spec.request_id
+        cached, sequence.reused = min(sequence.reused, len(sequence.spec.prompt_ids)), 0
         accepted = 0
         while accepted < min(len(proposed), len(chosen)) and proposed[accepted] == chosen[accepted]:
             accepted += 1
@@ -704,17 +753,19 @@ class SpeculativeEngine:
             self._release(sequence)
             sequence.finished = True
             return RequestRound(
-                request_id, position, (), len(proposed), 0, prefilled=step.chunk, finish=FinishReason.ERROR,
-                error=problem,
+                request_id, position, (), len(proposed), 0, prefilled=step.chunk, cached=cached,
+                finish=FinishReason.ERROR, error=problem,
             )  # fmt: skip
         if step.chunk:
             sequence.target.length += step.chunk
         if not chosen:
-            return RequestRound(request_id, position, (), 0, 0, prefilled=step.chunk)
+            self._remember(sequence)
+            return RequestRound(request_id, position, (), 0, 0, prefilled=step.chunk, cached=cached)
         tested = min(accepted + 1, len(proposed))
         before = len(sequence.tokens)
         sequence.tokens.extend(block[: end.tokens])
         sequence.target.length = len(sequence.tokens) - 1
+        self._remember(sequence)
         if sequence.format is not None:
             sequence.format.follow(block[: end.tokens])
         if proposed and step.catch_up and sequence.draft is not None:
@@ -734,6 +785,7 @@ class SpeculativeEngine:
             tested_by_position=(1,) * tested,
             accepted_by_position=(1,) * accepted + (0,) * (tested - accepted),
             prefilled=step.chunk,
+            cached=cached,
             finish=end.finish,
             cut_characters=end.cut_characters,
             logprobs=tuple(logprobs[: end.tokens]),
@@ -750,11 +802,18 @@ class SpeculativeEngine:
     def _places(self, sequence: Sequence) -> list[Place]:
         return [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
 
+    def _remember(self, sequence: Sequence) -> None:
+        """Let requests with the same context start find the KV that is final."""
+        if self.options.prefix_reuse_tokens:
+            name_blocks(sequence.block_names, sequence.tokens, self.options.block_size)
+            self._pools[0].remember(sequence.target, sequence.block_names)
+
     def _release(self, sequence: Sequence) -> None:
         for pool, place in zip(self._pools, self._places(sequence), strict=True):
             pool.release(place)
         sequence.swapped = []
         sequence.tally = None
+        sequence.reused = 0
 
     def _grow_chunk(self) -> None:
         """After a shortage of memory, towards the usual prefill chunk again."""
@@ -803,8 +862,7 @@ class SpeculativeEngine:
                 if sequences < 1:
                     continue
                 places = [pool.new_place() for _ in range(sequences)]
-                for place in places:
-                    pool.hold(place, held, held)
+                pool.hold([(place, held, held) for place in places])
                 began = self._clock()
                 plan = model.planner.plan([Piece(place, start, per) for place in places])
                 ids = torch.zeros(plan.total, dtype=torch.int64, device=self._device)
@@ -870,6 +928,7 @@ def load_engine(
     calibrate: bool = True,
     lean: bool = True,
     drafter: Literal["auto", "model", "lookup", "none"] = "auto",
+    prefix_reuse_tokens: int = 0,
     trust_remote_code: bool = False,
 ) -> SpeculativeEngine:
     """Load a model pair and make an engine of it. Raises ModelError in one sentence, or ValueError for a bad option.
@@ -949,6 +1008,7 @@ def load_engine(
             deterministic=deterministic,
             host_bytes=host_bytes,
             drafter=None if drafter == "none" else Drafter.MODEL if draft is not None else Drafter.LOOKUP,
+            prefix_reuse_tokens=prefix_reuse_tokens,
         ),
         tokenizer=tokenizer,
         eos_ids=eos_ids,

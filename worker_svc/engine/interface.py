@@ -16,6 +16,7 @@ Contract with the caller, in order:
    for each request in `run`, growth being the longest draft + 1. If they do not, `round` raises `OutOfBlocks` and nothing has changed.
 4. A request that finished stays known (its KV is freed at once) until `drop`.
 5. One thread calls an engine. No method blocks on anything but arithmetic.
+6. An engine may keep KV that nobody needs any more and use it for a request that begins alike. Blocks with such KV count as free.
 
 The text of a request never depends on which rounds it took part in, with whom, how it was preempted, or what the draft
 proposed: the same specification gives the same tokens (exactly in deterministic mode, up to arithmetic otherwise).
@@ -215,7 +216,7 @@ class RequestRound:
         int, ...
     ] = ()  # [i] = 1 if it was accepted; same length as tested_by_position
     prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
-    cached: int = 0  # context tokens that needed no computing because another request's KV was reused
+    cached: int = 0  # prompt tokens that needed no computing because KV of the same start was there: another request's, or its own
     finish: FinishReason | None = None
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
@@ -271,7 +272,8 @@ class Engine(Protocol):
         ...
 
     def swap_out(self, request_id: str) -> bool:
-        """Move its KV to host memory. False (and nothing changed) if the host budget is full; True when nothing was on the device."""
+        """Move its KV to host memory, the target's at least. False (and nothing changed) if the host budget is full; True when
+        nothing was on the device."""
         ...
 
     def evict(self, request_id: str) -> None:

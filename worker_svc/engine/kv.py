@@ -9,9 +9,15 @@ reads there is masked), and rows that pad a batch are written to the very last o
 a model computes something that is not finite, because 0 * nan would leak through a mask.
 
 The length of a sequence is the only truth about which of its entries count: rejected proposals are left behind and overwritten.
+
+Blocks that are full of committed tokens get a name (`remember`), and whoever comes with the same context start has it from
+there (`find`, `hold`). Where attention gathers, the blocks themselves, which are not written any more; where it reads slices, a copy
+in its own blocks, which cost nothing that it would not have had to hold anyway.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -23,11 +29,13 @@ KV_TILE = 512  # SDPA on the CPU works through keys in tiles of this many; see a
 class Place:
     """The blocks of one sequence in one pool, and how many of its entries are valid."""
 
-    __slots__ = ("_block_size", "_rows", "base", "blocks", "length")
+    __slots__ = ("_block_size", "_rows", "base", "blocks", "found", "length", "named")
 
     def __init__(self, block_size: int) -> None:
         self.blocks: list[int] = []
         self.length = 0  # tokens whose entries are valid
+        self.named = 0  # of the blocks, so many at the start have a name: their entries are final
+        self.found: list[int] = []  # blocks that hold the start of its context: from `find` to `hold`
         self.base: int | None = 0  # first row, while the blocks follow one another; None when they do not
         self._rows: torch.Tensor | None = None
         self._block_size = block_size
@@ -38,6 +46,16 @@ class Place:
         self._rows = None
         together = all(b == blocks[0] + i for i, b in enumerate(blocks))
         self.base = None if not together else (blocks[0] * self._block_size if blocks else 0)
+
+    @property
+    def first_writable(self) -> int:
+        """Position from which on entries may be written."""
+        return self.named * self._block_size
+
+    @property
+    def found_tokens(self) -> int:
+        """Tokens whose entries `found` holds."""
+        return len(self.found) * self._block_size
 
     def rows(self, device: torch.device) -> torch.Tensor:
         """Row of each token position that the blocks can hold, int64 [blocks * block_size]."""
@@ -65,7 +83,9 @@ class KVPool:
         self.block_size = block_size
         self.rows = blocks * block_size
         self.device = device
-        self.allocator = BlockAllocator(blocks, max(1, region_tokens // block_size))
+        # Attention reads slices on the CPU, where that spares a copy in every layer of every round; elsewhere it gathers.
+        self.slices = device.type == "cpu"
+        self.allocator = BlockAllocator(blocks, max(1, region_tokens // block_size), together=self.slices)
         # One tile that slices may run into, and one row for padding.
         self.total_rows = self.rows + KV_TILE + 1
         self.padding_row = self.total_rows - 1
@@ -80,11 +100,43 @@ class KVPool:
         return Place(self.block_size)
 
     def missing(self, place: Place, needed: int) -> int:
-        """Blocks to take so that `place` holds `needed`."""
+        """Blocks to take so that `place` holds `needed`. What was found for it counts as if it had to be copied."""
         return max(0, needed - len(place.blocks))
 
-    def hold(self, place: Place, needed: int, expected: int) -> None:
-        """Give `place` at least `needed` blocks; `expected` is how many it may come to hold. Raises OutOfBlocks."""
+    def find(self, place: Place, names: Sequence[bytes], least_tokens: int) -> None:
+        """Look for the start of a context, whose blocks have these names; less than `least_tokens` is not worth it."""
+        found = self.allocator.find(names)
+        place.found = found if len(found) * self.block_size >= least_tokens else []
+
+    def remember(self, place: Place, names: Sequence[bytes]) -> None:
+        """Let others find the blocks that are full of valid entries; `names` are those of its context."""
+        for at in range(place.named, place.length // self.block_size):
+            self.allocator.name(place.blocks[at], names[at])
+            place.named = at + 1
+
+    def hold(self, wanted: Sequence[tuple[Place, int, int]]) -> None:
+        """Give each place at least as many blocks as it needs: (place, blocks needed, blocks it may come to need). Raises OutOfBlocks.
+
+        What was found for it is the start of its context then.
+        """
+        copies: list[tuple[Place, torch.Tensor]] = []
+        # All of it first: the blocks may be among those that are handed out below.
+        for place, _, _ in wanted:
+            if place.found and self.slices:
+                source = self.new_place()
+                source.set_blocks(place.found)
+                copies.append((place, self._storage[:, source.rows(self.device)]))
+            elif place.found:
+                self.allocator.share(place.found)
+                place.set_blocks(place.found)
+                place.length, place.named = place.found_tokens, len(place.found)
+            place.found = []
+        for place, needed, expected in wanted:
+            self._grow(place, needed, expected)
+        for place, entries in copies:
+            self.copy_in(place, entries)
+
+    def _grow(self, place: Place, needed: int, expected: int) -> None:
         missing = self.missing(place, needed)
         if missing == 0:
             return
@@ -97,7 +149,7 @@ class KVPool:
         """Take its blocks back."""
         self.allocator.free(place.blocks)
         place.set_blocks([])
-        place.length = 0
+        place.length = place.named = 0
 
     def copy_out(self, place: Place) -> torch.Tensor:
         """The valid entries of a sequence, exactly, in host memory: [layers, length, 2, heads, head size]."""
@@ -123,6 +175,7 @@ class KVPool:
     def zero_what_is_not_finite(self) -> None:
         """After a model computed something that is no number: no slice of any sequence may come across it again."""
         self._storage.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.allocator.forget_names()  # one of them may stand for what was no number
 
     def bytes_per_token(self) -> int:
         """Keys and values of one token, all layers."""

@@ -43,7 +43,7 @@ class Rows:
         """The settings of some of the rows, in the given order."""
         if self.plain:
             return self
-        index = torch.tensor(rows, device=self.noisy.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.noisy.device)
         chosen = set(self.truncated)
         truncated = tuple(new for new, old in enumerate(rows) if old in chosen)
         return Rows(

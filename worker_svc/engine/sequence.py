@@ -57,6 +57,10 @@ class Sequence:
     lookup: Lookup | None = None  # proposes for it, if the draft model does not
     format: FormatState | None = None  # follows the output
     tally: Tally | None = None  # made when a round needs it
+    block_names: list[bytes] = field(
+        default_factory=list
+    )  # of the full blocks of its context; see blocks.name_blocks
+    reused: int = 0  # tokens of its context that were found; told with its next round
 
     @property
     def output_length(self) -> int:
@@ -80,7 +84,7 @@ class Sequence:
         """Valid entries of the target's KV, wherever it is."""
         if self.swapped and self.swapped[0] is not None:
             return int(self.swapped[0].shape[1])
-        return self.target.length
+        return self.target.length or self.target.found_tokens
 
     @property
     def draft_kv_length(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from laps_sd.config import ConfigError, load
 from worker_svc.engine.interface import RequestRound, RoundResult
-from worker_svc.metrics import MeasuredCost
+from worker_svc.metrics import CACHED, PREFILLED, MeasuredCost, observe
 from worker_svc.runner import Round
 from worker_svc.settings import WorkerSettings
 
@@ -90,3 +90,17 @@ def test_the_cost_model_is_never_negative_and_silent_at_first() -> None:
 
     assert min(cost.round_s) >= 0
     assert sum(cost.round_s) > 0
+
+
+def test_prompt_tokens_are_counted_as_computed_or_found() -> None:
+    def counted() -> tuple[float, float]:
+        return tuple(next(iter(metric.collect())).samples[0].value for metric in (PREFILLED, CACHED))  # type: ignore[return-value]
+
+    computed, found = counted()
+    steps = (
+        RequestRound("a", 0, (), 0, 0, prefilled=512),
+        RequestRound("b", 0, (1,), 0, 0, prefilled=9, cached=64),
+        RequestRound("c", 0, (1,), 0, 0, cached=32),
+    )
+    observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0, 0, 0))
+    assert counted() == (computed + 521, found + 96)

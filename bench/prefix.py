@@ -1,0 +1,135 @@
+"""What is gained when the start of a prompt is known, and what does it cost to read it where it is? `laps-sd bench prefix`
+
+The target of the demo pair alone, one thread, single precision, CPU time of the process. Prompts begin with the same `tokens` and differ in
+their last token. Three engines take turns:
+
+    computed   nothing is reused
+    copied     each request copies what is known into blocks of its own, which attention reads as a slice
+    shared     all read the same blocks, which attention gathers in every layer of every round (what a GPU does anyway)
+
+*First* is the round that gives a request its first token, alone. *Round* is one decoding round of `--batch` requests with the same start.
+
+Goal: with the least start that a worker reuses by default, a first token takes at most half as long as without, and copying costs
+no round anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from bench.report import finish, progress, table
+
+WAYS = ("computed", "copied", "shared")
+GOAL_FIRST = 0.5
+GOAL_ROUND = 1.1  # of the rounds without reuse: nothing, but for what measuring is worth
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="laps-sd bench prefix", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--tokens",
+        type=lambda text: [int(part) for part in text.split(",")],
+        help="lengths of the known start (default: the worker's LAPS_SD_PREFIX_REUSE_TOKENS, 256, 1024, 1920)",
+    )
+    parser.add_argument("--batch", type=int, default=8, help="requests with the same start (default 8)")
+    parser.add_argument("--rounds", type=int, default=16, help="decoding rounds of each turn (default 16)")
+    parser.add_argument("--turns", type=int, default=7, help="turns of every way (default 7)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    import torch
+
+    from worker_svc.engine.engine import load_engine
+    from worker_svc.engine.interface import Sampling, Specification
+    from worker_svc.loading import DEMO
+    from worker_svc.settings import WorkerSettings
+
+    torch.set_num_threads(1)
+    least = next(
+        one.default for one in dataclasses.fields(WorkerSettings) if one.name == "prefix_reuse_tokens"
+    )
+    longest = max(options.tokens or [1920])
+    engines = {}
+    for way in WAYS:
+        engines[way] = load_engine(
+            DEMO / "target",
+            slots=options.batch,
+            blocks=4 * options.batch * -(-(longest + 64) // 16),
+            max_length=2048,
+            drafter="none",
+            prefill_chunk=4096,
+            prefix_reuse_tokens=0 if way == "computed" else 16,
+        )
+    engines["shared"]._pools[0].slices = False
+    draw = random.Random(0)
+    rows = []
+    for tokens in options.tokens or [least, 256, 1024, 1920]:
+        first_ms: dict[str, list[float]] = {way: [] for way in WAYS}
+        round_ms: dict[str, list[float]] = {way: [] for way in WAYS}
+        for turn in range(options.turns):
+            start = [draw.randrange(3, 1024) for _ in range(tokens)]
+            for way in draw.sample(WAYS, len(WAYS)):
+                engine = engines[way]
+                names = [str(number) for number in range(options.batch)]
+                for number in range(-1, options.batch):
+                    engine.add(
+                        Specification(
+                            str(number), (*start, 3 + number % 1000), (), Sampling(0.8, seed=number + 1), 100,
+                            ignore_eos=True,
+                        )
+                    )  # fmt: skip
+                engine.round(["-1"])  # whoever makes the start known
+                began = time.process_time()
+                (report,) = engine.round(names[:1]).requests
+                first_ms[way].append(1e3 * (time.process_time() - began))
+                assert (report.cached > 0) == (way != "computed")
+                while not all(report.tokens for report in engine.round(names).requests):
+                    pass
+                began = time.process_time()
+                for _ in range(options.rounds):
+                    engine.round(names)
+                round_ms[way].append(1e3 * (time.process_time() - began) / options.rounds)
+                for name in engine.known():
+                    engine.drop(name)
+            progress(f"{tokens} tokens, turn {turn + 1} of {options.turns}")
+        rows.append(
+            {
+                "tokens": tokens,
+                **{f"first_{way}_ms": statistics.median(first_ms[way]) for way in WAYS},
+                **{f"round_{way}_ms": statistics.median(round_ms[way]) for way in WAYS},
+            }
+        )
+    table(
+        f"a known start, {options.batch} requests, CPU ms (median of {options.turns})",
+        [{name.removesuffix("_ms").replace("_", ", "): value for name, value in row.items()} for row in rows],
+    )
+    first = rows[0]["first_copied_ms"] / rows[0]["first_computed_ms"]
+    worst = max(row["round_copied_ms"] / row["round_computed_ms"] for row in rows)
+    return finish(
+        rows,
+        json_file=options.json,
+        summary=f"first token {first:.2f} of computing {rows[0]['tokens']} tokens (goal {GOAL_FIRST}); "
+        f"rounds after copying at worst {worst:.2f} of those without reuse (goal {GOAL_ROUND})",
+        met=first <= GOAL_FIRST and worst <= GOAL_ROUND,
+        about={
+            "batch": options.batch,
+            "rounds": options.rounds,
+            "turns": options.turns,
+            "torch": torch.__version__,
+        },
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
