@@ -1,44 +1,53 @@
-"""How fast is the worker's engine, beside transformers and beside itself without speculation? `laps-sd bench engine`
+"""How fast is the worker's engine, beside transformers, other engines, and itself without speculation? `laps-sd bench engine`
 
-One process, one thread, one pair of models, one precision. Every configuration generates from the same prompts (equal parts of each
-kind the demo pair knows, half of them at temperature 0, half at 0.8, until the end token or `--tokens`). They take turns, each time in
-another order, and what is counted is CPU time of the process: so a busy machine slows all of them alike. A speed is tokens per CPU second;
-ratios are paired by turn.
+One pair of models, one precision, one thread each. What is generated lies in cells: prompts of all kinds in equal parts, or of one kind alone;
+temperature 0 or 0.8; so many at a time; each until the end token or `--tokens`. Cells take turns, and so do the engines within a cell, each time in
+another order. What is counted is CPU time, so a busy machine slows all of them alike. A speed is tokens per CPU second; ratios are
+paired by turn, and a goal is met by the lower end of the interval.
 
 Peers: transformers' `generate` one by one; its assisted generation, with a constant draft length of 4 and as it comes; its left-padded batch of
-16; its continuous batching (`generate_batch`) with 16 requests.
+16; its continuous batching (`generate_batch`) of 16 requests. With `--vllm PYTHON` and `--openvino PYTHON`, interpreters that have them: vLLM
+eager and compiled, OpenVINO GenAI, both without speculation and with a draft of 4, on the whole mix at temperature 0.
 
-Goals: at batch 1 with speculation 2.2 times the faster assisted generation and 1.3 times our own plain decoding; at no batch size less
-than 0.97 of our own plain decoding; at batch 16 1.7 times the faster of transformers' batch modes.
+`--shape memory-bound` is a random pair of 287 M and 15 M weights in bfloat16, where proposals are kept by a coin (`--acceptance`).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import math
 import os
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.report import finish, progress, ratio_interval, table
+from bench._generating import MAX_LENGTH, MIXED, PEER_BATCH, RAMP, Cell, Ours, Outcome, Prompted, Transformers
+from bench._peers import DRIVER, Peer, PeerFailed, convert, setups, taken
+from bench.report import Interval, finish, progress, ratio_interval, table
 
 GOAL_ASSISTED = 2.2
 GOAL_PLAIN_AT_ONE = 1.3
 GOAL_PLAIN = 0.97
 GOAL_BATCH = 1.7
-PEER_BATCH = 16
+GOAL_VLLM = {1: 1.4, 4: 1.25, 16: 1.0, 64: 0.9}
+GOAL_FORWARD = 1.1
+FORWARD_BATCHES = (1, 4, 16)
 LEAST_PROMPTS = 16
+LEAST_OF_A_KIND = 8
 TEMPERATURES = (0.0, 0.8)
-MAX_LENGTH = 512
+BOTH = "both"
+SPECULATIVE, PLAIN = "ours, speculative", "ours, plain"
+PROMPT_TOKENS = 64  # of a random pair
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part]
 
@@ -47,381 +56,491 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", type=Path, help="directory of the target (default: the demo pair)")
     parser.add_argument("--draft", type=Path, help="directory of the draft")
+    parser.add_argument("--shape", choices=["memory-bound", "tiny"], help="a random pair instead")
+    parser.add_argument(
+        "--acceptance", type=float, help="keep proposals with this chance (default with --shape: 0.7)"
+    )
     parser.add_argument(
         "--batch", type=numbers, default=[1, 4, 16, 64], help="batch sizes (default 1,4,16,64)"
     )
-    parser.add_argument("--tokens", type=int, default=96, help="tokens per request at most (default 96)")
-    parser.add_argument("--turns", type=int, default=5, help="turns of every configuration (default 5)")
     parser.add_argument(
-        "--prompts", type=int, default=0, help="prompts per temperature; 0: twice the batch, 16 at least"
+        "--kinds", help="kinds of prompts measured alone, by commas; all (default with the demo pair) or none"
     )
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, help="tokens per request at most (default 96; with --shape 32)")
+    parser.add_argument("--turns", type=int, default=5, help="turns of every cell (default 5)")
+    parser.add_argument(
+        "--prompts", type=int, default=0,
+        help="prompts of a cell; 0: of the mix twice the batch, 16 at least, of one kind the batch, 8 at least; with --shape the batch, 4 at least",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="default float32; bfloat16 with --shape memory-bound",
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of an operation (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--lookup", action="store_true", help="measure drafting by look-up too")
     parser.add_argument("--no-peers", action="store_true", help="leave transformers' own modes out")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vllm")
+    parser.add_argument(
+        "--openvino", metavar="PYTHON", help="an interpreter that has openvino-genai and optimum-intel"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    return parser.parse_args()
+    options = parser.parse_args(argv)
+    if options.shape and options.target:
+        parser.error("--shape makes a pair of its own: leave --target out")
+    if (options.target is None) != (options.draft is None):
+        parser.error("--target and --draft go together")
+    if options.turns < 2:
+        parser.error("--turns must be 2 at least: one turn has no interval")
+    if options.shape and options.acceptance is None:
+        options.acceptance = 0.7
+    options.kinds = options.kinds or ("none" if options.target else "all")
+    options.tokens = options.tokens or (32 if options.shape else 96)
+    options.dtype = options.dtype or ("bfloat16" if options.shape == "memory-bound" else "float32")
+    return options
 
 
-@dataclass(frozen=True)
-class Prompted:
-    """One request: token ids of its prompt, temperature, and a number that seeds it."""
+# -- what is generated --------------------------------------------------------------------------------------------
 
-    ids: tuple[int, ...]
-    temperature: float
-    number: int
+
+def cells_for(options: argparse.Namespace) -> list[Cell]:
+    """All cells: the mix and each kind alone at every batch size, and the ramp up to the largest."""
+    texts = _random_texts(options) if options.shape else _demo_texts(options)
+    found = [
+        _cell(kind, temperature, batch, ids)
+        for batch in sorted({*options.batch, *([] if options.no_peers else [1, PEER_BATCH])})
+        for kind, ids in texts(batch)
+        if batch in options.batch or kind == MIXED
+        for temperature in TEMPERATURES
+    ]
+    most = max(options.batch)
+    if most > 1:
+        ramp = next(ids for kind, ids in texts(most) if kind == MIXED)
+        found += [_cell(RAMP, temperature, most, ramp) for temperature in TEMPERATURES]
+    return found
+
+
+def _cell(kind: str, temperature: float, batch: int, ids: Sequence[tuple[int, ...]]) -> Cell:
+    requests = tuple(Prompted(one, temperature, number) for number, one in enumerate(ids))
+    return Cell(kind, temperature, batch, requests)
+
+
+def _demo_texts(
+    options: argparse.Namespace,
+) -> Callable[[int], Iterator[tuple[str, list[tuple[int, ...]]]]]:
+    from transformers import AutoTokenizer
+
+    from worker_svc.demo.prompts import KINDS, demo_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    kinds = {"all": list(KINDS), "none": []}.get(options.kinds, options.kinds.split(","))
+
+    def texts(batch: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+        for kind in (MIXED, *kinds):
+            usual = max(LEAST_PROMPTS, 2 * batch) if kind == MIXED else max(LEAST_OF_A_KIND, batch)
+            prompts = demo_prompts(None if kind == MIXED else kind, options.prompts or usual, options.seed)
+            yield kind, [tuple(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+
+    return texts
+
+
+def _random_texts(
+    options: argparse.Namespace,
+) -> Callable[[int], Iterator[tuple[str, list[tuple[int, ...]]]]]:
+    from bench._shapes import PAIRS
+
+    vocab = PAIRS[options.shape][0].vocab
+
+    def texts(batch: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+        rng = random.Random(options.seed)
+        count = options.prompts or max(4, batch)
+        yield MIXED, [tuple(rng.randrange(vocab) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+
+    return texts
+
+
+# -- who generates it ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config:
-    """One way to generate. `run` takes requests of one temperature and returns the number of output tokens."""
+    """One way to generate, and what came of it: an outcome of every turn, by cell."""
 
     name: str
-    batch: int
-    run: Callable[[list[Prompted]], int]
-    prompts: list[Prompted]
-    told: Callable[[], dict[str, float]] = dict
-    tokens_per_s: list[float] = field(default_factory=list)
+    run: Callable[[Cell], Outcome]
+    takes: Callable[[Cell], bool]
+    outcomes: dict[tuple[str, float, int], list[Outcome]] = field(default_factory=dict)
 
-    def turn(self) -> None:
-        """Generate everything once."""
-        tokens, seconds = 0, 0.0
-        for temperature in TEMPERATURES:
-            chosen = [prompt for prompt in self.prompts if prompt.temperature == temperature]
-            began = time.process_time()
-            tokens += self.run(chosen)
-            seconds += time.process_time() - began
-        if not tokens:
-            raise RuntimeError("it generated nothing")
-        self.tokens_per_s.append(tokens / seconds)
+    def series(self, kind: str, temperatures: Sequence[float], batch: int) -> list[Outcome]:
+        """An outcome of every turn, the temperatures together. Empty if it was not measured there."""
+        parts = [self.outcomes.get((kind, temperature, batch), []) for temperature in temperatures]
+        return [_together(turn) for turn in zip(*parts, strict=True)] if all(parts) else []
 
 
-def prompts_for(tokenizer: Any, count: int, seed: int) -> list[Prompted]:
-    """`count` prompts for each temperature, the same ones for both."""
-    from worker_svc.demo.prompts import demo_prompts
+def _together(parts: Sequence[Outcome]) -> Outcome:
+    if len(parts) == 1:
+        return parts[0]
+    return Outcome(
+        [row for part in parts for row in part.outputs],
+        sum(part.tokens for part in parts),
+        sum(part.cpu_s for part in parts),
+        sum(part.wall_s for part in parts),
+        told=_means([part.told for part in parts]),
+    )
 
-    texts = [prompt.text for prompt in demo_prompts(None, count, seed)]
+
+def _means(told: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = {name for one in told for name in one}
+    return {name: statistics.fmean(one[name] for one in told if name in one) for name in sorted(names)}
+
+
+def ours(options: argparse.Namespace) -> list[Config]:
+    """Our engine: at each batch size without speculation and with it."""
+    found = []
+    for batch in options.batch:
+        for name, draft_len, drafter in (
+            (PLAIN, 0, "auto"),
+            (SPECULATIVE, "auto", "auto"),
+            *((("ours, look-up", "auto", "lookup"),) if options.lookup else ()),
+        ):
+            engine = Ours(options, batch, draft_len, drafter)
+            found.append(Config(name, engine.run, lambda cell, batch=batch: cell.batch == batch))
+    return found
+
+
+def transformers_modes(options: argparse.Namespace) -> list[Config]:
+    """transformers' own ways. It has no synthetic acceptance: then assisted generation would be compared with nothing."""
+    peer = Transformers(options)
+
+    def mix_of(batch: int) -> Callable[[Cell], bool]:
+        return lambda cell: cell.kind == MIXED and cell.batch == batch
+
     return [
-        Prompted(tuple(tokenizer(text)["input_ids"]), temperature, number)
-        for temperature in TEMPERATURES
-        for number, text in enumerate(texts)
+        Config("generate", peer.one_by_one, mix_of(1)),
+        *(
+            [
+                Config("assisted, 4", peer.assisted(4), mix_of(1)),
+                Config("assisted", peer.assisted(None), mix_of(1)),
+            ]
+            if options.acceptance is None
+            else []
+        ),
+        Config("padded batch", peer.padded, mix_of(PEER_BATCH)),
+        Config("generate_batch", peer.continuous, mix_of(PEER_BATCH)),
     ]
 
 
-# -- ours ---------------------------------------------------------------------------------------------------------
-
-
-class Ours:
-    """Our engine at one batch size."""
-
-    def __init__(
-        self, options: argparse.Namespace, batch: int, draft_len: Any, drafter: Any = "auto"
-    ) -> None:
-        from worker_svc.engine.engine import load_engine
-
-        self._engine = load_engine(
-            options.target,
-            options.draft,
-            dtype=options.dtype,
-            slots=batch,
-            max_length=MAX_LENGTH,
-            draft_len=draft_len,
-            drafter=drafter,
-        )
-        self._tokens = options.tokens
-        self._drafted = self._accepted = self._rounds = 0
-        self._tested = [0] * 16
-        self._kept = [0] * 16
-
-    def run(self, requests: list[Prompted]) -> int:
-        """First come, first served, as a worker alone would."""
-        from worker_svc.engine.interface import Sampling, Specification
-
-        engine, tokens = self._engine, 0
-        waiting = [
-            Specification(
-                str(one.number), one.ids, (), Sampling(one.temperature, seed=one.number), self._tokens
-            )
-            for one in requests
-        ]
-        waiting.reverse()
-        running: list[str] = []
-        while waiting or running:
-            while waiting and len(running) < engine.capacity.slots:
-                spec = waiting.pop()
-                engine.add(spec)
-                running.append(spec.request_id)
-            for step in engine.round(running).requests:
-                tokens += len(step.tokens)
-                self._count(step)
-                if step.finish is not None:
-                    running.remove(step.request_id)
-                    engine.drop(step.request_id)
-        return tokens
-
-    def _count(self, step: Any) -> None:
-        self._rounds += bool(step.tokens)
-        self._drafted += step.drafted
-        self._accepted += step.accepted
-        for at, (tested, kept) in enumerate(
-            zip(step.tested_by_position[:16], step.accepted_by_position[:16], strict=True)
-        ):
-            self._tested[at] += tested
-            self._kept[at] += kept
-
-    def told(self) -> dict[str, float]:
-        """What speculation did so far."""
-        return {
-            "draft_len": self._drafted / max(1, self._rounds),
-            "accepted_of_tested": sum(self._kept) / max(1, sum(self._tested)),
-            "accepted_at_1": self._kept[0] / max(1, self._tested[0]),
-            "accepted_at_4": self._kept[3] / max(1, self._tested[3]),
-        }
-
-
-# -- transformers -------------------------------------------------------------------------------------------------
-
-
-class Transformers:
-    """transformers on the same weights."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        dtype = getattr(torch, options.dtype)
-        self._target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval()
-        self._draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype=dtype).eval()
-        self._tokens = options.tokens
-        ends = self._target.generation_config.eos_token_id
-        self._ends = set(ends if isinstance(ends, list) else [ends])
-
-    def _settings(self, temperature: float) -> dict[str, Any]:
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        return {
-            "max_new_tokens": self._tokens,
-            "pad_token_id": min(self._ends),
-            **(sampled if temperature else {"do_sample": False}),
-        }
-
-    def one_by_one(self, requests: list[Prompted]) -> int:
-        """`generate`, batch 1."""
-        return sum(self._generate([one]) for one in requests)
-
-    def padded(self, requests: list[Prompted]) -> int:
-        """`generate` of a left-padded batch, which runs until its longest ends."""
-        return sum(
-            self._generate(requests[at : at + PEER_BATCH]) for at in range(0, len(requests), PEER_BATCH)
-        )
-
-    def assisted(self, length: int | None) -> Callable[[list[Prompted]], int]:
-        """Assisted generation with a constant draft length, or as it comes."""
-        draft = copy.deepcopy(self._draft)
-        if length is not None:
-            draft.generation_config.num_assistant_tokens = length
-            draft.generation_config.num_assistant_tokens_schedule = "constant"
-            draft.generation_config.assistant_confidence_threshold = 0.0
-        return lambda requests: sum(self._generate([one], assistant_model=draft) for one in requests)
-
-    def _generate(self, requests: list[Prompted], **more: Any) -> int:
-        torch = self._torch
-        torch.manual_seed(requests[0].number)
-        width = max(len(one.ids) for one in requests)
-        pad = min(self._ends)
-        ids = torch.tensor([[pad] * (width - len(one.ids)) + list(one.ids) for one in requests])
-        mask = torch.tensor([[0] * (width - len(one.ids)) + [1] * len(one.ids) for one in requests])
-        with torch.inference_mode():
-            out = self._target.generate(
-                ids, attention_mask=mask, **self._settings(requests[0].temperature), **more
-            )
-        return sum(self._length(row) for row in out[:, width:].tolist())
-
-    def _length(self, row: list[int]) -> int:
-        """Tokens up to the end token; what pads the batch behind it is nobody's."""
-        return next((at + 1 for at, token in enumerate(row) if token in self._ends), len(row))
-
-    def continuous(self, requests: list[Prompted]) -> int:
-        """`generate_batch`, 16 requests at most together."""
-        from transformers import GenerationConfig
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-        settings = GenerationConfig(
-            **self._settings(requests[0].temperature), eos_token_id=sorted(self._ends)
-        )
-        tokens = 0
-        for at in range(0, len(requests), PEER_BATCH):
-            part = requests[at : at + PEER_BATCH]
-            with (
-                self._torch.no_grad()
-            ):  # it computes in a thread of its own, where inference mode does not reach
-                done = self._target.generate_batch(
-                    [list(one.ids) for one in part],
-                    generation_config=settings,
-                    continuous_batching_config=ContinuousBatchingConfig(
-                        page_size=32, num_blocks=PEER_BATCH * MAX_LENGTH // 32, max_batch_tokens=512
-                    ),
-                    progress_bar=False,
-                )
-            tokens += sum(len(one.generated_tokens) for one in done.values())
-        return tokens
+def other_engines(
+    options: argparse.Namespace, cells: Sequence[Cell], folder: Path, stack: ExitStack
+) -> tuple[list[Config], dict[str, str]]:
+    """Engines in interpreters of their own, ready; and their versions. One that cannot be had is told and left out."""
+    found, versions = [], {}
+    converted = False
+    for python, name, setup in setups(options, cells, folder):
+        try:
+            if setup["engine"] == "openvino" and not converted:
+                progress("converting the pair for OpenVINO")
+                convert(options, setup, folder)
+                converted = True
+            progress(f"starting {name}")
+            peer = stack.enter_context(Peer([python, str(DRIVER)], setup, folder, name))
+            versions[setup["engine"]] = peer.ready()
+        except (PeerFailed, OSError) as error:
+            progress(f"{name} does not run here: {error}")
+            continue
+        found.append(Config(name, peer.run, lambda cell: taken(cell) and cell.batch in options.batch))
+    return found, versions
 
 
 # -- the comparison -----------------------------------------------------------------------------------------------
 
 
-def configurations(options: argparse.Namespace) -> list[Config]:
-    """Everything that takes turns."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
-    prompts = {
-        batch: prompts_for(tokenizer, options.prompts or max(LEAST_PROMPTS, 2 * batch), options.seed)
-        for batch in {*options.batch, 1, PEER_BATCH}
-    }
-    found = []
-    for batch in options.batch:
-        for name, draft_len, drafter in (
-            ("plain", 0, "auto"),
-            ("speculative", "auto", "auto"),
-            *((("lookup", "auto", "lookup"),) if options.lookup else ()),
-        ):
-            ours = Ours(options, batch, draft_len, drafter)
-            found.append(Config(f"ours, {name}", batch, ours.run, prompts[batch], ours.told))
-    if not options.no_peers:
-        peer = Transformers(options)
-        found += [
-            Config("generate", 1, peer.one_by_one, prompts[1]),
-            Config("assisted, 4", 1, peer.assisted(4), prompts[1]),
-            Config("assisted", 1, peer.assisted(None), prompts[1]),
-            Config("padded batch", PEER_BATCH, peer.padded, prompts[PEER_BATCH]),
-            Config("generate_batch", PEER_BATCH, peer.continuous, prompts[PEER_BATCH]),
-        ]
-    return found
-
-
-def measure(configs: list[Config], turns: int) -> None:
+def measure(configs: list[Config], cells: Sequence[Cell], turns: int) -> None:
     """One turn that does not count, then the turns that do."""
-    order = list(configs)
     rng = random.Random(0)
+    began = time.monotonic()
     for turn in range(turns + 1):
-        rng.shuffle(order)
-        for config in list(order):
-            began = time.monotonic()
-            try:
-                config.turn()
-            except Exception as error:
-                if turn or config.name.startswith("ours"):
-                    raise
-                progress(f"{config.name} at batch {config.batch} does not run here: {error!r:.300}")
-                configs.remove(config)
-                order.remove(config)
-                continue
-            if turn == 0:
-                config.tokens_per_s.clear()
-            progress(
-                f"turn {turn}/{turns}: {config.name} at batch {config.batch} took {time.monotonic() - began:.1f} s"
-                + (f", {config.tokens_per_s[-1]:.0f} tokens per CPU second" if turn else "")
-            )
+        for cell in rng.sample(list(cells), len(cells)):
+            for config in rng.sample(configs, len(configs)):
+                if not config.takes(cell):
+                    continue
+                try:
+                    outcome = config.run(cell)
+                except Exception as error:
+                    if turn or config.name.startswith("ours"):
+                        raise
+                    progress(f"{config.name} does not run here: {error!r:.300}")
+                    configs.remove(config)
+                    continue
+                if not outcome.tokens:
+                    raise RuntimeError(f"{config.name} generated nothing")
+                if turn:
+                    config.outcomes.setdefault(cell.key, []).append(outcome)
+        progress(f"turn {turn}/{turns} done after {time.monotonic() - began:.0f} s")
 
 
-def rows_of(configs: list[Config], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each configuration, with its ratio to our own plain decoding at that batch size and to the best peer there."""
+def rows_of(configs: Sequence[Config], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each configuration, mix, batch size, and temperature or both, with what it is to its rivals there."""
+    keys = {key for config in configs for key in config.outcomes}
+    order = [
+        (kind, temperatures, batch)
+        for kind, batch in sorted({(kind, batch) for kind, _, batch in keys}, key=lambda one: (one[0] != MIXED, one))
+        for temperatures in (TEMPERATURES, *((one,) for one in TEMPERATURES))
+    ]  # fmt: skip
     rows = []
-    for config in configs:
-        row: dict[str, Any] = {
-            "config": config.name,
-            "batch": config.batch,
-            "tokens_per_cpu_s": statistics.median(config.tokens_per_s),
-        }
-        for label, other in (
-            ("plain", _named(configs, "ours, plain", config.batch)),
-            ("assisted", _best(configs, ("assisted, 4", "assisted"), config.batch)),
-            ("peer_batch", _best(configs, ("padded batch", "generate_batch"), config.batch)),
-        ):
-            ratio = None
-            if other is not None and other is not config and config.name.startswith("ours"):
-                ratio = ratio_interval(list(zip(config.tokens_per_s, other.tokens_per_s, strict=True)))
-            row[f"ratio_{label}"] = None if ratio is None else ratio.middle
-            row[f"ratio_{label}_low"] = None if ratio is None else ratio.low
-            row[f"ratio_{label}_high"] = None if ratio is None else ratio.high
-        rows.append({**row, **config.told(), "seeds": options.turns})
+    for kind, temperatures, batch in order:
+        here = [(config, found) for config in configs if (found := config.series(kind, temperatures, batch))]
+        reference = next((found for config, found in here if config.name == PLAIN), None)
+        for config, found in here:
+            row: dict[str, Any] = {
+                "config": config.name,
+                "kind": kind,
+                "temperature": BOTH if len(temperatures) > 1 else temperatures[0],
+                "batch": batch,
+                "tokens_per_cpu_s": statistics.median(_speed(one) for one in found),
+                "tokens_per_s": statistics.median(one.tokens / one.wall_s for one in found),
+                "decode_ms": None,
+                "identical": None,
+            }
+            if found[0].decode_s is not None:
+                row["decode_ms"] = 1000 * statistics.median(one.decode_s or math.nan for one in found)
+            if reference is not None and (temperatures == (0.0,) or config.name.startswith("ours")):
+                row["identical"] = identical(found[0].outputs, reference[0].outputs)
+            for label, rivals in RIVALS.items():
+                ratio = None
+                others = [(other, series) for other, series in here if other.name.startswith(rivals)]
+                if config.name.startswith("ours") and others and not config.name.startswith(rivals):
+                    _, best = max(others, key=lambda one: statistics.median(_speed(turn) for turn in one[1]))
+                    ratio = ratio_interval(
+                        [(_speed(one), _speed(other)) for one, other in zip(found, best, strict=True)]
+                    )
+                _put(row, f"ratio_{label}", ratio)
+            _put(row, "forward", _forward(config, found, here))
+            rows.append({**row, **_means([one.told for one in found]), "seeds": options.turns})
     return rows
 
 
-def _named(configs: list[Config], name: str, batch: int) -> Config | None:
-    return next((one for one in configs if one.name == name and one.batch == batch), None)
+RIVALS: dict[str, tuple[str, ...]] = {
+    "plain": (PLAIN,),
+    "assisted": ("assisted",),
+    "peer_batch": ("padded batch", "generate_batch"),
+    "vllm": ("vllm",),
+    "openvino": ("openvino",),
+}
+"""By label, how the names of those begin of whom the best is the rival."""
 
 
-def _best(configs: list[Config], names: tuple[str, ...], batch: int) -> Config | None:
-    found = [one for one in configs if one.name in names and one.batch == batch]
-    return max(found, key=lambda one: statistics.median(one.tokens_per_s), default=None)
+def _speed(outcome: Outcome) -> float:
+    return outcome.tokens / outcome.cpu_s
 
 
-def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Whether all goals are met that these rows can judge, and the sentence that says so."""
-    told, met = [], True
+def _forward(
+    config: Config, found: Sequence[Outcome], here: Sequence[tuple[Config, list[Outcome]]]
+) -> Interval | None:
+    """A plain decoding round of ours over vLLM's shortest."""
+    others = [
+        series
+        for other, series in here
+        if other.name.startswith("vllm") and other.name.endswith("plain") and series[0].decode_s is not None
+    ]
+    if config.name != PLAIN or not others or any(one.decode_s is None for one in found):
+        return None
+    best = min(others, key=lambda series: statistics.median(one.decode_s or math.inf for one in series))
+    return ratio_interval(
+        [
+            (one.decode_s or math.nan, other.decode_s or math.nan)
+            for one, other in zip(found, best, strict=True)
+        ]
+    )
+
+
+def _put(row: dict[str, Any], name: str, interval: Interval | None) -> None:
+    row[name] = None if interval is None else interval.middle
+    row[f"{name}_low"] = None if interval is None else interval.low
+    row[f"{name}_high"] = None if interval is None else interval.high
+
+
+def identical(outputs: Sequence[list[int]], reference: Sequence[list[int]]) -> float:
+    """Share of the requests whose output tokens are the same."""
+    return statistics.fmean(one == other for one, other in zip(outputs, reference, strict=True))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a row says of one goal."""
+
+    text: str
+    met: bool
+    chief: bool  # of the whole mix; the others are told only where they are missed
+
+
+def goals(rows: Sequence[dict[str, Any]], *, memory_bound: bool = False, exact: bool = False) -> list[Goal]:
+    """All goals that these rows can judge. `exact`: the same text with and without speculation is one of them."""
+    found = []
     for row in rows:
-        if row["config"] != "ours, speculative":
-            continue
-        for label, goal in (
-            ("assisted", GOAL_ASSISTED),
-            ("plain", GOAL_PLAIN_AT_ONE if row["batch"] == 1 else GOAL_PLAIN),
-            ("peer_batch", GOAL_BATCH),
-        ):
-            value = row[f"ratio_{label}"]
-            if value is not None:
-                told.append(f"batch {row['batch']} {value:.2f} of {label.replace('_', ' ')} (goal {goal})")
-                met = met and value >= goal
-    return met, "; ".join(told)
+        at = f"batch {row['batch']}"
+        whole = row["kind"] == MIXED and row["temperature"] == BOTH
+        if not whole:
+            at = f"{row['kind']} at temperature {row['temperature']}, {at}"
+        least: dict[str, float] = {}
+        if row["config"] == SPECULATIVE:
+            at_one = whole and row["batch"] == 1 and not memory_bound
+            least["ratio_plain"] = GOAL_PLAIN_AT_ONE if at_one else GOAL_PLAIN
+            if not memory_bound:
+                least |= {"ratio_assisted": GOAL_ASSISTED, "ratio_peer_batch": GOAL_BATCH} if whole else {}
+                least |= {"ratio_vllm": GOAL_VLLM[row["batch"]]} if row["batch"] in GOAL_VLLM else {}
+            if exact and row["identical"] is not None and row["temperature"] != BOTH:
+                text = f"{at}: {row['identical']:.3f} of the texts are as without speculation"
+                found.append(Goal(text, row["identical"] == 1, False))
+        for name, goal in least.items():
+            if row.get(name) is not None:
+                text = f"{at}: {_told(row, name)} of {name[6:].replace('_', ' ')} (goal {goal})"
+                found.append(Goal(text, row[f"{name}_low"] >= goal, whole or name == "ratio_vllm"))
+        if memory_bound and row.get("forward") is not None and row["batch"] in FORWARD_BATCHES:
+            text = f"{at}: a forward takes {_told(row, 'forward')} of vllm's (goal {GOAL_FORWARD})"
+            found.append(Goal(text, row["forward_high"] <= GOAL_FORWARD, True))
+    return found
 
 
-def main() -> int:
-    options = arguments()
+def _told(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+
+
+def verdict(found: Sequence[Goal]) -> tuple[bool, str]:
+    """Whether all goals are met, and the sentence that says so."""
+    others = [goal for goal in found if not goal.chief]
+    told = [goal.text + ("" if goal.met else " MISSED") for goal in found if goal.chief]
+    if others:
+        told.append(f"{sum(goal.met for goal in others)} of {len(others)} others")
+    return bool(found) and all(goal.met for goal in found), "; ".join(told)
+
+
+def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """One table of the whole mix, with all rivals; one of each kind alone."""
+
+    def ratio(row: dict[str, Any], name: str) -> str:
+        return "" if row[name] is None else _told(row, name)
+
+    threads = f"{options.threads} thread{'s'[: options.threads > 1]}"
+    labels = [label for label in RIVALS if any(row[f"ratio_{label}"] is not None for row in rows)]
+    table(
+        f"engine, {options.dtype}, {threads}, tokens per CPU second",
+        [
+            {
+                "config": row["config"],
+                "batch": row["batch"],
+                "temperature": str(row["temperature"]),
+                "tokens/s": row["tokens_per_cpu_s"],
+                "ms/round": "" if row["decode_ms"] is None else f"{row['decode_ms']:.3g}",
+                "identical": "" if row["identical"] is None else f"{row['identical']:.3f}",
+                **{label.replace("_", " "): ratio(row, f"ratio_{label}") for label in labels},
+                "draft": f"{row['draft_len']:.2f}" if "draft_len" in row else "",
+                "accepted": f"{row['accepted_of_tested']:.2f}" if row.get("draft_len") else "",
+            }
+            for row in rows
+            if row["kind"] == MIXED and (row["temperature"] in (BOTH, 0.0))
+        ],
+        width=160,
+    )
+    alone = [
+        row
+        for row in rows
+        if row["kind"] != MIXED and row["config"].startswith("ours") and row["config"] != PLAIN
+    ]
+    if alone:
+        batches = sorted({row["batch"] for row in alone})
+        by_batch = {(row["config"], row["kind"], row["temperature"], row["batch"]): row for row in alone}
+        table(
+            "each kind alone, and all kinds with rising and falling numbers of requests: ratio to our own plain decoding",
+            [
+                {
+                    "config": config,
+                    "kind": kind,
+                    "temperature": str(temperature),
+                    **{
+                        f"batch {batch}": ratio(found, "ratio_plain")
+                        if (found := by_batch.get((config, kind, temperature, batch))) is not None
+                        else ""
+                        for batch in batches
+                    },
+                }
+                for config, kind, temperature in dict.fromkeys(
+                    (row["config"], row["kind"], row["temperature"]) for row in alone
+                )
+                if temperature != BOTH
+            ],
+            width=160,
+        )
+    for row in rows:
+        if row["config"] == SPECULATIVE and row["temperature"] == BOTH and "draft_len_top" in row:
+            told = [f"{row[name]:.2f} {words}" for name, words in (
+                ("draft_len_rising", "with few requests"), ("draft_len_top", f"with {row['batch']}"),
+                ("draft_len_falling", "with few again")) if name in row]  # fmt: skip
+            print("draft length on the ramp: " + ", ".join(told))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from worker_svc.engine.model import end_of_sequence_ids
     from worker_svc.loading import DEMO
 
     torch.set_num_threads(options.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if options.target is None:
-        options.target, options.draft = DEMO / "target", DEMO / "draft"
-    if options.draft is None:
-        raise SystemExit("--target needs --draft")
-    configs = configurations(options)
-    measure(configs, options.turns)
+    with tempfile.TemporaryDirectory(prefix="laps-sd-engine-") as name, ExitStack() as stack:
+        folder = Path(name)
+        if options.shape:
+            from bench._shapes import write_pair
+
+            options.target, options.draft = write_pair(
+                options.shape, folder, dtype=options.dtype, seed=options.seed, max_length=MAX_LENGTH
+            )
+        elif options.target is None:
+            options.target, options.draft = DEMO / "target", DEMO / "draft"
+        options.ends = _ends(options.target, end_of_sequence_ids)
+        cells = cells_for(options)
+        others, versions = other_engines(options, cells, folder, stack)
+        configs = [*ours(options), *([] if options.no_peers else transformers_modes(options)), *others]
+        measure(configs, cells, options.turns)
     rows = rows_of(configs, options)
-    table(
-        f"engine, {options.dtype}, {options.threads} thread, tokens per CPU second",
-        [
-            {
-                "config": row["config"],
-                "batch": row["batch"],
-                "tokens/s": row["tokens_per_cpu_s"],
-                **{
-                    label.replace("_", " "): "" if row[f"ratio_{label}"] is None
-                    else f"{row[f'ratio_{label}']:.2f} [{row[f'ratio_{label}_low']:.2f}, {row[f'ratio_{label}_high']:.2f}]"
-                    for label in ("plain", "assisted", "peer_batch")
-                },
-                "draft": f"{row['draft_len']:.1f}" if "draft_len" in row else "",
-                "accepted": f"{row['accepted_of_tested']:.2f}" if row.get("draft_len") else "",
-            }
-            for row in rows
-        ],
-    )  # fmt: skip
-    met, summary = verdict(rows)
+    tables(rows, options)
+    memory_bound = options.shape is not None
+    exact = options.dtype == "float32" and options.acceptance is None
+    judged = goals(rows, memory_bound=memory_bound, exact=exact)
+    for goal in judged:
+        if not goal.met and not goal.chief:
+            print(f"missed: {goal.text}")
+    met, summary = verdict(judged)
     about = {
+        "pair": options.shape or ("demo" if options.target == DEMO / "target" else "own"),
+        "acceptance": options.acceptance,
         "threads": options.threads,
         "dtype": options.dtype,
         "tokens": options.tokens,
         "turns": options.turns,
         "torch": torch.__version__,
+        **versions,
     }
     return finish(rows, json_file=options.json, summary=summary, met=met, about=about)
+
+
+def _ends(target: Path, read: Callable[[Any], frozenset[int]]) -> frozenset[int]:
+    """End tokens of a model directory, as the engine takes them."""
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(target)
+    try:
+        generation = GenerationConfig.from_pretrained(target)
+    except OSError:
+        generation = None
+    return read(SimpleNamespace(config=config, generation_config=generation))
 
 
 if __name__ == "__main__":

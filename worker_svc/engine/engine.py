@@ -89,6 +89,9 @@ class EngineOptions:
     host_bytes: int = 2 * 2**30  # swapped-out KV, at most
     drafter: Drafter | None = Drafter.MODEL  # for requests that name none; None = nobody speculates
     prefix_reuse_tokens: int = 0  # KV of an equal context start is reused from so many tokens on; 0 = never
+    synthetic_acceptance: float | None = (
+        None  # for benchmarks of random weights: proposals are kept with this chance, whatever the target says
+    )
 
     def __post_init__(self) -> None:
         for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk"):
@@ -101,6 +104,8 @@ class EngineOptions:
             raise ValueError(
                 f"draft_len must be from 0 to max_draft_len ({self.max_draft_len}), not {self.draft_len}"
             )
+        if self.synthetic_acceptance is not None and not 0 <= self.synthetic_acceptance <= 1:
+            raise ValueError(f"synthetic_acceptance must be from 0 to 1, not {self.synthetic_acceptance}")
 
 
 @dataclass(slots=True)
@@ -736,8 +741,12 @@ class SpeculativeEngine:
         request_id = sequence.spec.request_id
         cached, sequence.reused = min(sequence.reused, len(sequence.spec.prompt_ids)), 0
         accepted = 0
-        while accepted < min(len(proposed), len(chosen)) and proposed[accepted] == chosen[accepted]:
-            accepted += 1
+        if self.options.synthetic_acceptance is None:
+            while accepted < min(len(proposed), len(chosen)) and proposed[accepted] == chosen[accepted]:
+                accepted += 1
+        else:
+            accepted = self._accepted_by_coin(sequence, min(len(proposed), len(chosen)))
+            chosen = [*proposed[:accepted], *chosen[accepted:]]  # the context is what was fed
         block = chosen[: accepted + 1]
         accepted = min(accepted, max(0, len(block) - 1)) if len(chosen) <= len(proposed) else accepted
         end = Cut(len(block), None)
@@ -792,6 +801,15 @@ class SpeculativeEngine:
         )
 
     # -- helpers ------------------------------------------------------------------------------------------------------------
+
+    def _accepted_by_coin(self, sequence: Sequence, proposed: int) -> int:
+        """How many leading proposals are kept if each is with the same chance: a function of (seed, position), like the noise."""
+        limit = int((self.options.synthetic_acceptance or 0.0) * 2**64)
+        for accepted in range(proposed):
+            position = sequence.output_length + accepted
+            if counter.mix64((~sequence.seed_key + position * counter.GOLDEN) & counter.M64) >= limit:
+                return accepted
+        return proposed
 
     def _get(self, request_id: str) -> Sequence:
         try:
@@ -930,12 +948,14 @@ def load_engine(
     drafter: Literal["auto", "model", "lookup", "none"] = "auto",
     prefix_reuse_tokens: int = 0,
     trust_remote_code: bool = False,
+    synthetic_acceptance: float | None = None,
 ) -> SpeculativeEngine:
     """Load a model pair and make an engine of it. Raises ModelError in one sentence, or ValueError for a bad option.
 
     `blocks` is the size of either KV pool; without it, as many as `memory_bytes` hold for target and draft together, or else enough for
     every slot to hold a context of `max_length`. `deterministic` None means: where the arithmetic allows it (float32). `lean` False
     runs models of the Llama family through transformers too. `drafter` auto: the draft model, without one look-ups in the context.
+    `synthetic_acceptance` makes the text nonsense; no setting of the worker leads here.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
@@ -992,6 +1012,7 @@ def load_engine(
         str(deterministic),
         fingerprint(target_path),
         fingerprint(draft_path) if draft_path else "-",
+        *(() if synthetic_acceptance is None else (f"synthetic-{synthetic_acceptance}",)),
     ]
     engine = SpeculativeEngine(
         target,
@@ -1009,6 +1030,7 @@ def load_engine(
             host_bytes=host_bytes,
             drafter=None if drafter == "none" else Drafter.MODEL if draft is not None else Drafter.LOOKUP,
             prefix_reuse_tokens=prefix_reuse_tokens,
+            synthetic_acceptance=synthetic_acceptance,
         ),
         tokenizer=tokenizer,
         eos_ids=eos_ids,

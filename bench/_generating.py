@@ -1,0 +1,254 @@
+"""What `laps-sd bench engine` compares, and what each can do: our engine and transformers in this process, others by `bench._peers`."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+MAX_LENGTH = 512
+PEER_BATCH = 16
+MIXED = "mixed"
+RAMP = "ramp"
+FEW = 4
+"""Requests that run together at the foot of the ramp, at most, when the draft lengths there are told."""
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """One request: token ids of its prompt, temperature, and a number that seeds it."""
+
+    ids: tuple[int, ...]
+    temperature: float
+    number: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Requests that are generated together, of one kind and one temperature, so many at a time."""
+
+    kind: str  # a kind of prompt; "mixed": equal parts of each; "ramp": those, with as many at a time as rise to `batch` and fall again
+    temperature: float
+    batch: int
+    requests: tuple[Prompted, ...]
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        """What tells cells apart."""
+        return self.kind, self.temperature, self.batch
+
+    def at_once(self, served: int) -> int:
+        """Requests that may run together once `served` were admitted."""
+        if self.kind != RAMP:
+            return self.batch
+        done = served / len(self.requests)
+        return max(1, round(self.batch * (1 - abs(2 * done - 1))))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one cell."""
+
+    outputs: list[list[int]]  # output tokens of each request, without an end token
+    tokens: int  # end tokens included
+    cpu_s: float
+    wall_s: float
+    decode_s: float | None = None  # CPU seconds of a round with the whole batch and without prompts; median
+    told: dict[str, float] = field(default_factory=dict)  # what speculation did
+
+
+def counted(
+    outputs: list[list[int]], limit: int, ends: frozenset[int], cpu_s: float, wall_s: float
+) -> Outcome:
+    """The same count for everybody: tokens up to the end token, which counts, whether the engine reports it or not."""
+    cut = [next((row[:at] for at, token in enumerate(row) if token in ends), row) for row in outputs]
+    tokens = sum(min(len(row) + 1, limit) if ends else len(row) for row in cut)
+    return Outcome(cut, tokens, cpu_s, wall_s)
+
+
+# -- ours ---------------------------------------------------------------------------------------------------------
+
+
+class Ours:
+    """Our engine at one batch size."""
+
+    def __init__(
+        self, options: argparse.Namespace, batch: int, draft_len: Any, drafter: Any = "auto"
+    ) -> None:
+        from worker_svc.engine.engine import load_engine
+
+        self._engine = load_engine(
+            options.target,
+            options.draft,
+            dtype=options.dtype,
+            slots=batch,
+            max_length=MAX_LENGTH,
+            draft_len=draft_len,
+            drafter=drafter,
+            synthetic_acceptance=options.acceptance,
+        )
+        self._limit = options.tokens
+        self._ends = options.ends
+
+    def run(self, cell: Cell) -> Outcome:
+        """First come, first served, as a worker alone would."""
+        from worker_svc.engine.interface import Sampling, Specification
+
+        engine = self._engine
+        waiting = [
+            Specification(str(at), one.ids, (), Sampling(one.temperature, seed=one.number), self._limit)
+            for at, one in enumerate(cell.requests)
+        ]
+        waiting.reverse()
+        outputs: list[list[int]] = [[] for _ in waiting]
+        running: list[str] = []
+        decode: list[float] = []
+        drafting: list[tuple[int, int]] = []  # running requests and what they drafted, by round
+        accepted = tested = 0
+        wall, cpu = time.monotonic(), time.process_time()
+        while waiting or running:
+            while waiting and len(running) < cell.at_once(len(cell.requests) - len(waiting)):
+                spec = waiting.pop()
+                engine.add(spec)
+                running.append(spec.request_id)
+            whole, began = len(running) == cell.batch, time.process_time()
+            result = engine.round(running)
+            if whole and not any(step.prefilled for step in result.requests):
+                decode.append(time.process_time() - began)
+            drafting.append((len(running), sum(step.drafted for step in result.requests)))
+            for step in result.requests:
+                outputs[int(step.request_id)].extend(step.tokens)
+                accepted += sum(step.accepted_by_position)
+                tested += len(step.tested_by_position)
+                if step.finish is not None:
+                    if step.error is not None:
+                        raise RuntimeError(step.error)
+                    running.remove(step.request_id)
+                    engine.drop(step.request_id)
+        cpu, wall = time.process_time() - cpu, time.monotonic() - wall
+        told = {"draft_len": _per_request(drafting), "accepted_of_tested": accepted / max(1, tested)}
+        return replace(
+            counted(outputs, self._limit, self._ends, cpu, wall),
+            decode_s=statistics.median(decode) if decode else None,
+            told=told | (ramp_told(drafting) if cell.kind == RAMP else {}),
+        )
+
+
+def _per_request(drafting: list[tuple[int, int]]) -> float:
+    return sum(drafted for _, drafted in drafting) / sum(running for running, _ in drafting)
+
+
+def ramp_told(drafting: list[tuple[int, int]]) -> dict[str, float]:
+    """`drafting`: running requests and what they drafted, by round. Draft lengths at the foot, at the top and at the foot again."""
+    most = max(running for running, _ in drafting)
+    top = [at for at, (running, _) in enumerate(drafting) if running >= 0.9 * most]
+    parts = {
+        "draft_len_rising": [one for one in drafting[: top[0]] if one[0] <= FEW],
+        "draft_len_top": [drafting[at] for at in top],
+        "draft_len_falling": [one for one in drafting[top[-1] + 1 :] if one[0] <= FEW],
+    }
+    return {name: _per_request(part) for name, part in parts.items() if part}
+
+
+# -- transformers -------------------------------------------------------------------------------------------------
+
+
+class Transformers:
+    """transformers on the same weights."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        dtype = getattr(torch, options.dtype)
+        self._target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval()
+        self._draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype=dtype).eval()
+        self._limit = options.tokens
+        self._ends = options.ends
+
+    def one_by_one(self, cell: Cell) -> Outcome:
+        """`generate`, batch 1."""
+        return self._timed(lambda: [row for one in cell.requests for row in self._generate([one])])
+
+    def padded(self, cell: Cell) -> Outcome:
+        """`generate` of left-padded batches, each of which runs until its longest ends."""
+        parts = self._parts(cell)
+        return self._timed(lambda: [row for part in parts for row in self._generate(part)])
+
+    def assisted(self, length: int | None) -> Callable[[Cell], Outcome]:
+        """Assisted generation with a constant draft length, or as it comes."""
+        draft = copy.deepcopy(self._draft)
+        if length is not None:
+            draft.generation_config.num_assistant_tokens = length
+            draft.generation_config.num_assistant_tokens_schedule = "constant"
+            draft.generation_config.assistant_confidence_threshold = 0.0
+
+        def run(cell: Cell) -> Outcome:
+            return self._timed(
+                lambda: [row for one in cell.requests for row in self._generate([one], assistant_model=draft)]
+            )
+
+        return run
+
+    def continuous(self, cell: Cell) -> Outcome:
+        """`generate_batch`, so many requests at most together; one that ends makes room for the next."""
+        return self._timed(lambda: self._generate_batch(list(cell.requests), cell.batch))
+
+    def _timed(self, generate: Callable[[], list[list[int]]]) -> Outcome:
+        wall, cpu = time.monotonic(), time.process_time()
+        outputs = generate()
+        return counted(outputs, self._limit, self._ends, time.process_time() - cpu, time.monotonic() - wall)
+
+    def _parts(self, cell: Cell) -> list[list[Prompted]]:
+        requests = list(cell.requests)
+        return [requests[at : at + cell.batch] for at in range(0, len(requests), cell.batch)]
+
+    def _settings(self, temperature: float) -> dict[str, Any]:
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return {
+            "max_new_tokens": self._limit,
+            "pad_token_id": min(self._ends, default=0),
+            **(sampled if temperature else {"do_sample": False}),
+        }
+
+    def _generate(self, requests: list[Prompted], **more: Any) -> list[list[int]]:
+        torch = self._torch
+        torch.manual_seed(requests[0].number)
+        width = max(len(one.ids) for one in requests)
+        pad = min(self._ends, default=0)
+        ids = torch.tensor([[pad] * (width - len(one.ids)) + list(one.ids) for one in requests])
+        mask = torch.tensor([[0] * (width - len(one.ids)) + [1] * len(one.ids) for one in requests])
+        with torch.inference_mode():
+            out = self._target.generate(
+                ids, attention_mask=mask, **self._settings(requests[0].temperature), **more
+            )
+        rows: list[list[int]] = out[:, width:].tolist()
+        return rows
+
+    def _generate_batch(self, requests: list[Prompted], batch: int) -> list[list[int]]:
+        from transformers import GenerationConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        settings = GenerationConfig(
+            **self._settings(requests[0].temperature), eos_token_id=sorted(self._ends) or None
+        )
+        with self._torch.no_grad():  # it computes in a thread of its own, where inference mode does not reach
+            done = self._target.generate_batch(
+                [list(one.ids) for one in requests],
+                generation_config=settings,
+                continuous_batching_config=ContinuousBatchingConfig(
+                    page_size=32,
+                    num_blocks=batch * MAX_LENGTH // 32,
+                    max_batch_tokens=512,
+                    max_requests_per_batch=batch,
+                ),
+                progress_bar=False,
+            )
+        # Its ids are "req_0", "req_1" and so on, in the order of the prompts; the answers come as they end.
+        by_number = {int(name.rsplit("_", 1)[1]): one for name, one in done.items()}
+        return [list(by_number[number].generated_tokens) for number in sorted(by_number)]

@@ -1,0 +1,167 @@
+"""Other engines, each in an interpreter of its own: started with `bench/_peer_driver.py`, asked cell by cell, ended with us."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench._generating import MAX_LENGTH, MIXED, Cell, Outcome, counted
+
+DRIVER = Path(__file__).with_name("_peer_driver.py")
+DRAFT_LEN = 4
+LOG_LINES = 12
+
+
+class PeerFailed(RuntimeError):
+    """The other engine cannot be had here; the message ends with what it printed last."""
+
+
+class Peer:
+    """One mode of one engine."""
+
+    def __init__(self, command: Sequence[str], setup: dict[str, Any], folder: Path, name: str) -> None:
+        self.name = name
+        self._setup = setup
+        self._log = folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+        setup_file = self._log.with_suffix(".json")
+        setup_file.write_text(json.dumps(setup))
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, str(setup_file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=os.environ | environment(setup["threads"]),
+            )  # fmt: skip
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._pipes()[0].close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ready(self) -> str:
+        """Wait until it has loaded; its version. Raises PeerFailed."""
+        return str(self._answer()["ready"])
+
+    def run(self, cell: Cell) -> Outcome:
+        """Generate a cell, which must be one of those in the setup. Raises PeerFailed."""
+        with contextlib.suppress(OSError):  # a broken pipe is told below
+            asked = self._pipes()[0]
+            print(json.dumps({"cell": cell_name(cell), "batch": cell.batch}), file=asked, flush=True)
+        answer = self._answer()
+        found = counted(
+            answer["outputs"],
+            self._setup["tokens"],
+            frozenset(self._setup["ends"]),
+            answer["cpu_s"],
+            answer["wall_s"],
+        )
+        return replace(found, decode_s=answer["decode_s"])
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._pipes()[1].readline()
+        if not line:
+            code = self._process.wait()
+            said = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+            raise PeerFailed(f"{self.name} ended with code {code}:\n  " + "\n  ".join(said))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _pipes(self) -> tuple[Any, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
+
+
+def environment(threads: int) -> dict[str, str]:
+    """One engine thread, one process, nothing from outside."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def cell_name(cell: Cell) -> str:
+    """Of a cell, in a setup."""
+    return f"{cell.kind} {cell.temperature} {cell.batch}"
+
+
+def taken(cell: Cell) -> bool:
+    """Peers are compared where all of them speculate rightly: on the whole mix at temperature 0."""
+    return cell.kind == MIXED and cell.temperature == 0
+
+
+def setups(
+    options: argparse.Namespace, cells: Sequence[Cell], folder: Path
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """(interpreter, name, setup) of every mode that the options ask for."""
+    common = {
+        "task": "serve",
+        "target": str(options.target),
+        "draft": str(options.draft),
+        "converted_target": str(folder / "openvino-target"),
+        "converted_draft": str(folder / "openvino-draft"),
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "tokens": options.tokens,
+        "max_length": MAX_LENGTH,
+        "slots": max(options.batch),
+        "ends": sorted(options.ends),
+        "acceptance": options.acceptance,
+        "compiled": False,
+        "prompts": {
+            cell_name(cell): [list(one.ids) for one in cell.requests] for cell in cells if taken(cell)
+        },
+    }
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    modes = (("plain", 0), (f"draft {DRAFT_LEN}", DRAFT_LEN))
+    if options.vllm is not None:
+        found += [
+            (options.vllm, f"vllm, {how}, {mode}", common | {"engine": "vllm", "compiled": compiled, "draft_len": length})
+            for how, compiled in (("eager", False), ("compiled", True))
+            for mode, length in modes
+        ]  # fmt: skip
+    if options.openvino is not None:
+        # It has no synthetic acceptance.
+        found += [
+            (options.openvino, f"openvino, {mode}", common | {"engine": "openvino", "draft_len": length})
+            for mode, length in modes
+            if not length or options.acceptance is None
+        ]
+    return found
+
+
+def convert(options: argparse.Namespace, setup: dict[str, Any], folder: Path) -> None:
+    """Convert the pair with OpenVINO's tools. Raises PeerFailed."""
+    setup_file = folder / "convert.json"
+    setup_file.write_text(json.dumps(setup | {"task": "convert"}))
+    done = subprocess.run(
+        [options.openvino, str(DRIVER), str(setup_file)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env=os.environ | environment(options.threads), check=False,
+    )  # fmt: skip
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-LOG_LINES:]
+        raise PeerFailed("the models cannot be converted for OpenVINO:\n  " + "\n  ".join(said))
