@@ -6,6 +6,7 @@ import asyncio
 import copy
 import subprocess
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -220,14 +221,8 @@ async def test_the_cheapest_to_lose_is_drained_and_only_then_the_number_falls(
     kubelet: Kubelet,
     leader: SchedulerUnderTest,
 ) -> None:
-    await cluster.create_pool(with_spec(pool, replicas=3, drainSeconds=3600))
-    await wait_until_async(lambda: len(kubelet.workers) == 3, description="three workers", timeout_s=60)
-    async with gateway(leader.address) as client:
-        busy = await occupy(client, kubelet, prompts={"long": 400, "short": 10, "middle": 100})
-
-        await cluster.scale_pool(NAME, 2)
-
-        await wait_until_async(lambda: draining(leader), description="a worker drains", timeout_s=30)
+    prompts = {"long": 400, "short": 10, "middle": 100}
+    async with one_too_many(cluster, pool, kubelet, leader, prompts=prompts) as busy:
         assert draining(leader) == [busy["short"]]
         assert await cluster.marked() == [busy["short"]]
         pod = (await cluster.pods())[busy["short"]]
@@ -241,6 +236,28 @@ async def test_the_cheapest_to_lose_is_drained_and_only_then_the_number_falls(
         await wait_until_async(lambda: has_pods(cluster, 2), description="the pod is gone", timeout_s=30)
         assert set(await cluster.pods()) == {busy["long"], busy["middle"]}
         assert await cluster.replicas(NAME) == 2
+
+
+@asynccontextmanager
+async def one_too_many(
+    cluster: Cluster,
+    pool: dict[str, Any],
+    kubelet: Kubelet,
+    leader: SchedulerUnderTest,
+    *,
+    prompts: dict[str, int],
+) -> AsyncIterator[dict[str, str]]:
+    """A pool with a worker for each request, who has which, and one worker that drains since the pool is to be smaller."""
+    count = len(prompts)
+    await cluster.create_pool(with_spec(pool, replicas=count, drainSeconds=3600))
+    await wait_until_async(
+        lambda: len(kubelet.workers) == count, description=f"{count} workers", timeout_s=60
+    )
+    async with gateway(leader.address) as client:
+        busy = await occupy(client, kubelet, prompts)
+        await cluster.scale_pool(NAME, count - 1)
+        await wait_until_async(lambda: draining(leader), description="a worker drains", timeout_s=30)
+        yield busy
 
 
 async def occupy(client: Any, kubelet: Kubelet, prompts: dict[str, int]) -> dict[str, str]:
@@ -304,13 +321,7 @@ async def test_an_operator_that_was_killed_goes_on_where_it_was(
     kubelet: Kubelet,
     leader: SchedulerUnderTest,
 ) -> None:
-    await cluster.create_pool(with_spec(pool, replicas=2, drainSeconds=3600))
-    await wait_until_async(lambda: len(kubelet.workers) == 2, description="two workers", timeout_s=60)
-    async with gateway(leader.address) as client:
-        busy = await occupy(client, kubelet, prompts={"long": 400, "short": 10})
-        await cluster.scale_pool(NAME, 1)
-        await wait_until_async(lambda: draining(leader), description="a worker drains", timeout_s=30)
-
+    async with one_too_many(cluster, pool, kubelet, leader, prompts={"long": 400, "short": 10}) as busy:
         deployed.kill()
         await kubelet.workers[busy["short"]].run_round("short", 1, 1, [5])
         deployed.start()

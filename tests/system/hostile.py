@@ -10,9 +10,8 @@ import asyncio
 import functools
 import random
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from google.rpc import error_details_pb2, status_pb2
 from laps_sd.errors import DETAILS_KEY
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import open_inference_pb2 as oip
+from tests.system.hostile_formats import HOSTILE
+from tests.system.tally import Verdict
 
 PATIENCE_S = 60.0
 """What a call gets before it counts as hanging; those that mean to be cut off bring their own deadline."""
@@ -53,7 +54,9 @@ class Input:
     metadata: Metadata = ()
     timeout_s: float = PATIENCE_S
     heavy: bool = False
-    """Large: few of them at once."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} to {self.method} with {self.payload[:160]!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,11 @@ class Caller:
         self._next = 0
         self._streaming = {path(method.name): method.server_streaming for method in SERVICE.methods}
 
+    async def judged(self, sent: Input) -> Verdict:
+        """As `send_all` wants it."""
+        answer = await self.call(sent)
+        return Verdict(answer.code.name, complaint(sent, answer))
+
     async def call(self, sent: Input) -> Answer:
         """The answer; TimeoutError when gRPC itself does not come back."""
         self._next += 1
@@ -131,56 +139,6 @@ def channels(address: str, count: int) -> list[grpc.aio.Channel]:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     return [grpc.aio.insecure_channel(address, options=options) for _ in range(count)]
-
-
-@dataclass
-class Tally:
-    """What a run came to."""
-
-    codes: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    complaints: list[str] = field(default_factory=list)
-
-    def add(self, sent: Input, answer: Answer | None) -> None:
-        self.kinds[sent.kind] += 1
-        wrong = complaint(sent, answer) if answer is not None else "never came back"
-        self.codes[answer.code.name if answer is not None else "(hung)"] += 1
-        if wrong is not None:
-            self.complaints.append(f"{sent.kind} to {sent.method}: {wrong}; sent {sent.payload[:160]!r}")
-
-    @property
-    def inputs(self) -> int:
-        return sum(self.codes.values())
-
-    def __str__(self) -> str:
-        by_code = ", ".join(f"{name} {count}" for name, count in self.codes.most_common())
-        by_kind = ", ".join(f"{name} {count}" for name, count in self.kinds.most_common())
-        return f"{self.inputs} inputs: {by_code}\n  by kind: {by_kind}"
-
-
-async def send_all(caller: Caller, inputs: Iterator[Input], *, at_once: int = 48) -> Tally:
-    """Send everything, so many at a time."""
-    tally = Tally()
-    few = asyncio.Semaphore(2)
-
-    async def one(sent: Input) -> None:
-        try:
-            tally.add(sent, await caller.call(sent))
-        except TimeoutError:
-            tally.add(sent, None)
-
-    async def work() -> None:
-        for sent in inputs:  # one iterator for all workers
-            if sent.heavy:
-                async with few:
-                    await one(sent)
-            else:
-                await one(sent)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(work())
-    return tally
 
 
 # -- messages by reflection ----------------------------------------------------------------------------------
@@ -496,6 +454,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("output_format.json_schema", _set("output_format.json_schema", "", "{", "[" * 60_000, '{"type": 7}', "x" * 70_000)),
     ("output_format.regex", _set("output_format.regex", "", "(", "a{3,1}", "[" * 5000)),
     ("output_format.grammar", _set("output_format.grammar", "", "start", "start: start2", "\0" * 100)),
+    *((f"output_format.{kind}", _set(f"output_format.{kind}", text)) for (kind, text), _ in HOSTILE.values()),
     ("speculation.drafter", _set("speculation.drafter", 3, 99, -1)),
     ("sampling.stop", _stops(*["stop"] * 10_000)),
     ("sampling.stop", _stops(*[""] * 10_000)),
@@ -552,6 +511,15 @@ UNKNOWN_METHODS = (
 )  # fmt: skip
 
 
+def parsed_or_not(kind: str, method: str, message_type: type[Message], payload: bytes) -> Input:
+    """Bytes of which only the parser knows whether they are a message."""
+    try:
+        message_type.FromString(payload)
+    except DecodeError:
+        return Input(kind, method, payload, INVALID)
+    return Input(kind, method, payload, ANSWERED)
+
+
 class Generator:
     """Inputs without end, the same for the same seed. `finished`: ids of requests that have ended."""
 
@@ -598,18 +566,11 @@ class Generator:
         method = self._rng.choice([*SERVICE.methods, SERVICE.methods[0], SERVICE.methods[1]])
         return method.name, method.input_type._concrete_class
 
-    def _judged(self, kind: str, name: str, message_type: type[Message], payload: bytes) -> Input:
-        try:
-            message_type.FromString(payload)
-        except DecodeError:
-            return Input(kind, path(name), payload, INVALID)
-        return Input(kind, path(name), payload, ANSWERED)
-
     def _damaged(self) -> Input:
         name, message_type = self._any_method()
         damage = self._rng.choice(DAMAGES)
         payload = damage(self._rng, self._valid(name).SerializeToString())
-        return self._judged(damage.__name__, name, message_type, payload)
+        return parsed_or_not(damage.__name__, path(name), message_type, payload)
 
     def _generate(self) -> str:
         return path(self._rng.choice(("Generate", "GenerateStream")))
@@ -628,7 +589,7 @@ class Generator:
             "model": ("",),
         }
         payload = random_message(self._rng, message_type(), hints).SerializeToString()
-        return self._judged("reflected", name, message_type, payload)
+        return parsed_or_not("reflected", path(name), message_type, payload)
 
     def _bad_id(self) -> Input:
         name = self._rng.choice(("Resume", "Cancel", "Explain"))
@@ -782,20 +743,13 @@ class KServeGenerator:
     def _to(self, name: str) -> str:
         return f"/{KSERVE.full_name}/{name}"
 
-    def _judged(self, kind: str, name: str, message_type: type[Message], payload: bytes) -> Input:
-        try:
-            message_type.FromString(payload)
-        except DecodeError:
-            return Input(kind, self._to(name), payload, INVALID)
-        return Input(kind, self._to(name), payload, ANSWERED)
-
     def _damaged(self) -> Input:
         # Asks for what is refused, so that whatever survives the damage is seldom run.
         request = infer(b"A prompt", b"Another")
         request.parameters["n"].int64_param = 1
         damage = self._rng.choice(DAMAGES)
         payload = damage(self._rng, request.SerializeToString())
-        return self._judged(damage.__name__, "ModelInfer", oip.ModelInferRequest, payload)
+        return parsed_or_not(damage.__name__, self._to("ModelInfer"), oip.ModelInferRequest, payload)
 
     def _out_of_bounds(self) -> Input:
         name, changes = self._rng.choice(INFER_OUT_OF_BOUNDS)
@@ -817,7 +771,7 @@ class KServeGenerator:
         }
         message_type = method.input_type._concrete_class
         payload = random_message(self._rng, message_type(), hints).SerializeToString()
-        return self._judged("reflected", method.name, message_type, payload)
+        return parsed_or_not("reflected", self._to(method.name), message_type, payload)
 
     def _large(self) -> Input:
         request, name = infer(b"A prompt"), ""

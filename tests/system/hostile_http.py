@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.system.hostile import flipped, noise, truncated
+from tests.system.hostile_formats import HOSTILE
+from tests.system.tally import Tally, Verdict, send_all
 
 PATIENCE_S = 60.0
 SILENCE_S = 0.2
@@ -43,6 +44,9 @@ class Input:
     last: bool = False
     """Nothing follows on this connection. A server that is silent may wait for more: it is told that nothing comes."""
     heavy: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} with {self.octets[:300]!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,11 @@ class Connection:
         self._host = host
         self._port = port
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def judged(self, sent: Input) -> Verdict:
+        """As `send_all` wants it."""
+        answer = await self.exchange(sent)
+        return Verdict(str(answer.status or "closed"), complaint(sent, answer))
 
     async def exchange(self, sent: Input) -> Answer:
         """Send, and read the answer. Raises TimeoutError when none comes and the connection stays."""
@@ -151,58 +160,14 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
     return (await reader.readuntil(b"\r\n"))[:-2]
 
 
-@dataclass
-class Tally:
-    """What a run came to."""
-
-    statuses: Counter[int] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    complaints: list[str] = field(default_factory=list)
-
-    def add(self, sent: Input, answer: Answer | None) -> None:
-        self.kinds[sent.kind] += 1
-        self.statuses[answer.status if answer is not None else -1] += 1
-        wrong = complaint(sent, answer) if answer is not None else "never came back"
-        if wrong is not None:
-            self.complaints.append(f"{sent.kind}: {wrong}; sent {sent.octets[:300]!r}")
-
-    @property
-    def inputs(self) -> int:
-        return sum(self.statuses.values())
-
-    def __str__(self) -> str:
-        by_status = ", ".join(
-            f"{status or 'closed'} {count}" for status, count in self.statuses.most_common()
-        )
-        by_kind = ", ".join(f"{name} {count}" for name, count in self.kinds.most_common())
-        return f"{self.inputs} inputs: {by_status}\n  by kind: {by_kind}"
-
-
-async def send_all(host: str, port: int, inputs: Iterator[Input], *, at_once: int = 24) -> Tally:
+async def send_all_over(host: str, port: int, inputs: Iterator[Input], *, at_once: int = 24) -> Tally:
     """Send everything, over so many connections."""
-    tally = Tally()
-    few = asyncio.Semaphore(2)
-
-    async def one(connection: Connection, sent: Input) -> None:
-        try:
-            tally.add(sent, await connection.exchange(sent))
-        except TimeoutError:
-            tally.add(sent, None)
-
-    async def work() -> None:
-        connection = Connection(host, port)
-        for sent in inputs:  # one iterator for all
-            if sent.heavy:
-                async with few:
-                    await one(connection, sent)
-            else:
-                await one(connection, sent)
-        connection.close()
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(work())
-    return tally
+    connections = [Connection(host, port) for _ in range(at_once)]
+    try:
+        return await send_all(inputs, [connection.judged for connection in connections])
+    finally:
+        for connection in connections:
+            connection.close()
 
 
 # -- requests --------------------------------------------------------------------------------------------------------------
@@ -502,9 +467,10 @@ class Generator:
             self._header,
             self._place,
             self._no_http,
+            self._hostile_format,
         )
         for number in range(count):
-            maker = self._rng.choices(makers, (30, 24, 12, 8, 8, 6, 12))[0]
+            maker = self._rng.choices(makers, (30, 24, 12, 8, 8, 6, 12, 2))[0]
             yield self._large() if number % 500 == 250 else maker()
 
     def _path(self) -> str:
@@ -526,6 +492,16 @@ class Generator:
         fields = {key: json.dumps(given) for key, given in BODIES[path].items()} | {of: value}
         body = "{" + ", ".join(f"{json.dumps(key)}: {given}" for key, given in fields.items()) + "}"
         return Input("out of bounds", request(path, body.encode()), frozenset({400, 404}), param=name)
+
+    def _hostile_format(self) -> Input:
+        path, ((kind, text), _) = self._path(), self._rng.choice(list(HOSTILE.values()))
+        body = BODIES[path] | {f"guided_{kind.removesuffix('_schema')}": text}
+        return Input(
+            "hostile format",
+            request(path, json.dumps(body).encode()),
+            frozenset({400}),
+            param="response_format",
+        )
 
     def _random(self) -> Input:
         path, rng = self._path(), self._rng

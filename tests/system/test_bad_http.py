@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from laps_sd.local import LocalStack
-from tests.system.hostile_http import Generator, Tally, send_all
+from tests.system.hostile_http import Generator, send_all_over
+from tests.system.tally import Tally
 from tests.system.test_bad_input import LONG_GROWTH_MIB, LONG_INPUTS, SHORT_GROWTH_MIB, fuzzed_stack
 from tests.system.watch import Watch, check_queue_empties, undisturbed
 
@@ -21,9 +22,9 @@ async def fuzz(stack: LocalStack, count: int, *, seed: int) -> tuple[Tally, Watc
     url = urlsplit(stack.http_url)
     assert url.hostname is not None and url.port is not None
     async with undisturbed(stack):
-        await send_all(url.hostname, url.port, Generator(seed + 1).inputs(WARM_UP_INPUTS))
+        await send_all_over(url.hostname, url.port, Generator(seed + 1).inputs(WARM_UP_INPUTS))
         watch = Watch.over(stack)
-        tally = await send_all(url.hostname, url.port, Generator(seed).inputs(count))
+        tally = await send_all_over(url.hostname, url.port, Generator(seed).inputs(count))
     await check_queue_empties(stack)
     return tally, watch
 

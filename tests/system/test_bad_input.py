@@ -18,12 +18,14 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from tests.helpers import wait_until_async
 from tests.system import hostile
 from tests.system.calls import seeded, stream
-from tests.system.hostile import Caller, Generator, Hints, KServeGenerator, Tally, random_message, send_all
+from tests.system.hostile import Caller, Generator, Hints, KServeGenerator, random_message
+from tests.system.tally import Tally, send_all
 from tests.system.watch import Watch, check_queue_empties, queue, undisturbed
 
 SHORT_INPUTS = 3_000
 KSERVE_INPUTS = 1_000
 LONG_INPUTS = 100_000
+AT_ONCE = 48
 WARM_UP_INPUTS = 600
 """Sent before memory is measured: caches and arenas have their size by then."""
 SHORT_GROWTH_MIB = 96.0
@@ -54,10 +56,10 @@ async def fuzz(stack: LocalStack, count: int, *, seed: int, make: Make = Generat
     async with undisturbed(stack) as alone:
         finished = [outcome.request_id for outcome in alone]
         channels = hostile.channels(stack.gateway_address, 4)
-        caller = Caller(channels)
-        await send_all(caller, make(seed + 1, finished).inputs(WARM_UP_INPUTS))
+        senders = [Caller(channels).judged] * AT_ONCE
+        await send_all(make(seed + 1, finished).inputs(WARM_UP_INPUTS), senders)
         watch = Watch.over(stack)
-        tally = await send_all(caller, make(seed, finished).inputs(count))
+        tally = await send_all(make(seed, finished).inputs(count), senders)
         for channel in channels:
             await channel.close()
     await check_queue_empties(stack)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
@@ -16,6 +16,7 @@ from laps_sd.v1 import inference_pb2 as pb
 from tests.helpers import wait_until_async
 from tests.system.calls import Outcome, seeded, stream_all
 from tests.system.hostile import rss_mib
+from tests.system.tally import Tally
 
 
 def beside() -> list[pb.GenerateRequest]:
@@ -53,7 +54,7 @@ class Watch:
         for name in ("gateway-0", "scheduler-0"):
             assert grown[name] < most_mib, f"{name} has grown by {grown[name]:.0f} MiB"
 
-    def check(self, tally: Tallied, *, count: int, most_mib: float) -> None:
+    def check(self, tally: Tally, *, count: int, most_mib: float) -> None:
         """So many inputs were all answered rightly, and harmed nothing; prints what came of them."""
         growth = ", ".join(f"{name} {mib:+.0f}" for name, mib in self.grown().items())
         print(f"\n{tally}\n  resident memory, MiB: {growth}")
@@ -63,15 +64,6 @@ class Watch:
         )
         assert tally.inputs == count
         self.check_memory(most_mib)
-
-
-class Tallied(Protocol):
-    """What came back from so many hostile inputs."""
-
-    complaints: list[str]
-
-    @property
-    def inputs(self) -> int: ...
 
 
 class Beside:
