@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.report import finish, progress, table
+from bench.report import about, finish, progress, table
 
 GOAL_MS = 1.0
 GOAL_GROWTH = 2.0
@@ -406,7 +406,9 @@ def main() -> int:
             goal=options.goal_ms,
         )
     met, summary = verdict(core, options.goal_ms)
-    return finish(rows, json_file=options.json, summary=summary, met=met)
+    return finish(
+        rows, json_file=options.json, summary=summary, met=met, about=about("control", sys.argv[1:])
+    )
 
 
 if __name__ == "__main__":

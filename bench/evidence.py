@@ -1,6 +1,7 @@
-"""Writes docs/evidence.md and its figures from what `laps-sd bench policy --json` wrote: no figure in them is typed by hand.
+"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve` and `control` wrote with `--json`: no
+figure in them is typed by hand.
 
-    python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json
+    python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json, *-serve.json, *-control.json
     python -m bench.evidence --results FILE   # from another one
     python -m bench.evidence --check          # write nothing; exit 1 when the page is out of date
 
@@ -15,18 +16,20 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench._markdown import spread, table, verdict_of
+from bench._measured import deciding, served
 from bench._policy_tables import expected_text
-from bench.figures import draw_overview, draw_regime, named
+from bench.figures import draw_overview, draw_regime, named, ratios
 from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
 FIGURES = ROOT / "docs" / "figures"
-GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`. Run both again to change it. -->"
+GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`, `serve` and `control`. Run them again to change it. -->"
 LENGTH_ONLY = ("srpt-length", "sjf-length")
 """Policies that know predicted lengths and nothing of acceptance: the rivals that matter."""
 PAPER = "[arXiv 2505.17074](https://arxiv.org/abs/2505.17074)"
@@ -51,13 +54,11 @@ class Results:
     """What one run of `laps-sd bench policy` wrote, ready to be asked."""
 
     def __init__(self, path: Path) -> None:
-        raw = path.read_bytes()
-        self.all: dict[str, Any] = json.loads(raw)
+        self.all: dict[str, Any] = json.loads(path.read_bytes())
         self.about: dict[str, Any] = self.all["about"]
         self.regimes: dict[str, dict[str, Any]] = self.about["regimes"]
         self.name = path.name
-        self.source = f"{path.name} sha256:{hashlib.sha256(raw).hexdigest()[:16]}"
-        """Told by every figure, so that one that was drawn from other results is found."""
+        self.source = source_of(path)
         self.reduced = not all(regime["goals"] for regime in self.regimes.values())
         """Whether options changed the regimes, so that their goals do not hold for them."""
         rows = self.all["rows"]
@@ -88,38 +89,17 @@ class Results:
         return [name for name in self.regimes if name in self.swept or name == "mixture"]
 
 
-def newest() -> Path:
-    """By name, which begins with the date. FileNotFoundError if there is none."""
-    found = sorted((ROOT / "bench" / "results").glob("*-policy.json"))
-    if not found:
-        raise FileNotFoundError("bench/results has no *-policy.json: run laps-sd bench policy with --json")
-    return found[-1]
+def source_of(path: Path) -> str:
+    """Told by every figure, so that one that was drawn from other results is found."""
+    return f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
+def newest(benchmark: str) -> Path | None:
+    """By name, which begins with the date. None if the benchmark left no results."""
+    return max((ROOT / "bench" / "results").glob(f"*-{benchmark}.json"), default=None)
 
 
 # -- words ----------------------------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """A table of Markdown with a blank line around it."""
-    yield from ("", "| " + " | ".join(head) + " |", "|" + "---|" * len(head))
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-    yield ""
-
-
-def verdict_of(found: Sequence[float]) -> str:
-    """Whether the whole interval of a ratio says the same."""
-    _, low, high = found
-    return "faster" if high < 1 else "slower" if low > 1 else "no difference shown"
-
-
-def spread(found: Sequence[float] | None) -> str:
-    """A ratio with its interval: bold where all of it is below 1, italic where all of it is above."""
-    if found is None:
-        return "–"
-    middle, low, high = found
-    mark = {"faster": "**", "slower": "*", "no difference shown": ""}[verdict_of(found)]
-    return f"{mark}{middle:.3f}{mark} [{low:.3f}, {high:.3f}]"
 
 
 def against(ratio: float) -> str:
@@ -180,18 +160,19 @@ def arrivals_text(arrivals: Row) -> str:
 # -- the page -------------------------------------------------------------------------------------------------------------
 
 
-def page(results: Results) -> str:
-    """docs/evidence.md."""
+def page(results: Results, serve: Path | None = None, control: Path | None = None) -> str:
+    """docs/evidence.md. `serve` and `control`: results of these benchmarks, which have a section each."""
     parts = (
-        _head(results), _goals(results), _rivals(results), _nothing(results), _tail(results), _levels(results),
-        _estimates(results), _paper(results), _data(results), _limits(results),
+        _head(results, on_processes=serve is not None), _goals(results), _rivals(results), _nothing(results), _tail(results), _levels(results),
+        _estimates(results), _paper(results), served(serve) if serve else (), deciding(control) if control else (),
+        _data(results), _limits(results),
     )  # fmt: skip
     lines = [line for part in parts for line in part]
     text = "\n".join(lines).replace("\n\n\n", "\n\n")
     return text.rstrip() + "\n"
 
 
-def _head(results: Results) -> Iterator[str]:
+def _head(results: Results, *, on_processes: bool) -> Iterator[str]:
     about = results.about
     strongest = [
         (regime, found)
@@ -203,6 +184,8 @@ def _head(results: Results) -> Iterator[str]:
     yield "What is compared are orders of the same requests on the same virtual machines: the scheduling core of production runs in"
     yield "virtual time ([scheduler_svc/sim](../scheduler_svc/sim)), with the same estimates, memory rules and costs for every policy"
     yield "([policies.md](policies.md)). These are simulations; what they leave out is [at the end](#limits-of-the-simulation)."
+    if on_processes:
+        yield "The same policies on real processes: [below](#the-same-on-the-real-system)."
     yield ""
     yield f"Run on {about['date']}, {about['seeds']} seeds of each regime ([results](../bench/results/{results.name})):"
     yield from ("", "```", about["command"], "```", "")
@@ -620,7 +603,7 @@ def _limits(results: Results) -> Iterator[str]:
 # -- the command ----------------------------------------------------------------------------------------------------------
 
 
-def draw(results: Results, folder: Path) -> list[Path]:
+def draw(results: Results, folder: Path, serve: Path | None = None) -> list[Path]:
     """The figures that the page shows; those of other results go."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("policy-*.svg"):
@@ -632,6 +615,12 @@ def draw(results: Results, folder: Path) -> list[Path]:
     for regime in results.figures():
         drawn.append(folder / f"policy-{regime}.svg")
         draw_regime(drawn[-1], results.all, regime, results.source)
+    if serve is not None:
+        drawn.append(folder / "serve.svg")
+        rows = [
+            row for row in json.loads(serve.read_bytes())["rows"] if "policy" in row and not row.get("run")
+        ]
+        ratios(drawn[-1], rows, source_of(serve))
     return drawn
 
 
@@ -648,17 +637,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        results = Results(options.results or newest())
+        chosen = options.results or newest("policy")
+        if chosen is None:
+            raise FileNotFoundError(
+                "bench/results has no *-policy.json: run laps-sd bench policy with --json"
+            )
+        results = Results(chosen)
     except (OSError, ValueError) as error:
         print(f"bench.evidence: {error}", file=sys.stderr)
         return 2
-    text = page(results)
+    serve = newest("serve")
+    text = page(results, serve, newest("control"))
     if options.check:
         stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
         if stale:
             print("docs/evidence.md is out of date: run python -m bench.evidence", file=sys.stderr)
         return int(stale)
-    for path in draw(results, FIGURES):
+    for path in draw(results, FIGURES, serve):
         print(f"{path.relative_to(ROOT)} drawn")
     PAGE.write_text(text, encoding="utf-8")
     print(f"docs/evidence.md written from {results.source}")

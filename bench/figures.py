@@ -76,7 +76,7 @@ def lines(
     _save(figure, path)
 
 
-def ratios(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def ratios(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
     """Mean latency over that of fcfs by policy, one panel per scenario: measured with its interval, and as simulated. Rows of
     `bench.serve`; those without the ratio are left out."""
     scenarios = list(dict.fromkeys(row["config"] for row in rows))
@@ -100,7 +100,7 @@ def ratios(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.grid(visible=True, axis="y", alpha=0.3)
     panels[0][0].set_ylabel("mean latency / fcfs")
     panels[0][0].legend()
-    _save(figure, path)
+    _save(figure, path, source)
 
 
 # -- policies -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import statistics
@@ -75,6 +76,17 @@ def table(title: str, rows: Sequence[dict[str, Any]], *, width: int = 100) -> No
     for row in rows:
         shown.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=max(width, Console().width)).print(shown)
+
+
+def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:
+    """What a results file says of its run: the date, and the command without the options that say where results go."""
+    said, options = ["laps-sd bench", benchmark], iter(given)
+    for option in options:
+        if option in ("--json", "--figure"):
+            next(options, None)
+        elif not option.startswith(("--json=", "--figure=")):
+            said.append(option)
+    return {"command": " ".join(said), "date": datetime.date.today().isoformat()}
 
 
 def finish(

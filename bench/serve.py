@@ -54,7 +54,7 @@ from bench._served import (
     simulated_latencies,
 )
 from bench.policy import quantile
-from bench.report import Interval, finish, progress, ratio_interval, table
+from bench.report import Interval, about, finish, progress, ratio_interval, table
 from laps_sd.errors import StartupError
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.policies import POLICIES
@@ -626,7 +626,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed:
         summary += f"; {failed} of {len(runs)} runs failed and count for nothing"
     each = [run_row(run) for run in runs]
-    return finish([*rows, *each, *found], json_file=options.json, summary=summary, met=len(met) == len(found))
+    return finish(
+        [*rows, *each, *found],
+        json_file=options.json,
+        summary=summary,
+        met=len(met) == len(found),
+        about=about("serve", sys.argv[1:] if argv is None else argv),
+    )
 
 
 if __name__ == "__main__":

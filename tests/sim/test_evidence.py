@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from bench.evidence import FIGURES, PAGE, Results, draw, main, newest, page
+from bench._measured import deciding, served
+from bench.evidence import FIGURES, PAGE, Results, draw, main, newest, page, source_of
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
 
@@ -58,19 +59,20 @@ def section(text, title):
 
 
 def test_the_page_is_what_its_results_say():
-    results = Results(newest())
+    text = page(Results(newest("policy")), newest("serve"), newest("control"))
 
-    assert PAGE.read_text(encoding="utf-8") == page(results), "run python -m bench.evidence"
+    assert PAGE.read_text(encoding="utf-8") == text, "run python -m bench.evidence"
 
 
 def test_the_figures_of_the_page_are_drawn_from_its_results():
-    results = Results(newest())
-
-    shown = re.findall(r"\(figures/(policy-[\w-]+\.svg)\)", PAGE.read_text(encoding="utf-8"))
+    shown = re.findall(r"\(figures/((\w+)[\w-]*\.svg)\)", PAGE.read_text(encoding="utf-8"))
     assert shown
-    assert {path.name for path in FIGURES.glob("policy-*.svg")} == set(shown)
-    for name in shown:
-        assert results.source in (FIGURES / name).read_text(encoding="utf-8"), "run python -m bench.evidence"
+    assert {path.name for path in FIGURES.glob("policy-*.svg")} == {
+        n for n, kind in shown if kind == "policy"
+    }
+    for name, benchmark in shown:
+        source = source_of(newest(benchmark))
+        assert source in (FIGURES / name).read_text(encoding="utf-8"), "run python -m bench.evidence"
 
 
 def test_a_page_that_is_out_of_date_fails_the_check(found, capsys):
@@ -162,3 +164,52 @@ def test_one_regime_and_several_are_drawn_as_asked(found, tmp_path):
     )
 
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+ABOUT = {"command": "laps-sd bench something --seeds 2", "date": "2026-01-01"}
+
+
+def test_what_real_processes_did_stands_beside_what_was_simulated(tmp_path):
+    figures = {"mean_s": 2.0, "p99_s": 5.0, "first_token_s": 0.5, "mean_slowdown": 3.0}
+    against_fcfs = {
+        "ratio_fcfs": 0.5,
+        "ratio_fcfs_low": 0.4,
+        "ratio_fcfs_high": 0.6,
+        "simulated_ratio_fcfs": 0.51,
+    }
+    goal = {"verdict": True, "config": "burst", "goal": "laps-sd / fcfs", "asked": "≤ 0.45", "found": "0.500"}
+    rows = [
+        {"config": "burst", "policy": "fcfs", **figures},
+        {"config": "burst", "policy": "laps-sd", **figures, **against_fcfs},
+        {"run": True, "config": "burst", "policy": "laps-sd", "seed": 1},
+        {**goal, "met": False},
+        {**goal, "met": True},
+    ]
+    path = tmp_path / "2026-01-01-serve.json"
+    path.write_text(json.dumps({"about": ABOUT, "rows": rows}))
+
+    text = "\n".join(served(path))
+    assert "| `laps-sd` | 2.00 | 5.00 | 0.50 | 3.0 | **0.500** [0.400, 0.600] | 0.510 | – | – |" in text
+    assert "| `fcfs` | 2.00 | 5.00 | 0.50 | 3.0 | – | – | – | – |" in text
+    assert "1 of 2 goals are met. Missed:\n\n- burst, laps-sd / fcfs: 0.500, asked ≤ 0.45" in text
+    assert "`laps-sd bench something --seeds 2`, 2026-01-01" in text
+
+
+def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path):
+    core = {
+        "workers": 10,
+        "queued": 1_000_000,
+        "slots": 64,
+        "median_ms": 0.5,
+        "p99_ms": 0.9,
+        "ratio_shortest": 1.2,
+    }
+    whole = {"config": "scheduler, 100 workers, 5000 queued", "slots": 64, "cpu_ms_per_report": 2.5}
+    rows = [core | {"memory_per_queued_bytes": 1800.4}, whole | {"workers_per_shard": 20, "at_round_s": 0.05}]
+    path = tmp_path / "2026-01-01-control.json"
+    path.write_text(json.dumps({"about": ABOUT, "rows": rows}))
+
+    text = "\n".join(deciding(path))
+    assert "| 10 | 1,000,000 | 0.50 | 0.90 | 1.20 | 1800 |" in text
+    assert "100 workers, 5000 queued" in text
+    assert "2.50 ms of CPU time per report. One core so carries 20 workers whose rounds take 50 ms" in text

@@ -1,0 +1,28 @@
+"""How generated pages say things in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table of Markdown with a blank line around it."""
+    yield from ("", "| " + " | ".join(head) + " |", "|" + "---|" * len(head))
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+    yield ""
+
+
+def verdict_of(found: Sequence[float]) -> str:
+    """Whether the whole interval of a ratio says the same."""
+    _, low, high = found
+    return "faster" if high < 1 else "slower" if low > 1 else "no difference shown"
+
+
+def spread(found: Sequence[float] | None) -> str:
+    """A ratio with its interval: bold where all of it is below 1, italic where all of it is above."""
+    if found is None:
+        return "–"
+    middle, low, high = found
+    mark = {"faster": "**", "slower": "*", "no difference shown": ""}[verdict_of(found)]
+    return f"{mark}{middle:.3f}{mark} [{low:.3f}, {high:.3f}]"
