@@ -99,7 +99,7 @@ def ratios(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> N
         axes.set_title(scenario)
         axes.grid(visible=True, axis="y", alpha=0.3)
     panels[0][0].set_ylabel("mean latency / fcfs")
-    panels[0][0].legend()
+    panels[0][-1].legend()
     _save(figure, path, source)
 
 
@@ -198,7 +198,7 @@ def _plain_ticks(axis: Any) -> None:
     """Numbers as people write them, on a logarithmic axis."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=20))
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 8), numticks=20))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 
