@@ -367,7 +367,7 @@ class Bench:
         pool = self._target.pool
         place = pool.new_place()
         blocks = -(-context // BLOCK_SIZE)
-        pool.hold(place, blocks, blocks)
+        pool.hold([(place, blocks, blocks)])
         place.length = context
         size = context * pool.bytes_per_token()
         out_s, in_s = [], []
