@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench._markdown import spread, table
 
 Row = Mapping[str, Any]
+
+
+def policy_rows(rows: Iterable[Row]) -> list[Row]:
+    """Of what `laps-sd bench serve` wrote, what was found of each policy; the others are single runs and verdicts."""
+    return [row for row in rows if "policy" in row and not row.get("run")]
 
 
 def _read(path: Path) -> tuple[list[Row], str]:
@@ -25,7 +30,7 @@ def _read(path: Path) -> tuple[list[Row], str]:
 def served(path: Path) -> Iterator[str]:
     """Policies on the one-machine stack, beside what the simulator says of the same runs."""
     rows, source = _read(path)
-    policies = [row for row in rows if "policy" in row and not row.get("run")]
+    policies = policy_rows(rows)
     goals = [row for row in rows if row.get("verdict")]
     yield from ("## The same on the real system", "")
     yield "Gateway, scheduler, record and one worker with the demo pair, each a process; an open loop of requests through the public gRPC API, the"

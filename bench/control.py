@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.report import about, finish, progress, table
+from bench.report import about, finish, numbers, progress, table
 
 GOAL_MS = 1.0
 GOAL_GROWTH = 2.0
@@ -42,9 +42,6 @@ BLOCK = 50
 
 
 def arguments() -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
     parser = argparse.ArgumentParser(
         prog="laps-sd bench control", description=(__doc__ or "").split("\n\n")[0]
     )

@@ -30,7 +30,7 @@ from typing import Any
 
 from bench._generating import MAX_LENGTH, MIXED, PEER_BATCH, RAMP, Cell, Ours, Outcome, Prompted, Transformers
 from bench._peers import DRIVER, Peer, PeerFailed, convert, setups, taken
-from bench.report import Interval, finish, progress, ratio_interval, table
+from bench.report import Interval, finish, numbers, progress, ratio_interval, table
 
 GOAL_ASSISTED = 2.2
 GOAL_PLAIN_AT_ONE = 1.3
@@ -48,9 +48,6 @@ PROMPT_TOKENS = 64  # of a random pair
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
     parser = argparse.ArgumentParser(
         prog="laps-sd bench engine", description=(__doc__ or "").split("\n\n")[0]
     )

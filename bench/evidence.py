@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._markdown import spread, table, verdict_of
-from bench._measured import deciding, served
+from bench._measured import deciding, policy_rows, served
 from bench._policy_tables import expected_text
 from bench.figures import draw_overview, draw_regime, named, ratios
 from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
@@ -617,10 +617,7 @@ def draw(results: Results, folder: Path, serve: Path | None = None) -> list[Path
         draw_regime(drawn[-1], results.all, regime, results.source)
     if serve is not None:
         drawn.append(folder / "serve.svg")
-        rows = [
-            row for row in json.loads(serve.read_bytes())["rows"] if "policy" in row and not row.get("run")
-        ]
-        ratios(drawn[-1], rows, source_of(serve))
+        ratios(drawn[-1], policy_rows(json.loads(serve.read_bytes())["rows"]), source_of(serve))
     return drawn
 
 

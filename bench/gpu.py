@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._shapes import PAIRS, Shape, random_model
-from bench.report import finish, progress, table
+from bench.report import finish, numbers, progress, table
 
 GOAL_OTHER = 0.10
 GOAL_BATCH = 32
@@ -57,9 +57,6 @@ DEVICES: dict[str, tuple[float, float]] = {
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
     parser = argparse.ArgumentParser(prog="laps-sd bench gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="8b", choices=list(PAIRS))

@@ -78,6 +78,11 @@ def table(title: str, rows: Sequence[dict[str, Any]], *, width: int = 100) -> No
     Console(width=max(width, Console().width)).print(shown)
 
 
+def numbers(text: str) -> list[int]:
+    """What an option like `--batch 1,4,16` says. ValueError if that is no list of whole numbers."""
+    return [int(part) for part in text.split(",") if part]
+
+
 def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:
     """What a results file says of its run: the date, and the command without the options that say where results go."""
     said, options = ["laps-sd bench", benchmark], iter(given)

@@ -166,7 +166,11 @@ def test_one_regime_and_several_are_drawn_as_asked(found, tmp_path):
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-ABOUT = {"command": "laps-sd bench something --seeds 2", "date": "2026-01-01"}
+def results_of(folder, benchmark, rows):
+    path = folder / f"2026-01-01-{benchmark}.json"
+    about = {"command": "laps-sd bench something --seeds 2", "date": "2026-01-01"}
+    path.write_text(json.dumps({"about": about, "rows": rows}))
+    return path
 
 
 def test_what_real_processes_did_stands_beside_what_was_simulated(tmp_path):
@@ -185,10 +189,7 @@ def test_what_real_processes_did_stands_beside_what_was_simulated(tmp_path):
         {**goal, "met": False},
         {**goal, "met": True},
     ]
-    path = tmp_path / "2026-01-01-serve.json"
-    path.write_text(json.dumps({"about": ABOUT, "rows": rows}))
-
-    text = "\n".join(served(path))
+    text = "\n".join(served(results_of(tmp_path, "serve", rows)))
     assert "| `laps-sd` | 2.00 | 5.00 | 0.50 | 3.0 | **0.500** [0.400, 0.600] | 0.510 | – | – |" in text
     assert "| `fcfs` | 2.00 | 5.00 | 0.50 | 3.0 | – | – | – | – |" in text
     assert "1 of 2 goals are met. Missed:\n\n- burst, laps-sd / fcfs: 0.500, asked ≤ 0.45" in text
@@ -206,10 +207,7 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     }
     whole = {"config": "scheduler, 100 workers, 5000 queued", "slots": 64, "cpu_ms_per_report": 2.5}
     rows = [core | {"memory_per_queued_bytes": 1800.4}, whole | {"workers_per_shard": 20, "at_round_s": 0.05}]
-    path = tmp_path / "2026-01-01-control.json"
-    path.write_text(json.dumps({"about": ABOUT, "rows": rows}))
-
-    text = "\n".join(deciding(path))
+    text = "\n".join(deciding(results_of(tmp_path, "control", rows)))
     assert "| 10 | 1,000,000 | 0.50 | 0.90 | 1.20 | 1800 |" in text
     assert "100 workers, 5000 queued" in text
     assert "2.50 ms of CPU time per report. One core so carries 20 workers whose rounds take 50 ms" in text
