@@ -99,6 +99,8 @@ class Shards:
         self._named: set[str] = set()
         """In the shards file. The others are draining: their last streams are served."""
         self._draining: set[str] = set()
+        self._removed: set[str] = set()
+        """Were in the file, and have drained."""
         self._text = ""  # of the shards file, as it was last read
         if settings.shards_file is None:
             places = [ShardPlace(settings.shard, settings.scheduler_seeds)]
@@ -123,10 +125,20 @@ class Shards:
         return sum(len(link.streams) for link in self._links.values())
 
     def link_of(self, request_id: str) -> ShardLink:
-        """Where a request lives. Raises NotFound."""
-        link = self._links.get(shard_of(request_id))
-        if link is None:
+        """Where a request lives. Raises NotFound; Unavailable for a shard that the shards file may only not name yet.
+
+        The file reaches the gateways one after the other. Until this one has it too, an id of a new shard must not be called
+        unknown: its client would give up a request that lives.
+        """
+        shard = shard_of(request_id)
+        link = self._known(shard)
+        if link is None and (self._settings.shards_file is None or shard in self._removed):
             raise NotFound(f"there is no request {request_id!r}")
+        if link is None:
+            raise Unavailable(
+                f"the request lives in shard {shard!r}, which this gateway's shards file does not name (yet)",
+                retry_after_s=LOOK_EVERY_S,
+            )
         return link
 
     async def place(
@@ -163,12 +175,13 @@ class Shards:
         if refused is None:
             return None
         if refused.reason == Refused.REASON_KEY_ELSEWHERE:
-            if refused.shard not in self._links:
+            link = self._known(refused.shard)
+            if link is None:
                 raise Unavailable(
                     f"the idempotency key belongs to shard {refused.shard!r}, which this gateway does not know",
                     retry_after_s=LOOK_EVERY_S,
                 )
-            return self._links[refused.shard] if refused.shard not in tried else None
+            return link if refused.shard not in tried else None
         if refused.reason in (Refused.REASON_QUEUE_FULL, Refused.REASON_STORE_UNAVAILABLE):
             others = [link for link in self._open() if link.connected and link.shard not in tried]
             return self._least_wait(others) if others else None
@@ -182,6 +195,12 @@ class Shards:
         return min(
             links, key=lambda link: (link.expected_wait_s(request_s), link.submitted, self._rng.random())
         )
+
+    def _known(self, shard: str) -> ShardLink | None:
+        """One that was written into the file a moment ago is known as well."""
+        if shard not in self._links:
+            self._look()
+        return self._links.get(shard)
 
     def _open(self) -> list[ShardLink]:
         return [link for shard, link in self._links.items() if shard not in self._draining]
@@ -245,9 +264,11 @@ class Shards:
             if not self._links[shard].streams:
                 del self._links[shard]
                 self._draining.discard(shard)
+                self._removed.add(shard)
 
     def _apply(self, places: list[ShardPlace]) -> None:
         self._named = {place.shard for place in places}
+        self._removed -= self._named
         for place in places:
             link = self._links.get(place.shard)
             if link is None:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+import gateway.shards as shards_module
 from gateway.shards import ShardPlace, parse_shards
 from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -283,6 +284,27 @@ class TestShardsComeAndGo:
         await shop.knows("s1")
 
         assert await shop.submit() == "s1"
+
+    async def test_a_request_that_another_gateway_put_there_is_found_before_the_file_is_read_again(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shards_module, "LOOK_EVERY_S", 3600.0)
+        await shop.add("s0")
+        await shop.open()
+        await shop.add("s1")
+        shop.write(shop.line("s0"), shop.line("s1"))
+
+        assert shop.running.gateway.shards.link_of("s1." + "a" * 26).shard == "s1"
+
+    async def test_a_request_of_a_shard_that_the_file_does_not_name_yet_may_exist(self, shop: Shop) -> None:
+        await shop.add("s0")
+        await shop.open()
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await shop.running.stub.Explain(pb.ExplainRequest(request_id="s1." + "a" * 26))
+
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "'s1'" in (error.value.details() or "")
 
     async def test_a_shard_that_is_taken_out_serves_its_streams_to_the_end(self, shop: Shop) -> None:
         s0 = await shop.add("s0", load=load(backlog_s=0))
