@@ -59,6 +59,19 @@ test: setup ## Run the tests, two files at a time (no GPU, Docker or Redis neede
 test-long: setup ## Run the long tests: chaos, fuzzing, policies
 	$(BIN)/python -m pytest -m long $(ARGS)
 
+# As the scheduler's image has it. In a copy, so that here what is edited is what runs.
+COMPILED := build/compiled
+.PHONY: compiled
+compiled: setup ## Copy the tree into build/compiled and compile the scheduling core there (needs a C compiler)
+	@rm -rf $(COMPILED) && mkdir -p $(COMPILED)
+	@git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --ignore-failed-read | tar --extract --directory=$(COMPILED)
+	@ln -s $(CURDIR)/$(VENV) $(COMPILED)/.venv
+	cd $(COMPILED) && LAPS_SD_COMPILE=1 .venv/bin/python setup.py --quiet build_ext --inplace
+
+.PHONY: test-compiled
+test-compiled: compiled ## Run the core's tests against the compiled core
+	cd $(COMPILED) && PYTHONPATH=$(CURDIR)/$(COMPILED) .venv/bin/python -m pytest -m "not long" tests/core tests/sim $(ARGS)
+
 .PHONY: coverage
 coverage: setup ## Measure lines and branches of the core, the store and the acceptance code that no test takes; there must be none
 	$(BIN)/python -m coverage run -m pytest -m "not long" tests/core tests/store tests/worker tests/services/scheduler $(ARGS)

@@ -156,11 +156,9 @@ def pinned() -> dict[str, str]:
     return blocks
 
 
-def needed(extras: Sequence[str]) -> set[str]:
-    """Canonical names of all packages that LAPS-SD with `extras` needs on Linux, by the metadata of what is installed."""
-    project = tomllib.loads((K8S.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    optional = [text for extra in extras for text in project["optional-dependencies"][extra]]
-    waiting = [Requirement(text) for text in project["dependencies"] + optional]
+def needed(texts: Sequence[str]) -> set[str]:
+    """Canonical names of these packages and of all that they need on Linux, by the metadata of what is installed."""
+    waiting = [Requirement(text) for text in texts]
     found: dict[str, set[str]] = {}
     while waiting:
         requirement = waiting.pop()
@@ -169,10 +167,10 @@ def needed(extras: Sequence[str]) -> set[str]:
         if not fresh:
             continue
         found[name] = found.get(name, set()) | fresh
-        texts = TORCH_NEEDS if name in FROM_ELSEWHERE else requires(name)
+        more = TORCH_NEEDS if name in FROM_ELSEWHERE else requires(name)
         waiting += [
             dependency
-            for dependency in map(Requirement, texts)
+            for dependency in map(Requirement, more)
             if (marker := dependency.marker) is None
             or any(marker.evaluate({"extra": e, **python}) for e in fresh for python in PYTHONS)
         ]
@@ -196,7 +194,12 @@ TORCH_NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx
 def requirements(image: str) -> str:
     """The file that an image's packages are installed from; "build": what its wheel is built with."""
     blocks = pinned()
-    names = {"setuptools"} if image == "build" else needed(IMAGE_EXTRAS[image])
+    project = tomllib.loads((K8S.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if image == "build":
+        names = needed(["setuptools", "mypy"])  # mypy brings mypyc, which compiles the core
+    else:
+        optional = [text for extra in IMAGE_EXTRAS[image] for text in project["optional-dependencies"][extra]]
+        names = needed(project["dependencies"] + optional)
     missing = names - set(blocks)
     if missing:
         raise SystemExit(f"constraints.txt lacks {', '.join(sorted(missing))}, which the image {image} needs")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from laps_sd.log import get_logger
 from laps_sd.tracing import QUIET, Tracing
 from scheduler_svc import metrics
+from scheduler_svc.core import COMPILED
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.scheduler import Scheduler
@@ -59,7 +60,12 @@ class Leadership:
         """Stand by, lead, stand by … until cancelled."""
         while True:
             epoch = await self._acquire()
-            log.info("leading", shard=self.settings.shard, leader_epoch=str(epoch))
+            log.info(
+                "leading",
+                shard=self.settings.shard,
+                leader_epoch=str(epoch),
+                core="compiled" if COMPILED else "interpreted",
+            )
             self.epoch = str(epoch)
             try:
                 await self._lead()

@@ -76,7 +76,7 @@ class AcceptanceStatistics:
         self.drafted = self.drafted * _KEEP + drafted
         self.drafted_of_late += (drafted - self.drafted_of_late) / min(self.rounds, OF_LATE_ROUNDS)
 
-    def observe_end(self, rounds: int, tokens: int, squares: int) -> None:
+    def observe_end(self, rounds: int, tokens: float, squares: float) -> None:
         """A request ended after so many rounds, with the sum of their tokens and of their squared tokens."""
         mean = tokens / rounds
         keep = 1 - 1 / FORGET_REQUESTS

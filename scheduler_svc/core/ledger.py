@@ -78,8 +78,10 @@ class Ledger:
         commands.extend(Drop(worker_id, tuple(drops)) for worker_id, drops in self._drops.items())
         touched = list(self._shard.touched.values())
         self._shard.touched.clear()
-        lists = (assignment(worker, settings) for worker in touched)
-        commands.extend(assign for assign in lists if assign is not None)
+        for worker in touched:
+            assign = assignment(worker, settings)
+            if assign is not None:
+                commands.append(assign)
         for worker in touched:
             if worker.draining and not worker.members and not worker.told_drained:
                 worker.told_drained = True

@@ -40,10 +40,8 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
     shard.update_reserved()
     for request in list(shard.reserved_queued.values()):
         # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
-        able = (worker for worker in shard.by_load() if worker.holds(request))
-        least = next(able)
-        free = (worker for worker in (least, *able) if worker.reserved < worker.reserved_share)
-        ledger.lease(request, next(free, least))
+        free = next(_with_reserve_for(shard, request), None)
+        ledger.lease(request, free or next(worker for worker in shard.by_load() if worker.holds(request)))
     for worker in list(shard.touched.values()):
         # With one slot the share is a slice of time, too rarely there to be worth the KV that a move costs. On a list that is not
         # longer than the slots nobody waits for one.
@@ -58,14 +56,19 @@ def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
     """
     waiting = [request for request in crowded.members.values() if request.reserved and not request.running]
     for request in sorted(waiting, key=lambda request: request.residency):  # what has no KV moves at no cost
-        able = (
-            worker for worker in shard.by_load() if worker.holds(request) and not worker.is_short_of_blocks
-        )
-        free = next((worker for worker in able if worker.reserved < worker.reserved_share), None)
+        able = _with_reserve_for(shard, request)
+        free = next((worker for worker in able if not worker.is_short_of_blocks), None)
         if free is not None:
             ledger.move(request, free, "whose reserved share was free")
         if crowded.reserved <= crowded.reserved_share:
             return
+
+
+def _with_reserve_for(shard: Shard, request: Request) -> Iterator[Worker]:
+    """Workers that could run it to its end and whose reserved share is not used up, least loaded first."""
+    for worker in shard.by_load():
+        if worker.holds(request) and worker.reserved < worker.reserved_share:
+            yield worker
 
 
 class _Front:

@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
-from itertools import takewhile
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
@@ -180,8 +179,9 @@ class Shard:
     def in_order(self) -> Iterator[Request]:
         """All unfinished requests, best first. For people's questions."""
         parked = sorted(request.key_now for request in self.parked.values())
-        lists = (worker.ordered for worker in self.workers.values())
-        return (self.requests[key[-1]] for key in merge(self.queued, parked, *lists))
+        lists = [worker.ordered for worker in self.workers.values()]
+        for key in merge(self.queued, parked, *lists):
+            yield self.requests[key[-1]]
 
     def _count(self, request: Request, sign: int) -> None:
         self.backlog_s += sign * request.rank.remaining.mean_s
@@ -267,16 +267,20 @@ class Shard:
 
     def by_load(self) -> Iterator[Worker]:
         """Workers that take work, the fewest unfinished requests per slot first."""
-        return (self.workers[key[-1]] for key in self._loads)
+        for key in self._loads:
+            yield self.workers[key[-1]]
 
     def by_load_reversed(self) -> Iterator[Worker]:
         """The same, the most unfinished requests per slot first."""
-        return (self.workers[key[-1]] for key in reversed(self._loads))
+        for key in reversed(self._loads):
+            yield self.workers[key[-1]]
 
     def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
         """Workers with a full list in whose first part a request with this key would be, the worst list first."""
-        behind = takewhile(lambda cut: cut[:3] >= key, reversed(self._cuts))
-        return (self.workers[cut[3]] for cut in behind)
+        for cut in reversed(self._cuts):
+            if cut[:3] < key:
+                return
+            yield self.workers[cut[3]]
 
     def _list_changed(self, worker: Worker) -> None:
         self.touched[worker.worker_id] = worker

@@ -225,7 +225,7 @@ class TenantOrder:
         return self._size
 
     def __iter__(self) -> Iterator[OrderKey]:
-        return merge(*(self._keys(account) for account in self._queues))
+        return merge(*[self._keys(account) for account in self._queues])
 
     def add(self, key: OrderKey) -> None:
         """Add a key that is not there yet."""
@@ -279,7 +279,8 @@ class TenantOrder:
             self._head_of[account] = head
 
     def _keys(self, account: Account) -> Iterator[OrderKey]:
-        return (_in_turn_of(account, key) for key in self._queues[account])
+        for key in self._queues[account]:
+            yield _in_turn_of(account, key)
 
 
 def _bare(key: OrderKey) -> OrderKey:

@@ -158,6 +158,8 @@ class Cluster:
         self.ended: dict[str, End] = {}
         self.finished_s: dict[str, float] = {}
         self.drained: list[str] = []
+        self.steps: list[list[Command]] = []
+        """What each step asked for."""
         self.served_s: Counter[str] = Counter()
         """Machine seconds of each request, as its worker's rounds were: shares of rounds, and its own prefill."""
         self.tenant_served_s: Counter[tuple[int, str]] = Counter()
@@ -234,6 +236,7 @@ class Cluster:
 
     def step(self, events: list[Event]) -> None:
         commands = self.scheduler.step(self.now_s, events)
+        self.steps.append(commands)
         if self._check:
             self.scheduler.check()
         for command in commands:

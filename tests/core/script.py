@@ -18,6 +18,8 @@ Lines up to `----` are one step, except questions, which are asked after it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from laps_sd.choose import Residency
 from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Finish, Lease, Rank, Release
 from scheduler_svc.core.events import (
@@ -60,7 +62,9 @@ class Script:
     @property
     def core(self) -> Scheduler:
         if self._core is None:
-            settings = CoreSettings(**self._settings)  # type: ignore[arg-type]
+            defaults = CoreSettings()
+            given = {name: type(getattr(defaults, name))(value) for name, value in self._settings.items()}
+            settings = replace(defaults, **given)
             self._core = Scheduler(policy_named(self._policy, settings), settings, Priors())
         return self._core
 

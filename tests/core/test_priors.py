@@ -202,7 +202,7 @@ class TestShrinkage:
         for _ in range(3000):
             centre = source.gauss(5, between**0.5)
             rounds = [source.gauss(centre, within**0.5) for _ in range(source.randint(5, 60))]
-            statistics.observe_end(len(rounds), sum(rounds), sum(x * x for x in rounds))  # type: ignore[arg-type]
+            statistics.observe_end(len(rounds), sum(rounds), sum(x * x for x in rounds))
         found = statistics.variances()
         assert found is not None
         assert found[0] == pytest.approx(within, rel=0.1)

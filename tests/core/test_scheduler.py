@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from laps_sd.choose import Residency
-from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Finish, Lease, Rank, Release
+from scheduler_svc.core.commands import Assign, Commit, Drained, Drop, Finish, Lease, Rank, Release
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -555,20 +555,12 @@ class TestSteps:
         for time_s, what, who in ((0.5, "drain", "w0"), (1.1, "cancel", "r20"), (1.2, "lost", "w1")):
             cluster.at(time_s, what, who)
         cluster.at(1.5, "up", facts("w2", 2))
-        steps: list[list[Command]] = []
-        inner = cluster.scheduler.step
-
-        def step(now_s, events):  # type: ignore[no-untyped-def]
-            steps.append(inner(now_s, events))
-            return steps[-1]
-
-        cluster.scheduler.step = step  # type: ignore[method-assign]
         cluster.run()
         assert set(cluster.ended) == set(cluster.jobs)
-        for commands in steps:
+        for commands in cluster.steps:
             order = [{Drop: 1, Assign: 2, Drained: 3}.get(type(command), 0) for command in commands]
             assert order == sorted(order)
-        assert {type(command) for commands in steps for command in commands} >= {
+        assert {type(command) for commands in cluster.steps for command in commands} >= {
             Commit,
             Finish,
             Lease,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, TypeVar
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.lengths import TokensLeft
@@ -16,6 +17,17 @@ from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.settings import CoreSettings
+
+T = TypeVar("T")
+
+try:
+    from mypy_extensions import mypyc_attr
+except ImportError:  # only the compiler reads it
+
+    def mypyc_attr(*attrs: str, **kwattrs: object) -> Callable[[T], T]:
+        """Nothing."""
+        return lambda decorated: decorated
+
 
 STEADY_S = 1e4
 """Added to an index by policies that preempt between levels only. `laps_sd.choose` lets a waiting request displace a
@@ -25,6 +37,8 @@ ARRIVAL_S = 1e-11
 """Index per arrival: the older one first among equals, too little to count otherwise."""
 
 
+# A policy can be tried out without compiling it: the simulator's oracle is one.
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Policy(ABC):
     """Deterministic: the same request and priors give the same rank."""
 
