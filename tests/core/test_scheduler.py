@@ -430,12 +430,13 @@ class TestReports:
     def test_swaps_teach_what_moving_a_context_costs(self) -> None:
         """Out with the change of residency, in with the round that runs it again."""
         scheduler = core()
-        wide = replace(W, slots=2)
-        scheduler.step(1.0, [WorkerUp(wide, ()), Arrived(request("a")), Arrived(request("b", 2))])
-        scheduler.step(2.0, [report(did("a", 0, 3), did("b", 0, 3))])
+        wide = replace(W, slots=3)
+        c = replace(request("c", 3), prompt_tokens=50)
+        scheduler.step(1.0, [WorkerUp(wide, ()), *map(Arrived, (request("a"), request("b", 2), c))])
+        scheduler.step(2.0, [report(did("a", 0, 3), did("b", 0, 3), did("c", 0, 3))])
         out = (
             ResidencyChange("b", 1, Residency.HOST),
-            ResidencyChange("b", 9, Residency.HOST),
+            ResidencyChange("c", 9, Residency.HOST),
             ResidencyChange("gone", 1, Residency.HOST),
             ResidencyChange("a", 1, Residency.DEVICE),
         )
@@ -579,6 +580,33 @@ class TestSteps:
         for i in range(20):
             commands = scheduler.step(1.0 + i, [report(did("a", i, 1), verify_s=0.1 * i)])
             assert not any(isinstance(command, Assign) for command in commands)
+
+    def test_who_waits_behind_the_slots_is_sent_again_when_its_estimate_moved(self) -> None:
+        scheduler = core("srpt-length")
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a")), Arrived(request("b", 2))])
+        scheduler.step(1.0, [report(did("a", 0, 1))])
+        # Rounds turn out much shorter than was thought. That "a" looks better changes nothing, it runs; that "b" does may.
+        sent = [
+            {entry.request_id: entry.index_s for entry in command.entries}
+            for i in range(1, 9)
+            for command in scheduler.step(
+                1.0 + 30 * i, [report(did("a", i, 1), draft_s=0.0, verify_s=0.0003)]
+            )
+            if isinstance(command, Assign)
+        ]
+        assert sent
+        assert sent[-1]["b"] < 0.5
+
+    def test_the_story_of_a_cancelled_request_says_so(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        ended = scheduler.step(3.0, [EndRequested("a", End.CANCELLED, "")])[0]
+        assert isinstance(ended, Finish)
+        assert [(line.at_s, line.what, line.detail) for line in ended.story][-1] == (
+            3.0,
+            "ended",
+            "cancelled",
+        )
 
     def test_a_drain_told_twice_is_one(self) -> None:
         scheduler = core()
