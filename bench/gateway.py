@@ -2,8 +2,9 @@
 
 A scheduler of this file (a process of its own) delivers tokens for many streams at a steady rate, about three at a time, as a busy
 pool does: many requests in one message of the link. A real gateway turns them into text and streams them to clients in this process, by
-gRPC or by server-sent events. The delay of a delivery is the time from when the scheduler hands it to its link until the client has it,
-both read from the machine's one monotonic clock; what a client gets in one message because it was late counts for each delivery in it.
+gRPC or by server-sent events; they note what comes when, and read it when the run is over (`bench/_arrivals.py`). The delay of a delivery is the
+time from when the scheduler hands it to its link until the client has it, both read from the machine's one monotonic clock; what a client gets
+in one message because it was late counts for each delivery in it.
 
 On a busy machine the delay says more about the machine. Beside it stands what the gateway's process took from its CPU: messages per
 second of CPU time, which is what one core could carry.
@@ -27,17 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import grpc.aio
+import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.report import finish, progress, table
+from bench._arrivals import Arrivals, GrpcArrivals, HttpArrivals
+from bench.report import about, finish, progress, table
 from laps_sd.local import is_serving
 from laps_sd.model_dir import demo_target_dir
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-from laps_sd.v1 import gateway_link_pb2_grpc, inference_pb2_grpc
+from laps_sd.v1 import gateway_link_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.wire import make_channel, server_options
+from laps_sd.wire import server_options
 
 GOAL_MESSAGES_PER_CPU_S = 6000.0
 GOAL_P99_S = 0.020
@@ -163,46 +165,53 @@ class Heard:
     times: list[tuple[int, float]] = field(default_factory=list)
 
 
-async def read_grpc(address: str, number: int) -> Heard:
-    heard = Heard()
-    async with make_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        request = pb.GenerateRequest(text=f"request {number}")
-        async for event in stub.GenerateStream(request):
+async def connect(address: str, arrivals: Arrivals) -> None:
+    host, _, port = address.rpartition(":")
+    await asyncio.get_running_loop().create_connection(lambda: arrivals, host, int(port))
+    await arrivals.ended
+
+
+async def read_grpc(address: str, streams: int) -> list[Heard]:
+    path = "/laps_sd.v1.Inference/GenerateStream"
+    arrivals = [
+        GrpcArrivals(path, pb.GenerateRequest(text=f"request {number}").SerializeToString())
+        for number in range(streams)
+    ]
+    await asyncio.gather(*(connect(address, each) for each in arrivals))
+    clients = []
+    for each in arrivals:
+        clients.append(heard := Heard())
+        for now, message in each.messages():
+            event = pb.GenerateEvent.FromString(message)
             match event.WhichOneof("event"):
                 case "accepted":
                     heard.request_id = event.accepted.request_id
                 case "delta":
                     heard.messages += 1
-                    heard.times.append((event.delta.cursor.next_token, time.monotonic()))
-    return heard
+                    heard.times.append((event.delta.cursor.next_token, now))
+    return clients
 
 
-async def read_http(address: str, number: int, session: aiohttp.ClientSession) -> Heard:
-    heard = Heard()
+async def read_http(address: str, streams: int) -> list[Heard]:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": f"request {number}", "stream": True, "stream_options": options}
-    async with session.post(f"http://{address}/v1/completions", json=body) as response:
-        heard.request_id = response.headers["x-request-id"]
-        async for line in response.content:
+    arrivals = []
+    for number in range(streams):
+        body = {"prompt": f"request {number}", "stream": True, "stream_options": options}
+        arrivals.append(HttpArrivals("/v1/completions", json.dumps(body).encode()))
+    await asyncio.gather(*(connect(address, each) for each in arrivals))
+    clients = []
+    for each in arrivals:
+        headers, chunks = each.answer()
+        clients.append(heard := Heard(headers["x-request-id"]))
+        events = ((now, line) for now, chunk in chunks for line in chunk.splitlines())
+        for now, line in events:
             if line.startswith(b"data: {"):
-                now = time.monotonic()
                 chunk = json.loads(line.removeprefix(b"data: "))
                 if chunk["choices"]:
                     # The chunk with the reason has no counterpart by gRPC, where the end is no delta.
                     heard.messages += chunk["choices"][0]["finish_reason"] is None
                     heard.times.append((chunk["usage"]["completion_tokens"], now))
-    return heard
-
-
-async def read_all(protocol: str, address: str, streams: int) -> list[Heard]:
-    if protocol == "grpc":
-        return await asyncio.gather(*(read_grpc(address, number) for number in range(streams)))
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=None)
-    ) as session:
-        return await asyncio.gather(*(read_http(address, number, session) for number in range(streams)))
+    return clients
 
 
 # -- a run --------------------------------------------------------------------------------------------------------------
@@ -220,7 +229,10 @@ def run(protocol: str, options: argparse.Namespace) -> dict[str, Any]:
             str(options.seconds),
         ]
         source = subprocess.Popen(
-            [sys.executable, __file__, *flags, "--source", str(times)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "bench.gateway", *flags, "--source", str(times)],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert source.stdout is not None
         ports = _free_ports(3)
@@ -242,7 +254,8 @@ def run(protocol: str, options: argparse.Namespace) -> dict[str, Any]:
                 time.sleep(0.1)
             before = _cpu_s(ports[1])
             address = f"127.0.0.1:{ports[0] if protocol == 'grpc' else ports[2]}"
-            heard = asyncio.run(read_all(protocol, address, options.streams))
+            read = read_grpc if protocol == "grpc" else read_http
+            heard = uvloop.run(read(address, options.streams))
             cpu_s = _cpu_s(ports[1]) - before
             while not times.exists():
                 time.sleep(0.05)
@@ -309,7 +322,7 @@ def _free_ports(count: int) -> list[int]:
 def main() -> int:
     options = arguments()
     if options.source is not None:
-        asyncio.run(be_source(options))
+        uvloop.run(be_source(options))
         return 0
     rows = []
     for protocol in ("grpc", "http") if options.protocol == "both" else (options.protocol,):
@@ -327,7 +340,9 @@ def main() -> int:
         f"p99 delay {each['delay_p99_s'] * 1000:.1f} ms"
         for each in rows
     )
-    return finish(rows, json_file=options.json, summary=summary, met=met)
+    return finish(
+        rows, json_file=options.json, summary=summary, met=met, about=about("gateway", sys.argv[1:])
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import itemgetter
 
 
@@ -260,9 +261,8 @@ class _Selection:
 
     def _would_evict(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
         """Whether `victim` loses its KV: eviction is worst rank first, so only better ones than it stay for sure."""
-        for other in self._entries:
-            if other[2] == victim[2]:  # not `is`: compiled, a tuple has no identity
-                break
+        # Compared by id: compiled, a tuple has no identity.
+        for other in takewhile(lambda other: other[2] != victim[2], self._entries):
             if other[2] not in self.chosen and other[2] != entry[2]:
                 target_left -= other[3].target_blocks
                 draft_left -= other[3].draft_blocks

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
+from itertools import takewhile
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
@@ -277,10 +278,8 @@ class Shard:
 
     def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
         """Workers with a full list in whose first part a request with this key would be, the worst list first."""
-        for cut in reversed(self._cuts):
-            if cut[:3] < key:
-                return
-            yield self.workers[cut[3]]
+        behind = takewhile(lambda cut: cut[:3] >= key, reversed(self._cuts))
+        return map(lambda cut: self.workers[cut[3]], behind)  # noqa: C417  # lazy when compiled, too
 
     def _list_changed(self, worker: Worker) -> None:
         self.touched[worker.worker_id] = worker

@@ -94,6 +94,16 @@ class TestReserve:
         _, preferred = self.run(free_blocks=30, rounds=3)
         assert preferred == [True] * 8
 
+    def test_what_only_one_worker_could_hold_stays_there_though_the_share_of_another_is_free(self) -> None:
+        scheduler = core()
+        large, small = replace(W, slots=2), replace(W, worker_id="small", slots=2, max_length=64)
+        arrivals = [Arrived(request(f"r{i}", i)) for i in range(6)]
+        scheduler.step(0.0, [WorkerUp(large, ()), WorkerUp(small, ()), *arrivals])
+        scheduler.step(1.0, [report(did("r2", 0, 1), did("r3", 0, 1))])
+        scheduler.check()
+        oldest = [scheduler.explain(f"r{i}", 0.0) for i in range(3)]
+        assert [(e.worker_id, e.reserved) for e in oldest if e] == [("w", True), ("w", True), ("w", False)]
+
     def test_who_has_begun_keeps_its_place_until_it_ends(self) -> None:
         scheduler = core()
         scheduler.step(0.0, [WorkerUp(self.SMALL, ()), Arrived(request("old", 0, prompt_tokens=800))])

@@ -168,9 +168,9 @@ class Protocol(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         shard = self.shard = new_shard()
-        self.schedulers = [Scheduler(Store.open(self.url, shard)) for _ in range(SCHEDULERS)]
+        self.schedulers = [Scheduler(Store.open(self.url, shard, timeout_s=60)) for _ in range(SCHEDULERS)]
         self.workers = {f"w{at}": Worker(f"w{at}") for at in range(WORKERS)}
-        self.reader = Store.open(self.url, shard)
+        self.reader = Store.open(self.url, shard, timeout_s=60)
         self.client = redis_client.Redis.from_url(self.url, protocol=2)
         self.epochs: list[int] = []
         # What clients know.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 try:
     from mypy_extensions import mypyc_attr
-except ImportError:  # only the compiler reads it
+except ImportError:  # pragma: no cover  # only the compiler reads it
 
     def mypyc_attr(*attrs: str, **kwattrs: object) -> Callable[[T], T]:
         """Nothing."""
