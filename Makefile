@@ -19,7 +19,7 @@ BUF := npx --yes --package=@bufbuild/buf@$(BUF_VERSION) -- buf
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: setup
 setup: $(STAMP) ## Make .venv with everything in it (TORCH=... chooses the torch build)
@@ -42,6 +42,13 @@ $(STAMP): $(VENV)/.torch constraints.txt pyproject.toml
 .PHONY: k8s-tools
 k8s-tools: setup ## Install Helm 3 and 4, schemas of Kubernetes and Prometheus, for tests/k8s (Linux on x86_64)
 	tests/k8s/install_tools.sh $(VENV)/k8s-tools $(BIN)/python
+
+# A folder of its own, so that .venv stays as it is; torch and transformers are those of .venv.
+.PHONY: guidellm
+guidellm: setup ## Install GuideLLM for its test, beside what .venv has (200 MB)
+	@cmp -s tests/system/guidellm.txt $(VENV)/guidellm/guidellm.txt || { \
+	  rm -rf $(VENV)/guidellm && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	    --target $(VENV)/guidellm -r tests/system/guidellm.txt && cp tests/system/guidellm.txt $(VENV)/guidellm; }
 
 .PHONY: images
 images: ## Build the images with buildah and print their sizes (BASE=debian needs no registry; ARGS="gateway")
