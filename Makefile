@@ -19,7 +19,7 @@ BUF := npx --yes --package=@bufbuild/buf@$(BUF_VERSION) -- buf
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 .PHONY: setup
 setup: $(STAMP) ## Make .venv with everything in it (TORCH=... chooses the torch build)
