@@ -76,7 +76,8 @@ def deciding(path: Path) -> Iterator[str]:
     core = [row for row in rows if "median_ms" in row]
     whole = [row for row in rows if "cpu_ms_per_report" in row]
     yield from ("## What deciding costs", "")
-    yield f"One report of {core[0]['slots']} requests through the core of the scheduler, which orders and answers it. {source}."
+    how = "compiled as in the scheduler's image" if core[0]["compiled"] else "not compiled"
+    yield f"One report of {core[0]['slots']} requests through the core of the scheduler, {how}, which orders and answers it. {source}."
     yield from table(
         ("workers", "queued", "median ms", "p99 ms", "/ shortest queue", "bytes per queued request"),
         (
