@@ -82,6 +82,7 @@ class Proxy:
         self.address = f"{HOST}:{self._socket.getsockname()[1]}"
         self.connections: set[Connection] = set()
         self._cut_off: dict[int, tuple[Direction, ...]] = {}
+        self._held: dict[int, list[Connection]] = {}
         self._server: asyncio.Server | None = None
         self._taking: set[asyncio.Task[None]] = set()
 
@@ -122,12 +123,13 @@ class Proxy:
         connections = self.of(pid)
         for connection in connections:
             connection.hold(directions)
+        self._held.setdefault(pid, []).extend(connections)
         return len(connections)
 
     def release(self, pid: int) -> None:
         """The network is back."""
         self._cut_off.pop(pid, None)
-        for connection in self.of(pid):
+        for connection in self._held.pop(pid, []):  # not `of(pid)`: its own end of one may be gone by now
             connection.release()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,6 +138,7 @@ class Proxy:
         for pid, directions in self._cut_off.items():
             if connection.port in ports_of(pid):
                 connection.hold(directions)
+                self._held.setdefault(pid, []).append(connection)
         self.connections.add(connection)
         try:
             target_reader, target_writer = await asyncio.open_connection(*self._target)

@@ -240,9 +240,7 @@ class _Patience:
         advice = retry_after_s(error)
         self._attempts += 1
         pause_s = max(advice or 0.0, _growing(self._attempts))
-        may_work = code is grpc.StatusCode.UNAVAILABLE or (
-            code is grpc.StatusCode.RESOURCE_EXHAUSTED and advice is not None
-        )
+        may_work = code in LOST or (code is grpc.StatusCode.RESOURCE_EXHAUSTED and advice is not None)
         ends = self._until if self._deadline is None else min(self._until, self._deadline)
         if not may_work or now + pause_s >= ends:
             raise error_of(error) from error

@@ -49,6 +49,8 @@ def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # A ping of gRPC's own (it probes the bandwidth) takes the place of one for keepalive, and waits a minute for its answer otherwise.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ]
 
 

@@ -21,7 +21,8 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from laps_sd import errors, interceptor
+from bench._proxy import BOTH, Proxy
+from laps_sd import errors, interceptor, wire
 from laps_sd.serving import ServiceApp, ServingSettings, StartupError, TaskFailed
 from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, inference_pb2_grpc
 from laps_sd.wire import Tls, make_channel
@@ -97,6 +98,27 @@ async def running(*interceptors, **overrides) -> AsyncIterator[tuple[ServiceApp,
             yield app, scripted, channel
     finally:
         await app.stop()
+
+
+async def test_a_stream_whose_peer_fell_silent_is_told_so(monkeypatch):
+    """Within the timeout of a ping, whoever sent it: gRPC's own wait a minute for their answer unless told otherwise, and
+    by then a request has lost its client.
+    """
+    monkeypatch.setattr(wire, "KEEPALIVE_TIMEOUT_MS", 200)
+    async with running() as (app, _, _):
+        proxy = Proxy(f"127.0.0.1:{app.port}")
+        await proxy.serve()
+        async with make_channel(proxy.address) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).GenerateStream(
+                inference_pb2.GenerateRequest(model="endless")
+            )
+            assert await call.read() is not grpc.aio.EOF
+            proxy.hold(os.getpid(), BOTH)
+            async with asyncio.timeout(45):
+                status = await call.code()
+        await proxy.close()
+
+    assert status is grpc.StatusCode.UNAVAILABLE
 
 
 async def failure(call) -> grpc.aio.AioRpcError:

@@ -137,6 +137,35 @@ class TestAsyncClient:
             tokens(0, 7)
         )
 
+    @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+    def test_what_nobody_answered_is_tried_again(self, code: grpc.StatusCode) -> None:
+        """gRPC itself ends what reaches a server that stops with CANCELLED, and nobody had cancelled."""
+        error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
+        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+
+        assert progress.lost(error, 1.0) > 0.0
+
+    async def test_a_call_that_a_stopping_gateway_cut_off_before_it_was_accepted_goes_to_the_next_one(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        one: Running = await start_gateway(scheduler.address)
+        two: Running = await start_gateway(scheduler.address)
+        scheduler.answers_submits = False
+        async with AsyncClient([address(one), address(two)]) as client:
+            answer = asyncio.create_task(client.generate("x"))
+            await wait_until_async(lambda: scheduler.all_heard("submit"), description="it was submitted")
+            scheduler.answers_submits = True
+            await one.gateway.app.server.stop(None)
+            await wait_until_async(
+                lambda: len(scheduler.all_heard("submit")) == 2, description="it was submitted again"
+            )
+            first, second = scheduler.all_heard("submit")
+            scheduler.commit(second.request_id, tokens(0, 1), Kind.KIND_STOP)
+            response = await answer
+
+        assert list(response.token_ids) == tokens(0, 1)
+        assert first.idempotency_key == second.idempotency_key != ""
+
     async def test_an_address_where_nobody_answers_is_left_for_the_next_one(
         self, running: Running, scheduler: FakeScheduler
     ) -> None:
