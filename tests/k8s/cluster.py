@@ -52,8 +52,8 @@ class Cluster:
     ) -> Any:
         """A call that no typed client has, such as a server-side apply. ApiException as from all others."""
         return await self.api.call_api(
-            method,
             path,
+            method,
             body=body,
             query_params=list((query or {}).items()),
             header_params={"Accept": "application/json", "Content-Type": "application/json", **headers},
@@ -210,6 +210,14 @@ class OperatorProcess:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
 
+    def twin(self) -> OperatorProcess:
+        """Another one of the same account; not started."""
+        return OperatorProcess(
+            Path(self._environment["KUBECONFIG"]),
+            self._environment["LAPS_SD_OPERATOR_NAMESPACE"],
+            self.log.with_suffix(".twin.log"),
+        )
+
     def probe(self) -> int:
         """What Kubernetes' liveness probe gets."""
         port = self._environment["LAPS_SD_OPERATOR_HEALTH_PORT"]
@@ -305,12 +313,22 @@ async def token_of(cluster: Cluster, account: str) -> str:
 
 
 def kubeconfig_with(token: str, path: Path) -> Path:
-    """Writes the test's kubeconfig with another user."""
-    given = yaml.safe_load(Path(kubeconfig_of_test()).read_text(encoding="utf-8"))
-    given["users"] = [{"name": "account", "user": {"token": token}}]
-    given["contexts"] = [
-        {"name": "account", "context": {"cluster": given["clusters"][0]["name"], "user": "account"}}
-    ]
-    given["current-context"] = "account"
-    path.write_text(yaml.safe_dump(given), encoding="utf-8")
+    """Writes the cluster of the test's kubeconfig, with another user."""
+    own = Path(kubeconfig_of_test())
+    given = yaml.safe_load(own.read_text(encoding="utf-8"))
+    contexts = {one["name"]: one["context"] for one in given["contexts"]}
+    name = contexts[given["current-context"]]["cluster"]
+    (cluster,) = (one for one in given["clusters"] if one["name"] == name)
+    if "certificate-authority" in cluster["cluster"]:  # as seen from where the file lies
+        authority = own.parent.resolve() / cluster["cluster"]["certificate-authority"]
+        cluster["cluster"]["certificate-authority"] = str(authority)
+    account = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [cluster],
+        "users": [{"name": "account", "user": {"token": token}}],
+        "contexts": [{"name": "account", "context": {"cluster": name, "user": "account"}}],
+        "current-context": "account",
+    }
+    path.write_text(yaml.safe_dump(account), encoding="utf-8")
     return path
