@@ -411,11 +411,24 @@ async def test_a_pool_that_is_being_deleted_gets_no_new_deployment(
 
     await cluster.delete_pool(NAME, "Foreground")
 
-    async def gone() -> bool:
-        return await cluster.pools() == []
-
-    await wait_until_async(gone, description="the pool is gone", timeout_s=60)
+    await wait_until_async(lambda: has_pools(cluster, 0), description="the pool is gone", timeout_s=60)
     assert await cluster.deployment(NAME) is None
+
+
+async def test_a_pool_that_is_there_again_at_once_gets_a_deployment_of_its_own(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=1))
+    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready", timeout_s=60)
+
+    await cluster.delete_pool(NAME)
+    again = await cluster.create_pool(with_spec(pool, replicas=2))
+
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    made = await cluster.deployment(NAME)
+    assert made is not None
+    assert [one["uid"] for one in made["metadata"]["ownerReferences"]] == [again["metadata"]["uid"]]
+    await wait_until_async(lambda: no_problem(cluster), description="nothing is in its way any more")
 
 
 async def test_what_kubernetes_refuses_is_told_in_status(
@@ -620,43 +633,83 @@ async def test_the_api_server_takes_everything_that_the_chart_renders(
 async def test_helm_installs_upgrades_and_removes_it(cluster: Cluster, helm3: Any) -> None:
     """A number of workers that was set by hand: an upgrade sets a Deployment's back, and leaves a SpeculativePool's."""
 
-    async def helm(*arguments: str) -> None:
-        program = helm3_program()
-        assert program is not None
-        where = ("--namespace", cluster.namespace, "--kubeconfig", kubeconfig_of_test())
-        done = await asyncio.to_thread(
-            subprocess.run, [program, *arguments, *where], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-
-    await helm("install", "demo", str(CHART))
+    await helm(cluster, "install", "demo", str(CHART))
     await cluster.scale_deployment(NAME, 3)
-    await helm("upgrade", "demo", str(CHART), "--set", "image.tag=0.2.0")
+    await helm(cluster, "upgrade", "demo", str(CHART), "--set", "image.tag=0.2.0")
     made = await cluster.deployment(NAME)
     assert made is not None
     assert made["spec"]["replicas"] == 1
     assert made["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":0.2.0")
 
-    await helm("upgrade", "demo", str(CHART), "--set", "operator.enabled=true")
+    await helm(cluster, "upgrade", "demo", str(CHART), "--set", "operator.enabled=true")
     assert await cluster.pools() == [NAME]
     await cluster.scale_pool(NAME, 3)
-    await helm("upgrade", "demo", str(CHART), "--set", "operator.enabled=true,image.tag=0.3.0")
+    await helm(cluster, "upgrade", "demo", str(CHART), "--set", "operator.enabled=true,image.tag=0.3.0")
     changed = await cluster.pool(NAME)
     assert changed["spec"]["replicas"] == 3
     assert changed["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":0.3.0")
 
-    await helm("rollback", "demo", "1")
+    await helm(cluster, "rollback", "demo", "1")
     assert await cluster.pools() == []
     made = await cluster.deployment(NAME)
     assert made is not None
     assert made["spec"]["replicas"] == 1
 
-    await helm("uninstall", "demo")
+    await helm(cluster, "uninstall", "demo")
 
     async def nothing_left() -> bool:
         return await cluster.deployment(NAME) is None and not await cluster.pods()
 
     await wait_until_async(nothing_left, description="everything is gone")
+
+
+async def helm(cluster: Cluster, *arguments: str, succeeds: bool = True) -> str:
+    """What it says, as an administrator of the cluster."""
+    program = helm3_program()
+    assert program is not None
+    where = ("--namespace", cluster.namespace, "--kubeconfig", kubeconfig_of_test())
+    done = await asyncio.to_thread(
+        subprocess.run, [program, *arguments, *where], capture_output=True, text=True
+    )
+    assert (done.returncode == 0) is succeeds, done.stderr
+    return done.stdout + done.stderr
+
+
+async def test_a_release_changes_to_the_operator_and_back(
+    cluster: Cluster, helm3: Any, tmp_path: Path
+) -> None:
+    """Its workers' Deployment is Helm's, the operator's, and Helm's again, which needs a hand: Helm takes over nothing."""
+    await helm(cluster, "install", "demo", str(CHART))
+    await helm(cluster, "upgrade", "demo", str(CHART), "--set", "operator.enabled=true")
+    kubeconfig = kubeconfig_with(await token_of(cluster, "demo-laps-sd-operator"), tmp_path / "kubeconfig")
+    process = OperatorProcess(kubeconfig, cluster.namespace, tmp_path / "operator.log")
+    process.start()
+    try:
+
+        async def owners() -> list[str]:
+            made = await cluster.deployment(NAME)
+            return [one["kind"] for one in made["metadata"].get("ownerReferences", [])] if made else []
+
+        await wait_until_async(owners, description="the Deployment is the operator's")
+        back = ("upgrade", "demo", str(CHART), "--set", "operator.enabled=false")
+        refused = await helm(cluster, *back, succeeds=False)
+        assert f"delete speculativepool {NAME} --cascade=foreground" in refused
+        assert await cluster.pools() == [NAME], "it is as it was"
+
+        await cluster.delete_pool(NAME, "Foreground")
+        await wait_until_async(lambda: has_pools(cluster, 0), description="the pool is gone", timeout_s=60)
+        await helm(cluster, *back)
+
+        made = await cluster.deployment(NAME)
+        assert made is not None
+        assert made["metadata"]["annotations"]["meta.helm.sh/release-name"] == "demo"
+        assert await owners() == []
+    finally:
+        process.stop()
+
+
+async def has_pools(cluster: Cluster, count: int) -> bool:
+    return len(await cluster.pools()) == count
 
 
 async def admits_its_pod(cluster: Cluster, template: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from laps_sd_operator import __main__ as operator
 from laps_sd_operator import objects, scheduler
 from laps_sd_operator.reconcile import Worker
+from structlog.testing import capture_logs
 
 from laps_sd.log import get_logger
 from tests.helpers import wait_until_async
@@ -186,6 +187,26 @@ async def test_an_answer_that_never_comes_ends_a_turn_and_not_the_pools_turns(
     looks_after.look_after("models", "p")
 
     await wait_until_async(lambda: asked == 2, description="another turn")
+
+
+async def test_an_outage_of_kubernetes_is_told_once_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [OSError("refused"), OSError("refused"), OSError("reset"), POOL, None]
+
+    class Away(Memory):
+        async def pool(self) -> dict[str, Any] | None:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return dict(answer) if answer else None
+
+    monkeypatch.setattr(operator, "Kubernetes", lambda *_: Away(None))
+    monkeypatch.setattr(operator, "TURN_S", 0.0)
+    with capture_logs() as said:
+        operator.Operator(None, None).look_after("models", "p")
+        await wait_until_async(lambda: not answers, description="all are asked")
+
+    events = [one["event"] for one in said if one["event"].startswith("a turn")]
+    assert events == ["a turn failed; the next one begins anew"] * 2 + ["a turn succeeded again"]
 
 
 class Shard:

@@ -85,15 +85,22 @@ class Operator:
     async def _turns(self, namespace: str, name: str) -> None:
         kubernetes = Kubernetes(self._api, namespace, name)
         logger = log.bind(pool=f"{namespace}/{name}")
+        failed = ""
         while True:
             self._heard.discard((namespace, name))
             try:
                 async with asyncio.timeout(TURN_LIMIT_S):
                     there = await turn(kubernetes, self._tls, logger)
+            except Exception as error:
+                if repr(error) != failed:  # said once: an API server may be away for long
+                    logger.exception("a turn failed; the next one begins anew")
+                failed = repr(error)
+            else:
+                if failed:
+                    logger.info("a turn succeeded again")
+                failed = ""
                 if not there and (namespace, name) not in self._heard:
                     break
-            except Exception:
-                logger.exception("a turn failed; the next one begins anew")
             await asyncio.sleep(TURN_S)
         del self._tasks[namespace, name]
 
