@@ -2,7 +2,7 @@
 
 The API server is named by the environment variable LAPS_SD_TEST_KUBECONFIG. It needs Kubernetes' controllers and must have no
 node of its own, so that nobody else runs the pods. Everything that is made is in a namespace that is deleted at the end, but
-for the resource definition of the pools, which is replaced by that of this checkout.
+for a node of that name, which is deleted too, and the resource definition of the pools, which is replaced by that of this checkout.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ VARIABLE = "LAPS_SD_TEST_KUBECONFIG"
 MERGE = "application/merge-patch+json"
 POOLS = ("laps-sd.dev", "v1alpha1")
 PLURAL = "speculativepools"
+PREFIX = "laps-sd-test-"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -52,8 +53,8 @@ class Cluster:
     ) -> Any:
         """A call that no typed client has, such as a server-side apply. ApiException as from all others."""
         return await self.api.call_api(
-            method,
             path,
+            method,
             body=body,
             query_params=list((query or {}).items()),
             header_params={"Accept": "application/json", "Content-Type": "application/json", **headers},
@@ -170,7 +171,7 @@ class Kubelet:
             await self._silence(name)
             await core.delete_namespaced_pod(name, namespace, grace_period_seconds=0)
         elif not pod["spec"].get("nodeName"):
-            node = {"apiVersion": "v1", "kind": "Node", "name": "nowhere"}
+            node = {"apiVersion": "v1", "kind": "Node", "name": namespace}
             await self._cluster.request(
                 "POST",
                 f"/api/v1/namespaces/{namespace}/pods/{name}/binding",
@@ -210,6 +211,14 @@ class OperatorProcess:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
 
+    def twin(self) -> OperatorProcess:
+        """Another one of the same account; not started."""
+        return OperatorProcess(
+            Path(self._environment["KUBECONFIG"]),
+            self._environment["LAPS_SD_OPERATOR_NAMESPACE"],
+            self.log.with_suffix(".twin.log"),
+        )
+
     def probe(self) -> int:
         """What Kubernetes' liveness probe gets."""
         port = self._environment["LAPS_SD_OPERATOR_HEALTH_PORT"]
@@ -248,13 +257,16 @@ async def namespace_of_test() -> AsyncIterator[Cluster]:
     """A fresh namespace that admits restricted pods only, with this checkout's definition of pools."""
     await config.load_kube_config(kubeconfig_of_test())
     async with client.ApiClient() as api:
-        nodes = (await client.CoreV1Api(api).list_node()).items
-        if nodes:
+        nodes = [one.metadata.name for one in (await client.CoreV1Api(api).list_node()).items]
+        if not all(name.startswith(PREFIX) for name in nodes):
             pytest.skip("the cluster has nodes: these tests want to run its pods themselves")
-        cluster = Cluster(api, f"laps-sd-test-{secrets.token_hex(4)}")
+        cluster = Cluster(api, f"{PREFIX}{secrets.token_hex(4)}")
         await define_pools(cluster)
         labelled = {"name": cluster.namespace, "labels": RESTRICTED}
         await cluster.core.create_namespace({"metadata": labelled})
+        # Of the namespace's name. Kubernetes collects pods of nodes that it does not know; a scheduler is to leave it alone.
+        node = {"metadata": {"name": cluster.namespace}, "spec": {"unschedulable": True}}
+        await cluster.core.create_node(node)
         await wait_until_async(
             lambda: _has_account(cluster), description="the namespace has its default account"
         )
@@ -262,6 +274,9 @@ async def namespace_of_test() -> AsyncIterator[Cluster]:
             yield cluster
         finally:
             await cluster.core.delete_namespace(cluster.namespace)
+            # It gets no new pods any more; those that it has wait for a kubelet to end them, and it for them.
+            await cluster.core.delete_collection_namespaced_pod(cluster.namespace, grace_period_seconds=0)
+            await cluster.core.delete_node(cluster.namespace)
 
 
 async def _has_account(cluster: Cluster) -> bool:
@@ -305,12 +320,22 @@ async def token_of(cluster: Cluster, account: str) -> str:
 
 
 def kubeconfig_with(token: str, path: Path) -> Path:
-    """Writes the test's kubeconfig with another user."""
-    given = yaml.safe_load(Path(kubeconfig_of_test()).read_text(encoding="utf-8"))
-    given["users"] = [{"name": "account", "user": {"token": token}}]
-    given["contexts"] = [
-        {"name": "account", "context": {"cluster": given["clusters"][0]["name"], "user": "account"}}
-    ]
-    given["current-context"] = "account"
-    path.write_text(yaml.safe_dump(given), encoding="utf-8")
+    """Writes the cluster of the test's kubeconfig, with another user."""
+    own = Path(kubeconfig_of_test())
+    given = yaml.safe_load(own.read_text(encoding="utf-8"))
+    contexts = {one["name"]: one["context"] for one in given["contexts"]}
+    name = contexts[given["current-context"]]["cluster"]
+    (cluster,) = (one for one in given["clusters"] if one["name"] == name)
+    if "certificate-authority" in cluster["cluster"]:  # as seen from where the file lies
+        authority = own.parent.resolve() / cluster["cluster"]["certificate-authority"]
+        cluster["cluster"]["certificate-authority"] = str(authority)
+    account = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [cluster],
+        "users": [{"name": "account", "user": {"token": token}}],
+        "contexts": [{"name": "account", "context": {"cluster": name, "user": "account"}}],
+        "current-context": "account",
+    }
+    path.write_text(yaml.safe_dump(account), encoding="utf-8")
     return path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ pytest.importorskip("kopf", reason="make setup")
 
 from kubernetes_asyncio.client.exceptions import ApiException
 from laps_sd_operator import __main__ as operator
-from laps_sd_operator import objects
+from laps_sd_operator import objects, scheduler
+from laps_sd_operator.reconcile import Worker
+from structlog.testing import capture_logs
 
 from laps_sd.log import get_logger
+from tests.helpers import wait_until_async
 
 POOL: dict[str, Any] = {
     "metadata": {"name": "p", "namespace": "models", "uid": "u-1", "generation": 2},
@@ -35,8 +40,9 @@ class Memory(operator.Kubernetes):
         pool: dict[str, Any] | None,
         deployment: dict[str, Any] | None = None,
         refuses: ApiException | None = None,
+        pods: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self._pool, self._deployment, self._refuses = pool, deployment, refuses
+        self._pool, self._deployment, self._refuses, self._pods = pool, deployment, refuses, list(pods)
         self.written: list[Any] = []
         self.told: list[dict[str, Any]] = []
 
@@ -47,7 +53,11 @@ class Memory(operator.Kubernetes):
         return copy.deepcopy(self._deployment)
 
     async def pods(self) -> list[dict[str, Any]]:
-        return []
+        return copy.deepcopy(self._pods)
+
+    async def patch_pod(self, name: str, patch: dict[str, Any]) -> None:
+        (found,) = (pod for pod in self._pods if pod["metadata"]["name"] == name)
+        found["metadata"].setdefault("annotations", {}).update(patch["metadata"]["annotations"])
 
     async def create(self, deployment: dict[str, Any]) -> None:
         await self.patch_deployment([deployment])
@@ -137,3 +147,129 @@ async def test_what_kubernetes_refuses_is_told_unless_somebody_was_only_faster(
     assert await turn(memory)
 
     assert memory.told[0]["problem"].startswith(told)
+
+
+async def test_pods_that_kubernetes_does_not_make_are_told() -> None:
+    made = objects.deployment_of(POOL, 2)
+    made["status"] = {
+        "conditions": [
+            {"type": "Progressing", "status": "True", "message": "created new replica set"},
+            {"type": "ReplicaFailure", "status": "True", "message": "pods is forbidden: exceeded quota"},
+        ]
+    }
+    memory = Memory(POOL, made)
+
+    await turn(memory)
+
+    assert memory.told[0]["problem"] == "pods is forbidden: exceeded quota", "more than that nobody answers"
+
+
+async def test_an_answer_that_never_comes_ends_a_turn_and_not_the_pools_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = 0
+
+    class Silent(Memory):
+        async def pool(self) -> dict[str, Any] | None:
+            nonlocal asked
+            asked += 1
+            return POOL if asked == 1 else None
+
+        async def pods(self) -> list[dict[str, Any]]:
+            never: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
+            return await never
+
+    monkeypatch.setattr(operator, "Kubernetes", lambda *_: Silent(None))
+    monkeypatch.setattr(operator, "TURN_LIMIT_S", 0.2)
+    monkeypatch.setattr(operator, "TURN_S", 0.0)
+    looks_after = operator.Operator(None, None)
+
+    looks_after.look_after("models", "p")
+
+    await wait_until_async(lambda: asked == 2, description="another turn")
+
+
+async def test_an_outage_of_kubernetes_is_told_once_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [OSError("refused"), OSError("refused"), OSError("reset"), POOL, None]
+
+    class Away(Memory):
+        async def pool(self) -> dict[str, Any] | None:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return dict(answer) if answer else None
+
+    monkeypatch.setattr(operator, "Kubernetes", lambda *_: Away(None))
+    monkeypatch.setattr(operator, "TURN_S", 0.0)
+    with capture_logs() as said:
+        operator.Operator(None, None).look_after("models", "p")
+        await wait_until_async(lambda: not answers, description="all are asked")
+
+    events = [one["event"] for one in said if one["event"].startswith("a turn")]
+    assert events == ["a turn failed; the next one begins anew"] * 2 + ["a turn succeeded again"]
+
+
+class Shard:
+    """What a scheduler does about two workers, "a" the cheaper one to lose: it names who is left when one drains."""
+
+    def __init__(self) -> None:
+        self.draining: list[str] = []
+
+    async def shard(self, address: str, tls: Any) -> objects.Shard:
+        left = [name for name in ("a", "b") if name not in self.draining]
+        workers = tuple(Worker(name=name, draining=name not in left, requests=1) for name in ("a", "b"))
+        return objects.Shard(
+            workers=workers,
+            cheapest=next(iter(left), None),
+            queued=0,
+            backlog_s=0.0,
+            acceptance=0.0,
+            tokens_per_s=0.0,
+            policy="fcfs",
+        )
+
+    async def drain(self, address: str, tls: Any, worker: str) -> None:
+        self.draining.append(worker)
+
+
+@pytest.mark.parametrize("before", ["pool", "deployment", "pods", "shard", "patch_pod", "drain"])
+async def test_another_operator_may_have_a_turn_at_any_point_and_one_worker_goes(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = [
+        {
+            "metadata": {"name": name},
+            "spec": {"nodeName": "n"},
+            "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+        }
+        for name in ("a", "b")
+    ]
+    memory = Memory(
+        {**POOL, "spec": {**POOL["spec"], "replicas": 1}}, objects.deployment_of(POOL, 2), pods=running
+    )
+    asked = Shard()
+    overtaken = 0
+
+    def interrupted(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        async def other_first(*arguments: Any) -> Any:
+            nonlocal overtaken
+            if not overtaken:
+                overtaken += 1
+                await turn(memory)
+            return await call(*arguments)
+
+        monkeypatch.setattr(owner, name, other_first)
+
+    monkeypatch.setattr(scheduler, "shard", asked.shard)
+    monkeypatch.setattr(scheduler, "drain", asked.drain)
+    interrupted(memory if hasattr(memory, before) else scheduler, before)
+
+    await turn(memory)
+
+    assert overtaken == 1
+    assert set(asked.draining) == {"a"}
+    marked = [pod["metadata"]["name"] for pod in await memory.pods() if "annotations" in pod["metadata"]]
+    assert marked == ["a"]
+    assert memory.written == [], "it has a request still"

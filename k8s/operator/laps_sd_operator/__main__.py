@@ -27,6 +27,8 @@ from laps_sd_operator import objects, scheduler
 from laps_sd_operator.reconcile import Action, Adopt, Create, Drain, Mark, Scale, Spare, Update, reconcile
 
 TURN_S = 2.0
+TURN_LIMIT_S = 60.0
+"""A turn that takes longer waits for an answer that will not come: the client gives up on nothing by itself."""
 GONE, CONFLICT, UNPROCESSABLE = 404, 409, 422
 
 log = get_logger("operator")
@@ -83,13 +85,22 @@ class Operator:
     async def _turns(self, namespace: str, name: str) -> None:
         kubernetes = Kubernetes(self._api, namespace, name)
         logger = log.bind(pool=f"{namespace}/{name}")
+        failed = ""
         while True:
             self._heard.discard((namespace, name))
             try:
-                if not await turn(kubernetes, self._tls, logger) and (namespace, name) not in self._heard:
+                async with asyncio.timeout(TURN_LIMIT_S):
+                    there = await turn(kubernetes, self._tls, logger)
+            except Exception as error:
+                if repr(error) != failed:  # said once: an API server may be away for long
+                    logger.exception("a turn failed; the next one begins anew")
+                failed = repr(error)
+            else:
+                if failed:
+                    logger.info("a turn succeeded again")
+                failed = ""
+                if not there and (namespace, name) not in self._heard:
                     break
-            except Exception:
-                logger.exception("a turn failed; the next one begins anew")
             await asyncio.sleep(TURN_S)
         del self._tasks[namespace, name]
 
@@ -101,12 +112,14 @@ async def turn(kubernetes: Kubernetes, tls: Tls | None, logger: Any) -> bool:
         return False
     if pool["metadata"].get("deletionTimestamp"):
         return True  # what it owns goes with it
-    deployment, pods = await asyncio.gather(kubernetes.deployment(), kubernetes.pods())
     shard, problem = None, ""
     try:
         shard = await scheduler.shard(pool["spec"]["scheduler"], tls)
     except scheduler.NoScheduler as error:
         problem = f"no scheduler answers: {error}"
+    # After the scheduler: who drains there was marked before, so that the mark is seen, and nobody is chosen in addition.
+    deployment, pods = await asyncio.gather(kubernetes.deployment(), kubernetes.pods())
+    problem = objects.failure_of(deployment) or problem
     seen = objects.seen_of(pool, deployment, pods, shard, time.time())
     if deployment is not None and not objects.owns(pool, deployment):
         problem = f"there is a Deployment {pool['metadata']['name']} that is not this pool's"

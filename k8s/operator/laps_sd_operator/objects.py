@@ -168,6 +168,18 @@ def owns(pool: Object, deployment: Object) -> bool:
     return any(owner.get("uid") == pool["metadata"]["uid"] for owner in owners)
 
 
+def failure_of(deployment: Object | None) -> str:
+    """Why Kubernetes makes no pods of a Deployment that it took (an account that is not there, a quota, what the namespace
+    admits); empty: it does."""
+    conditions = ((deployment or {}).get("status") or {}).get("conditions") or ()
+    said = (
+        one.get("message", "")
+        for one in conditions
+        if one["type"] == "ReplicaFailure" and one["status"] == "True"
+    )
+    return next(iter(said), "")
+
+
 def status_of(pool: Object, seen: Seen, shard: Shard | None, problem: str) -> dict[str, Any]:
     """The pool's status, as a merge patch. None takes away: what only the scheduler knows, while none answers, and the last
     problem, once it is solved."""
