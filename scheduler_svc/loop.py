@@ -67,6 +67,7 @@ from scheduler_svc.working_copy import Live, from_record, recovered
 log = get_logger(__name__)
 
 RecordCommand = Commit | Finish | Release | Lease | Rank
+RECORD_COMMANDS = (Commit, Finish, Release, Lease, Rank)
 MAX_INBOX = 20_000
 """Items that may wait for a turn before streams are no longer read."""
 FIRST_RETRY_S = 0.02
@@ -276,8 +277,9 @@ class Loop:
             if live is not None:
                 if live.started_s is None:
                     live.started_s = max(live.facts.arrival_s, turn.now_s - event.total_s)
-                live.cached_prompt_tokens = max(live.cached_prompt_tokens, progress.cached)
-                if progress.logprobs and progress.lease_epoch == live.lease_epoch:
+                if progress.cached > live.cached_prompt_tokens:
+                    live.cached_prompt_tokens = progress.cached
+                if live.most_logprobs is not None and progress.lease_epoch == live.lease_epoch:
                     live.tell_logprobs(progress.position, progress.logprobs)
 
     async def _end_doubtful(self, turn: Turn) -> None:
@@ -337,7 +339,7 @@ class Loop:
     # Act.
 
     async def _carry_out(self, turn: Turn, commands: Sequence[Command]) -> None:
-        record = [c for c in commands if isinstance(c, Commit | Finish | Release | Lease | Rank)]
+        record = [command for command in commands if isinstance(command, RECORD_COMMANDS)]
         refused: set[str] = set()
         for transition, status in zip(record, await self._record(record), strict=True):
             if status is TransitionStatus.OK or status is TransitionStatus.ALREADY:
@@ -569,16 +571,20 @@ class Loop:
         entry = self.roster.workers.get(command.worker_id)
         if entry is None or entry.session is None:
             return
-        live = self.clients.live
-        entries = tuple(e for e in command.entries if e.request_id not in refused and e.request_id in live)
+        live, known = self.clients.live, entry.session.known
+        entries = []
+        for listed in command.entries:
+            request_id = listed.request_id
+            copy = live.get(request_id)
+            if copy is None or request_id in refused:
+                continue
+            entries.append(listed)
+            if known.get(request_id) != listed.lease_epoch:
+                entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
         if not entry.listed:
             entry.last_report_s = now_s  # the watchdog counts from when there is something to do
         entry.listed = len(entries)
-        for listed in entries:
-            if entry.session.known.get(listed.request_id) != listed.lease_epoch:
-                copy = live[listed.request_id]
-                entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
-        entry.session.assign(Assign(command.worker_id, entries))
+        entry.session.assign(entries)
 
 
 def _as_commit(finish: Finish, live: Live) -> Commit:
