@@ -13,7 +13,6 @@ messages and putting them into others, which copies them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -49,16 +48,22 @@ class WorkerSession:
     _assignments: int = 0
     _acknowledged: int = 0
     _acknowledged_sent: int = 0
-    _acknowledge_at_s: float | None = None
+    _acknowledging: asyncio.TimerHandle | None = None
+    _acknowledgement_due: bool = False
     _drain: bool = False
     _drained: bool = False
 
     def acknowledge(self, number: int) -> None:
         """All reports up to `number` are dealt with for good."""
         self._acknowledged = max(self._acknowledged, number)
-        if self._acknowledge_at_s is None:
-            self._acknowledge_at_s = time.monotonic() + ACKNOWLEDGE_WITHIN_S
-            self.wake.set()  # the writer has to learn when to come back
+        if self._acknowledging is None:
+            self._acknowledging = asyncio.get_running_loop().call_later(
+                ACKNOWLEDGE_WITHIN_S, self._acknowledge_alone
+            )
+
+    def _acknowledge_alone(self) -> None:
+        self._acknowledgement_due = True
+        self.wake.set()
 
     def drop(self, requests: tuple[tuple[str, int], ...]) -> None:
         """Tell the worker to forget these, at this lease epoch or an older one."""
@@ -112,11 +117,6 @@ class WorkerSession:
         self.close_reason = reason
         self.wake.set()
 
-    @property
-    def due_s(self) -> float | None:
-        """When `take` has something that is not there yet, on the monotonic clock."""
-        return self._acknowledge_at_s
-
     def take(self) -> list[worker_pb.WorkerLinkReply]:
         """What to send now, in the order a worker must hear it: drops, specifications, assignment, the rest."""
         self.wake.clear()
@@ -136,16 +136,16 @@ class WorkerSession:
         if self._assignment is not None:
             replies.append(self._assignment)
             self._assignment = None
-        at_s = self._acknowledge_at_s
-        if at_s is not None and (replies or self._drained or time.monotonic() >= at_s):
-            self._acknowledge_at_s = None
-        if self._acknowledge_at_s is None and self._acknowledged > self._acknowledged_sent:
-            self._acknowledged_sent = self._acknowledged
-            replies.append(
-                worker_pb.WorkerLinkReply(
-                    acknowledged=worker_pb.ReportsAcknowledged(number=self._acknowledged)
+        if self._acknowledging is not None and (replies or self._drained or self._acknowledgement_due):
+            self._acknowledging.cancel()
+            self._acknowledging, self._acknowledgement_due = None, False
+            if self._acknowledged > self._acknowledged_sent:
+                self._acknowledged_sent = self._acknowledged
+                replies.append(
+                    worker_pb.WorkerLinkReply(
+                        acknowledged=worker_pb.ReportsAcknowledged(number=self._acknowledged)
+                    )
                 )
-            )
         if self._drain:
             self._drain = False
             replies.append(worker_pb.WorkerLinkReply(drain=worker_pb.Drain()))
@@ -181,9 +181,6 @@ class GatewaySession:
     close_reason: str = ""
     _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
-
-    due_s: float | None = None
-    """As of a worker's session; here everything is sent as soon as it is there."""
 
     def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
         """Answer one of its questions. As many answers as questions, so no bound of its own."""
