@@ -1,7 +1,7 @@
 """The one task of a leader: collect what arrived, let the core decide, act. Record first, then the wire.
 
 A turn:
-  1. take everything in the inbox, and the timers that are due;
+  1. take what is in the inbox, up to a bound, and the timers that are due;
   2. write new requests to the record, and say accepted to those it took;
   3. `core.step(now, events)`;
   4. carry out the record commands in one pipeline, again and again until the record has answered;
@@ -70,6 +70,9 @@ RecordCommand = Commit | Finish | Release | Lease | Rank
 RECORD_COMMANDS = (Commit, Finish, Release, Lease, Rank)
 MAX_INBOX = 20_000
 """Items that may wait for a turn before streams are no longer read."""
+MAX_TURN = 256
+"""Items of one turn. A loop that has fallen behind gains nothing from longer ones, while all that a turn writes has to be on
+the record within the store's timeout: 256 reports of 64 requests take it about half a second."""
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
 OBSERVE_S = 1.0
@@ -190,9 +193,10 @@ class Loop:
         """Turn after turn, until `Fenced` is raised out of it."""
         while True:
             await self._wait()
-            items, self._inbox = self._inbox, deque()
+            items = [self._inbox.popleft() for _ in range(min(len(self._inbox), MAX_TURN))]
             self._arrived.clear()
-            self.room.set()
+            if len(self._inbox) <= MAX_INBOX:
+                self.room.set()
             await self._turn(items)
 
     async def _wait(self) -> None:
