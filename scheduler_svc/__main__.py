@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 from laps_sd.errors import StartupError
@@ -17,6 +18,11 @@ from scheduler_svc.store.errors import SchemaMismatch
 from scheduler_svc.store.records import Limits
 from scheduler_svc.store.servers import RedisTls, SentinelUser
 from scheduler_svc.store.store import Store
+
+YOUNG_CONTAINERS = 50_000
+"""How many more containers must exist before Python looks for cycles among them. Its own 700 is less than what one turn makes,
+so it would go through everything that this process leads again and again, for cycles that requests and messages do not form.
+"""
 
 
 def steady_unix_clock() -> float:
@@ -86,4 +92,6 @@ async def serve(settings: SchedulerSettings) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(YOUNG_CONTAINERS)
     main("scheduler", SchedulerSettings, serve)

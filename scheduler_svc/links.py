@@ -5,18 +5,20 @@ assignment replaces the one before, an acknowledgement the smaller one, and an a
 position in tokens that the working copy (or the record) holds anyway.
 
 The loop writes to a session, the stream's handler takes from it; both on one event loop, so no lock.
+
+What is made for every request of every round is filled in where it lies, field by field: half the time of building
+messages and putting them into others, which copies them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from scheduler_svc.core.commands import Assign
+from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.working_copy import Attachment, Live
 
 MAX_TOKENS_PER_MESSAGE = 65_536
@@ -42,20 +44,26 @@ class WorkerSession:
     close_reason: str = ""
     _specifications: dict[str, worker_pb.LeasedSpecification] = field(default_factory=dict)
     _drops: dict[str, int] = field(default_factory=dict)
-    _assignment: worker_pb.Assignment | None = None
+    _assignment: worker_pb.WorkerLinkReply | None = None
     _assignments: int = 0
     _acknowledged: int = 0
     _acknowledged_sent: int = 0
-    _acknowledge_at_s: float | None = None
+    _acknowledging: asyncio.TimerHandle | None = None
+    _acknowledgement_due: bool = False
     _drain: bool = False
     _drained: bool = False
 
     def acknowledge(self, number: int) -> None:
         """All reports up to `number` are dealt with for good."""
         self._acknowledged = max(self._acknowledged, number)
-        if self._acknowledge_at_s is None:
-            self._acknowledge_at_s = time.monotonic() + ACKNOWLEDGE_WITHIN_S
-            self.wake.set()  # the writer has to learn when to come back
+        if self._acknowledging is None:
+            self._acknowledging = asyncio.get_running_loop().call_later(
+                ACKNOWLEDGE_WITHIN_S, self._acknowledge_alone
+            )
+
+    def _acknowledge_alone(self) -> None:
+        self._acknowledgement_due = True
+        self.wake.set()
 
     def drop(self, requests: tuple[tuple[str, int], ...]) -> None:
         """Tell the worker to forget these, at this lease epoch or an older one."""
@@ -76,24 +84,21 @@ class WorkerSession:
         )
         self.wake.set()
 
-    def assign(self, command: Assign) -> None:
+    def assign(self, entries: Sequence[AssignEntry]) -> None:
         """Replace the worker's list."""
         self._assignments += 1
-        self._assignment = worker_pb.Assignment(
-            number=self._assignments,
-            entries=[
-                worker_pb.AssignmentEntry(
-                    request_id=entry.request_id,
-                    lease_epoch=entry.lease_epoch,
-                    rank_class=entry.rank_class,
-                    index_s=entry.index_s,
-                    resume_cost_s=entry.resume_cost_s,
-                    reserved=entry.reserved,
-                    pinned=entry.pinned,
-                )
-                for entry in command.entries
-            ],
-        )
+        self._assignment = worker_pb.WorkerLinkReply()
+        self._assignment.assignment.number = self._assignments
+        add = self._assignment.assignment.entries.add
+        for listed in entries:
+            entry = add()
+            entry.request_id = listed.request_id
+            entry.lease_epoch = listed.lease_epoch
+            entry.rank_class = listed.rank_class
+            entry.index_s = listed.index_s
+            entry.resume_cost_s = listed.resume_cost_s
+            entry.reserved = listed.reserved
+            entry.pinned = listed.pinned
         self.wake.set()
 
     def drain(self) -> None:
@@ -112,11 +117,6 @@ class WorkerSession:
         self.close_reason = reason
         self.wake.set()
 
-    @property
-    def due_s(self) -> float | None:
-        """When `take` has something that is not there yet, on the monotonic clock."""
-        return self._acknowledge_at_s
-
     def take(self) -> list[worker_pb.WorkerLinkReply]:
         """What to send now, in the order a worker must hear it: drops, specifications, assignment, the rest."""
         self.wake.clear()
@@ -134,18 +134,18 @@ class WorkerSession:
         )
         self._specifications = {}
         if self._assignment is not None:
-            replies.append(worker_pb.WorkerLinkReply(assignment=self._assignment))
+            replies.append(self._assignment)
             self._assignment = None
-        at_s = self._acknowledge_at_s
-        if at_s is not None and (replies or self._drained or time.monotonic() >= at_s):
-            self._acknowledge_at_s = None
-        if self._acknowledge_at_s is None and self._acknowledged > self._acknowledged_sent:
-            self._acknowledged_sent = self._acknowledged
-            replies.append(
-                worker_pb.WorkerLinkReply(
-                    acknowledged=worker_pb.ReportsAcknowledged(number=self._acknowledged)
+        if self._acknowledging is not None and (replies or self._drained or self._acknowledgement_due):
+            self._acknowledging.cancel()
+            self._acknowledging, self._acknowledgement_due = None, False
+            if self._acknowledged > self._acknowledged_sent:
+                self._acknowledged_sent = self._acknowledged
+                replies.append(
+                    worker_pb.WorkerLinkReply(
+                        acknowledged=worker_pb.ReportsAcknowledged(number=self._acknowledged)
+                    )
                 )
-            )
         if self._drain:
             self._drain = False
             replies.append(worker_pb.WorkerLinkReply(drain=worker_pb.Drain()))
@@ -182,9 +182,6 @@ class GatewaySession:
     _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
 
-    due_s: float | None = None
-    """As of a worker's session; here everything is sent as soon as it is there."""
-
     def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
         """Answer one of its questions. As many answers as questions, so no bound of its own."""
         self._replies.append(reply)
@@ -210,33 +207,33 @@ class GatewaySession:
         """What to send now: answers first, then one message of deliveries; call again until it is empty."""
         self.wake.clear()
         replies, self._replies = self._replies, []
-        deliveries = gateway_pb.Deliveries()
+        reply = gateway_pb.GatewayLinkReply()
+        deliveries = reply.deliveries.deliveries
         tokens = 0
         for attachment_id, attachment in list(self._dirty.items()):
-            if len(deliveries.deliveries) >= MAX_DELIVERIES_PER_MESSAGE or tokens >= MAX_TOKENS_PER_MESSAGE:
+            if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or tokens >= MAX_TOKENS_PER_MESSAGE:
                 self.wake.set()
                 break
-            live = attachment.live
-            fresh = live.committed[attachment.next_token : attachment.next_token + MAX_TOKENS_PER_MESSAGE]
-            last = attachment.next_token + len(fresh) >= len(live.committed)
-            ended = live.end if last else None
-            if fresh or ended is not None:
-                deliveries.deliveries.append(
-                    gateway_pb.Delivery(
-                        request_id=live.request_id,
-                        first_token=attachment.next_token,
-                        token_ids=fresh,
-                        logprobs=live.logprobs_of(attachment.next_token, len(fresh)),
-                        end=ended,
-                        attachment_id=attachment_id,
-                    )
-                )
+            live, first = attachment.live, attachment.next_token
+            fresh = live.committed[first : first + MAX_TOKENS_PER_MESSAGE]
             attachment.next_token += len(fresh)
             tokens += len(fresh)
+            last = attachment.next_token >= len(live.committed)
+            ended = live.end if last else None
+            if fresh or ended is not None:
+                delivery = deliveries.add()
+                delivery.request_id = live.request_id
+                delivery.first_token = first
+                delivery.token_ids.extend(fresh)
+                delivery.attachment_id = attachment_id
+                if live.most_logprobs is not None:
+                    delivery.logprobs.extend(live.logprobs_of(first, len(fresh)))
             if last:
                 del self._dirty[attachment_id]
             if ended is not None:
+                delivery.end.CopyFrom(ended)
                 self.forget(attachment_id)
-        if deliveries.deliveries:
-            replies.append(gateway_pb.GatewayLinkReply(deliveries=deliveries))
+                live.attachments.pop(attachment_id, None)  # nothing holds what has been delivered
+        if deliveries:
+            replies.append(reply)
         return replies

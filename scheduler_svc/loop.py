@@ -1,7 +1,7 @@
 """The one task of a leader: collect what arrived, let the core decide, act. Record first, then the wire.
 
 A turn:
-  1. take everything in the inbox, and the timers that are due;
+  1. take what is in the inbox, up to a bound, and the timers that are due;
   2. write new requests to the record, and say accepted to those it took;
   3. `core.step(now, events)`;
   4. carry out the record commands in one pipeline, again and again until the record has answered;
@@ -67,8 +67,12 @@ from scheduler_svc.working_copy import Live, from_record, recovered
 log = get_logger(__name__)
 
 RecordCommand = Commit | Finish | Release | Lease | Rank
+RECORD_COMMANDS = (Commit, Finish, Release, Lease, Rank)
 MAX_INBOX = 20_000
 """Items that may wait for a turn before streams are no longer read."""
+MAX_TURN = 256
+"""Items of one turn. A loop that has fallen behind gains nothing from longer ones, while all that a turn writes has to be on
+the record within the store's timeout: 256 reports of 64 requests take it about half a second."""
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
 OBSERVE_S = 1.0
@@ -189,9 +193,10 @@ class Loop:
         """Turn after turn, until `Fenced` is raised out of it."""
         while True:
             await self._wait()
-            items, self._inbox = self._inbox, deque()
+            items = [self._inbox.popleft() for _ in range(min(len(self._inbox), MAX_TURN))]
             self._arrived.clear()
-            self.room.set()
+            if len(self._inbox) <= MAX_INBOX:
+                self.room.set()
             await self._turn(items)
 
     async def _wait(self) -> None:
@@ -276,8 +281,9 @@ class Loop:
             if live is not None:
                 if live.started_s is None:
                     live.started_s = max(live.facts.arrival_s, turn.now_s - event.total_s)
-                live.cached_prompt_tokens = max(live.cached_prompt_tokens, progress.cached)
-                if progress.logprobs and progress.lease_epoch == live.lease_epoch:
+                if progress.cached > live.cached_prompt_tokens:
+                    live.cached_prompt_tokens = progress.cached
+                if live.most_logprobs is not None and progress.lease_epoch == live.lease_epoch:
                     live.tell_logprobs(progress.position, progress.logprobs)
 
     async def _end_doubtful(self, turn: Turn) -> None:
@@ -337,7 +343,7 @@ class Loop:
     # Act.
 
     async def _carry_out(self, turn: Turn, commands: Sequence[Command]) -> None:
-        record = [c for c in commands if isinstance(c, Commit | Finish | Release | Lease | Rank)]
+        record = [command for command in commands if isinstance(command, RECORD_COMMANDS)]
         refused: set[str] = set()
         for transition, status in zip(record, await self._record(record), strict=True):
             if status is TransitionStatus.OK or status is TransitionStatus.ALREADY:
@@ -569,16 +575,20 @@ class Loop:
         entry = self.roster.workers.get(command.worker_id)
         if entry is None or entry.session is None:
             return
-        live = self.clients.live
-        entries = tuple(e for e in command.entries if e.request_id not in refused and e.request_id in live)
+        live, known = self.clients.live, entry.session.known
+        entries = []
+        for listed in command.entries:
+            request_id = listed.request_id
+            copy = live.get(request_id)
+            if copy is None or request_id in refused:
+                continue
+            entries.append(listed)
+            if known.get(request_id) != listed.lease_epoch:
+                entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
         if not entry.listed:
             entry.last_report_s = now_s  # the watchdog counts from when there is something to do
         entry.listed = len(entries)
-        for listed in entries:
-            if entry.session.known.get(listed.request_id) != listed.lease_epoch:
-                copy = live[listed.request_id]
-                entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
-        entry.session.assign(Assign(command.worker_id, entries))
+        entry.session.assign(entries)
 
 
 def _as_commit(finish: Finish, live: Live) -> Commit:

@@ -79,6 +79,7 @@ ROUND_SECONDS = counter(
     "Reported time by part of a round: draft, verify, prefill, swap, and idle before it (nothing to run included).",
     ["part"],
 )
+_PARTS = {part: ROUND_SECONDS.labels(part) for part in ("draft", "verify", "prefill", "swap", "idle")}
 WAIT = histogram(
     "laps_sd_scheduler_queue_wait_seconds",
     "Acceptance until the first round, of requests that ended.",
@@ -110,15 +111,16 @@ def observe_turn(events: Iterable[Event]) -> None:
     for event in events:
         if not isinstance(event, RoundReported):
             continue
+        gained = [len(progress.tokens) for progress in event.progress]
         ROUNDS.inc()
-        for progress in event.progress:
-            DRAFTED.inc(progress.drafted)
-            ACCEPTED.inc(progress.accepted)
-            if progress.tokens:
-                TOKENS.inc(len(progress.tokens))
-                ACCEPTANCE_LENGTH.observe(len(progress.tokens))
-        for part in ("draft", "verify", "prefill", "swap", "idle"):
-            ROUND_SECONDS.labels(part).inc(getattr(event, f"{part}_s"))
+        DRAFTED.inc(sum([progress.drafted for progress in event.progress]))
+        ACCEPTED.inc(sum([progress.accepted for progress in event.progress]))
+        TOKENS.inc(sum(gained))
+        for tokens in gained:
+            if tokens:
+                ACCEPTANCE_LENGTH.observe(tokens)
+        for part, seconds in _PARTS.items():
+            seconds.inc(getattr(event, f"{part}_s"))
 
 
 def observe_estimates(judged: Iterable[Judged]) -> None:

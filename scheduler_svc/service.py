@@ -7,7 +7,6 @@ holds, and a heartbeat each second. Whichever ends first ends the stream, and th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -59,6 +58,7 @@ class _Stream:
         self.epoch = leadership.epoch
         self.heard_s = time.monotonic()
         self.silent = False
+        self._beat_due = True
 
     async def run(self, take: Callable[[Any], Awaitable[None]], heartbeat: Callable[[], Any]) -> None:
         """Until either side ends it, or the session is closed."""
@@ -84,25 +84,24 @@ class _Stream:
             self.heard_s = time.monotonic()
 
     async def _write(self, heartbeat: Callable[[], Any]) -> None:
-        silence_s = self.leadership.settings.silence_s
-        next_beat_s = time.monotonic()
         session = self.session
         while not session.closed:
             for reply in session.take():
                 reply.leader_epoch = self.epoch
                 await self.context.write(reply)
-            now_s = time.monotonic()
-            if now_s >= next_beat_s:
+            if self._beat_due:
+                self._beat_due = False
                 await self.context.write(heartbeat())
-                next_beat_s = now_s + HEARTBEAT_S
-                if now_s - self.heard_s > silence_s:
+                # A timer a second, and none for each wait: streams wait a hundred times a second.
+                asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+                if time.monotonic() - self.heard_s > self.leadership.settings.silence_s:
                     self.silent = True
                     return
-            if not session.wake.is_set():
-                with contextlib.suppress(TimeoutError):
-                    due_s = next_beat_s if session.due_s is None else min(next_beat_s, session.due_s)
-                    async with asyncio.timeout(max(0.0, due_s - now_s)):
-                        await session.wake.wait()
+            await session.wake.wait()
+
+    def _beat(self) -> None:
+        self._beat_due = True
+        self.session.wake.set()
 
 
 async def _hello(context: Any, kind: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
@@ -228,10 +229,11 @@ def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReport
     """One round as the core hears it. A report is never refused: times that are no times count as 0, a request that is
     named twice counts once, and tokens that are no tokens count as a picture that is wrong.
     """
-    once = {(progress.request_id, progress.lease_epoch): progress for progress in reversed(report.progress)}
+    heard = [_progress(progress) for progress in report.progress]
+    once = {(progress.request_id, progress.lease_epoch): progress for progress in reversed(heard)}
     return RoundReported(
         worker_id=worker_id,
-        progress=tuple(_progress(progress) for progress in reversed(once.values())),
+        progress=tuple(reversed(once.values())),
         residency=tuple(
             ResidencyChange(
                 change.request_id, change.lease_epoch, RESIDENCIES.get(change.residency, Residency.NONE)
@@ -257,9 +259,15 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
     predicted = (
         progress.predicted_remaining_tokens if progress.HasField("predicted_remaining_tokens") else None
     )
-    tokens = tuple(progress.token_ids)
-    tested = [min(count, MAX_DRAFTED_PER_ROUND) for count in progress.tested_by_position[:MAX_POSITIONS]]
-    believable = max(tokens, default=0) <= MAX_TOKEN_ID
+    # Slices: reading a repeated field entry by entry takes twice as long.
+    tokens = tuple(progress.token_ids[:])
+    tested = progress.tested_by_position[:MAX_POSITIONS]
+    if tested and max(tested) > MAX_DRAFTED_PER_ROUND:
+        tested = [min(count, MAX_DRAFTED_PER_ROUND) for count in tested]
+    kept = progress.accepted_by_position[: len(tested)]
+    if any(map(operator.gt, kept, tested)):
+        kept = list(map(min, kept, tested))
+    believable = not tokens or max(tokens) <= MAX_TOKEN_ID
     return Progress(
         request_id=progress.request_id,
         lease_epoch=progress.lease_epoch,
@@ -272,7 +280,7 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         cut_characters=progress.cut_characters,
         error=progress.error[:1024],
         tested_by_position=tuple(tested),
-        accepted_by_position=tuple(map(min, progress.accepted_by_position, tested)),
+        accepted_by_position=tuple(kept),
         predicted_remaining_tokens=predicted if predicted is not None and math.isfinite(predicted) else None,
     )
 

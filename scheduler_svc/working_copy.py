@@ -62,6 +62,8 @@ class Live:
     deadline_s: float | None
     """Hard deadline and soft limit, on the loop's clock."""
     time_limit_s: float | None
+    most_logprobs: int | None
+    """Alternatives that the request asks for with each token, at most; None where it wants no logprobs."""
     standing: Standing
     """As the record has it; as are the next three."""
     lease_epoch: int = 0
@@ -92,16 +94,14 @@ class Live:
 
     def tell_logprobs(self, position: int, told: Sequence[pb.TokenLogprobs]) -> None:
         """Keep what a worker says of the tokens from `position` on, within what was asked for."""
-        if not self.specification.HasField("logprobs"):
+        if self.most_logprobs is None:
             return
         for at, one in enumerate(told, position):
-            if at < self.facts.max_tokens and len(one.top) <= self.specification.logprobs:
+            if at < self.facts.max_tokens and len(one.top) <= self.most_logprobs:
                 self.logprobs[at] = one
 
     def logprobs_of(self, first: int, count: int) -> list[pb.TokenLogprobs]:
-        """Of committed tokens; empty unless the request asks for them."""
-        if not self.specification.HasField("logprobs"):
-            return []
+        """Of committed tokens of a request that asks for them."""
         return [self.logprobs.get(at, UNKNOWN_LOGPROBS) for at in range(first, first + count)]
 
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
@@ -245,6 +245,7 @@ def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specif
         grace_s=max(0, new.grace_ms) / 1000.0,
         deadline_s=None if new.deadline_unix_ms is None else new.deadline_unix_ms / 1000.0,
         time_limit_s=None if new.time_limit_ms is None else arrival_s + new.time_limit_ms / 1000.0,
+        most_logprobs=specification.logprobs if specification.HasField("logprobs") else None,
         standing=Standing(
             rounds=0,
             drafted=0,

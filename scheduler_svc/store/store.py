@@ -129,7 +129,8 @@ class _Work:
     """One queueing call on a batch: what was asked, how to send it, where the answer goes."""
 
     entries: Sequence[Any]
-    encode: Callable[[Sequence[Any], int], _Call]
+    encode: Callable[[Batch, Sequence[Any], int], _Call]
+    """Not bound: a batch that held itself would live, with all that it carried, until the collector comes by."""
     chunk: int
     pending: Pending[list[TransitionStatus]]
 
@@ -747,31 +748,31 @@ class Batch:
     def commit(self, commits: Sequence[Commit]) -> Pending[list[TransitionStatus]]:
         """Append tokens; with an end, finish in the same transition. STALE: other lease epoch or position."""
         self._ending.update(commit.request_id for commit in commits if commit.end is not None)
-        return self._queue(commits, self._commit_call)
+        return self._queue(commits, Batch._commit_call)
 
     def finish(self, finishes: Sequence[Finish]) -> Pending[list[TransitionStatus]]:
         """End requests whoever holds them. Never STALE. ALREADY: ended this way; GONE: ended otherwise."""
         self._ending.update(finish.request_id for finish in finishes)
-        return self._queue(finishes, self._finish_call)
+        return self._queue(finishes, Batch._finish_call)
 
     def lease(self, leases: Sequence[Lease]) -> Pending[list[TransitionStatus]]:
         """Give requests to workers. STALE: the record's lease epoch is not the one before."""
-        return self._queue(leases, self._lease_call)
+        return self._queue(leases, Batch._lease_call)
 
     def release(self, releases: Sequence[Release]) -> Pending[list[TransitionStatus]]:
         """Take requests back from their workers. STALE: they are leased under another epoch."""
-        return self._queue(releases, self._release_call)
+        return self._queue(releases, Batch._release_call)
 
     def rank(self, ranks: Sequence[Rank]) -> Pending[list[TransitionStatus]]:
         """Move requests in the queue. Never STALE."""
-        return self._queue(ranks, self._rank_call)
+        return self._queue(ranks, Batch._rank_call)
 
     def restore(self, requests: Sequence[StoredRequest]) -> Pending[list[TransitionStatus]]:
         """Write unfinished requests of the working copy back into a record that lost them or the last of them.
 
         STALE: the record holds more, or other tokens. GONE: there the request has ended.
         """
-        return self._queue(requests, self._restore_call, _RESTORE_CHUNK)
+        return self._queue(requests, Batch._restore_call, _RESTORE_CHUNK)
 
     async def execute(self) -> None:
         """Send everything as one pipeline and fill the pendings. Nothing queued: nothing sent.
@@ -793,7 +794,10 @@ class Batch:
                     self._store._let_go(entry.request_id)
 
     def _queue(
-        self, entries: Sequence[C], encode: Callable[[Sequence[C], int], _Call], chunk: int = MAX_ENTRIES
+        self,
+        entries: Sequence[C],
+        encode: Callable[[Batch, Sequence[C], int], _Call],
+        chunk: int = MAX_ENTRIES,
     ) -> Pending[list[TransitionStatus]]:
         if self._calls is not None:
             raise RuntimeError("the batch has been executed; make another one")
@@ -805,7 +809,7 @@ class Batch:
         await self._store._learn_idempotency_keys(self._ending)
         now_ms = int(self._store._clock() * 1000)
         return [
-            (work.encode(work.entries[start : start + work.chunk], now_ms), work)
+            (work.encode(self, work.entries[start : start + work.chunk], now_ms), work)
             for work in self._work
             for start in range(0, len(work.entries), work.chunk)
         ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
+import weakref
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -1128,3 +1130,20 @@ async def test_commits_of_one_batch_see_each_other(store: Store) -> None:
     commits: list[Commit] = [a_commit(), a_commit(position=3, tokens=(14,)), a_commit(position=9)]
 
     assert await One(store).many("commit", commits) == [OK, OK, STALE]
+
+
+async def test_a_batch_goes_as_soon_as_nobody_holds_it(store: Store) -> None:
+    """It carries a turn's commands: left to the search for cycles, they would pile up and be searched."""
+    await accept(store, a_request())
+    await lease(store)
+    gc.disable()
+    try:
+        batch = store.batch()
+        batch.commit([a_commit()])
+        await batch.execute()
+        gone = weakref.ref(batch)
+        del batch
+
+        assert gone() is None
+    finally:
+        gc.enable()

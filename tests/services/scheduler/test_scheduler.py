@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from laps_sd.metrics import serve_metrics
+from laps_sd.metrics import serve_metrics, value
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -19,6 +19,7 @@ from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.events import End
 from scheduler_svc.links import GatewaySession, WorkerSession
+from scheduler_svc.loop import MAX_TURN
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.turn import FromGateway, FromWorker
 from tests.helpers import wait_until_async
@@ -301,6 +302,35 @@ async def test_a_cancel_that_comes_together_with_the_end_is_told_that_it_came_to
 
         assert (reply.found, reply.cancelled) == (True, False)
         assert end.kind == STOP
+
+
+async def test_a_loop_that_is_behind_catches_up_in_turns_of_bounded_size(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    """What one turn writes must be on the record within the store's timeout, however much has piled up."""
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    session = GatewaySession("g1")
+    writes = value("laps_sd_scheduler_commit_seconds_count")
+    for number in range(2 * MAX_TURN + 1):  # without an await in between
+        specification = gateway_pb.Specification(prompt_ids=[1], max_tokens=1, top_p=1.0)
+        submit = gateway_pb.Submit(
+            submission_id=number,
+            request_id=f"r{number}",
+            tenant="anonymous",
+            specification=specification,
+            attachment_id=f"a{number}",
+        )
+        loop.put(FromGateway(session, gateway_pb.GatewayMessage(submit=submit)))
+    replies: list[gateway_pb.GatewayLinkReply] = []
+    while len(replies) < 2 * MAX_TURN + 1:
+        async with asyncio.timeout(15):
+            await session.wake.wait()
+        replies += [reply for reply in session.take() if reply.HasField("submit_reply")]
+
+    accepted = [reply.submit_reply.accepted.request_id for reply in replies]
+    assert accepted == [f"r{number}" for number in range(2 * MAX_TURN + 1)]
+    assert value("laps_sd_scheduler_commit_seconds_count") - writes >= 2
 
 
 async def test_a_request_without_a_client_is_cancelled_after_its_grace(scheduler: SchedulerUnderTest) -> None:

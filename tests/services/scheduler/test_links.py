@@ -1,0 +1,47 @@
+"""What a session still owes its peer, and what it lets go of."""
+
+from __future__ import annotations
+
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from scheduler_svc.core.events import End
+from scheduler_svc.links import GatewaySession
+from scheduler_svc.working_copy import Attachment, Live, from_submission
+from tests.store.kit import a_request
+
+
+def attached(session: GatewaySession) -> Live:
+    live = from_submission(a_request("r1"), 1, gateway_pb.Specification(request_id="r1"))
+    attachment = Attachment("a1", session, live, 0)
+    live.attachments["a1"] = session.attachments["a1"] = attachment
+    return live
+
+
+def test_a_delivered_end_leaves_nothing_that_holds_the_request() -> None:
+    """Request and attachment name each other: together they would live until Python looks for cycles."""
+    session = GatewaySession("g1")
+    live = attached(session)
+    live.append(0, (10, 11), now_s=1.0)
+    live.finish(End.STOP, "", 0, now_s=2.0)
+    session.owe(live.attachments["a1"])
+
+    [reply] = session.take()
+    [delivery] = reply.deliveries.deliveries
+
+    assert (list(delivery.token_ids), delivery.end.kind) == ([10, 11], gateway_pb.RequestEnd.KIND_STOP)
+    assert (live.attachments, session.attachments) == ({}, {})
+
+
+def test_tokens_without_an_end_keep_the_attachment() -> None:
+    session = GatewaySession("g1")
+    live = attached(session)
+    for position, tokens in ((0, (10, 11)), (2, (12,))):
+        live.append(position, tokens, now_s=1.0)
+        session.owe(live.attachments["a1"])
+
+        [reply] = session.take()
+        [delivery] = reply.deliveries.deliveries
+
+        assert (delivery.first_token, tuple(delivery.token_ids)) == (position, tokens)
+        assert not delivery.HasField("end")
+    assert session.take() == []
+    assert list(session.attachments) == ["a1"]
