@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, _Progress, make_request
