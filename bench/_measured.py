@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._markdown import spread, table
+from bench.control import GOAL_GROWTH, GOAL_MS
 
 Row = Mapping[str, Any]
 
@@ -92,6 +93,11 @@ def deciding(path: Path) -> Iterator[str]:
             for row in core
         ),
     )
+    met = sum(row["median_ms"] <= GOAL_MS and row["ratio_shortest"] <= GOAL_GROWTH for row in core)
+    yield (
+        f"Asked for are {GOAL_MS:g} ms in the median, and {GOAL_GROWTH:g} times the shortest queue's at most: {met} of {len(core)} rows meet both."
+    )
+    yield ""
     for row in whole:
         yield (
             f"The whole scheduler process (decode, core, commit to the record, publish; {row['config'].removeprefix('scheduler, ')}, "

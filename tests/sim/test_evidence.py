@@ -201,13 +201,21 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
         "workers": 10,
         "queued": 1_000_000,
         "slots": 64,
+        "compiled": True,
         "median_ms": 0.5,
         "p99_ms": 0.9,
         "ratio_shortest": 1.2,
     }
     whole = {"config": "scheduler, 100 workers, 5000 queued", "slots": 64, "cpu_ms_per_report": 2.5}
-    rows = [core | {"memory_per_queued_bytes": 1800.4}, whole | {"workers_per_shard": 20, "at_round_s": 0.05}]
+    slow = core | {"queued": 1_000, "median_ms": 1.5, "memory_per_queued_bytes": 1900.0}
+    rows = [
+        slow,
+        core | {"memory_per_queued_bytes": 1800.4},
+        whole | {"workers_per_shard": 20, "at_round_s": 0.05},
+    ]
     text = "\n".join(deciding(results_of(tmp_path, "control", rows)))
     assert "| 10 | 1,000,000 | 0.50 | 0.90 | 1.20 | 1800 |" in text
+    assert "compiled as in the scheduler's image" in text
+    assert "1 of 2 rows meet both" in text
     assert "100 workers, 5000 queued" in text
     assert "2.50 ms of CPU time per report. One core so carries 20 workers whose rounds take 50 ms" in text
