@@ -73,7 +73,7 @@ compiled: setup ## Copy the tree into build/compiled and compile the scheduling 
 	@rm -rf $(COMPILED) && mkdir -p $(COMPILED)
 	@git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --ignore-failed-read | tar --extract --directory=$(COMPILED)
 	@ln -s $(CURDIR)/$(VENV) $(COMPILED)/.venv
-	cd $(COMPILED) && LAPS_SD_COMPILE=1 .venv/bin/python setup.py --quiet build_ext --inplace
+	cd $(COMPILED) && COMPILE_CORE=1 .venv/bin/python setup.py --quiet build_ext --inplace
 
 .PHONY: test-compiled
 test-compiled: compiled ## Run the core's tests against the compiled core

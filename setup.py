@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: with LAPS_SD_COMPILE=1 the scheduling core is compiled ahead of time, by mypyc."""
+"""What pyproject.toml cannot say: with COMPILE_CORE=1 the scheduling core is compiled ahead of time, by mypyc."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from setuptools import setup
 
 def extensions() -> list[Any]:
     """The core's modules; none unless asked for, since that takes a C compiler and gives a wheel for this machine only."""
-    if os.environ.get("LAPS_SD_COMPILE") != "1":
+    if os.environ.get("COMPILE_CORE") != "1":
         return []
     from mypyc.build import mypycify
 
