@@ -41,6 +41,7 @@ LOOK_EVERY_S = 1.0
 MAX_FILE_BYTES = 1024 * 1024
 BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 ID_CHARACTERS = 26  # 130 bits
+ISSUED_ID = re.compile(rf"[A-Za-z0-9_-]+\.[{BASE32}]{{{ID_CHARACTERS}}}")
 SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 Refused = link_pb2.SubmitRefused
@@ -132,7 +133,8 @@ class Shards:
         """
         shard = shard_of(request_id)
         link = self._known(shard)
-        if link is None and (self._settings.shards_file is None or shard in self._removed):
+        may_exist = self._settings.shards_file is not None and shard not in self._removed
+        if link is None and not (may_exist and ISSUED_ID.fullmatch(request_id)):
             raise NotFound(f"there is no request {request_id!r}")
         if link is None:
             raise Unavailable(

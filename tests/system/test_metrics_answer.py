@@ -94,11 +94,10 @@ def test_what_waits_and_at_which_level(busy: Busy) -> None:
         shard = busy.admin.GetShard(admin_pb.GetShardRequest())
         by_admin = {str(level): depth for level, depth in enumerate(shard.depth_by_level) if depth}
         by_gauges = {level: depth for level, depth in gauges.items() if depth}
-        return by_gauges if by_gauges == by_admin == dict(waiting) else {}
+        all_slots_run = sum(by_gauges.values()) == LONG - SLOTS
+        return by_gauges if all_slots_run and by_gauges == by_admin == dict(waiting) else {}
 
-    waiting = wait_until(same_answer, description="three places tell the same about what waits")
-
-    assert sum(waiting.values()) == LONG - SLOTS
+    assert wait_until(same_answer, description="three places tell the same about what waits")
 
 
 def test_how_much_work_waits_and_how_many_workers_there_are_for_it(busy: Busy) -> None:
