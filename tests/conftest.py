@@ -11,6 +11,7 @@ def test_a_fault(make_stack):                         # its own: break what you 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,6 +21,10 @@ from tests import helpers
 
 # Before torch is imported anywhere: two threads on busy cores spin on each other and are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell without job control has what it runs in the background ignore Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 StackMaker = Callable[..., LocalStack]
 
