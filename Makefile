@@ -45,7 +45,7 @@ k8s-tools: setup ## Install Helm 3 and 4, schemas of Kubernetes and Prometheus, 
 
 # A folder of its own, so that .venv stays as it is; torch and transformers are those of .venv.
 .PHONY: guidellm
-guidellm: setup ## Install GuideLLM for its test, beside what .venv has (200 MB)
+guidellm: setup ## Install GuideLLM for its test, beside what .venv has (320 MB)
 	@cmp -s tests/system/guidellm.txt $(VENV)/guidellm/guidellm.txt || { \
 	  rm -rf $(VENV)/guidellm && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	    --target $(VENV)/guidellm -r tests/system/guidellm.txt && cp tests/system/guidellm.txt $(VENV)/guidellm; }

@@ -17,6 +17,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS = 0x1, 0x1, 0x4
 _INITIAL_WINDOW_SIZE = 4
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 _LARGEST_WINDOW, _FIRST_WINDOW = 2**31 - 1, 65_535
 
 
@@ -122,12 +123,14 @@ class HttpArrivals(Arrivals):
     """A POST of JSON by HTTP/1.1, and its answer in chunks (RFC 9112, section 7.1)."""
 
     def __init__(self, path: str, body: bytes) -> None:
+        self._tail = b""
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         super().__init__(head.encode() + body)
 
     def data_received(self, data: bytes) -> None:
         self.body.append((time.monotonic(), data))
-        if data.endswith(b"\r\n0\r\n\r\n") or data == b"0\r\n\r\n":
+        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]  # it may come in pieces
+        if self._tail == _LAST_CHUNK:
             self._end()
 
     def answer(self) -> tuple[dict[str, str], list[tuple[float, bytes]]]:
