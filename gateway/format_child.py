@@ -1,4 +1,7 @@
-"""The child of `gateway.formats`: reads a format in each line, and writes what is wrong with it. May end over any of them."""
+"""The child of `gateway.formats`: reads a format in each line, writes an empty line that it has it, and then what is wrong with it.
+
+May end over any of them; the empty line tells the parent over which.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,8 @@ def main() -> None:
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(b"\n")
+        sys.stdout.buffer.flush()
         kind, text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
         verdict = judge(kind, text)

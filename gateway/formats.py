@@ -3,7 +3,8 @@
 A worker compiles the format against its vocabulary; what is wrong with it by itself is told to the client before the request is
 accepted. That costs time and memory that only the format decides, and the library may end the process over it
 (`laps_sd.formats`): so a child compiles, one format at a time, with a bound on all of them, and the gateway's event loop only waits for its
-verdict. A format that ends the child is refused, and the next one gets a new child.
+verdict. A format that ends the child is refused, and the next one gets a new child; a child that ended before it took the format
+says nothing of it.
 
     formats = FormatJudge()
     problem = await formats.problem_of("regex", "(a")     # "cannot be used: …"; empty: nothing is wrong
@@ -34,6 +35,10 @@ MAX_WAITING = 64
 """Formats that wait for their turn, of all callers together."""
 KEPT = 256
 """Verdicts that are remembered, the most recently used."""
+CHILDREN = 3
+"""That may end one after the other before they take a format, until the caller is told to come again."""
+
+CHILD = "gateway.format_child"
 
 
 class FormatJudge:
@@ -80,21 +85,19 @@ class FormatJudge:
         await self._end_child()
 
     async def _judge(self, kind: str, text: str) -> str:
+        line = json.dumps([kind, text]).encode() + b"\n"
         async with self._turn:
-            if self._child is None or self._child.returncode is not None:
-                self._child = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "laps_sd.child", str(os.getpid()), "gateway.format_child"),
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    stderr=DEVNULL,  # where the library repeats what clients sent
-                )
-            child = self._child
-            assert child.stdin is not None and child.stdout is not None
             try:
                 async with asyncio.timeout(WALL_S):
-                    with contextlib.suppress(ConnectionError):  # it has ended, as the empty line tells
-                        child.stdin.write(json.dumps([kind, text]).encode() + b"\n")
-                        await child.stdin.drain()
+                    for _ in range(CHILDREN):
+                        child = await self._living_child()
+                        if await self._taken(child, line):
+                            break
+                        # It ended while it had nothing to do, or was killed: its end says nothing of this format.
+                        await self._end_child()
+                    else:
+                        raise Unavailable("no output format can be judged now", retry_after_s=1.0)
+                    assert child.stdout is not None
                     answer = await child.stdout.readline()
             except BaseException as error:
                 await self._end_child()  # it may still answer, and nobody would know whom
@@ -105,6 +108,24 @@ class FormatJudge:
                 return str(json.loads(answer))
             # Not killed: asyncio then would not learn what it died of.
             return _fate(await child.wait())
+
+    async def _living_child(self) -> Process:
+        if self._child is None or self._child.returncode is not None:
+            self._child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "laps_sd.child", str(os.getpid()), CHILD),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,  # where the library repeats what clients sent
+            )
+        return self._child
+
+    async def _taken(self, child: Process, line: bytes) -> bool:
+        """Gives a child a format; false: it has ended before it read the whole."""
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop's for a pipe that is closed already
+            child.stdin.write(line)
+            await child.stdin.drain()
+        return bool(await child.stdout.readline())
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None

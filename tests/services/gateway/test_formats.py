@@ -6,15 +6,16 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 import grpc
 import pytest
+import uvloop
 
 from gateway import formats
 from gateway.formats import FormatJudge
 from gateway.tokenizer import ModelFiles
-from laps_sd.errors import ResourceExhausted
+from laps_sd.errors import ResourceExhausted, Unavailable
 from laps_sd.v1.inference_pb2 import GenerateRequest, OutputFormat
 from tests.helpers import wait_until_async
 from tests.services.gateway.conftest import Running
@@ -77,28 +78,55 @@ async def test_what_can_be_used_has_no_problem(judge: FormatJudge, kind: str, te
     ],
 )
 async def test_a_format_that_ends_the_child_is_refused_with_what_it_died_of(
-    judge: FormatJudge, death: signal.Signals, words: str
+    judge: FormatJudge, monkeypatch: pytest.MonkeyPatch, death: signal.Signals, words: str
 ) -> None:
-    assert await judge.problem_of("regex", "a") == ""
-    dying = child_of(judge)
-    os.kill(dying, signal.SIGSTOP)
-    verdict = asyncio.create_task(judge.problem_of("regex", "b"))
-    await asyncio.sleep(0)  # it is on its way to the child
-    os.kill(dying, death)
-    os.kill(dying, signal.SIGCONT)
-
-    assert words in await verdict
+    with monkeypatch.context() as patched:
+        patched.setattr(formats, "CHILD", "tests.services.gateway.dying_child")
+        assert words in await judge.problem_of("regex", str(int(death)))
+        dying = child_of(judge)
     assert await judge.problem_of("regex", "c") == ""
     assert child_of(judge) != dying
 
 
-async def test_a_child_that_was_killed_between_two_formats_costs_neither(judge: FormatJudge) -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+async def test_a_child_that_ended_between_two_formats_costs_neither(
+    judge: FormatJudge, noticed: bool
+) -> None:
     assert await judge.problem_of("regex", "a") == ""
     child = judge._child
     assert child is not None
     os.kill(child.pid, signal.SIGKILL)
-    await child.wait()
+    if noticed:
+        await child.wait()
     assert await judge.problem_of("regex", "b") == ""
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_child_whose_pipe_is_closed_and_whose_end_is_not_yet_known_costs_nothing(
+    run: Callable[[Coroutine[None, None, None]], None],
+) -> None:
+    async def scenario() -> None:
+        judge = FormatJudge()
+        assert await judge.problem_of("regex", "a") == ""
+        child = judge._child
+        assert child is not None and child.stdin is not None
+        child.stdin.transport.abort()
+        await wait_until_async(child.stdin.is_closing, description="the pipe is closed")
+        assert child.returncode is None
+        assert await judge.problem_of("regex", "b") == ""
+        await judge.close()
+
+    run(scenario())
+
+
+async def test_children_that_all_end_before_they_take_a_format_say_nothing_of_it(
+    judge: FormatJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(formats, "CHILD", "tests.services.gateway.dying_child")
+        with pytest.raises(Unavailable, match="no output format can be judged now"):
+            await judge.problem_of("early", str(int(signal.SIGKILL)))
+    assert await judge.problem_of("regex", "a") == ""
 
 
 async def test_whoever_stops_waiting_takes_no_answer_away(judge: FormatJudge) -> None:
