@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 
-from laps_sd.formats import first_line, problem_of, unchecked_grammar
+from laps_sd.formats import first_line, matcher_of
 
 # All our choice. A format that takes more is refused.
 CPU_S = 0.5
@@ -30,14 +30,14 @@ def judge(kind: str, text: str) -> str:
         except (ValueError, RecursionError) as error:
             return f"must be JSON: {error}"
     try:
-        problem = problem_of(kind, wanted)
-        if problem:
-            return problem
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLTokenizer
+
+        # As a worker will, with a vocabulary of its own: single bytes take the same expressions and rules.
+        matcher = matcher_of(kind, wanted, LLTokenizer("byte"))
     except ImportError:
         return "cannot be used: this gateway is without the package llguidance"
-    # As a worker will, with a vocabulary of its own: single bytes take the same expressions and rules.
-    matcher = LLMatcher(LLTokenizer("byte"), unchecked_grammar(kind, wanted), log_level=0)
+    except ValueError as error:
+        return str(error)
     matcher.compute_bitmask()
     return f"cannot be used: {first_line(matcher.get_error())}" if matcher.is_error() else ""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["MAX_CHARACTERS", "first_line", "grammar_of", "problem_of", "unchecked_grammar"]
+__all__ = ["MAX_CHARACTERS", "first_line", "matcher_of"]
 
 WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 """Between the parts of JSON: enough to indent, and no way to go on with blanks to the end of max_tokens (our choice)."""
@@ -33,34 +33,32 @@ MAX_SYMBOLS = 50_000
 """Of the rules of a format. An object has 8 for each property."""
 
 
-def grammar_of(kind: str, wanted: Any) -> str:
-    """`wanted` is a parsed schema where `kind` is json_schema, else the text of a `regex` or a `grammar`.
+def matcher_of(kind: str, wanted: Any, tokenizer: Any) -> Any:
+    """An LLMatcher at the start of a format, within the bounds above.
 
-    Raises ImportError, and ValueError, which says what is wrong behind the word format.
+    `wanted` is a parsed schema where `kind` is json_schema, else the text of a `regex` or a `grammar`; `tokenizer` an LLTokenizer.
+    Raises ImportError, and ValueError, which says what is wrong in words that go behind the field's name.
     """
-    problem = problem_of(kind, wanted)
-    if problem:
-        raise ValueError(f"format {problem}")
-    return unchecked_grammar(kind, wanted)
-
-
-def problem_of(kind: str, wanted: Any) -> str:
-    """What is wrong with a format, in words that go behind its field's name; empty: nothing. Raises ImportError."""
     problem = _schema_problem(wanted) if kind == "json_schema" else _text_problem(kind, wanted)
     if problem:
-        return problem
+        raise ValueError(problem)
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=MAX_LEXER_COST[kind], max_grammar_size=MAX_SYMBOLS)
     try:
-        said = LLMatcher.validate_grammar(unchecked_grammar(kind, wanted), limits=limits)
+        matcher = LLMatcher(tokenizer, _grammar(kind, wanted), log_level=0, limits=limits)
+        said = matcher.get_error() if matcher.is_error() else ""
     except (ValueError, TypeError, ArithmeticError) as error:  # what is JSON here and not there
-        said = str(error)
+        said = first_line(str(error))
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of the library's language, and no Exception
             raise
+        said = "panic:"
+    if said.startswith("panic:"):
         said = "the library for formats fails over it"
-    return f"cannot be used: {first_line(said)}" if said.strip() else ""
+    if said:
+        raise ValueError(f"cannot be used: {first_line(said)}")
+    return matcher
 
 
 def first_line(said: str) -> str:
@@ -69,8 +67,8 @@ def first_line(said: str) -> str:
     return lines[0][:MAX_SAID].rstrip(".") if lines else "it is not valid"
 
 
-def unchecked_grammar(kind: str, wanted: Any) -> str:
-    """As `grammar_of`, of a format without a problem."""
+def _grammar(kind: str, wanted: Any) -> str:
+    """As the library takes it."""
     from llguidance import LLMatcher
 
     match kind:

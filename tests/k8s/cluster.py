@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -124,6 +125,17 @@ class Cluster:
             name, self.namespace, {"spec": {"replicas": replicas}}
         )
 
+    async def lease(self) -> dict[str, Any]:
+        """What the operators' Lease says; empty while there is none."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases/laps-sd-operator"
+        try:
+            found: dict[str, Any] = (await self.request("GET", path))["spec"]
+        except ApiException as error:
+            if error.status == 404:
+                return {}
+            raise
+        return found
+
     async def pods(self) -> dict[str, dict[str, Any]]:
         found = self._plain((await self.core.list_namespaced_pod(self.namespace)).items)
         return {pod["metadata"]["name"]: pod for pod in found}
@@ -199,25 +211,35 @@ class Kubelet:
 class OperatorProcess:
     """`python -m laps_sd_operator`, as its account."""
 
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path) -> None:
+    def __init__(self, kubeconfig: Path, namespace: str, log: Path, pod: str = "operator-0") -> None:
         self._environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "k8s" / "operator")]),
             "KUBECONFIG": str(kubeconfig),
             "LAPS_SD_OPERATOR_NAMESPACE": namespace,
             "LAPS_SD_OPERATOR_HEALTH_PORT": str(free_port()),
-            "POD_ID": "test",
+            "POD_ID": pod,
         }
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
 
     def twin(self) -> OperatorProcess:
-        """Another one of the same account; not started."""
+        """Another pod of the same account; not started."""
         return OperatorProcess(
             Path(self._environment["KUBECONFIG"]),
             self._environment["LAPS_SD_OPERATOR_NAMESPACE"],
             self.log.with_suffix(".twin.log"),
+            pod="operator-1",
         )
+
+    @property
+    def pod(self) -> str:
+        """By which it stands for election."""
+        return self._environment["POD_ID"]
+
+    def said(self) -> str:
+        """Its log."""
+        return self.log.read_text(encoding="utf-8")
 
     def probe(self) -> int:
         """What Kubernetes' liveness probe gets."""
@@ -230,6 +252,11 @@ class OperatorProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "laps_sd_operator"], env=self._environment, stdout=log, stderr=log
             )
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """As a lost node does."""

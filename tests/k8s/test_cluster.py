@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -336,31 +337,77 @@ async def test_an_operator_that_was_killed_goes_on_where_it_was(
         assert set(await cluster.pods()) == {busy["long"]}
 
 
-async def test_of_two_operators_one_may_die_and_they_take_one_worker(
+@pytest.fixture
+async def standby(cluster: Cluster, deployed: OperatorProcess) -> AsyncIterator[OperatorProcess]:
+    """A second operator, while the first one leads."""
+    await wait_until_async(lambda: leads(cluster, deployed), description="the first one leads", timeout_s=60)
+    found = deployed.twin()
+    found.start()
+    try:
+        await wait_until_async(lambda: works(found), description="the second one is there", timeout_s=60)
+        yield found
+    finally:
+        found.stop()
+    went_well(found)
+
+
+async def leads(cluster: Cluster, process: OperatorProcess) -> bool:
+    return (await cluster.lease()).get("holderIdentity") == process.pod
+
+
+async def test_of_two_operators_one_acts_and_the_other_takes_over_from_a_dead_one(
     cluster: Cluster,
     pool: dict[str, Any],
     deployed: OperatorProcess,
+    standby: OperatorProcess,
     kubelet: Kubelet,
     leader: SchedulerUnderTest,
 ) -> None:
-    other = deployed.twin()
-    other.start()
+    prompts = {"long": 400, "short": 10, "middle": 100}
+    async with one_too_many(cluster, pool, kubelet, leader, prompts=prompts) as busy:
+        await turns(cluster, 3)
+        assert draining(leader) == await cluster.marked() == [busy["short"]]
+        assert "acts" in deployed.said() and "acts" not in standby.said()
+
+        deployed.kill()
+        await kubelet.workers[busy["short"]].run_round("short", 1, 1, [5])
+
+        await wait_until_async(lambda: has_pods(cluster, 2), description="the pod is gone", timeout_s=60)
+        assert set(await cluster.pods()) == {busy["long"], busy["middle"]}
+        assert await cluster.replicas(NAME) == 2
+        assert await leads(cluster, standby)
+        assert (await cluster.lease())["leaseTransitions"] == 1
+
+
+async def test_an_operator_that_wakes_up_after_another_took_over_does_nothing(
+    cluster: Cluster,
+    pool: dict[str, Any],
+    deployed: OperatorProcess,
+    standby: OperatorProcess,
+    kubelet: Kubelet,
+) -> None:
+    deployed.signal(signal.SIGSTOP)
     try:
-        await wait_until_async(lambda: works(other), description="the other one is there", timeout_s=60)
-        prompts = {"long": 400, "short": 10, "middle": 100}
-        async with one_too_many(cluster, pool, kubelet, leader, prompts=prompts) as busy:
-            await turns(cluster, 3)
-            assert draining(leader) == await cluster.marked() == [busy["short"]]
-
-            deployed.kill()
-            await kubelet.workers[busy["short"]].run_round("short", 1, 1, [5])
-
-            await wait_until_async(lambda: has_pods(cluster, 2), description="the pod is gone", timeout_s=60)
-            assert set(await cluster.pods()) == {busy["long"], busy["middle"]}
-            assert await cluster.replicas(NAME) == 2
+        await wait_until_async(
+            lambda: leads(cluster, standby), description="the other one leads", timeout_s=60
+        )
+        await cluster.create_pool(pool)
+        await wait_until_async(lambda: has_pods(cluster, 1), description="it works", timeout_s=60)
     finally:
-        other.stop()
-    went_well(other)
+        deployed.signal(signal.SIGCONT)
+    await wait_until_async(lambda: "leads no more" in deployed.said(), description="it knows", timeout_s=60)
+    await cluster.scale_pool(NAME, 2)
+    await wait_until_async(lambda: has_pods(cluster, 2), description="the other one goes on", timeout_s=60)
+    assert "acts" not in deployed.said()
+
+
+async def test_an_operator_that_is_stopped_hands_over_at_once(
+    cluster: Cluster, deployed: OperatorProcess, standby: OperatorProcess
+) -> None:
+    assert deployed.stop() == 0
+    lease = await cluster.lease()
+    assert lease.get("holderIdentity") in (None, standby.pod), "it did not keep the lease until it runs out"
+    await wait_until_async(lambda: leads(cluster, standby), description="the other one leads", timeout_s=10)
 
 
 async def works(process: OperatorProcess) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ pytest.importorskip("kopf", reason="make setup")
 from kubernetes_asyncio.client.exceptions import ApiException
 from laps_sd_operator import __main__ as operator
 from laps_sd_operator import objects, scheduler
+from laps_sd_operator.leadership import Leadership
 from laps_sd_operator.reconcile import Worker
 from structlog.testing import capture_logs
 
@@ -164,6 +165,101 @@ async def test_pods_that_kubernetes_does_not_make_are_told() -> None:
     assert memory.told[0]["problem"] == "pods is forbidden: exceeded quota", "more than that nobody answers"
 
 
+class Elections(Leadership):
+    """Won and lost as the test says."""
+
+    def __init__(self) -> None:
+        self.won = asyncio.Event()
+        self.released = False
+        self._end = asyncio.Event()
+        self._lost = asyncio.Event()
+
+    def held(self) -> bool:
+        return self.won.is_set()
+
+    async def run(self, lead: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            await self.won.wait()
+            async with asyncio.TaskGroup() as tasks:
+                leading = tasks.create_task(lead())
+                await self._end.wait()
+                self._end.clear()
+                leading.cancel()
+            self._lost.set()
+
+    async def lose(self) -> None:
+        self.won.clear()
+        self._end.set()
+        await self._lost.wait()
+        self._lost.clear()
+
+    async def release(self) -> None:
+        self.released = True
+
+
+def elected() -> Elections:
+    found = Elections()
+    found.won.set()
+    return found
+
+
+class Api:
+    """Needed to be closed."""
+
+    async def close(self) -> None: ...
+
+
+async def test_only_the_elected_operator_gives_turns_to_the_pools_that_all_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: list[str] = []
+
+    class Counted(Memory):
+        def __init__(self, _: Any, namespace: str, name: str) -> None:
+            super().__init__(None)
+            self.name = name
+
+        async def pool(self) -> dict[str, Any] | None:
+            turns.append(self.name)
+            return {**POOL, "metadata": {**POOL["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+
+    monkeypatch.setattr(operator, "Kubernetes", Counted)
+    monkeypatch.setattr(operator, "TURN_S", 0.0)
+    election = Elections()
+    found = operator.Operator(Api(), None, election)
+    found.look_after("models", "early")
+    await asyncio.sleep(0)
+    assert turns == []
+
+    election.won.set()
+    await wait_until_async(lambda: turns, description="the pool that was known before has turns")
+    found.look_after("models", "late")
+    await wait_until_async(lambda: "late" in turns, description="and one that comes later")
+
+    await election.lose()
+    turns.clear()
+    found.look_after("models", "meanwhile")
+    await asyncio.sleep(0)
+    assert turns == [], "lost: nobody has a turn"
+
+    election.won.set()
+    await wait_until_async(lambda: set(turns) == {"early", "late", "meanwhile"}, description="all go on")
+    await found.close()
+    turns.clear()
+    await asyncio.sleep(0)
+    assert turns == [] and election.released
+
+
+async def test_a_turn_that_may_not_act_any_more_changes_nothing() -> None:
+    memory = Memory(POOL)
+    await operator.turn(memory, None, get_logger("test"), lambda: False)
+    assert (memory.written, memory.told) == ([], [])
+
+    answers = iter([True, False])  # it may create the Deployment, and not tell of it
+    await operator.turn(memory, None, get_logger("test"), lambda: next(answers))
+    assert (len(memory.written), memory.told) == (1, [])
+
+
 async def test_an_answer_that_never_comes_ends_a_turn_and_not_the_pools_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -182,7 +278,7 @@ async def test_an_answer_that_never_comes_ends_a_turn_and_not_the_pools_turns(
     monkeypatch.setattr(operator, "Kubernetes", lambda *_: Silent(None))
     monkeypatch.setattr(operator, "TURN_LIMIT_S", 0.2)
     monkeypatch.setattr(operator, "TURN_S", 0.0)
-    looks_after = operator.Operator(None, None)
+    looks_after = operator.Operator(None, None, elected())
 
     looks_after.look_after("models", "p")
 
@@ -202,7 +298,7 @@ async def test_an_outage_of_kubernetes_is_told_once_and_its_end_too(monkeypatch:
     monkeypatch.setattr(operator, "Kubernetes", lambda *_: Away(None))
     monkeypatch.setattr(operator, "TURN_S", 0.0)
     with capture_logs() as said:
-        operator.Operator(None, None).look_after("models", "p")
+        operator.Operator(None, None, elected()).look_after("models", "p")
         await wait_until_async(lambda: not answers, description="all are asked")
 
     events = [one["event"] for one in said if one["event"].startswith("a turn")]

@@ -75,7 +75,4 @@ HOSTILE: dict[str, tuple[tuple[str, str], str]] = {
     "a panic": (_schema({"type": "string", "minLength": "é" * 100}), "the library for formats fails over it"),
     "a blank of its own": (_schema({"x-guidance": {"whitespace_pattern": "((a{9}){9}){9}"}}), "x-guidance"),
 }  # fmt: skip
-"""Name → kind and text, and a part of the refusal. Some come to light only when the whole is compiled, which the gateway alone tries."""
-
-COMPILED = ("a large divisor",)
-"""Those of them."""
+"""Name → kind and text, and a part of the refusal."""

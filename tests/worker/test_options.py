@@ -187,14 +187,14 @@ FORMATS = {
 
 def allowed_by(folder: Path, wanted: OutputFormat) -> Allowed:
     """Which tokens may follow an output: the whole output is read anew each time."""
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
-    from worker_svc.engine.formats import grammar_of
+    from worker_svc.engine.formats import matcher_of
 
     tokenizer = LLTokenizer((folder / "tokenizer.json").read_text(), n_vocab=VOCAB, eos_token=1)
 
     def allowed(output: list[int]) -> set[int]:
-        matcher = LLMatcher(tokenizer, grammar_of(wanted), log_level=0)
+        matcher = matcher_of(wanted, tokenizer)
         assert matcher.consume_tokens(output) or not output
         bits = matcher.compute_bitmask()
         return {token for token in range(VOCAB) if bits[token // 8] >> (token % 8) & 1}

@@ -92,7 +92,7 @@ class Formats:
     def open(self, wanted: OutputFormat) -> FormatState:
         """The state of a new request. Raises ValueError in one sentence for a format that cannot be."""
         try:
-            from llguidance import LLMatcher, LLTokenizer
+            from llguidance import LLTokenizer
         except ImportError:
             raise ValueError("format needs the package llguidance on the worker") from None
         if not self._end_ids:
@@ -103,25 +103,25 @@ class Formats:
             )
         compiled = self._compiled.pop(wanted, None)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar_of(wanted), log_level=0)
-            if compiled.is_error():
-                raise ValueError(f"format cannot be used: {formats.first_line(compiled.get_error())}")
+            compiled = matcher_of(wanted, self._tokenizer)
         self._compiled[wanted] = compiled
         while len(self._compiled) > KEPT_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
         return FormatState(compiled.deep_copy(), -(-self._vocab // 32), self._end_ids, self._end_ids[0])
 
 
-def grammar_of(wanted: OutputFormat) -> str:
-    """A format as llguidance takes it. Raises ValueError."""
-    match wanted.kind:
-        case FormatKind.JSON_OBJECT:
-            return formats.grammar_of("json_schema", {"type": "object"})
-        case FormatKind.JSON_SCHEMA:
-            try:
-                schema = json.loads(wanted.text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"format is no JSON: {error}") from None
-            return formats.grammar_of("json_schema", schema)
-        case _:
-            return formats.grammar_of(wanted.kind.value, wanted.text)
+def matcher_of(wanted: OutputFormat, tokenizer: Any) -> Any:
+    """The library's matcher at the start of a format. Raises ValueError."""
+    kind: str = wanted.kind.value
+    what: Any = wanted.text
+    if wanted.kind is FormatKind.JSON_OBJECT:
+        kind, what = "json_schema", {"type": "object"}
+    elif wanted.kind is FormatKind.JSON_SCHEMA:
+        try:
+            what = json.loads(wanted.text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"format is no JSON: {error}") from None
+    try:
+        return formats.matcher_of(kind, what, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"format {error}") from None

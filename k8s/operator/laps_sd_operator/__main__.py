@@ -2,10 +2,11 @@
 
 A turn reads what is there, the pool included, asks `reconcile`, and carries out what it says. A failed turn changes nothing that
 the next one would not see, so the operator may be killed at any moment. It leaves no finalizer on a pool: Kubernetes' garbage
-collector takes the Deployment with it, and a pool can be deleted after its operator (`helm uninstall` does). Two at a time decide
-the same from the same picture, and where their pictures differ, what loses is a conflict that the next turn sees: no leader among them.
+collector takes the Deployment with it, and a pool can be deleted after its operator (`helm uninstall` does). Of several, the one
+that holds the Lease (`leadership`) has turns; the others know the pools and wait.
 
-Environment: LAPS_SD_OPERATOR_NAMESPACE (required), LAPS_SD_OPERATOR_HEALTH_PORT (8080), and LAPS_SD_LINK_TLS… as for a worker.
+Environment: LAPS_SD_OPERATOR_NAMESPACE (required), LAPS_SD_OPERATOR_HEALTH_PORT (8080), POD_ID (by which it stands for election; else
+the host and the process), and LAPS_SD_LINK_TLS… as for a worker.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import kopf
@@ -24,6 +27,7 @@ from laps_sd.config import load
 from laps_sd.log import configure, get_logger
 from laps_sd.wire import LinkSettings, Tls, link_tls
 from laps_sd_operator import objects, scheduler
+from laps_sd_operator.leadership import Leadership
 from laps_sd_operator.reconcile import Action, Adopt, Create, Drain, Mark, Scale, Spare, Update, reconcile
 
 TURN_S = 2.0
@@ -43,44 +47,67 @@ async def start(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: Any) -> N
         config.load_incluster_config()
     else:
         await config.load_kube_config()
-    memo.operator = Operator(client.ApiClient(), link_tls(load(LinkSettings)))
+    api = client.ApiClient()
+    identity = os.environ.get("POD_ID") or f"{socket.gethostname()}-{os.getpid()}"
+    leadership = Leadership(api, os.environ["LAPS_SD_OPERATOR_NAMESPACE"], identity)
+    memo.operator = Operator(api, link_tls(load(LinkSettings)), leadership)
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Ends all turns and closes the connections."""
+    """Ends all turns, gives the Lease up and closes the connections."""
     await memo.operator.close()
 
 
 @kopf.on.event(objects.GROUP, objects.VERSION, objects.PLURAL)
 async def heard(name: str, namespace: str, memo: kopf.Memo, **_: Any) -> None:
-    """A pool that was not known gets its turns from now on, until it is found to be gone."""
+    """A pool that was not known gets turns while this operator leads, until it is found to be gone."""
     memo.operator.look_after(namespace, name)
 
 
 class Operator:
-    """A task per pool."""
+    """A task per pool, while it leads."""
 
-    def __init__(self, api: client.ApiClient, tls: Tls | None) -> None:
+    def __init__(self, api: client.ApiClient, tls: Tls | None, leadership: Leadership) -> None:
         self._api = api
         self._tls = tls
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._leadership = leadership
+        self._leads = False
+        self._tasks: dict[tuple[str, str], asyncio.Task[None] | None] = {}
+        """Of every known pool; none while another operator leads."""
         self._heard: set[tuple[str, str]] = set()
         """Of whom there was news since their last turn began: one that this turn found gone may be there again."""
+        self._candidate = asyncio.create_task(leadership.run(self._lead))
 
     def look_after(self, namespace: str, name: str) -> None:
         """From now on, until it is found gone."""
         self._heard.add((namespace, name))
-        if (namespace, name) not in self._tasks:
-            self._tasks[namespace, name] = asyncio.create_task(self._turns(namespace, name))
+        if self._tasks.setdefault((namespace, name)) is None and self._leads:
+            self._begin(namespace, name)
 
     async def close(self) -> None:
-        """Ends all turns."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Ends all turns, and lets another operator lead."""
+        self._candidate.cancel()
+        await asyncio.gather(self._candidate, return_exceptions=True)
+        await self._leadership.release()
         await self._api.close()
+
+    async def _lead(self) -> None:
+        self._leads = True
+        try:
+            for namespace, name in self._tasks:
+                self._begin(namespace, name)
+            await asyncio.Event().wait()
+        finally:
+            self._leads = False
+            tasks = [task for task in self._tasks.values() if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks = dict.fromkeys(self._tasks)
+
+    def _begin(self, namespace: str, name: str) -> None:
+        self._tasks[namespace, name] = asyncio.create_task(self._turns(namespace, name))
 
     async def _turns(self, namespace: str, name: str) -> None:
         kubernetes = Kubernetes(self._api, namespace, name)
@@ -90,7 +117,7 @@ class Operator:
             self._heard.discard((namespace, name))
             try:
                 async with asyncio.timeout(TURN_LIMIT_S):
-                    there = await turn(kubernetes, self._tls, logger)
+                    there = await turn(kubernetes, self._tls, logger, self._leadership.held)
             except Exception as error:
                 if repr(error) != failed:  # said once: an API server may be away for long
                     logger.exception("a turn failed; the next one begins anew")
@@ -105,8 +132,10 @@ class Operator:
         del self._tasks[namespace, name]
 
 
-async def turn(kubernetes: Kubernetes, tls: Tls | None, logger: Any) -> bool:
-    """One turn of one pool; False when there is no such pool any more."""
+async def turn(
+    kubernetes: Kubernetes, tls: Tls | None, logger: Any, may_act: Callable[[], bool] = lambda: True
+) -> bool:
+    """One turn of one pool; False when there is no such pool any more. It ends early when it may not act any more."""
     pool = await kubernetes.pool()
     if pool is None:
         return False
@@ -126,6 +155,8 @@ async def turn(kubernetes: Kubernetes, tls: Tls | None, logger: Any) -> bool:
     else:
         try:
             for action in reconcile(seen):
+                if not may_act():
+                    return True
                 logger.info("acts", action=str(action))
                 await carry_out(action, pool, seen.replicas, kubernetes, tls)
         except ApiException as error:
@@ -136,7 +167,7 @@ async def turn(kubernetes: Kubernetes, tls: Tls | None, logger: Any) -> bool:
     told = pool.get("status", {})
     if problem and problem != told.get("problem"):
         logger.warning("cannot do all it should", problem=problem)
-    if any(told.get(key) != value for key, value in status.items()):
+    if may_act() and any(told.get(key) != value for key, value in status.items()):
         await kubernetes.tell(status)
     return True
 
