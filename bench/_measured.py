@@ -1,4 +1,4 @@
-"""Sections of docs/evidence.md from what real processes did: `laps-sd bench serve` and `laps-sd bench control`."""
+"""Sections of docs/evidence.md from what real processes did: `laps-sd bench serve`, `control`, `engine` and `gateway`."""
 
 from __future__ import annotations
 
@@ -104,4 +104,104 @@ def deciding(path: Path) -> Iterator[str]:
             f"{row['slots']} requests in a report): {row['cpu_ms_per_report']:.2f} ms of CPU time per report. One core so carries "
             f"{row['workers_per_shard']} workers whose rounds take {row['at_round_s'] * 1e3:g} ms; more need another shard."
         )
+    yield ""
+
+
+def engine(path: Path) -> Iterator[str]:
+    """Tokens per CPU second of the worker's engine and of others."""
+    from bench.engine import BOTH, MIXED, PLAIN, SPECULATIVE, goals  # needs torch
+
+    rows, source = _read(path)
+    about = json.loads(path.read_text())["about"]
+    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
+    mixed = [row for row in rows if row["kind"] == MIXED and row["temperature"] == 0.0]
+    batches = sorted({row["batch"] for row in mixed})
+    by_place = {(row["config"], row["batch"]): row for row in mixed}
+    yield from ("## The engine beside others", "")
+    yield f"The same pair, prompts, precision ({about['dtype']}) and number of threads ({about['threads']}); tokens per second of CPU time, all kinds of prompts in"
+    yield f"equal parts, temperature 0, up to so many at a time; {versions}. {source}."
+    yield from table(
+        ("engine", *(f"batch {batch}" for batch in batches), "same text as ours"),
+        (
+            (
+                config,
+                *(
+                    f"{row['tokens_per_cpu_s']:,.0f}" if (row := by_place.get((config, batch))) else "–"
+                    for batch in batches
+                ),
+                _same(row for row in mixed if row["config"] == config),
+            )
+            for config in dict.fromkeys(row["config"] for row in mixed)
+        ),
+    )
+    yield "Ratios of our engine with speculation, paired by turn, with their 95 % intervals; against several modes of one engine, to the best of them."
+    labels = {
+        "plain": "our own plain decoding, both temperatures", "assisted": "transformers, assisted generation, both temperatures",
+        "peer_batch": "transformers, best batch mode, both temperatures", "vllm": "vLLM, temperature 0", "openvino": "OpenVINO GenAI, temperature 0",
+    }  # fmt: skip
+    whole = [
+        row
+        for row in rows
+        if row["config"] == SPECULATIVE and row["kind"] == MIXED and row["temperature"] in (BOTH, 0.0)
+    ]
+
+    def ratio(label: str, batch: int) -> str:
+        wanted = 0.0 if label in ("vllm", "openvino") else BOTH
+        for row in whole:
+            if (
+                row["batch"] == batch
+                and row["temperature"] == wanted
+                and row.get(f"ratio_{label}") is not None
+            ):
+                middle, low, high = (row[f"ratio_{label}{end}"] for end in ("", "_low", "_high"))
+                return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+        return "–"
+
+    yield from table(
+        ("beside", *(f"batch {batch}" for batch in batches)),
+        ((words, *(ratio(label, batch) for batch in batches)) for label, words in labels.items()),
+    )
+    judged = goals(rows, exact=about["dtype"] == "float32" and about["acceptance"] is None)
+    missed = [goal.text for goal in judged if not goal.met]
+    yield f"{len(judged) - len(missed)} of {len(judged)} goals are met, each by the lower end of its interval ({PLAIN} is the smallest that may never be beaten: "
+    yield "0.97 of it, for every kind of prompt alone too)" + (". Missed:" if missed else ".")
+    yield ""
+    yield from (f"- {text}" for text in missed)
+    yield ""
+
+
+def _same(rows: Iterable[Row]) -> str:
+    shares = [row["identical"] for row in rows if row["identical"] is not None]
+    return f"{min(shares):.0%}" if shares else "–"
+
+
+def carried(path: Path) -> Iterator[str]:
+    """What one gateway process carries."""
+    from bench.gateway import GOAL_MESSAGES_PER_CPU_S, GOAL_P99_S
+
+    rows, source = _read(path)
+    yield from ("## What a gateway carries", "")
+    yield f"One gateway process, tokens delivered at a steady rate, about three in a message. {source}."
+    yield from table(
+        ("streams", "messages per second", "of its CPU", "messages per CPU second", "added delay p50", "p99"),
+        (
+            (
+                row["config"],
+                f"{row['messages_per_s']:,.0f}",
+                f"{row['gateway_cpu_share']:.0%}",
+                f"{row['messages_per_cpu_s']:,.0f}",
+                f"{row['delay_p50_s'] * 1e3:.1f} ms",
+                f"{row['delay_p99_s'] * 1e3:.1f} ms",
+            )
+            for row in rows
+        ),
+    )
+    met = all(
+        row["deliveries_per_cpu_s"] >= GOAL_MESSAGES_PER_CPU_S and row["delay_p99_s"] < GOAL_P99_S
+        for row in rows
+    )
+    yield (
+        f"Asked for are {GOAL_MESSAGES_PER_CPU_S:,.0f} messages per CPU second and a p99 delay below {GOAL_P99_S * 1e3:g} ms: "
+        + ("met." if met else "missed.")
+    )
     yield ""

@@ -30,7 +30,7 @@ from typing import Any
 
 from bench._generating import MAX_LENGTH, MIXED, PEER_BATCH, RAMP, Cell, Ours, Outcome, Prompted, Transformers
 from bench._peers import DRIVER, Peer, PeerFailed, convert, setups, taken
-from bench.report import Interval, finish, numbers, progress, ratio_interval, table
+from bench.report import Interval, about, finish, numbers, progress, ratio_interval, table
 
 GOAL_ASSISTED = 2.2
 GOAL_PLAIN_AT_ONE = 1.3
@@ -513,7 +513,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not goal.met and not goal.chief:
             print(f"missed: {goal.text}")
     met, summary = verdict(judged)
-    about = {
+    described = {
+        **about("engine", public(sys.argv[1:] if argv is None else argv)),
         "pair": options.shape or ("demo" if options.target == DEMO / "target" else "own"),
         "acceptance": options.acceptance,
         "threads": options.threads,
@@ -523,7 +524,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
         **versions,
     }
-    return finish(rows, json_file=options.json, summary=summary, met=met, about=about)
+    return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
+
+
+def public(given: Sequence[str]) -> list[str]:
+    """What was asked for, without where interpreters lie on this machine."""
+    hidden = list(given)
+    for at, option in enumerate(given):
+        name, equals, _ = option.partition("=")
+        if name in ("--vllm", "--openvino"):
+            if equals:
+                hidden[at] = f"{name}=PYTHON"
+            elif at + 1 < len(given):
+                hidden[at + 1] = "PYTHON"
+    return hidden
 
 
 def _ends(target: Path, read: Callable[[Any], frozenset[int]]) -> frozenset[int]:

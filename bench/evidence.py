@@ -1,7 +1,7 @@
-"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve` and `control` wrote with `--json`: no
-figure in them is typed by hand.
+"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve`, `control`, `engine` and `gateway` wrote with `--json`:
+no figure in them is typed by hand.
 
-    python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json, *-serve.json, *-control.json
+    python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json, *-serve.json, …
     python -m bench.evidence --results FILE   # from another one
     python -m bench.evidence --check          # write nothing; exit 1 when the page is out of date
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._markdown import spread, table, verdict_of
-from bench._measured import deciding, policy_rows, served
+from bench._measured import carried, deciding, engine, policy_rows, served
 from bench._policy_tables import expected_text
 from bench.figures import draw_overview, draw_regime, named, ratios
 from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
@@ -29,7 +29,9 @@ from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
 FIGURES = ROOT / "docs" / "figures"
-GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`, `serve` and `control`. Run them again to change it. -->"
+GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`, `serve`, `control`, `engine` and `gateway`. Run them again to change it. -->"
+MEASURED = {"serve": served, "control": deciding, "engine": engine, "gateway": carried}
+"""Benchmarks of real processes, and who writes the section of each."""
 LENGTH_ONLY = ("srpt-length", "sjf-length")
 """Policies that know predicted lengths and nothing of acceptance: the rivals that matter."""
 PAPER = "[arXiv 2505.17074](https://arxiv.org/abs/2505.17074)"
@@ -160,11 +162,12 @@ def arrivals_text(arrivals: Row) -> str:
 # -- the page -------------------------------------------------------------------------------------------------------------
 
 
-def page(results: Results, serve: Path | None = None, control: Path | None = None) -> str:
-    """docs/evidence.md. `serve` and `control`: results of these benchmarks, which have a section each."""
+def page(results: Results, measured: Mapping[str, Path] | None = None) -> str:
+    """docs/evidence.md. `measured`: results of the benchmarks of `MEASURED`, by name, which have a section each."""
+    measured = measured or {}
     parts = (
-        _head(results, on_processes=serve is not None), _goals(results), _rivals(results), _nothing(results), _tail(results), _levels(results),
-        _estimates(results), _paper(results), served(serve) if serve else (), deciding(control) if control else (),
+        _head(results, on_processes="serve" in measured), _goals(results), _rivals(results), _nothing(results), _tail(results), _levels(results),
+        _estimates(results), _paper(results), *(write(measured[name]) for name, write in MEASURED.items() if name in measured),
         _data(results), _limits(results),
     )  # fmt: skip
     lines = [line for part in parts for line in part]
@@ -643,14 +646,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"bench.evidence: {error}", file=sys.stderr)
         return 2
-    serve = newest("serve")
-    text = page(results, serve, newest("control"))
+    measured = {name: path for name in MEASURED if (path := newest(name))}
+    text = page(results, measured)
     if options.check:
         stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
         if stale:
             print("docs/evidence.md is out of date: run python -m bench.evidence", file=sys.stderr)
         return int(stale)
-    for path in draw(results, FIGURES, serve):
+    for path in draw(results, FIGURES, measured.get("serve")):
         print(f"{path.relative_to(ROOT)} drawn")
     PAGE.write_text(text, encoding="utf-8")
     print(f"docs/evidence.md written from {results.source}")

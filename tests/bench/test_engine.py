@@ -24,6 +24,7 @@ from bench.engine import (
     goals,
     identical,
     main,
+    public,
     rows_of,
     verdict,
 )
@@ -211,3 +212,9 @@ def test_a_random_pair_runs_through(tmp_path, capsys):
     assert all(row["tokens_per_cpu_s"] > 0 for row in rows.values())
     assert rows["ours, speculative", MIXED, BOTH, 3]["ratio_plain"] is not None
     assert capsys.readouterr().out.strip().splitlines()[-1].startswith(("goal met: ", "GOAL MISSED: "))
+
+
+def test_results_tell_the_command_and_not_where_interpreters_lie() -> None:
+    given = ["--turns", "4", "--vllm", "/home/a/bin/python", "--openvino=/home/b/bin/python"]
+
+    assert public(given) == ["--turns", "4", "--vllm", "PYTHON", "--openvino=PYTHON"]

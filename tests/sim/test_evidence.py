@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from bench._measured import deciding, served
-from bench.evidence import FIGURES, PAGE, Results, draw, main, newest, page, source_of
+from bench._measured import carried, deciding, engine, served
+from bench.evidence import FIGURES, MEASURED, PAGE, Results, draw, main, newest, page, source_of
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
 
@@ -59,7 +59,7 @@ def section(text, title):
 
 
 def test_the_page_is_what_its_results_say():
-    text = page(Results(newest("policy")), newest("serve"), newest("control"))
+    text = page(Results(newest("policy")), {name: path for name in MEASURED if (path := newest(name))})
 
     assert PAGE.read_text(encoding="utf-8") == text, "run python -m bench.evidence"
 
@@ -166,9 +166,9 @@ def test_one_regime_and_several_are_drawn_as_asked(found, tmp_path):
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def results_of(folder, benchmark, rows):
+def results_of(folder, benchmark, rows, **more):
     path = folder / f"2026-01-01-{benchmark}.json"
-    about = {"command": "laps-sd bench something --seeds 2", "date": "2026-01-01"}
+    about = {"command": "laps-sd bench something --seeds 2", "date": "2026-01-01", **more}
     path.write_text(json.dumps({"about": about, "rows": rows}))
     return path
 
@@ -219,3 +219,42 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     assert "1 of 2 rows meet both" in text
     assert "100 workers, 5000 queued" in text
     assert "2.50 ms of CPU time per report. One core so carries 20 workers whose rounds take 50 ms" in text
+
+
+def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
+    def row(config, batch, speed, *, temperature=0.0, identical=1.0, **ratios):
+        found = {"config": config, "kind": "mixed", "temperature": temperature, "batch": batch}
+        found |= {"tokens_per_cpu_s": speed, "identical": identical}
+        for name, (middle, low, high) in ratios.items():
+            found |= {
+                f"ratio_{name}": middle,
+                f"ratio_{name}_low": low,
+                f"ratio_{name}_high": high,
+            }
+        return found
+
+    ours = "ours, speculative"
+    rows = [
+        row(ours, 1, 700.4, temperature="both", plain=(2.0, 1.8, 2.2), assisted=(2.3, 2.1, 2.5)),
+        row(ours, 1, 700.4, plain=(2.1, 1.9, 2.3), vllm=(1.5, 1.45, 1.6)),
+        row("vllm, compiled, plain", 1, 1368.5, identical=0.75),
+        row("vllm, compiled, plain", 4, 2000.0),
+    ]
+    about = {"dtype": "float32", "threads": 1, "acceptance": None, "torch": "2.0", "vllm": "0.1"}
+    text = "\n".join(engine(results_of(tmp_path, "engine", rows, **about)))
+    assert "| ours, speculative | 700 | – | 100% |" in text
+    assert "| vllm, compiled, plain | 1,368 | 2,000 | 75% |" in text
+    assert "| vLLM, temperature 0 | 1.50 [1.45, 1.60] | – |" in text
+    assert "temperature 0, up to so many at a time; torch 2.0, vllm 0.1." in text
+    assert "- batch 1: 2.30 [2.10, 2.50] of assisted (goal 2.2)" in text
+    assert "4 of 5 goals are met" in text
+
+
+def test_a_gateway_carries_so_much_or_too_little(tmp_path):
+    row = {"config": "grpc, 2 streams", "messages_per_s": 6000.0, "gateway_cpu_share": 0.5}
+    row |= {"messages_per_cpu_s": 12_000.0, "deliveries_per_cpu_s": 12_000.0, "delay_p50_s": 0.001}
+    text = "\n".join(carried(results_of(tmp_path, "gateway", [row | {"delay_p99_s": 0.004}])))
+    assert "| grpc, 2 streams | 6,000 | 50% | 12,000 | 1.0 ms | 4.0 ms |" in text
+    assert "below 20 ms: met." in text
+    text = "\n".join(carried(results_of(tmp_path, "gateway", [row | {"delay_p99_s": 0.024}])))
+    assert "below 20 ms: missed." in text
