@@ -306,9 +306,10 @@ class SpeculativeEngine:
             self._prefill_chunk = chunk
 
     def _round(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
+        round_clock = self._clock()
         steps = self._steps(sequences)
         self._hold(steps)
-        swap_started = time.perf_counter()
+        swap_started, swap_clock = time.perf_counter(), self._clock()
         for step in steps:
             self._swap_in(step.sequence)
         draft_started, draft_clock = time.perf_counter(), self._clock()
@@ -352,10 +353,14 @@ class SpeculativeEngine:
         all_rows = sum(step.fed for step in steps)
         forward_s, draft_s = ended - verify_started, verify_started - draft_started
         prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
-        if chunk_rows == 0 and all_rows and not any(step.catch_up > 2 for step in steps):
+        if all_rows and (chunk_rows == 0 or all_rows <= self.lengths.verify.counts[-1]):
+            # Under load there are chunks in nearly every round: they count as the rows that they are, as does the draft's own prefill.
+            if batches:
+                batches[0] += sum(step.catch_up - 2 for step in steps if step.catch_up > 2)
             self.lengths.observe_costs(
-                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock
-            )
+                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock,
+                len(steps), swap_clock - round_clock + self._clock() - ended_clock,
+            )  # fmt: skip
         free = [pool.allocator.free_blocks for pool in self._pools]
         return RoundResult(
             requests=reports,
