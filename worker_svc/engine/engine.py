@@ -535,7 +535,6 @@ class SpeculativeEngine:
         out: list[tuple[list[int], torch.Tensor]] = []
         depth = max(steps[i].draft_len for i in members)
         step_plan = None
-        logit_rows = None
         for j in range(depth):
             if j:
                 going = [at for at, i in enumerate(members) if steps[i].draft_len > j]
@@ -551,10 +550,9 @@ class SpeculativeEngine:
                     step_plan = draft.planner.plan(pieces, reserve=depth - j - 1)
                     if step_plan.order != list(range(len(members))):
                         members, tokens = [members[at] for at in step_plan.order], tokens[step_plan.order]
-                    logit_rows = torch.arange(len(members), device=self._device)
                 for i in members:
                     self._draft_place(steps[i]).length += 1
-                logits = draft.forward(self._draft_ids(tokens), step_plan, logit_rows)
+                logits = draft.forward(self._draft_ids(tokens), step_plan, None)[: len(members)]
             choice_rows = [offsets[i] + j for i in members]
             at_rows = None if noise is None else noise[choice_rows][:, :vocab]
             adjusted = adjustments.apply(logits[:, :vocab], choice_rows)
