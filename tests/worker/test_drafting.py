@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from worker_svc.engine.drafting import PROBE_AFTER, Acceptance, CostTable, DraftLengths
@@ -44,6 +46,79 @@ def test_a_request_that_accepts_more_drafts_more() -> None:
 def test_caps_hold() -> None:
     assert lengths_for(**MEMORY_BOUND).lengths([experienced(9, 10)] * 3, [0, 2, 100])[:2] == [0, 2]
     assert max(lengths_for(**MEMORY_BOUND).lengths([experienced(99, 100)], [100])) <= 8
+
+
+def by_asking_each(
+    chooser: DraftLengths, requests: list[Acceptance], caps: list[int], other_rows: int
+) -> list[int]:
+    """The module's rule, request by request and depth by depth."""
+    rates, count = [chooser.rate(request) for request in requests], len(requests)
+    drafting = [request for request in requests if not request.free]
+    verify, step, rest = chooser.verify, chooser.step, chooser.rest
+    another_s = (step(len(drafting)) - step(1)) / (len(drafting) - 1) if len(drafting) > 1 else 0.0
+    best, lengths = count / (rest(count) + verify(count + other_rows)), [0] * count
+    for depth in range(1, max(caps) + 1):
+        price = best
+        row_s = (verify(count * (1 + depth) + other_rows) - verify(count + other_rows)) / (count * depth)
+        tried = [
+            sum(
+                rate**k > price * (row_s + (0.0 if request.free else another_s))
+                for k in range(1, min(cap, depth) + 1)
+            )
+            for request, rate, cap in zip(requests, rates, caps, strict=True)
+        ]
+        seconds = rest(count) + verify(count + sum(tried) + other_rows)
+        for k in range(1, depth + 1):
+            going = sum(n >= k for n, request in zip(tried, requests, strict=True) if not request.free)
+            seconds += step(going) if going else 0.0
+        goodput = sum(rate**k for rate, n in zip(rates, tried, strict=True) for k in range(n + 1)) / seconds
+        if goodput > best:
+            best, lengths = goodput, tried
+    return lengths
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_lengths_are_those_of_the_rule(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.choice((1, 2, 7, 40))
+    requests = [experienced(rng.randrange(21), 20) for _ in range(count)]
+    for request in requests:
+        request.free = rng.random() < (0.0, 0.3, 1.0)[seed % 3]
+    caps = [rng.randrange(1, 9) for _ in requests]
+    chooser = lengths_for(
+        verify=CostTable([1, 8, 400], sorted(rng.uniform(1, 4) for _ in range(3))),
+        step=CostTable([1, 50], sorted(rng.uniform(0.02, 1) for _ in range(2))),
+    )
+    chooser.rest = CostTable([1, 50], [0.1, rng.uniform(0.1, 2)])
+    other_rows = rng.choice((0, 30))
+    expected = by_asking_each(chooser, requests, caps, other_rows)
+    assert chooser.lengths(requests, caps, other_rows) == expected
+
+
+def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> None:
+    """Rows are nearly free up to 16 and then cost what a token is worth; the hysteresis holds either side for a while."""
+    chooser = lengths_for(
+        verify=CostTable([1, 16, 1000], [1.0, 1.1, 80.0]), step=CostTable([1, 100], [0.02, 0.4])
+    )
+    request = experienced(60, 100)
+    sizes = [*range(1, 65), *range(63, 0, -1)]
+    longest = [max(chooser.lengths([request] * size, [8] * size)) for size in sizes]
+    rising, falling = longest[:64], longest[63:][::-1]
+    assert rising[0] > 1 < falling[0]
+    assert rising[63] == falling[63] == 0
+    assert rising == sorted(rising, reverse=True)
+    assert falling == sorted(falling, reverse=True)
+    assert falling.index(0) <= rising.index(0), "what drafts goes on drafting, what does not begins later"
+
+
+def test_what_a_round_costs_besides_argues_for_longer_drafts() -> None:
+    costs = {"verify": CostTable([1, 101], [0.5, 3.0]), "step": CostTable([1, 101], [0.1, 0.5])}
+    short, long = lengths_for(**costs), lengths_for(**costs)
+    for _ in range(300):
+        long.observe_costs(1, 0.0, [], 0.0, requests=1, rest_s=1.0)
+    assert long.rest(1) == pytest.approx(1.0, rel=0.01)
+    request = experienced(80, 100)
+    assert long.lengths([request], [8]) > short.lengths([request], [8])
 
 
 def test_a_fixed_length_is_fixed() -> None:

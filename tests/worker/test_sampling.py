@@ -36,6 +36,21 @@ def standardised(observed: dict[int, int], probabilities: list[float], total: in
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, min_p=0.05)])
+def test_rows_of_equal_settings_choose_what_they_choose_among_others(sampling: Sampling, device: str) -> None:
+    vocab, rows = 100, 40
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(rows, vocab, generator=generator) * 3).to(device)
+    noise = Noise(vocab, device).gumbel([counter.row_key(7, row) for row in range(rows)])
+    alike = rows_for([sampling] * rows, vocab, device)
+    mixed = rows_for([sampling] * rows + [Sampling(1.0, top_k=3)], vocab, device).select(range(rows))
+    assert alike.noisy.shape[0] == 1 < mixed.noisy.shape[0]
+    expected = choose_tokens(logits, mixed, noise)
+    assert torch.equal(choose_tokens(logits, alike, noise), expected)
+    some = [5, 0, 30]
+    assert torch.equal(choose_tokens(logits[some], alike.select(some), noise[some]), expected[some])
+
+
 def test_a_mixed_batch_chooses_what_each_row_chooses_alone(device: str) -> None:
     """300 rows of every kind, against the rule written a second time in double precision; near ties do not count."""
     rng = random.Random(1)

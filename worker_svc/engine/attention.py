@@ -65,6 +65,7 @@ class Plan:
     write_rows: torch.Tensor  # [total] int64: pool row that each packed row's key and value go to
     segments: list[Segment]
     padding: int  # rows at the end that belong to nobody
+    write_first: int | None  # where all other rows are written one after another: the pool row of the first
 
 
 class Planner:
@@ -127,7 +128,8 @@ class Planner:
         index = torch.tensor((positions, write), dtype=torch.int64, device=self._device)
         for at, rows in gathered:
             index[1, at : at + rows.numel()] = rows
-        plan = Plan(len(positions), order, first_row, index[0], index[1], [], padding)
+        write_first = write[0] if len(pieces) == 1 and not gathered else None
+        plan = Plan(len(positions), order, first_row, index[0], index[1], [], padding, write_first)
         begin = 0
         while begin < len(order):
             end = self._segment_end(pieces, spans, order, begin)
@@ -145,6 +147,8 @@ class Planner:
             return False
         plan.positions.add_(1)
         plan.write_rows.add_(1)
+        if plan.write_first is not None:
+            plan.write_first += 1
         for segment in plan.segments:
             if segment.mask is None:
                 if segment.pieces > 1:

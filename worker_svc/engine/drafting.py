@@ -4,10 +4,10 @@ Proposal j of request i is worth a_i ** j tokens (all before it must be accepted
 accepted. It costs a row of the verification and a row of draft step j; the first request to reach step j also pays for the step. The
 lengths maximise
 
-    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (verify(rows) + sum_j step(requests still drafting at j))
+    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (rest(requests) + verify(rows) + sum_j step(requests still drafting at j))
 
 over "everybody up to g, but nobody beyond the point where a proposal is worth less than it costs at that goodput". Zero is an
-answer like any other. Measured within a request, acceptance is close to geometric; between requests it differs a lot.
+answer like any other. `rest` is what a round costs besides: it buys nothing, so it argues for fewer and longer rounds. Measured within a request, acceptance is close to geometric; between requests it differs a lot.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
 
 PRIOR_STRENGTH = 8.0  # proposals that the shared prior counts for
 PRIOR_FORGETS = 0.995  # per round and request: the shared prior follows the traffic
@@ -113,9 +116,44 @@ class CostTable:
         return abs(self.counts[min(max(other, 0), len(self.counts) - 1)] - self.counts[at])
 
 
-def default_costs() -> tuple[CostTable, CostTable]:
-    """(verify by rows, draft step by requests) before anything was measured: a draft step costs a fifth, rows are nearly free."""
-    return CostTable([1, 65], [1e-2, 2e-2]), CostTable([1, 65], [2e-3, 4e-3])
+def default_costs() -> tuple[CostTable, CostTable, CostTable]:
+    """(verify by rows, draft step by requests, rest by requests) before anything was measured: a draft step costs a fifth, rows are nearly free."""
+    return (
+        CostTable([1, 65], [1e-2, 2e-2]),
+        CostTable([1, 65], [2e-3, 4e-3]),
+        CostTable([1, 65], [1e-4, 1e-3]),
+    )
+
+
+class _Choice(NamedTuple):
+    """Everybody up to `depth`, but no proposal that is not worth so many tokens."""
+
+    goodput: float
+    depth: int
+    least: float  # of a proposal that takes a draft step
+    least_found: float  # of one that was found in the context
+
+
+class _Worth:
+    """What draft lengths bring, of requests whose proposals cost the same: sums by threshold, without asking each request again.
+
+    A request drafts its k-th token if a ** k exceeds the threshold. So by falling a, those who draft k tokens are a prefix of those who may.
+    """
+
+    def __init__(self, rates: Sequence[float], caps: Sequence[int], deepest: int) -> None:
+        order = sorted(range(len(rates)), key=rates.__getitem__, reverse=True)
+        self._worths: list[list[float]] = []  # [k - 1]: -(a ** k) of those whose cap is k or more, ascending
+        self._sums: list[list[float]] = []  # [k - 1][n]: a ** k of the first n of them together
+        for k in range(1, deepest + 1):
+            order = [i for i in order if caps[i] >= k]
+            worths = [rates[i] ** k for i in order]
+            self._worths.append([-worth for worth in worths])
+            self._sums.append([0.0, *accumulate(worths)])
+
+    def at(self, depth: int, threshold: float) -> tuple[list[int], float]:
+        """(requests that draft a k-th token for each k up to `depth`, expected tokens of all their proposals)."""
+        counts = [bisect.bisect_left(worths, -threshold) for worths in self._worths[:depth]]
+        return counts, sum(sums[count] for sums, count in zip(self._sums, counts, strict=False))
 
 
 @dataclass
@@ -126,6 +164,7 @@ class DraftLengths:
     fixed: int | None = None  # always this length, where the request allows it; None = by goodput
     verify: CostTable = field(default_factory=lambda: default_costs()[0])
     step: CostTable = field(default_factory=lambda: default_costs()[1])
+    rest: CostTable = field(default_factory=lambda: default_costs()[2])
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
 
@@ -145,20 +184,42 @@ class DraftLengths:
             return list(caps)
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
-        best, best_lengths = -1.0, [0] * len(caps)
-        kept, kept_lengths = -1.0, best_lengths
-        # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
-        price = len(caps) / self.verify(len(caps) + other_rows)
-        for depth in range(deepest + 1):
-            lengths = self._lengths_at(depth, rates, caps, free, price, other_rows)
-            goodput = self._goodput(lengths, rates, free, other_rows)
-            price = max(price, goodput)
+        own, given = (
+            [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
+            for kind in (False, True)
+        )
+        drafted = _Worth(rates, own, deepest)
+        found = _Worth(rates, given, deepest) if any(given) else None
+        count, rows = len(caps), len(caps) + other_rows
+        step = cache(self.step)
+        rest_s, plain_s = self.rest(count), self.verify(rows)
+        drafting = count - sum(free)
+        another_s = (
+            (step(drafting) - step(1)) / (drafting - 1) if drafting > 1 else 0.0
+        )  # one request more in a step
+        best = _Choice(count / (rest_s + plain_s), 0, 0.0, 0.0)
+        kept = best if self._depth == 0 else None
+        for depth in range(1, deepest + 1):
+            # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
+            row_s = (self.verify(rows + count * depth) - plain_s) / (count * depth)
+            least, least_found = best.goodput * (row_s + another_s), best.goodput * row_s
+            counts, tokens = drafted.at(depth, least)
+            proposed = sum(counts)
+            if found is not None:
+                more, worth = found.at(depth, least_found)
+                proposed, tokens = proposed + sum(more), tokens + worth
+            seconds = rest_s + self.verify(rows + proposed) + sum(step(going) for going in counts if going)
+            choice = _Choice((count + tokens) / seconds, depth, least, least_found)
             if depth == self._depth:
-                kept, kept_lengths = goodput, lengths
-            if goodput > best:
-                best, best_lengths = goodput, lengths
-        if kept > 0 and best < kept * (1 + HYSTERESIS):
-            best_lengths = kept_lengths
+                kept = choice
+            if choice.goodput > best.goodput:
+                best = choice
+        if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS):
+            best = kept
+        best_lengths = [
+            _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
+            for rate, cap, no_step in zip(rates, caps, free, strict=True)
+        ]
         self._depth = max(best_lengths)
         return [
             max(length, min(cap, 1)) if request.silent_rounds >= PROBE_AFTER else length
@@ -171,48 +232,29 @@ class DraftLengths:
         if tested:
             (acceptance.prior or self.prior).observe(accepted, tested)
 
-    def observe_costs(self, rows: int, verify_s: float, steps: Sequence[int], draft_s: float) -> None:
-        """What a round without prefill cost: `rows` verified, and one draft step for each entry of `steps`, with that many requests."""
+    def observe_costs(
+        self,
+        rows: int,
+        verify_s: float,
+        steps: Sequence[int],
+        draft_s: float,
+        requests: int = 0,
+        rest_s: float = 0.0,
+    ) -> None:
+        """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `rest_s` for what a
+        round of `requests` takes besides.
+        """
         self.verify.observe(rows, verify_s)
+        self.rest.observe(requests, rest_s)
         if steps:
             mean = sum(steps) / len(steps)
             self.step.observe(round(mean), draft_s / len(steps))
 
-    def _lengths_at(
-        self,
-        depth: int,
-        rates: Sequence[float],
-        caps: Sequence[int],
-        free: Sequence[bool],
-        price: float,
-        other_rows: int,
-    ) -> list[int]:
-        """Everybody up to `depth`, except where a proposal is worth less than its two rows at `price` tokens per second."""
-        if depth == 0:
-            return [0] * len(caps)
-        rows = len(caps) + other_rows
-        row_s = (self.verify(rows + len(caps) * depth) - self.verify(rows)) / (len(caps) * depth)
-        drafting = len(caps) - sum(free)
-        step_s = (self.step(drafting) - self.step(1)) / max(1, drafting - 1)
-        lengths = []
-        for rate, cap, no_step in zip(rates, caps, free, strict=True):
-            threshold = price * (row_s if no_step else row_s + step_s)
-            length, worth = 0, rate
-            while length < depth and length < cap and worth > threshold:
-                length += 1
-                worth *= rate
-            lengths.append(length)
-        return lengths
 
-    def _goodput(
-        self, lengths: Sequence[int], rates: Sequence[float], free: Sequence[bool], other_rows: int
-    ) -> float:
-        """Expected tokens per second of a round with these lengths."""
-        tokens = sum(
-            (1 - rate ** (length + 1)) / (1 - rate) for rate, length in zip(rates, lengths, strict=True)
-        )
-        seconds = self.verify(sum(lengths) + len(lengths) + other_rows)
-        drafted = [length for length, no_step in zip(lengths, free, strict=True) if not no_step]
-        for depth in range(1, max(drafted, default=0) + 1):
-            seconds += self.step(sum(length >= depth for length in drafted))
-        return tokens / seconds
+def _length(rate: float, most: int, least: float) -> int:
+    """Proposals of one request that are worth more than `least`."""
+    length, worth = 0, rate
+    while length < most and worth > least:
+        length += 1
+        worth *= rate
+    return length

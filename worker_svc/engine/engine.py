@@ -313,6 +313,7 @@ class SpeculativeEngine:
             self._prefill_chunk = chunk
 
     def _round(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
+        round_clock = self._clock()
         try:
             self._find_prefixes(sequences)
             steps = self._steps(sequences)
@@ -320,7 +321,7 @@ class SpeculativeEngine:
         finally:
             for sequence in sequences:
                 sequence.target.found = []
-        swap_started = time.perf_counter()
+        swap_started, swap_clock = time.perf_counter(), self._clock()
         for step in steps:
             self._swap_in(step.sequence)
         draft_started, draft_clock = time.perf_counter(), self._clock()
@@ -364,10 +365,14 @@ class SpeculativeEngine:
         all_rows = sum(step.fed for step in steps)
         forward_s, draft_s = ended - verify_started, verify_started - draft_started
         prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
-        if chunk_rows == 0 and all_rows and not any(step.catch_up > 2 for step in steps):
+        if all_rows and (chunk_rows == 0 or all_rows <= self.lengths.verify.counts[-1]):
+            # Under load there are chunks in nearly every round: they count as the rows that they are, as does the draft's own prefill.
+            if batches:
+                batches[0] += sum(step.catch_up - 2 for step in steps if step.catch_up > 2)
             self.lengths.observe_costs(
-                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock
-            )
+                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock,
+                len(steps), swap_clock - round_clock + self._clock() - ended_clock,
+            )  # fmt: skip
         free = [pool.allocator.free_blocks for pool in self._pools]
         return RoundResult(
             requests=reports,
@@ -576,7 +581,6 @@ class SpeculativeEngine:
         out: list[tuple[list[int], torch.Tensor]] = []
         depth = max(steps[i].draft_len for i in members)
         step_plan = None
-        logit_rows = None
         for j in range(depth):
             if j:
                 going = [at for at, i in enumerate(members) if steps[i].draft_len > j]
@@ -592,10 +596,9 @@ class SpeculativeEngine:
                     step_plan = draft.planner.plan(pieces, reserve=depth - j - 1)
                     if step_plan.order != list(range(len(members))):
                         members, tokens = [members[at] for at in step_plan.order], tokens[step_plan.order]
-                    logit_rows = torch.arange(len(members), device=self._device)
                 for i in members:
                     self._draft_place(steps[i]).length += 1
-                logits = draft.forward(self._draft_ids(tokens), step_plan, logit_rows)
+                logits = draft.forward(self._draft_ids(tokens), step_plan, None)[: len(members)]
             choice_rows = [offsets[i] + j for i in members]
             at_rows = None if noise is None else noise[choice_rows][:, :vocab]
             adjusted = adjustments.apply(logits[:, :vocab], choice_rows)

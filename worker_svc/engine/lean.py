@@ -1,22 +1,24 @@
 """A short forward for the Llama family: the same arithmetic as transformers' with a third of the operators.
 
 At a few rows a small model's forward is mostly the cost of calling operators. Here query, key and value are one product, gate and up are one,
-residuals are added inside the products where the layout allows it, and rotary embedding is one complex multiplication: the rows of
+norms are a few operators and their weights part of the products behind them, and rotary embedding is one complex multiplication: the rows of
 the query and key weights are reordered so that the two numbers which rotate together lie side by side (dot products of query and key do not
 notice). Only taken when `PackedModel.self_check` finds it equal to the plain forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 
 from worker_svc.engine.attention import Plan, attend_rows
 from worker_svc.engine.kv import KVPool
-from worker_svc.engine.linears import LinearStore
+from worker_svc.engine.linears import LinearStore, Product
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 STATIC_ROPES = frozenset(
@@ -24,19 +26,39 @@ STATIC_ROPES = frozenset(
 )  # angles are a function of the position alone
 
 
-class _Linear:
-    """One product, in whatever layout the store chose."""
+def _product(store: LinearStore, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """x @ weight.T + bias, in whatever layout the store chose. Not called as a module: that takes as long as a small product."""
+    layer = store.store(weight, bias)
+    return partial(linear, weight=weight, bias=bias) if layer is None else layer.forward
 
-    def __init__(self, store: LinearStore, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._layer = store.store(weight, bias)
-        self._weight = weight if self._layer is None else None
-        self._bias = bias
+
+class _Norm:
+    """Root mean square norm. torch has no kernel for it on the CPU and takes fifteen operators; by hand it takes five, and a few more
+    in half precision.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._weight: torch.Tensor = norm.weight  # type: ignore[assignment]
+        self._epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
+        self._by_hand = self._weight.device.type == "cpu"
+        self._least = torch.tensor(self._epsilon, dtype=torch.float32)
+        self._share = 1 / self._weight.numel()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._layer is not None:
-            return self._layer(x)  # type: ignore[no-any-return]
-        assert self._weight is not None
-        return linear(x, self._weight, self._bias)
+        """`x` [rows, size], normed."""
+        if not self._by_hand:
+            return rms_norm(x, (x.shape[-1],), self._weight, self._epsilon)  # type: ignore[no-any-return]
+        return self._unweighted(x.float()).to(x.dtype).mul_(self._weight)
+
+    def before(self, weight: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+        """What to call ahead of a product with `weight` [out, size], and what its weight is to be: in single precision ours goes into it."""
+        if self._by_hand and weight.dtype == torch.float32:
+            return self._unweighted, weight * self._weight
+        return self, weight
+
+    def _unweighted(self, x: torch.Tensor) -> torch.Tensor:
+        squares = (x * x).sum(-1, keepdim=True)
+        return x * torch.add(self._least, squares, alpha=self._share).rsqrt_()
 
 
 class _Layer:
@@ -52,17 +74,19 @@ class _Layer:
             weights[at] = weights[at].view(count, size, -1)[:, turn].flatten(0, 1)
             if biases[at] is not None:
                 biases[at] = biases[at].view(count, size)[:, turn].flatten()
-        self.qkv = _Linear(store, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+        self.before, weight = _Norm(layer.input_layernorm).before(torch.cat(weights))
+        self.qkv = _product(store, weight, None if biases[0] is None else torch.cat(biases))
         self.q_norm, self.k_norm = (
             None if norm is None else (norm.weight[turn].clone(), norm.variance_epsilon)
             for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
         )
-        self.out = _Linear(store, attention.o_proj.weight, attention.o_proj.bias)
+        self.out = _product(store, attention.o_proj.weight, attention.o_proj.bias)
         both = [mlp.gate_proj, mlp.up_proj]
         bias = None if both[0].bias is None else torch.cat([part.bias for part in both])
-        self.gate_up = _Linear(store, torch.cat([part.weight for part in both]), bias)
-        self.down = _Linear(store, mlp.down_proj.weight, mlp.down_proj.bias)
-        self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
+        weight = torch.cat([part.weight for part in both])
+        self.between, weight = _Norm(layer.post_attention_layernorm).before(weight)
+        self.gate_up = _product(store, weight, bias)
+        self.down = _product(store, mlp.down_proj.weight, mlp.down_proj.bias)
         self.scale: float = attention.scaling
 
 
@@ -82,8 +106,8 @@ class LeanModel:
         for at in range(len(decoder.layers)):  # one by one, so that the weights are never in memory twice
             self._layers.append(_Layer(decoder.layers[at], store, heads, kv_heads, size))
             decoder.layers[at] = nn.Identity()
-        self._norm = decoder.norm
-        self._head = _Linear(store, model.lm_head.weight, model.lm_head.bias)
+        self._norm = _Norm(decoder.norm)
+        self._head = _product(store, model.lm_head.weight, model.lm_head.bias)
         model.lm_head = nn.Identity()
         positions = torch.arange(max_length, device=self._embedding.device)
         cos, sin = decoder.rotary_emb(
@@ -117,33 +141,31 @@ class LeanModel:
         """Logits [rows, vocab]; arguments as in `PackedModel.forward`."""
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads
-        turns = self._turns[plan.positions]  # [total, all_heads, size / 2]
-        x = embedding(ids, self._embedding)  # [total, hidden]
+        turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]
+        x = self._embedding.index_select(0, ids)  # [total, hidden]
+        own, first = total - plan.padding, plan.write_first
         for at, layer in enumerate(self._layers):
-            qkv = layer.qkv(_norm(layer.before, x)).view(total, all_heads, size)
+            qkv = layer.qkv(layer.before(x)).view(total, all_heads, size)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = rms_norm(qkv[:, :heads], (size,), *layer.q_norm)
                 k = rms_norm(qkv[:, heads : heads + self._kv_heads], (size,), *layer.k_norm)
                 qkv = torch.cat([q, k, qkv[:, heads + self._kv_heads :]], 1)
             turned = torch.view_as_complex(qkv.float().view(total, all_heads, size // 2, 2)) * turns
             qkv = torch.view_as_real(turned).flatten(2).to(x.dtype)
-            pool.layers[at].index_copy_(
-                0, plan.write_rows, qkv[:, heads:].view(total, 2, self._kv_heads, size)
-            )
+            written = qkv[:, heads:].view(total, 2, self._kv_heads, size)
+            if first is None:
+                pool.layers[at].index_copy_(0, plan.write_rows, written)
+            else:
+                pool.layers[at][first : first + own] = written[:own] if plan.padding else written
             attended = attend_rows(qkv[:, :heads], pool, at, plan, layer.scale)
             x = x + layer.out(attended.reshape(total, heads * size))
-            gate, up = layer.gate_up(_norm(layer.between, x)).chunk(2, -1)
+            gate, up = layer.gate_up(layer.between(x)).chunk(2, -1)
             x = x + layer.down(silu(gate) * up)
         if logit_rows is not None:
-            x = x[logit_rows]
-        return self._head(_norm(self._norm, x))
+            x = x.index_select(0, logit_rows)
+        return self._head(self._norm(x))
 
 
 def _side_by_side(size: int) -> torch.Tensor:
     """Order of a head's numbers in which i and i + size / 2, which rotate together, are neighbours."""
     return torch.arange(size).view(2, size // 2).t().flatten()
-
-
-def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    weight: torch.Tensor = norm.weight  # type: ignore[assignment]
-    return rms_norm(x, (x.shape[-1],), weight, norm.variance_epsilon)  # type: ignore[arg-type]

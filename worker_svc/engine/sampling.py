@@ -38,10 +38,11 @@ class Rows:
     truncated: tuple[int, ...]  # rows that truncate
     truncated_index: torch.Tensor  # the same, int64
     plain: bool  # all rows greedy: the tensors are empty and not looked at
+    alike: bool  # no row truncates and all have the same settings: the tensors have one row for all
 
     def select(self, rows: Sequence[int]) -> Rows:
         """The settings of some of the rows, in the given order."""
-        if self.plain:
+        if self.plain or self.alike:
             return self
         index = torch.tensor(rows, dtype=torch.int64, device=self.noisy.device)
         chosen = set(self.truncated)
@@ -56,13 +57,18 @@ class Rows:
             truncated=truncated,
             truncated_index=torch.tensor(truncated, dtype=torch.int64, device=self.noisy.device),
             plain=False,
+            alike=False,
         )
 
 
 def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device | str) -> Rows:
     """One entry of `settings` per row of logits."""
-    if all(s.temperature == 0 for s in settings):
+    distinct = {id(s): s for s in settings}.values()  # a request has many rows and one `Sampling`
+    if all(s.temperature == 0 for s in distinct):
         return _PLAIN
+    truncating = {id(s) for s in distinct if s.temperature > 0 and (0 < s.top_k < vocab_size or s.top_p < 1)}
+    truncated = tuple(row for row, s in enumerate(settings) if id(s) in truncating) if truncating else ()
+    alike = not truncating and len({(s.temperature, s.min_p) for s in distinct}) == 1
     columns = [
         (
             1.0 / s.temperature if s.temperature > 0 else 1.0,
@@ -71,29 +77,25 @@ def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device
             s.top_p if s.top_p < 1 else 2.0,
             math.log(s.min_p) if s.min_p > 0 and s.temperature > 0 else -math.inf,
         )
-        for s in settings
+        for s in (settings[:1] if alike else settings)
     ]
     table = torch.tensor(columns, dtype=torch.float64).to(device)  # [rows, 5]
-    truncated = tuple(
-        row
-        for row, s in enumerate(settings)
-        if s.temperature > 0 and (0 < s.top_k < vocab_size or s.top_p < 1)
-    )
     return Rows(
         inverse_temperature=table[:, 0:1].float(),
         noisy=table[:, 1:2].float(),
         top_k=table[:, 2:3].long(),
         top_p=table[:, 3:4].float(),
         log_min_p=table[:, 4:5].float(),
-        any_min_p=any(s.min_p > 0 and s.temperature > 0 for s in settings),
+        any_min_p=any(s.min_p > 0 and s.temperature > 0 for s in distinct),
         truncated=truncated,
         truncated_index=torch.tensor(truncated, dtype=torch.int64, device=device),
         plain=False,
+        alike=alike,
     )
 
 
 _NOTHING = torch.empty((0, 1))
-_PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, False, (), _NOTHING, plain=True)
+_PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, False, (), _NOTHING, plain=True, alike=True)
 
 
 def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) -> torch.Tensor:
