@@ -997,13 +997,21 @@ class Explanation(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ORDERED_BY_FIELD_NUMBER: _builtins.int
     TENANT_AHEAD_FIELD_NUMBER: _builtins.int
+    AHEAD_BY_PRIORITY_FIELD_NUMBER: _builtins.int
+    AHEAD_BY_TENANT_FIELD_NUMBER: _builtins.int
+    AHEAD_BY_LEVEL_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___Explanation.State.ValueType
     policy: _builtins.str
     level: _builtins.int
     """Absent where the policy has no levels, like `perceptible` where it makes no such difference."""
     ahead: _builtins.int
-    """Requests that run before it."""
+    """Requests that come before it. Fields 24 to 26 say what puts them there; the rest is beside it in all of that, and sooner by
+    what `ordered_by` says.
+    """
     perceptible: _builtins.bool
     remaining_s: _builtins.float
     """Estimated remaining service, and the interval it is believed to lie in."""
@@ -1025,6 +1033,18 @@ class Explanation(_message.Message):
     """What its place rests on, a phrase: "about 0.5 s left (level 3)"."""
     tenant_ahead: _builtins.bool
     """It waits for requests of other tenants, because its own tenant had more service (fairness between tenants)."""
+    ahead_by_priority: _builtins.int
+    """Of those `ahead`: with a higher priority."""
+    ahead_by_tenant: _builtins.int
+    """Of its priority, and of tenants that had less service than its own."""
+    ahead_by_level: _builtins.int
+    """Of its priority and turn, at a lower level."""
+    waits_for: _builtins.str
+    """What it needs before its place matters, a phrase: "a worker: none takes work now". Empty: nothing."""
+    reserved: _builtins.bool
+    """It is among the oldest, which have a share of the slots whatever their rank."""
+    age_s: _builtins.float
+    """Seconds since it was accepted, when this was said; 0 once it has ended."""
     @_builtins.property
     def story(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryLine]: ...
     def __init__(
@@ -1053,10 +1073,16 @@ class Explanation(_message.Message):
         worker_id: _builtins.str = ...,
         ordered_by: _builtins.str = ...,
         tenant_ahead: _builtins.bool = ...,
+        ahead_by_priority: _builtins.int = ...,
+        ahead_by_tenant: _builtins.int = ...,
+        ahead_by_level: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
+        reserved: _builtins.bool = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "level", b"level", "perceptible", b"perceptible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "tenant_ahead", b"tenant_ahead", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "accepted", b"accepted", "age_s", b"age_s", "ahead", b"ahead", "ahead_by_level", b"ahead_by_level", "ahead_by_priority", b"ahead_by_priority", "ahead_by_tenant", b"ahead_by_tenant", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "reserved", b"reserved", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "tenant_ahead", b"tenant_ahead", "waits_for", b"waits_for", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
     _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
