@@ -205,7 +205,9 @@ class TestExplain:
             *(request(name, 7) for name in ("like it", "like it too", "me")),
         ]
         scheduler.step(1.0, [Arrived(facts) for facts in waiting])
-        scheduler.step(2.0, [report(did("first", 0, 2, end=End.STOP), verify_s=9.0)])  # its tenant has had much
+        scheduler.step(
+            2.0, [report(did("first", 0, 2, end=End.STOP), verify_s=9.0)]
+        )  # its tenant has had much
         scheduler.check()
         e = scheduler.explain("me", 2.0)
         assert e is not None
