@@ -79,7 +79,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         caller = caller_of(context, self._tenants)
         order = _order(request)
         async with self._calls.generate(order.requests, caller) as generation:
-            reply = Reply(order, generation.accepted, created_unix_s=0, decode=self._calls.model.decode)
+            reply = Reply(order, generation.accepted, created_unix_s=0, model=self._calls.model)
             while not generation.over:
                 for choice, event in await generation.read():
                     reply.add(choice, event)
