@@ -97,7 +97,7 @@ class Calls:
             span = stack.enter_context(
                 call_span(self._tracing, requests, caller.traceparent, model=self.model.name)
             )
-            with self._refusals(tenant):
+            with self.refusals(caller):
                 count = self._check(requests, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, now=began, new=True))
                 submissions = await self._submissions(requests, caller, span.traceparent)
@@ -113,7 +113,7 @@ class Calls:
         began = _now()
         tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
-            with self._refusals(tenant):
+            with self.refusals(caller):
                 link = self._link_of(request_id)
                 self._check_room(1)
                 stack.enter_context(self._tenants.admitted(caller.tenant, 1, now=began, new=False))
@@ -149,6 +149,16 @@ class Calls:
         check_ids("token_ids", ids, self.model)
         text = Detokenizer(self.model.decode, silent_ids=self.model.silent_ids)
         return text.feed(ids) + text.finish()
+
+    @contextmanager
+    def refusals(self, caller: Caller) -> Iterator[None]:
+        """Counts what is refused inside: for the protocol's own layer, before it has a request to hand in."""
+        try:
+            yield
+        except LapsSdError as error:
+            metrics.REFUSED.labels(error.code.name).inc()
+            metrics.TENANT_REFUSED.labels(self._tenants.label(caller.tenant), error.code.name).inc()
+            raise
 
     # ---- parts
 
@@ -266,16 +276,6 @@ class Calls:
         )
         stack.callback(link.close, stream)
         return _Attachment(link, stream, acceptance)
-
-    @contextmanager
-    def _refusals(self, tenant: str) -> Iterator[None]:
-        """Counts what is refused inside."""
-        try:
-            yield
-        except LapsSdError as error:
-            metrics.REFUSED.labels(error.code.name).inc()
-            metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
-            raise
 
     def _check_room(self, count: int) -> None:
         is_open = self._shards.streams

@@ -202,11 +202,12 @@ class HttpServer:
             tenant=self._tenants.of(request.headers),
             traceparent=valid_traceparent(request.headers.get("traceparent", "")),
         )
-        ttl_s = read_ttl_s(
-            TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
-        )
-        order = read(read_body(await _body(request)))
-        _put_key(order, read_header(KEY_HEADER, request.headers.get(KEY_HEADER, "")))
+        with self._calls.refusals(caller):
+            ttl_s = read_ttl_s(
+                TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
+            )
+            order = read(read_body(await _body(request)))
+            _put_key(order, read_header(KEY_HEADER, request.headers.get(KEY_HEADER, "")))
         async with AsyncExitStack() as stack:
             # With a time to live the answer waits for its first tokens: before them it can still be refused.
             try:

@@ -77,7 +77,8 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # type: ignore[override]
         """Generates one text for each element of the input."""
         caller = caller_of(context, self._tenants)
-        order = _order(request)
+        with self._calls.refusals(caller):
+            order = _order(request)
         async with self._calls.generate(order.requests, caller) as generation:
             reply = Reply(order, generation.accepted, created_unix_s=0, model=self._calls.model)
             while not generation.over:

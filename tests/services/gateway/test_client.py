@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
@@ -491,3 +492,19 @@ class TestClient:
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ValueError, match="address"):
         Client([])
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    """What one can do the other can, by the same names and arguments."""
+
+    def calls(kind: type) -> dict[str, str]:
+        public = {name: call for name, call in vars(kind).items() if not name.startswith("_")}
+        return {
+            name: str(inspect.signature(call).replace(return_annotation="")) for name, call in public.items()
+        }
+
+    assert calls(Client) == calls(AsyncClient)
+    assert inspect.signature(Client.__init__) == inspect.signature(AsyncClient.__init__)
+    assert {"generate", "stream", "resume", "cancel", "explain", "models", "tokenize", "detokenize"} <= set(
+        calls(Client)
+    )
