@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -116,6 +120,22 @@ def test_several_outputs_are_those_of_grpc(
 
     assert texts == [answer.text for answer in (first, *first.more)]
     assert len(set(texts)) == 3
+
+
+def test_the_command_of_the_page_is_answered(fake_stack: LocalStack) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "openai.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\$ (curl .*)$", page.replace("\\\n", " "), re.MULTILINE)
+    _, url, *options = shlex.split(line)
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    asked = urllib.request.Request(
+        url.replace("http://127.0.0.1:8000/v1", fake_stack.http_url),
+        data=given["-d"].encode(),
+        headers=dict([given["-H"].split(": ")]),
+    )
+    with urllib.request.urlopen(asked, timeout=60) as response:
+        answer = json.load(response)
+
+    assert answer["choices"][0]["message"]["content"]
 
 
 def test_models(client: openai.OpenAI) -> None:
