@@ -8,7 +8,7 @@ from laps_sd.v1 import inference_pb2 as pb
 
 __all__ = ["MARKS", "spans", "timeline"]
 
-MARKS = {"waiting": "░", "running": "█", "paused": "▒"}
+MARKS = {"waiting": "░", "running": "█", "paused": "▒", "not told": "·"}
 BEGINS = {
     "arrived": "waiting",
     "leased": "waiting",
@@ -17,6 +17,7 @@ BEGINS = {
     "started": "running",
     "resumed": "running",
     "paused": "paused",
+    "left_out": "not told",
 }
 """What a line of the story begins; a line of another kind changes nothing."""
 

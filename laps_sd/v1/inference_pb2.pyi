@@ -1107,7 +1107,9 @@ class StoryLine(_message.Message):
     at_s: _builtins.float
     """Seconds since the request was accepted."""
     what: _builtins.str
-    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, ended …"""
+    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, ended …
+    left_out: one line for many in the middle of a long story; the detail says how many.
+    """
     detail: _builtins.str
     def __init__(
         self,
