@@ -27,7 +27,7 @@ INPUT, OUTPUT = "text_input", "text_output"
 LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
 TAKEN = (
-    "frequency_penalty", "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "max_tokens", "min_p", "presence_penalty",
+    "deadline_unix_ms", "frequency_penalty", "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "max_tokens", "min_p", "presence_penalty",
     "priority", "repetition_penalty", "seed", "stop", "temperature", "time_limit_ms", "top_k", "top_p", "workload_class",
 )  # fmt: skip
 

@@ -308,6 +308,7 @@ def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
         ),
         priority=fields.integer("priority", -INT32, INT32),
         time_limit_ms=fields.integer("time_limit_ms", 0, UINT32),
+        deadline_unix_ms=fields.integer("deadline_unix_ms", 0, UINT64),
         expected_output_tokens=fields.integer("expected_output_tokens", 0, UINT32),
         workload_class=fields.text("workload_class") or "",
         n=fields.integer("n", 0, UINT32),

@@ -34,6 +34,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, Unpack
 
@@ -136,6 +137,8 @@ class Options(TypedDict, total=False):
     idempotency_key: str
     priority: int
     time_limit_s: float
+    deadline: datetime
+    """Hard, by the gateway's clock, and also while nobody is connected; `timeout_s` is of the call."""
     speculation: Literal["auto", "off"] | int
     """How to speculate; a number is the longest draft."""
     drafter: Literal["model", "lookup"]
@@ -167,12 +170,14 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         ignore_eos=options.get("ignore_eos"),
     )
     time_limit_s = options.get("time_limit_s")
+    deadline = options.get("deadline")
     request = GenerateRequest(
         model=options.get("model", ""),
         sampling=sampling if sampling.ByteSize() else None,
         idempotency_key=options.get("idempotency_key", ""),
         priority=options.get("priority"),
         time_limit_ms=None if time_limit_s is None else round(time_limit_s * 1000),
+        deadline_unix_ms=None if deadline is None else round(deadline.timestamp() * 1000),
         expected_output_tokens=options.get("expected_output_tokens"),
         workload_class=options.get("workload_class", ""),
         keep=options.get("keep", False),

@@ -9,7 +9,7 @@ Rules that hold for every call:
  * Once a request is accepted its stream ends with exactly one terminal message or a
    non-OK status, never with a silent close.
  * Every accepted request has exactly one end: finished, failed, cancelled or expired.
- * The gRPC deadline is hard (DEADLINE_EXCEEDED, the work stops everywhere);
+ * The gRPC deadline is hard (DEADLINE_EXCEEDED, the work stops everywhere), and so is `deadline_unix_ms`;
    `time_limit_ms` is soft (generation stops, status OK, TIME_LIMIT).
  * The tenant comes from authentication. A request of another tenant is NOT_FOUND.
 """
@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
+    DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name from ListModels. Empty: the gateway's only model."""
     text: _builtins.str
@@ -109,6 +110,10 @@ class GenerateRequest(_message.Message):
     """Log probabilities to return per token: the chosen one and this many alternatives. Refused where the gateway allows none."""
     n: _builtins.int
     """Outputs of the one prompt. Default 1. Each is a request of its own, with an id, an end and the seed `seed + choice`."""
+    deadline_unix_ms: _builtins.int
+    """A hard deadline as a point in time, milliseconds since 1970: for callers whose protocol carries none, and for requests that outlive
+    their call. Of this and the gRPC deadline the earlier holds. It goes by the gateway's clock.
+    """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
         """Chat messages, rendered by the model's chat template."""
@@ -145,11 +150,14 @@ class GenerateRequest(_message.Message):
         logprobs: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
         output_format: Global___OutputFormat | None = ...,
+        deadline_unix_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "logprobs", b"logprobs", "messages", b"messages", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms", "_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "deadline_unix_ms", b"deadline_unix_ms", "expected_output_tokens", b"expected_output_tokens", "logprobs", b"logprobs", "messages", b"messages", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms", "_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "deadline_unix_ms", b"deadline_unix_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_unix_ms: _TypeAlias = _typing.Literal["deadline_unix_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_unix_ms: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms"]  # noqa: Y015
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
@@ -162,6 +170,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__time_limit_ms: _TypeAlias = _typing.Literal["_time_limit_ms", b"_time_limit_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_unix_ms) -> _WhichOneofReturnType__deadline_unix_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_output_tokens) -> _WhichOneofReturnType__expected_output_tokens | None: ...
     @_typing.overload

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Iterator
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
@@ -87,6 +88,10 @@ class TestRequests:
                 GenerateRequest(text="hi", time_limit_ms=1500, keep=True, logprobs=0, priority=-1),
             ),
             (make_request("hi", n=2), GenerateRequest(text="hi", n=2)),
+            (
+                make_request("hi", deadline=datetime(2030, 1, 1, tzinfo=UTC)),
+                GenerateRequest(text="hi", deadline_unix_ms=1_893_456_000_000),
+            ),
             (
                 make_request("hi", speculation="off"),
                 GenerateRequest(text="hi", speculation=Speculation(mode=Speculation.MODE_OFF)),

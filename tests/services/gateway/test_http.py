@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -441,6 +442,7 @@ class TestWhatIsAskedFor:
             "ignore_eos": True,
             "priority": 7,
             "time_limit_ms": 1500,
+            "deadline_unix_ms": round((time.time() + 600) * 1000),
             "expected_output_tokens": 40,
             "workload_class": "chat",
             "user": "somebody",
@@ -467,6 +469,7 @@ class TestWhatIsAskedFor:
         assert specification.ignore_eos
         assert (submit.priority, submit.time_limit_ms, submit.expected_output_tokens) == (7, 1500, 40)
         assert (submit.workload_class, submit.idempotency_key) == ("chat", "k")
+        assert 500_000 < submit.deadline_in_ms <= 600_000
         assert submit.traceparent.startswith("00-aaaa")
         assert submit.tenant == "anonymous"
 
@@ -607,6 +610,7 @@ class TestARefusal:
             ({"n": 17}, "n", "from 1 to 16"),
             ({"priority": 101}, "priority", "from -100 to 100"),
             ({"stream": 1}, "stream", "true or false"),
+            ({"deadline_unix_ms": 1_763_000_000}, "deadline_unix_ms", "must be milliseconds since 1970"),
             ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
             ({"tools": [{"type": "function"}]}, "tools", "not supported"),
             ({"tool_choice": "required"}, "tool_choice", "not supported"),
@@ -760,6 +764,11 @@ class TestARefusal:
         assert (headers["Retry-After"], headers["Retry-After-Ms"]) == ("3", "2500")
         assert answer["error"]["type"] == "rate_limit_error"
         assert answer["error"]["code"] == "rate_limit_exceeded"
+
+    async def test_after_the_deadline_is_504(self, served: Served) -> None:
+        status, _, answer = await served.post("/v1/completions", TEXT | {"deadline_unix_ms": 10**12})
+
+        assert (status, answer["error"]["type"]) == (504, "server_error")
 
     async def test_of_another_body_under_a_known_key_is_409(self, served: Served) -> None:
         served.scheduler.refuse = Refused(reason=Refused.REASON_KEY_CONFLICT)
