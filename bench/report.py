@@ -69,13 +69,15 @@ def progress(line: str) -> None:
 
 
 def table(title: str, rows: Sequence[dict[str, Any]], *, width: int = 100) -> None:
-    """Rows with the same keys, printed for people; a terminal that is narrower than `width` wraps them."""
+    """Rows with the same keys, printed for people; a terminal that is narrower wraps them, so that no name or figure is cut off."""
     shown = Table(title=title, title_justify="left")
     for key in rows[0]:
         shown.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
     for row in rows:
         shown.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=max(width, Console().width)).print(shown)
+    console = Console()
+    needed = console.measure(shown, options=console.options.update(max_width=1000)).maximum
+    Console(width=max(width, needed, console.width)).print(shown)
 
 
 def numbers(text: str) -> list[int]:

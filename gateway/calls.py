@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from gateway import metrics
 from gateway.detokenizer import Detokenizer
 from gateway.formats import FormatJudge
-from gateway.link import ShardLink
+from gateway.link import ShardLink, deadline_of
 from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
 from gateway.shards import Shards
@@ -38,7 +39,7 @@ from gateway.validation import (
     choices_of,
     complete,
 )
-from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted
+from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
@@ -97,11 +98,14 @@ class Calls:
             span = stack.enter_context(
                 call_span(self._tracing, requests, caller.traceparent, model=self.model.name)
             )
-            with self._refusals(tenant):
+            with self.refusals(caller):
                 count = self._check(requests, caller)
+                by_field = _deadline_of(requests, unix_ms=time.time() * 1000, now=began)
+                caller = _no_later_than(by_field, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, now=began, new=True))
-                submissions = await self._submissions(requests, caller, span.traceparent)
-                attachments = [await self._place(stack, submit, caller) for submit in submissions]
+                async with _until(by_field):
+                    submissions = await self._submissions(requests, caller, span.traceparent)
+                    attachments = [await self._place(stack, submit, caller) for submit in submissions]
             async with self._opened(stack, attachments, began=began, tenant=tenant, span=span) as generation:
                 yield generation
 
@@ -113,7 +117,7 @@ class Calls:
         began = _now()
         tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
-            with self._refusals(tenant):
+            with self.refusals(caller):
                 link = self._link_of(request_id)
                 self._check_room(1)
                 stack.enter_context(self._tenants.admitted(caller.tenant, 1, now=began, new=False))
@@ -149,6 +153,16 @@ class Calls:
         check_ids("token_ids", ids, self.model)
         text = Detokenizer(self.model.decode, silent_ids=self.model.silent_ids)
         return text.feed(ids) + text.finish()
+
+    @contextmanager
+    def refusals(self, caller: Caller) -> Iterator[None]:
+        """Counts what is refused inside: for the protocol's own layer, before it has a request to hand in."""
+        try:
+            yield
+        except LapsSdError as error:
+            metrics.REFUSED.labels(error.code.name).inc()
+            metrics.TENANT_REFUSED.labels(self._tenants.label(caller.tenant), error.code.name).inc()
+            raise
 
     # ---- parts
 
@@ -266,16 +280,6 @@ class Calls:
         )
         stack.callback(link.close, stream)
         return _Attachment(link, stream, acceptance)
-
-    @contextmanager
-    def _refusals(self, tenant: str) -> Iterator[None]:
-        """Counts what is refused inside."""
-        try:
-            yield
-        except LapsSdError as error:
-            metrics.REFUSED.labels(error.code.name).inc()
-            metrics.TENANT_REFUSED.labels(tenant, error.code.name).inc()
-            raise
 
     def _check_room(self, count: int) -> None:
         is_open = self._shards.streams
@@ -402,6 +406,35 @@ class _Pace:
             metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self._count)
         if self._fresh and self._first is not None and self._count > 1:
             metrics.TOKEN_TIME.observe((self._last - self._first) / (self._count - 1))
+
+
+def _deadline_of(
+    requests: Sequence[inference_pb2.GenerateRequest], *, unix_ms: float, now: float
+) -> float | None:
+    """The earliest `deadline_unix_ms`, on the clock of `now`. Raises DeadlineExceeded when it has passed."""
+    given = [request.deadline_unix_ms for request in requests if request.HasField("deadline_unix_ms")]
+    if not given:
+        return None
+    left_s = (min(given) - unix_ms) / 1000
+    if left_s <= 0:
+        raise DeadlineExceeded(f"deadline_unix_ms passed {-left_s:.3f} s ago, by the gateway's clock")
+    return deadline_of(left_s, now)
+
+
+def _no_later_than(deadline: float | None, caller: Caller) -> Caller:
+    if deadline is None or (caller.deadline is not None and caller.deadline <= deadline):
+        return caller
+    return replace(caller, deadline=deadline)
+
+
+@asynccontextmanager
+async def _until(deadline: float | None) -> AsyncIterator[None]:
+    """gRPC ends a call at its own deadline; what a field says is kept here until the scheduler keeps it."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the request was accepted") from None
 
 
 def _key_of(key: str, *, output: int) -> str:

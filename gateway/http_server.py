@@ -44,7 +44,8 @@ from gateway.openai_json import (
     sse,
 )
 from gateway.tenants import Tenants
-from laps_sd.errors import LapsSdError, NotFound, StartupError, Unauthenticated, Unavailable
+from gateway.validation import check_model
+from laps_sd.errors import LapsSdError, StartupError, Unauthenticated, Unavailable
 from laps_sd.log import get_logger
 from laps_sd.metrics import REGISTRY
 from laps_sd.serving import ServiceApp
@@ -143,26 +144,30 @@ class HttpServer:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every answer has OpenAI's shape and a request id; every call counts as work until it is over."""
         if self._app.stopping.is_set():
-            refusal = _refusal(Unavailable("this gateway is stopping; try another", retry_after_s=1.0))
-            refusal.force_close()
-            return refusal
-        response: web.StreamResponse
-        with self._app.guard.counted():
-            try:
-                response = await handler(request)
-            except LapsSdError as error:
-                response = _refusal(error)
-            except web.HTTPException as error:
-                response = _said_by_aiohttp(error, self._calls.settings.max_message_bytes)
-            except (ConnectionError, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                response = _refusal(_incident(error, request.path))
+            response: web.StreamResponse = _refusal(
+                Unavailable("this gateway is stopping; try another", retry_after_s=1.0)
+            )
+            response.force_close()
+        else:
+            with self._app.guard.counted():
+                response = await self._answered(request, handler)
         if not response.prepared:
             response.headers.setdefault(
                 REQUEST_ID_HEADER, _own_request_id(request) or f"req-{secrets.token_hex(12)}"
             )
         return response
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except LapsSdError as error:
+            return _refusal(error)
+        except web.HTTPException as error:
+            return _said_by_aiohttp(error, self._calls.settings.max_message_bytes)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            return _refusal(_incident(error, request.path))
 
     # ---- endpoints
 
@@ -178,9 +183,7 @@ class HttpServer:
 
     async def _model(self, request: web.Request) -> web.Response:
         self._tenants.of(request.headers)
-        name = request.match_info["name"]
-        if name != self._calls.model.name:
-            raise NotFound(f"there is no model {name[:80]!r}")
+        check_model(request.match_info["name"], self._calls.model)
         return web.json_response(model_json(self._calls.model, self._created))
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -199,11 +202,12 @@ class HttpServer:
             tenant=self._tenants.of(request.headers),
             traceparent=valid_traceparent(request.headers.get("traceparent", "")),
         )
-        ttl_s = read_ttl_s(
-            TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
-        )
-        order = read(read_body(await _body(request)))
-        _put_key(order, read_header(KEY_HEADER, request.headers.get(KEY_HEADER, "")))
+        with self._calls.refusals(caller):
+            ttl_s = read_ttl_s(
+                TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
+            )
+            order = read(read_body(await _body(request)))
+            _put_key(order, read_header(KEY_HEADER, request.headers.get(KEY_HEADER, "")))
         async with AsyncExitStack() as stack:
             # With a time to live the answer waits for its first tokens: before them it can still be refused.
             try:
@@ -215,7 +219,7 @@ class HttpServer:
                     f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
                 ) from None
             reply = Reply(
-                order, generation.accepted, created_unix_s=int(time.time()), decode=self._calls.model.decode
+                order, generation.accepted, created_unix_s=int(time.time()), model=self._calls.model
             )
             headers = {REQUEST_ID_HEADER: _own_request_id(request) or reply.id}
             if order.stream:

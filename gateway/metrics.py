@@ -10,7 +10,9 @@ REQUESTS = counter(
     ("end",),
 )
 REFUSED = counter(
-    "laps_sd_gateway_refused_total", "Requests refused before acceptance, by gRPC status.", ("code",)
+    "laps_sd_gateway_refused_total",
+    "Calls refused before a request was accepted, those without a known key included, by gRPC status.",
+    ("code",),
 )
 PROMPT_TOKENS = histogram(
     "laps_sd_gateway_prompt_tokens", "Prompt lengths of accepted requests.", buckets=TOKENS

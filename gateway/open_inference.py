@@ -27,7 +27,7 @@ INPUT, OUTPUT = "text_input", "text_output"
 LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
 TAKEN = (
-    "frequency_penalty", "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "max_tokens", "min_p", "presence_penalty",
+    "deadline_unix_ms", "frequency_penalty", "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "max_tokens", "min_p", "presence_penalty",
     "priority", "repetition_penalty", "seed", "stop", "temperature", "time_limit_ms", "top_k", "top_p", "workload_class",
 )  # fmt: skip
 
@@ -77,9 +77,10 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # type: ignore[override]
         """Generates one text for each element of the input."""
         caller = caller_of(context, self._tenants)
-        order = _order(request)
+        with self._calls.refusals(caller):
+            order = _order(request)
         async with self._calls.generate(order.requests, caller) as generation:
-            reply = Reply(order, generation.accepted, created_unix_s=0, decode=self._calls.model.decode)
+            reply = Reply(order, generation.accepted, created_unix_s=0, model=self._calls.model)
             while not generation.over:
                 for choice, event in await generation.read():
                     reply.add(choice, event)

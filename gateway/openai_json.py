@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import grpc
 
 from gateway.calls import Event
-from gateway.detokenizer import Decode
+from gateway.detokenizer import TokenDecoder
 from gateway.tokenizer import ModelFiles
 from laps_sd.errors import Cancelled, InvalidArgument, LapsSdError, ResourceExhausted, Unavailable
 from laps_sd.v1 import inference_pb2
@@ -308,6 +308,7 @@ def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
         ),
         priority=fields.integer("priority", -INT32, INT32),
         time_limit_ms=fields.integer("time_limit_ms", 0, UINT32),
+        deadline_unix_ms=fields.integer("deadline_unix_ms", 0, UINT64),
         expected_output_tokens=fields.integer("expected_output_tokens", 0, UINT32),
         workload_class=fields.text("workload_class") or "",
         n=fields.integer("n", 0, UINT32),
@@ -518,8 +519,9 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: list[tuple[int, inference_pb2.TokenLogprobs]] = field(default_factory=list)
     """Tokens whose log probabilities have not been sent."""
+    text: TokenDecoder | None = None
     characters: int = 0
-    """Text of the tokens whose log probabilities have been sent."""
+    """Of the text of the tokens whose log probabilities have been sent."""
     tokens: int = 0
     end: inference_pb2.Ended | None = None
 
@@ -533,10 +535,10 @@ class Reply:
         accepted: Sequence[inference_pb2.Accepted],
         *,
         created_unix_s: int,
-        decode: Decode,
+        model: ModelFiles,
     ) -> None:
         self._order = order
-        self._decode = decode
+        self._files = model
         self._chat = order.kind == "chat"
         self._model = accepted[0].model
         self._created = created_unix_s
@@ -641,23 +643,35 @@ class Reply:
                     for token, one in told
                 ]
             }
-        texts = [self._decode([token]) for token, _ in told]
+        if choice.text is None:
+            choice.text = TokenDecoder(self._files.decode, self._files.silent_ids)
         offsets = []
-        for text in texts:
+        for token, _ in told:
             offsets.append(choice.characters)
-            choice.characters += len(text)
+            choice.characters += len(choice.text.feed([token]))
         return {
-            "tokens": texts,
+            "tokens": [self._name(token, "bytes:") for token, _ in told],
             "token_logprobs": [None if one.unknown else one.logprob for _, one in told],
             "top_logprobs": [
-                {self._decode([each.token_id]): each.logprob for each in one.top} for _, one in told
+                {self._name(each.token_id, "bytes:"): each.logprob for each in one.top} for _, one in told
             ],
             "text_offset": offsets,
         }
 
     def _token(self, token: int, logprob: float, *, known: bool = True) -> Json:
-        text = self._decode([token])
-        return {"token": text, "logprob": logprob if known else None, "bytes": list(text.encode())}
+        return {
+            "token": self._name(token),
+            "logprob": logprob if known else None,
+            "bytes": list(self._files.pieces.bytes_of(token)),
+        }
+
+    def _name(self, token: int, before: str = "") -> str:
+        """A token's text; of half a character its bytes, as OpenAI writes them: `\\xe2\\x82`, in completions behind `bytes:`."""
+        octets = self._files.pieces.bytes_of(token)
+        try:
+            return octets.decode()
+        except UnicodeDecodeError:
+            return before + "".join(f"\\x{octet:02x}" for octet in octets)
 
     def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}

@@ -24,9 +24,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gateway import metrics
 from gateway.settings import GatewaySettings
 from laps_sd.errors import (
     InvalidArgument,
+    LapsSdError,
     PermissionDenied,
     ResourceExhausted,
     StartupError,
@@ -173,6 +175,13 @@ class Tenants:
 
     def of(self, headers: Mapping[str, str]) -> str:
         """The tenant of a call. Raises Unauthenticated, InvalidArgument."""
+        try:
+            return self._of(headers)
+        except LapsSdError as error:
+            metrics.REFUSED.labels(error.code.name).inc()
+            raise
+
+    def _of(self, headers: Mapping[str, str]) -> str:
         given = headers.get("authorization", "")
         if given and self._path is not None:  # without keys of ours it is meant for somebody else
             return self._by_key(given)
@@ -216,10 +225,17 @@ class Tenants:
 
     @contextmanager
     def admitted(self, tenant: str, count: int, *, now: float, new: bool) -> Iterator[None]:
-        """Lets `count` streams be open meanwhile. `new` ones are paid for by the tenant's rate. Raises ResourceExhausted."""
+        """Lets `count` streams be open meanwhile. `new` ones are paid for by the tenant's rate.
+
+        Raises ResourceExhausted; InvalidArgument for more than the tenant may ever have open.
+        """
         quota = self._quota(tenant)
         account = self._accounts.setdefault(tenant, _Account())
         most = quota.concurrent_requests
+        if most is not None and count > most:
+            raise InvalidArgument(
+                "n", f"must be at most {most} outputs of one call for tenant {tenant!r}, got {count}"
+            )
         if most is not None and account.open + count > most:
             raise ResourceExhausted(
                 f"tenant {tenant!r} has {account.open} requests open at this gateway, and may have {most}",

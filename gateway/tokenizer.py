@@ -14,6 +14,7 @@ import jinja2
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from gateway.token_bytes import TokenBytes
 from laps_sd import model_dir
 
 __all__ = ["ChatTemplate", "ModelFiles", "ModelFilesError", "TemplateRefused", "load_model"]
@@ -84,6 +85,7 @@ class ModelFiles:
     vocab_size: int
     eos_ids: frozenset[int]
     silent_ids: frozenset[int]  # special tokens: they have no text
+    pieces: TokenBytes
 
     def encode_text(self, text: str) -> list[int]:
         """Plain text as it stands, with what the tokenizer puts around a sequence (often a begin token)."""
@@ -158,6 +160,7 @@ def load_model(directory: Path, *, name: str, context_tokens: int | None = None)
         vocab_size=vocab_size,
         eos_ids=frozenset(eos_ids),
         silent_ids=frozenset(special_ids | eos_ids),
+        pieces=TokenBytes(tokenizer),
     )
 
 

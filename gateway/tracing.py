@@ -23,7 +23,8 @@ PROVIDER = "laps-sd"
 class CallSpan:
     """What one call tells of itself. Without tracing it keeps quiet."""
 
-    def __init__(self, span: Span | None, traceparent: str) -> None:
+    def __init__(self, span: Span | None, traceparent: str, *, choices_per_prompt: int = 1) -> None:
+        self._choices_per_prompt = choices_per_prompt
         self.traceparent = traceparent
         """What the services behind are told: this span, or the caller's where nobody traces here."""
         self._span = span
@@ -31,6 +32,8 @@ class CallSpan:
         self._first = True
         self._reasons: list[str] = []
         self._output_tokens = 0
+        self._cached_tokens = 0
+        self._failed = ""
 
     def accepted(self, accepted: Sequence[inference_pb2.Accepted]) -> None:
         """All choices are on the record."""
@@ -39,7 +42,8 @@ class CallSpan:
         self._span.add_event("accepted")
         self._span.set_attribute("gen_ai.response.id", accepted[0].request_id)
         self._span.set_attribute("gen_ai.response.model", accepted[0].model)
-        self._span.set_attribute("gen_ai.usage.input_tokens", accepted[0].prompt_tokens)
+        prompts = accepted[:: self._choices_per_prompt]
+        self._span.set_attribute("gen_ai.usage.input_tokens", sum(one.prompt_tokens for one in prompts))
 
     def tokens(self, count: int) -> None:
         """So many came."""
@@ -57,6 +61,9 @@ class CallSpan:
             return
         reason = inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
         self._reasons.append(reason)
+        self._cached_tokens += ended.usage.cached_prompt_tokens
+        if ended.finish_reason == inference_pb2.FINISH_REASON_ERROR:
+            self._failed = ended.error
         timing, speculation = ended.timing, ended.speculation
         self._span.add_event(
             "ended",
@@ -83,6 +90,10 @@ class CallSpan:
         self._span.set_attribute("gen_ai.usage.output_tokens", self._output_tokens)
         if self._reasons:
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", self._cached_tokens)
+        if self._failed:
+            self._span.set_attribute("error.type", "request_failed")
+            self._span.set_status(Status(StatusCode.ERROR, self._failed))
         if error is not None:
             known = isinstance(error, LapsSdError)
             self._span.set_attribute("error.type", error.code.name if known else type(error).__name__)  # type: ignore[attr-defined]
@@ -125,7 +136,7 @@ def _start(
     )
     carrier: dict[str, str] = {}
     propagator.inject(carrier, set_span_in_context(span))
-    return CallSpan(span, carrier.get("traceparent", traceparent))
+    return CallSpan(span, carrier.get("traceparent", traceparent), choices_per_prompt=_choices(requests[0]))
 
 
 def _asked(
@@ -138,12 +149,21 @@ def _asked(
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
     }
-    for name in ("max_tokens", "temperature", "top_p", "top_k"):
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"):
         if sampling.HasField(name):  # type: ignore[arg-type]
             attributes[f"gen_ai.request.{name}"] = getattr(sampling, name)
-    choices = prompts * (request.n if request.HasField("n") else 1)
+    if sampling.HasField("seed"):
+        # An attribute is signed, as OpenAI's seeds are.
+        attributes["gen_ai.request.seed"] = sampling.seed - 2**64 * (sampling.seed >= 2**63)
+    if (form := request.output_format.WhichOneof("format")) is not None:
+        attributes["gen_ai.output.type"] = "json" if form.startswith("json") else "text"
+    choices = prompts * _choices(request)
     if choices != 1:
         attributes["gen_ai.request.choice.count"] = choices
     if request.HasField("priority"):
         attributes["laps_sd.priority"] = request.priority
     return attributes
+
+
+def _choices(request: inference_pb2.GenerateRequest) -> int:
+    return max(1, request.n)  # as it came: what cannot be is refused later

@@ -35,6 +35,8 @@ __all__ = [
 ROLES = ("system", "user", "assistant")
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+FIRST_MS, LAST_MS = 10**12, 10**13
+"""Of a deadline: from 2001 to 2286, so that seconds and microseconds are not mistaken for milliseconds."""
 MAX_KEY_CHARACTERS = 128
 MAX_CLASS_CHARACTERS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -88,6 +90,10 @@ def check_request(
             raise InvalidArgument(
                 "time_limit_ms", f"must be from 1 to {longest_ms}, got {request.time_limit_ms}"
             )
+    if request.HasField("deadline_unix_ms") and not FIRST_MS <= request.deadline_unix_ms <= LAST_MS:
+        raise InvalidArgument(
+            "deadline_unix_ms", f"must be milliseconds since 1970, got {request.deadline_unix_ms}"
+        )
     if request.HasField("expected_output_tokens") and request.expected_output_tokens < 1:
         raise InvalidArgument("expected_output_tokens", "must be at least 1, got 0")
     if request.HasField("n") and not 1 <= request.n <= settings.max_choices:

@@ -17,6 +17,13 @@ Leaving a stream before its end cancels its request, unless the caller gave an i
 What cannot be reached, or says when to come again, is tried again for `retry_s`, with pauses that grow, at the next address
 if several were given: every call may be repeated, since a request without an idempotency key gets one. Once a request is
 accepted a lost connection is repaired: the stream goes on at the cursor of the last event, and the caller notices a pause.
+
+With `n` several outputs come mixed as they happen; `events.choice` says whose the last event was:
+
+    events = client.stream("Once upon a time", n=3)
+    for event in events:
+        if isinstance(event, Delta):
+            texts[events.choice] += event.text
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, Unpack
 
@@ -97,6 +105,7 @@ __all__ = [
 ]
 
 Event: TypeAlias = Accepted | Delta | Ended
+_Chosen: TypeAlias = tuple[int, Event]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
@@ -128,6 +137,8 @@ class Options(TypedDict, total=False):
     idempotency_key: str
     priority: int
     time_limit_s: float
+    deadline: datetime
+    """Hard, by the gateway's clock, and also while nobody is connected; `timeout_s` is of the call."""
     speculation: Literal["auto", "off"] | int
     """How to speculate; a number is the longest draft."""
     drafter: Literal["model", "lookup"]
@@ -137,6 +148,8 @@ class Options(TypedDict, total=False):
     workload_class: str
     keep: bool
     logprobs: int
+    n: int
+    """Outputs of the one prompt."""
 
 
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
@@ -157,16 +170,19 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         ignore_eos=options.get("ignore_eos"),
     )
     time_limit_s = options.get("time_limit_s")
+    deadline = options.get("deadline")
     request = GenerateRequest(
         model=options.get("model", ""),
         sampling=sampling if sampling.ByteSize() else None,
         idempotency_key=options.get("idempotency_key", ""),
         priority=options.get("priority"),
         time_limit_ms=None if time_limit_s is None else round(time_limit_s * 1000),
+        deadline_unix_ms=None if deadline is None else round(deadline.timestamp() * 1000),
         expected_output_tokens=options.get("expected_output_tokens"),
         workload_class=options.get("workload_class", ""),
         keep=options.get("keep", False),
         logprobs=options.get("logprobs"),
+        n=options.get("n"),
         output_format=options.get("output_format"),
     )
     speculation = options.get("speculation", "auto")
@@ -236,15 +252,24 @@ class _Patience:
 
     def pause_s(self, error: grpc.RpcError, now: float) -> float:
         """Seconds to wait before the next call. Raises when there is to be none."""
-        code = error.code() if hasattr(error, "code") else None
-        advice = retry_after_s(error)
         self._attempts += 1
-        pause_s = max(advice or 0.0, _growing(self._attempts))
-        may_work = code in LOST or (code is grpc.StatusCode.RESOURCE_EXHAUSTED and advice is not None)
+        pause_s = _pause_s(error, self._attempts)
         ends = self._until if self._deadline is None else min(self._until, self._deadline)
-        if not may_work or now + pause_s >= ends:
+        if not _may_work_later(error) or now + pause_s >= ends:
             raise error_of(error) from error
         return pause_s
+
+
+def _may_work_later(error: grpc.RpcError) -> bool:
+    """Nobody answered, or whoever did said when to come again."""
+    code = error.code() if hasattr(error, "code") else None
+    return code in LOST or (code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_after_s(error) is not None)
+
+
+def _pause_s(error: grpc.RpcError | None, attempts: int) -> float:
+    """At least as long as the server said."""
+    advice = retry_after_s(error) if error is not None else None
+    return max(advice or 0.0, _growing(attempts))
 
 
 def _growing(attempts: int) -> float:
@@ -253,7 +278,7 @@ def _growing(attempts: int) -> float:
 
 
 class _Progress:
-    """How far one stream has come, and what to do when its connection is lost. Pure; time is an argument."""
+    """How far the outputs of one call have come, and what to do when its connection is lost. Pure; time is an argument."""
 
     def __init__(
         self,
@@ -273,21 +298,37 @@ class _Progress:
         self._reconnect_s = reconnect_s
         self._lost_at: float | None = None
         self._attempts = 0
-        self._cursor = Cursor()
-        self.request_id = ""
-        self.ended = False
+        start = request.cursor if isinstance(request, ResumeRequest) else Cursor()
+        count = max(1, request.n) if isinstance(request, GenerateRequest) else 1
+        self._outputs = [_Reading(start) for _ in range(count)]
 
     @property
-    def to_cancel(self) -> bool:
-        """Whether nobody can want the rest, when the caller leaves now."""
+    def accepted(self) -> bool:
+        """Whether every output is on the record: then a lost connection can be repaired."""
+        return all(output.request_id for output in self._outputs)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing follows."""
+        return all(output.ended for output in self._outputs)
+
+    @property
+    def to_cancel(self) -> list[str]:
+        """Requests whose rest nobody can want, when the caller leaves now."""
         keep = isinstance(self._request, GenerateRequest) and self._request.keep
-        return bool(self.request_id) and not self.ended and self._own_key and not keep
+        if keep or not self._own_key:
+            return []
+        return [output.request_id for output in self._outputs if output.request_id and not output.ended]
 
     def request(self) -> GenerateRequest | ResumeRequest:
-        """What to call with: as the caller asked at first, later from where the stream broke."""
-        if not self.request_id:
+        """What to call with: as the caller asked at first, later from where the stream broke.
+
+        Several outputs are found again by their idempotency key, from the start; `take` leaves out what was read before.
+        """
+        if len(self._outputs) > 1 or not self.accepted:
             return self._request
-        return ResumeRequest(request_id=self.request_id, cursor=self._cursor)
+        (output,) = self._outputs
+        return ResumeRequest(request_id=output.request_id, cursor=output.cursor)
 
     def timeout_s(self, now: float) -> float | None:
         """What is left of the caller's time. Raises DeadlineExceeded when that is nothing."""
@@ -297,35 +338,69 @@ class _Progress:
             raise DeadlineExceeded("the deadline passed while the stream was being resumed")
         return self._deadline - now
 
-    def take(self, message: GenerateEvent, now: float) -> Event | None:
-        """The event for the caller; None for one that a resumed stream repeats."""
+    def take(self, message: GenerateEvent, now: float) -> _Chosen | None:
+        """The event for the caller and its choice; None for one that a repaired stream repeats."""
         self._lost_at = None
         self._attempts = 0
-        match message.WhichOneof("event"):
-            case "accepted":
-                known, self.request_id = self.request_id, message.accepted.request_id
-                if not known and isinstance(self._request, ResumeRequest):
-                    self._cursor.CopyFrom(self._request.cursor)
-                return None if known else message.accepted
-            case "delta":
-                self._cursor.CopyFrom(message.delta.cursor)
-                return message.delta
-            case "end":
-                self.ended = True
-                return message.end
-            case _:
-                return None
+        if message.choice >= len(self._outputs):
+            raise LapsSdError(f"the server sent output {message.choice} of {len(self._outputs)}")
+        event = self._outputs[message.choice].take(message)
+        return None if event is None else (message.choice, event)
 
     def lost(self, error: grpc.RpcError | None, now: float) -> float:
         """Seconds to wait before the next call. Raises when there is to be none."""
-        if error is not None and not self.request_id:
+        if error is not None and not self.accepted:
             return self._patience.pause_s(error, now)
         if self._lost_at is None:
             self._lost_at = now  # not when something was last heard: a gateway that hangs is noticed late
-        if not self.request_id or not _is_lost(error) or now - self._lost_at > self._reconnect_s:
+        may_go_on = self.accepted and (error is None or _may_work_later(error))
+        if not may_go_on or now - self._lost_at > self._reconnect_s:
             raise (error_of(error) if error is not None else Unavailable("the stream broke off")) from error
         self._attempts += 1
-        return _growing(self._attempts)
+        return _pause_s(error, self._attempts)
+
+
+class _Reading:
+    """One output, as far as it was read."""
+
+    def __init__(self, start: Cursor) -> None:
+        self.request_id = ""
+        self.cursor = Cursor()
+        self.cursor.CopyFrom(start)
+        self.ended = False
+
+    def take(self, message: GenerateEvent) -> Event | None:
+        """What is new in a message; None where nothing is."""
+        match message.WhichOneof("event"):
+            case "accepted":
+                known, self.request_id = self.request_id, message.accepted.request_id
+                return None if known else message.accepted
+            case "delta":
+                unseen = _unseen(message.delta, self.cursor)
+                if unseen is not None:
+                    self.cursor.CopyFrom(unseen.cursor)
+                return unseen
+            case "end":
+                known_end, self.ended = self.ended, True
+                return None if known_end else message.end
+            case _:
+                return None
+
+
+def _unseen(delta: Delta, cursor: Cursor) -> Delta | None:
+    """What lies behind a cursor; None for nothing."""
+    tokens = cursor.next_token - delta.first_token if delta.token_ids else 0
+    characters = cursor.text_offset - (delta.cursor.text_offset - len(delta.text))
+    if tokens <= 0 and characters <= 0:
+        return delta
+    rest = Delta(
+        text=delta.text[max(0, characters) :],
+        token_ids=delta.token_ids[max(0, tokens) :],
+        first_token=max(delta.first_token, cursor.next_token),
+        cursor=delta.cursor,
+        logprobs=delta.logprobs[max(0, tokens) :],
+    )
+    return rest if rest.text or rest.token_ids else None
 
 
 def _is_lost(error: grpc.RpcError | None) -> bool:
@@ -333,21 +408,24 @@ def _is_lost(error: grpc.RpcError | None) -> bool:
     return error is None or (hasattr(error, "code") and error.code() in LOST)
 
 
-def _collect(events: Sequence[Event]) -> GenerateResponse:
-    response = GenerateResponse()
-    text = []
-    for event in events:
+def _collect(events: Sequence[_Chosen]) -> GenerateResponse:
+    """The unary call's answer: choice 0, and the others in `more`."""
+    responses = [GenerateResponse() for _ in range(1 + max((choice for choice, _ in events), default=0))]
+    texts: list[list[str]] = [[] for _ in responses]
+    for choice, event in events:
         match event:
             case Accepted():
-                response.accepted.CopyFrom(event)
+                responses[choice].accepted.CopyFrom(event)
             case Delta():
-                text.append(event.text)
-                response.token_ids.extend(event.token_ids)
-                response.logprobs.extend(event.logprobs)
+                texts[choice].append(event.text)
+                responses[choice].token_ids.extend(event.token_ids)
+                responses[choice].logprobs.extend(event.logprobs)
             case Ended():
-                response.end.CopyFrom(event)
-    response.text = "".join(text)
-    return response
+                responses[choice].end.CopyFrom(event)
+    for response, text in zip(responses, texts, strict=True):
+        response.text = "".join(text)
+    responses[0].more.extend(responses[1:])
+    return responses[0]
 
 
 def _credentials(api_key: str | None, metadata: Metadata) -> tuple[tuple[str, str], ...]:
@@ -364,11 +442,14 @@ def _addresses(address: str | Sequence[str]) -> list[str]:
 class Stream(Iterator[Event]):
     """Events as they come. Leaving its `with` block, or closing it, cancels what nobody then waits for."""
 
-    def __init__(self, events: Generator[Event, None, None]) -> None:
+    def __init__(self, events: Generator[_Chosen, None, None]) -> None:
         self._events = events
+        self.choice = 0
+        """Which of the `n` outputs the last event belongs to, from 0."""
 
     def __next__(self) -> Event:
-        return next(self._events)
+        self.choice, event = next(self._events)
+        return event
 
     def __enter__(self) -> Self:
         return self
@@ -386,11 +467,14 @@ class Stream(Iterator[Event]):
 class AsyncStream(AsyncIterator[Event]):
     """As `Stream`, with `async with` and `aclose`."""
 
-    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+    def __init__(self, events: AsyncGenerator[_Chosen, None]) -> None:
         self._events = events
+        self.choice = 0
+        """Which of the `n` outputs the last event belongs to, from 0."""
 
     async def __anext__(self) -> Event:
-        return await anext(self._events)
+        self.choice, event = await anext(self._events)
+        return event
 
     async def __aenter__(self) -> Self:
         return self
@@ -448,7 +532,8 @@ class Client:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> GenerateResponse:
         """The whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
-        return _collect(list(self.stream(prompt, timeout_s=timeout_s, **options)))
+        events = self.stream(prompt, timeout_s=timeout_s, **options)
+        return _collect([(events.choice, event) for event in events])
 
     def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Stream:
         """Events as they come."""
@@ -514,7 +599,7 @@ class Client:
 
     def _events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float | None
-    ) -> Generator[Event, None, None]:
+    ) -> Generator[_Chosen, None, None]:
         progress = _Progress(
             request,
             timeout_s=timeout_s,
@@ -529,9 +614,9 @@ class Client:
                 lost: grpc.RpcError | None = None
                 try:
                     for message in call:
-                        event = progress.take(message, time.monotonic())
-                        if event is not None:
-                            yield event
+                        chosen = progress.take(message, time.monotonic())
+                        if chosen is not None:
+                            yield chosen
                 except grpc.RpcError as error:
                     lost = error
                 finally:
@@ -541,9 +626,9 @@ class Client:
                         self._at += 1  # once for all streams that were lost together
                     time.sleep(progress.lost(lost, time.monotonic()))
         finally:
-            if progress.to_cancel:
+            for request_id in progress.to_cancel:
                 with contextlib.suppress(LapsSdError):
-                    self._ask("Cancel", CancelRequest(request_id=progress.request_id), LEAVING_S, retry_s=0.0)
+                    self._ask("Cancel", CancelRequest(request_id=request_id), LEAVING_S, retry_s=0.0)
 
     def _open(self, progress: _Progress) -> Any:
         request = progress.request()
@@ -593,7 +678,8 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> GenerateResponse:
         """The whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
-        return _collect([event async for event in self.stream(prompt, timeout_s=timeout_s, **options)])
+        events = self.stream(prompt, timeout_s=timeout_s, **options)
+        return _collect([(events.choice, event) async for event in events])
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
@@ -663,7 +749,7 @@ class AsyncClient:
 
     async def _events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float | None
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[_Chosen, None]:
         progress = _Progress(
             request,
             timeout_s=timeout_s,
@@ -678,9 +764,9 @@ class AsyncClient:
                 lost: grpc.RpcError | None = None
                 try:
                     async for message in call:
-                        event = progress.take(message, time.monotonic())
-                        if event is not None:
-                            yield event
+                        chosen = progress.take(message, time.monotonic())
+                        if chosen is not None:
+                            yield chosen
                 except grpc.aio.AioRpcError as error:
                     lost = error
                 finally:
@@ -690,11 +776,9 @@ class AsyncClient:
                         self._at += 1  # once for all streams that were lost together
                     await asyncio.sleep(progress.lost(lost, time.monotonic()))
         finally:
-            if progress.to_cancel:
+            for request_id in progress.to_cancel:
                 with contextlib.suppress(LapsSdError):
-                    await self._ask(
-                        "Cancel", CancelRequest(request_id=progress.request_id), LEAVING_S, retry_s=0.0
-                    )
+                    await self._ask("Cancel", CancelRequest(request_id=request_id), LEAVING_S, retry_s=0.0)
 
     def _open(self, progress: _Progress) -> Any:
         request = progress.request()

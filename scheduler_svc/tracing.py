@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from laps_sd.tracing import Happened, Parent, Tracing, parent_of, span_id_of
 from scheduler_svc.core.commands import StoryLine
 from scheduler_svc.core.events import End
+from scheduler_svc.core.request import LEFT_OUT
 
 if TYPE_CHECKING:
     from scheduler_svc.working_copy import Live
@@ -125,12 +126,12 @@ class RequestTraces:
         started_s = now_s if live.started_s is None else live.started_s
         self._tracing.draw("queue", trace.request, arrived_s, started_s, named)
         for lease in trace.leases:
-            for began_s, ended_s, why in _pauses(story, lease.began_s, lease.ended_s or now_s):
+            for began_s, ended_s, why in pauses(story, lease.began_s, lease.ended_s or now_s):
                 attributes = {**named, "laps_sd.reason": why}
                 self._tracing.draw("paused", trace.run(lease.epoch), began_s, ended_s, attributes)
 
 
-def _pauses(story: Sequence[StoryLine], began_s: float, ended_s: float) -> Iterator[tuple[float, float, str]]:
+def pauses(story: Sequence[StoryLine], began_s: float, ended_s: float) -> Iterator[tuple[float, float, str]]:
     """From when to when it gave way to others during this lease, and why."""
     paused: StoryLine | None = None
     for line in story:
@@ -140,6 +141,8 @@ def _pauses(story: Sequence[StoryLine], began_s: float, ended_s: float) -> Itera
             paused = line
         elif line.what == "resumed" and paused is not None:
             yield paused.at_s, line.at_s, paused.detail
+            paused = None
+        elif line.what == LEFT_OUT:  # when it went on is not told
             paused = None
     if paused is not None:
         yield paused.at_s, ended_s, paused.detail

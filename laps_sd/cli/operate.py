@@ -54,9 +54,13 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
             place.append(f"level {e.level}")
         if e.HasField("perceptible"):
             place.append("perceptible" if e.perceptible else "non-perceptible")
-        lines.append(", ".join([*place, f"{e.ahead} requests before it"]))
+        lines.append(", ".join([*place, f"{e.ahead} requests before it{_why_ahead(e)}"]))
         if e.ordered_by:
             lines.append(f"ordered by {e.ordered_by}")
+        if e.waits_for:
+            lines.append(f"waits for {e.waits_for}")
+        if e.reserved:
+            lines.append("among the oldest: they have a share of the slots whatever their rank")
         if e.tenant_ahead:
             lines.append("waits for requests of other tenants: its own has had more service than they")
         lines.append(
@@ -69,10 +73,26 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
     )
     room = shutil.get_terminal_size().columns - BESIDE_THE_BAR
     lines += timeline(
-        e.story, ended=e.state == pb.Explanation.STATE_ENDED, width=max(SHORTEST_BAR, min(room, LONGEST_BAR))
+        e.story,
+        ended=e.state == pb.Explanation.STATE_ENDED,
+        width=max(SHORTEST_BAR, min(room, LONGEST_BAR)),
+        until_s=e.age_s,
     )
     lines += [f"  {line.at_s:9.3f} s  {line.what:<12} {line.detail}".rstrip() for line in e.story]
     return lines
+
+
+def _why_ahead(e: pb.Explanation) -> str:
+    """What puts them there, unless it is only what the next line says."""
+    told = {
+        "of higher priority": e.ahead_by_priority,
+        "of tenants that had less": e.ahead_by_tenant,
+        "at lower levels": e.ahead_by_level,
+    }
+    if not any(told.values()):
+        return ""
+    told["sooner by its order"] = max(0, e.ahead - sum(told.values()))
+    return ": " + ", ".join(f"{count} {why}" for why, count in told.items() if count)
 
 
 def queue(

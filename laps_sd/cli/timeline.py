@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from laps_sd.v1 import inference_pb2 as pb
 
 __all__ = ["MARKS", "spans", "timeline"]
 
-MARKS = {"waiting": "░", "running": "█", "paused": "▒"}
+MARKS = {"waiting": "░", "running": "█", "paused": "▒", "not told": "·"}
 BEGINS = {
     "arrived": "waiting",
     "leased": "waiting",
@@ -18,19 +17,21 @@ BEGINS = {
     "started": "running",
     "resumed": "running",
     "paused": "paused",
+    "left_out": "not told",
 }
 """What a line of the story begins; a line of another kind changes nothing."""
 
 
-def spans(story: Sequence[pb.StoryLine]) -> list[tuple[float, float, str]]:
-    """(begin, end, state), seconds since acceptance, one after the other; the last ends with the last line."""
+def spans(story: Sequence[pb.StoryLine], until_s: float = 0.0) -> list[tuple[float, float, str]]:
+    """(begin, end, state), seconds since acceptance, one after the other; the last ends with the last line, or at `until_s`."""
     found: list[tuple[float, float, str]] = []
     state = "waiting"
-    for line, after in pairwise(story):
+    ends_s = [line.at_s for line in story[1:]] + [until_s]
+    for line, after_s in zip(story, ends_s, strict=False):
         # A request that is leased anew while it is paused keeps its place and its KV: it is still paused.
         if not (line.what == "leased" and state == "paused"):
             state = BEGINS.get(line.what, state)
-        begin, end = line.at_s, max(line.at_s, after.at_s)
+        begin, end = line.at_s, max(line.at_s, after_s)
         if found and found[-1][2] == state:
             found[-1] = (found[-1][0], end, state)
         elif end > begin:
@@ -38,9 +39,12 @@ def spans(story: Sequence[pb.StoryLine]) -> list[tuple[float, float, str]]:
     return found
 
 
-def timeline(story: Sequence[pb.StoryLine], *, ended: bool, width: int) -> list[str]:
-    """A bar of `width` characters over the whole time, and what it adds up to; nothing where no time has passed."""
-    parts = spans(story)
+def timeline(story: Sequence[pb.StoryLine], *, ended: bool, width: int, until_s: float = 0.0) -> list[str]:
+    """A bar of `width` characters over the whole time, and what it adds up to; nothing where no time has passed.
+
+    What has not ended goes on until `until_s`, now.
+    """
+    parts = spans(story, 0.0 if ended else until_s)
     if not parts:
         return []
     start, end = parts[0][0], parts[-1][1]

@@ -9,7 +9,7 @@ Rules that hold for every call:
  * Once a request is accepted its stream ends with exactly one terminal message or a
    non-OK status, never with a silent close.
  * Every accepted request has exactly one end: finished, failed, cancelled or expired.
- * The gRPC deadline is hard (DEADLINE_EXCEEDED, the work stops everywhere);
+ * The gRPC deadline is hard (DEADLINE_EXCEEDED, the work stops everywhere), and so is `deadline_unix_ms`;
    `time_limit_ms` is soft (generation stops, status OK, TIME_LIMIT).
  * The tenant comes from authentication. A request of another tenant is NOT_FOUND.
 """
@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
+    DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name from ListModels. Empty: the gateway's only model."""
     text: _builtins.str
@@ -109,6 +110,10 @@ class GenerateRequest(_message.Message):
     """Log probabilities to return per token: the chosen one and this many alternatives. Refused where the gateway allows none."""
     n: _builtins.int
     """Outputs of the one prompt. Default 1. Each is a request of its own, with an id, an end and the seed `seed + choice`."""
+    deadline_unix_ms: _builtins.int
+    """A hard deadline as a point in time, milliseconds since 1970: for callers whose protocol carries none, and for requests that outlive
+    their call. Of this and the gRPC deadline the earlier holds. It goes by the gateway's clock.
+    """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
         """Chat messages, rendered by the model's chat template."""
@@ -145,11 +150,14 @@ class GenerateRequest(_message.Message):
         logprobs: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
         output_format: Global___OutputFormat | None = ...,
+        deadline_unix_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "logprobs", b"logprobs", "messages", b"messages", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms", "_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "deadline_unix_ms", b"deadline_unix_ms", "expected_output_tokens", b"expected_output_tokens", "logprobs", b"logprobs", "messages", b"messages", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms", "_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "deadline_unix_ms", b"deadline_unix_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_unix_ms: _TypeAlias = _typing.Literal["deadline_unix_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_unix_ms: _TypeAlias = _typing.Literal["_deadline_unix_ms", b"_deadline_unix_ms"]  # noqa: Y015
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
@@ -162,6 +170,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__time_limit_ms: _TypeAlias = _typing.Literal["_time_limit_ms", b"_time_limit_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_unix_ms) -> _WhichOneofReturnType__deadline_unix_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_output_tokens) -> _WhichOneofReturnType__expected_output_tokens | None: ...
     @_typing.overload
@@ -997,13 +1007,21 @@ class Explanation(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ORDERED_BY_FIELD_NUMBER: _builtins.int
     TENANT_AHEAD_FIELD_NUMBER: _builtins.int
+    AHEAD_BY_PRIORITY_FIELD_NUMBER: _builtins.int
+    AHEAD_BY_TENANT_FIELD_NUMBER: _builtins.int
+    AHEAD_BY_LEVEL_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    RESERVED_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___Explanation.State.ValueType
     policy: _builtins.str
     level: _builtins.int
     """Absent where the policy has no levels, like `perceptible` where it makes no such difference."""
     ahead: _builtins.int
-    """Requests that run before it."""
+    """Requests that come before it. Fields 24 to 26 say what puts them there; the rest is beside it in all of that, and sooner by
+    what `ordered_by` says.
+    """
     perceptible: _builtins.bool
     remaining_s: _builtins.float
     """Estimated remaining service, and the interval it is believed to lie in."""
@@ -1025,6 +1043,18 @@ class Explanation(_message.Message):
     """What its place rests on, a phrase: "about 0.5 s left (level 3)"."""
     tenant_ahead: _builtins.bool
     """It waits for requests of other tenants, because its own tenant had more service (fairness between tenants)."""
+    ahead_by_priority: _builtins.int
+    """Of those `ahead`: with a higher priority."""
+    ahead_by_tenant: _builtins.int
+    """Of its priority, and of tenants that had less service than its own."""
+    ahead_by_level: _builtins.int
+    """Of its priority and turn, at a lower level."""
+    waits_for: _builtins.str
+    """What it needs before its place matters, a phrase: "a worker: none takes work now". Empty: nothing."""
+    reserved: _builtins.bool
+    """It is among the oldest, which have a share of the slots whatever their rank."""
+    age_s: _builtins.float
+    """Seconds since it was accepted, when this was said; 0 once it has ended."""
     @_builtins.property
     def story(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryLine]: ...
     def __init__(
@@ -1053,10 +1083,16 @@ class Explanation(_message.Message):
         worker_id: _builtins.str = ...,
         ordered_by: _builtins.str = ...,
         tenant_ahead: _builtins.bool = ...,
+        ahead_by_priority: _builtins.int = ...,
+        ahead_by_tenant: _builtins.int = ...,
+        ahead_by_level: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
+        reserved: _builtins.bool = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "level", b"level", "perceptible", b"perceptible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "accepted", b"accepted", "ahead", b"ahead", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "tenant_ahead", b"tenant_ahead", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "_perceptible", b"_perceptible", "accepted", b"accepted", "age_s", b"age_s", "ahead", b"ahead", "ahead_by_level", b"ahead_by_level", "ahead_by_priority", b"ahead_by_priority", "ahead_by_tenant", b"ahead_by_tenant", "attained_s", b"attained_s", "basis", b"basis", "drafted", b"drafted", "emitted_tokens", b"emitted_tokens", "finish_reason", b"finish_reason", "level", b"level", "ordered_by", b"ordered_by", "perceptible", b"perceptible", "policy", b"policy", "preemptions", b"preemptions", "priority", b"priority", "remaining_high_s", b"remaining_high_s", "remaining_low_s", b"remaining_low_s", "remaining_s", b"remaining_s", "request_id", b"request_id", "reserved", b"reserved", "rounds", b"rounds", "state", b"state", "story", b"story", "tenant", b"tenant", "tenant_ahead", b"tenant_ahead", "waits_for", b"waits_for", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
     _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
@@ -1081,7 +1117,9 @@ class StoryLine(_message.Message):
     at_s: _builtins.float
     """Seconds since the request was accepted."""
     what: _builtins.str
-    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, ended …"""
+    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, ended …
+    left_out: one line for many in the middle of a long story; the detail says how many.
+    """
     detail: _builtins.str
     def __init__(
         self,

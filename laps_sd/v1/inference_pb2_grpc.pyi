@@ -9,7 +9,7 @@ Rules that hold for every call:
  * Once a request is accepted its stream ends with exactly one terminal message or a
    non-OK status, never with a silent close.
  * Every accepted request has exactly one end: finished, failed, cancelled or expired.
- * The gRPC deadline is hard (DEADLINE_EXCEEDED, the work stops everywhere);
+ * The gRPC deadline is hard (DEADLINE_EXCEEDED, the work stops everywhere), and so is `deadline_unix_ms`;
    `time_limit_ms` is soft (generation stops, status OK, TIME_LIMIT).
  * The tenant comes from authentication. A request of another tenant is NOT_FOUND.
 """

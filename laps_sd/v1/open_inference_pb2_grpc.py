@@ -107,8 +107,9 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are sampling
-        parameters of laps_sd.v1 (max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, priority, time_limit_ms).
+        """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are those of OpenAI's
+        completions that have one value for all elements (max_tokens, temperature, top_p, seed, stop, guided_json, priority,
+        time_limit_ms …); any other is refused by name. Those of tensors, and versions of a model, mean nothing here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

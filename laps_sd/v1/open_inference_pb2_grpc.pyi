@@ -47,8 +47,9 @@ class GRPCInferenceServiceStub:
     ModelMetadata: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelMetadataRequest, _open_inference_pb2.ModelMetadataResponse]
     """Inputs and outputs of a model."""
     ModelInfer: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelInferResponse]
-    """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are sampling
-    parameters of laps_sd.v1 (max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, priority, time_limit_ms).
+    """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are those of OpenAI's
+    completions that have one value for all elements (max_tokens, temperature, top_p, seed, stop, guided_json, priority,
+    time_limit_ms …); any other is refused by name. Those of tensors, and versions of a model, mean nothing here.
     """
 
 @_typing.type_check_only
@@ -67,8 +68,9 @@ class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
     ModelMetadata: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelMetadataRequest, _open_inference_pb2.ModelMetadataResponse]  # type: ignore[assignment]
     """Inputs and outputs of a model."""
     ModelInfer: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelInferResponse]  # type: ignore[assignment]
-    """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are sampling
-    parameters of laps_sd.v1 (max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, priority, time_limit_ms).
+    """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are those of OpenAI's
+    completions that have one value for all elements (max_tokens, temperature, top_p, seed, stop, guided_json, priority,
+    time_limit_ms …); any other is refused by name. Those of tensors, and versions of a model, mean nothing here.
     """
 
 class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -120,8 +122,9 @@ class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _open_inference_pb2.ModelInferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_open_inference_pb2.ModelInferResponse, _abc.Awaitable[_open_inference_pb2.ModelInferResponse]]:
-        """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are sampling
-        parameters of laps_sd.v1 (max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos, priority, time_limit_ms).
+        """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are those of OpenAI's
+        completions that have one value for all elements (max_tokens, temperature, top_p, seed, stop, guided_json, priority,
+        time_limit_ms …); any other is refused by name. Those of tensors, and versions of a model, mean nothing here.
         """
 
 def add_GRPCInferenceServiceServicer_to_server(servicer: GRPCInferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

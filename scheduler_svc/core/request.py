@@ -15,7 +15,9 @@ STABLE_ROUNDS = 8
 """Rounds of running acceptance that are remembered; `policies/laps_sd_paper.py` asks for them. Our choice."""
 MAX_STORY_LINES = 64
 STORY_HEAD = 8
-"""Lines from the beginning that a long story keeps; after them the oldest go first."""
+"""Lines from the beginning that a long story keeps; behind them one line stands for the oldest others."""
+LEFT_OUT = "left_out"
+"""What that line says happened."""
 
 OrderKey = tuple[int, float, str]
 """(rank_class, cost, request id): how requests are compared everywhere, smaller first."""
@@ -73,6 +75,9 @@ class Request:
     account: Account | None = None
     """Its tenant's, when fairness is on and it is in the shard."""
     story: list[StoryLine] = field(default_factory=list)
+    left_out: int = 0
+    """Lines that the story has no more, and the pauses among them."""
+    left_out_pauses: int = 0
 
     @property
     def request_id(self) -> str:
@@ -173,6 +178,16 @@ class Request:
 
     def tell(self, now_s: float, what: str, detail: str = "") -> None:
         """Add a line to its story, on the clock of `step`."""
-        if len(self.story) == MAX_STORY_LINES:
-            del self.story[STORY_HEAD]
-        self.story.append(StoryLine(at_s=now_s, what=what, detail=detail))
+        story = self.story
+        if len(story) == MAX_STORY_LINES:
+            since_s = story[STORY_HEAD].at_s
+            if not self.left_out:
+                self._leave_out(story[STORY_HEAD])
+            self._leave_out(story.pop(STORY_HEAD + 1))
+            said = f"{self.left_out} lines, {self.left_out_pauses} of them paused"
+            story[STORY_HEAD] = StoryLine(at_s=since_s, what=LEFT_OUT, detail=said)
+        story.append(StoryLine(at_s=now_s, what=what, detail=detail))
+
+    def _leave_out(self, line: StoryLine) -> None:
+        self.left_out += 1
+        self.left_out_pauses += line.what == "paused"

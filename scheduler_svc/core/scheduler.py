@@ -459,7 +459,7 @@ class Scheduler:
             level=rank.level if self.policy.has_levels else None,
             ordered_by=self.policy.ordered_by(request),
             index_s=request.order_key[1],
-            position=self._shard.position(request),
+            ahead=self._shard.ahead_of(request),
             perceptible=rank.perceptible,
             remaining_s=rank.remaining.mean_s,
             remaining_low_s=rank.remaining.low_s,
@@ -469,7 +469,7 @@ class Scheduler:
             lease_epoch=request.lease_epoch,
             reserved=request.reserved,
             tenant_ahead=request.tenant_ahead,
-            fits_a_worker=request_id not in self._shard.parked,
+            waits_for=self._waits_for(request),
             waiting_s=now_s - request.facts.arrival_s,
             attained_s=request.attained_s,
             rounds=request.rounds,
@@ -480,6 +480,14 @@ class Scheduler:
             arrival_s=request.facts.arrival_s,
             story=tuple(request.story),
         )
+
+    def _waits_for(self, request: Request) -> str:
+        if request.request_id not in self._shard.parked:
+            return ""
+        room = self._shard.capacity_tokens
+        if room == 0:
+            return "a worker: none takes work now"
+        return f"a worker that can hold its {request.longest_tokens} tokens: the largest now holds {room}"
 
     def rank_of(self, request_id: str) -> RankKey | None:
         """Where the policy puts it now; None when it is not here (any more)."""

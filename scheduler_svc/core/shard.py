@@ -11,6 +11,7 @@ Only this module changes the orders, so that they cannot drift apart.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ from itertools import takewhile
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
-from scheduler_svc.core.rank import AHEAD, RankKey
+from scheduler_svc.core.rank import AHEAD, RankKey, pack_rank_class
 from scheduler_svc.core.ranked import Ranked
 from scheduler_svc.core.request import OrderKey, Request
 from scheduler_svc.core.tenants import Account, Accounts, TenantOrder
+from scheduler_svc.core.views import Ahead
 from scheduler_svc.core.worker import Worker
 
 _Cut = tuple[int, float, str, str]
@@ -170,9 +172,16 @@ class Shard:
         self.running += 1 if running else -1
         self.depth[request.rank.level] += -1 if running else 1
 
-    def position(self, request: Request) -> int:
-        """How many unfinished requests come before it. Costs a bisection for each list: for people's questions."""
+    def ahead_of(self, request: Request) -> Ahead:
+        """The unfinished requests that come before it. Costs a bisection for each list: for people's questions."""
         key = request.key_now
+        of_priority = pack_rank_class(request.facts.priority, 0)
+        of_turn = of_priority | (key[0] & AHEAD)
+        ends = [self._position((of, -math.inf, "")) for of in (of_priority, of_turn, key[0])]
+        ends.append(self._position(key))
+        return Ahead(ends[0], ends[1] - ends[0], ends[2] - ends[1], ends[3] - ends[2])
+
+    def _position(self, key: OrderKey) -> int:
         listed = sum(bisect_left(worker.ordered, key) for worker in self.workers.values())
         parked = sum(other.key_now < key for other in self.parked.values())
         return self.queued.position(key) + listed + parked

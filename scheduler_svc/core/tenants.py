@@ -245,10 +245,9 @@ class TenantOrder:
         self.turned(account)
 
     def position(self, key: OrderKey) -> int:
-        """How many keys are smaller than this one is in the present turns."""
-        now = _in_turn_of(self._account_of(key[-1]), _bare(key))
+        """How many keys are smaller in the present turns, which the key is of; no request need have it."""
         return sum(
-            queue.position((now[0] - (AHEAD if account.ahead else 0), now[1], now[2]))
+            queue.position((key[0] - (AHEAD if account.ahead else 0), key[1], key[2]))
             for account, queue in self._queues.items()
         )
 

@@ -19,6 +19,25 @@ class Place(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """How many unfinished requests come before one, by the first thing that puts them there."""
+
+    by_priority: int
+    """Theirs is higher."""
+    by_tenant: int
+    """Of its priority; its own tenant had more service than theirs (only with fairness between tenants)."""
+    by_level: int
+    """Of its priority and turn, at a lower level."""
+    by_rank: int
+    """Beside it in all of that, and sooner by what the policy orders by."""
+
+    @property
+    def total(self) -> int:
+        """Its rank among all unfinished requests; 0 is the best."""
+        return self.by_priority + self.by_tenant + self.by_level + self.by_rank
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Everything about one unfinished request. Names no other request."""
 
@@ -33,8 +52,7 @@ class Explanation:
     """What its place rests on, for people."""
     index_s: float
     """The number behind it, set-up cost included where the policy counts that. Seconds, if it is of time at all."""
-    position: int
-    """Its rank among all unfinished requests; 0 is the best. As many are ahead of it."""
+    ahead: Ahead
     perceptible: bool | None
     """None: the policy makes no such difference."""
     remaining_s: float
@@ -48,8 +66,8 @@ class Explanation:
     """Among the oldest (of the tenants that are not ahead): may use the reserved share."""
     tenant_ahead: bool
     """It waits for requests of other tenants, because its own had more (only with fairness between tenants)."""
-    fits_a_worker: bool
-    """False: no worker that is up could hold it, so it waits for one."""
+    waits_for: str
+    """What it needs before its rank matters, for people; empty: some worker that is up could hold it."""
     waiting_s: float
     """Since its arrival."""
     attained_s: float
@@ -63,9 +81,9 @@ class Explanation:
     """Times, like `arrival_s`, on the clock of `step`."""
 
     @property
-    def ahead(self) -> int:
-        """Requests that are ranked before it."""
-        return self.position
+    def fits_a_worker(self) -> bool:
+        """False: no worker that is up could hold it, so it waits for one."""
+        return not self.waits_for
 
 
 @dataclass(frozen=True, slots=True)

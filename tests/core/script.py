@@ -228,7 +228,7 @@ class Script:
                 known = {None: "", True: "perceptible, ", False: "non-perceptible, "}[e.perceptible]
                 where = f"{e.place.value}{f' on {e.worker_id}' if e.worker_id else ''}"
                 fits = "" if e.fits_a_worker else ", fits no worker"
-                rank = f"{level}{known}{e.ahead} ahead"
+                rank = f"{level}{known}{e.ahead.total} ahead"
                 reserved = ", reserved" if e.reserved else ""
                 turn = ", its tenant is ahead" if e.tenant_ahead else ""
                 return [f"{request_id}: {where}, {rank}, {e.preemptions} preemptions{reserved}{turn}{fits}"]

@@ -27,7 +27,7 @@ from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.request import MAX_STORY_LINES, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.core.views import Place, Totals
+from scheduler_svc.core.views import Ahead, Place, Totals
 from tests.core.cluster import Cluster, Job, facts
 
 
@@ -135,7 +135,7 @@ class TestExplain:
             "tenant",
             "laps-sd",
         )
-        assert not e.fits_a_worker
+        assert (e.fits_a_worker, e.waits_for) == (False, "a worker: none takes work now")
         assert 0 < e.remaining_low_s < e.remaining_s < e.remaining_high_s
         assert "client's estimate" in e.basis
         assert [line.what for line in e.story] == ["arrived"]
@@ -192,6 +192,29 @@ class TestExplain:
         assert e.story[-1].detail == (
             "outranked by a request with 0 s of service so far; this one has 0.03 s of service so far"
         )
+
+    def test_who_is_ahead_is_counted_by_what_puts_them_there(self) -> None:
+        settings = CoreSettings(tenant_fairness=True)
+        scheduler = Scheduler(policy_named("laps-sd", settings), settings, Priors())
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("first", 0, expected_output_tokens=9))])
+        short = {"expected_output_tokens": 2, "max_tokens": 4}
+        waiting = [
+            *(request(f"urgent{i}", 1 + i, priority=5, tenant="other") for i in range(3)),
+            *(request(f"guest{i}", 4 + i, tenant="guest", **short) for i in range(2)),
+            request("a short one", 6, **short),
+            *(request(name, 7) for name in ("like it", "like it too", "me")),
+        ]
+        scheduler.step(1.0, [Arrived(facts) for facts in waiting])
+        scheduler.step(
+            2.0, [report(did("first", 0, 2, end=End.STOP), verify_s=9.0)]
+        )  # its tenant has had much
+        scheduler.check()
+        e = scheduler.explain("me", 2.0)
+        assert e is not None
+        assert e.tenant_ahead
+        assert e.ahead == Ahead(by_priority=3, by_tenant=2, by_level=1, by_rank=2)
+        assert e.ahead.total == len(waiting) - 1
+        assert scheduler.explain("urgent0", 2.0).ahead == Ahead(0, 0, 0, 0)  # type: ignore[union-attr]
 
     def test_an_unknown_request(self) -> None:
         assert core().explain("nobody", 0.0) is None
@@ -289,6 +312,10 @@ class TestOtherQuestions:
         scheduler.step(4.0, [Arrived(facts) for facts in exact])
         assert scheduler.explain("fits", 4.0).worker_id == "w"  # type: ignore[union-attr]
         assert not scheduler.explain("does not", 4.0).fits_a_worker  # type: ignore[union-attr]
+        assert scheduler.explain("does not", 4.0).waits_for == (  # type: ignore[union-attr]
+            "a worker that can hold its 101 tokens: the largest now holds 100"
+        )
+        assert scheduler.explain("fits", 4.0).waits_for == ""  # type: ignore[union-attr]
 
 
 class TestReports:
@@ -627,11 +654,23 @@ class TestSteps:
     def test_a_long_story_keeps_its_beginning_and_its_end(self) -> None:
         teller = Request(request("a"))
         for i in range(200):
-            teller.tell(float(i), "paused", str(i))
+            teller.tell(float(i), "resumed" if i % 4 else "paused", str(i))
         details = [line.detail for line in teller.story]
         assert len(details) == MAX_STORY_LINES
         assert details[:8] == [str(i) for i in range(8)]
-        assert details[8:] == [str(i) for i in range(200 - MAX_STORY_LINES + 8, 200)]
+        assert details[9:] == [str(i) for i in range(200 - MAX_STORY_LINES + 9, 200)]
+
+    def test_and_says_what_it_left_out_between(self) -> None:
+        teller = Request(request("a"))
+        for i in range(MAX_STORY_LINES + 1):
+            teller.tell(float(i), "resumed" if i % 4 else "paused", str(i))
+        first = teller.story[8]
+        for i in range(MAX_STORY_LINES + 1, 200):
+            teller.tell(float(i), "resumed" if i % 4 else "paused", str(i))
+        gone = range(8, 200 - MAX_STORY_LINES + 9)
+        assert (first.at_s, first.what, first.detail) == (8.0, "left_out", "2 lines, 1 of them paused")
+        assert teller.story[8].at_s == 8.0
+        assert teller.story[8].detail == f"{len(gone)} lines, {sum(i % 4 == 0 for i in gone)} of them paused"
 
 
 def test_the_mean_latency_of_laps_sd_is_below_fcfs_with_real_preemption() -> None:

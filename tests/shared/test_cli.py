@@ -203,6 +203,25 @@ def test_explain_names_level_and_perceptible_where_the_policy_has_them():
     assert by_both[1] == "policy mlfq, level 0, non-perceptible, 3 requests before it"
 
 
+def test_explain_says_what_puts_others_before_it_and_what_it_waits_for():
+    waits = pb.Explanation(
+        request_id="s0.a", state=pb.Explanation.STATE_QUEUED, policy="laps-sd", level=3, ahead=9,
+        ahead_by_priority=4, ahead_by_tenant=2, ahead_by_level=2, age_s=7.5,
+        story=[pb.StoryLine(what="arrived")],
+    )  # fmt: skip
+    told = explanation_lines(waits)
+    waits.waits_for, waits.reserved = "a worker: none takes work now", True
+    alone = explanation_lines(waits)
+
+    assert told[1] == (
+        "policy laps-sd, level 3, 9 requests before it: "
+        "4 of higher priority, 2 of tenants that had less, 2 at lower levels, 1 sooner by its order"
+    )
+    assert any(line.endswith("… 7.500 s") for line in told), "the bar goes on until now"
+    assert "waits for a worker: none takes work now" in alone
+    assert "among the oldest: they have a share of the slots whatever their rank" in alone
+
+
 def test_explain_reads_a_scheduler_that_does_not_say_what_orders_it():
     told = explanation_lines(pb.Explanation(state=pb.Explanation.STATE_RUNNING, policy="laps-sd", level=2))
 

@@ -202,6 +202,8 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(dist: Path, wheel: Path) -
 
     assert files <= sources
     assert {"LICENSE", "README.md", "pyproject.toml"} <= sources
+    protos = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("protos/**/*.proto")}
+    assert "protos/laps_sd/v1/inference.proto" in protos <= sources
 
 
 def test_the_license_comes_with_the_wheel(wheel: Path) -> None:

@@ -44,6 +44,29 @@ def test_what_goes_on_is_open_at_the_end() -> None:
     assert bar == "0.000 s ░░██… 2.000 s"
 
 
+def test_what_a_long_story_left_out_is_not_drawn_as_anything_else() -> None:
+    long = story(
+        (0, "arrived"), (1, "started"), (2, "left_out"), (6, "paused"), (8, "resumed"), (10, "ended")
+    )
+
+    assert timeline(long, ended=True, width=10) == [
+        "0.000 s ░█····▒▒██| 10.000 s",
+        "░ waiting 1.000 s   █ running 3.000 s   ▒ paused 2.000 s   · not told 4.000 s",
+    ]
+
+
+def test_what_goes_on_goes_on_until_now() -> None:
+    waiting, told = timeline(story((0, "arrived")), ended=False, width=4, until_s=60)
+    running = timeline(story((0, "arrived"), (1, "started")), ended=False, width=4, until_s=4)
+
+    assert (waiting, told) == ("0.000 s ░░░░… 60.000 s", "░ waiting 60.000 s")
+    assert running[0] == "0.000 s ░███… 4.000 s"
+
+
+def test_what_has_ended_goes_on_no_longer() -> None:
+    assert timeline(PREEMPTED, ended=True, width=10, until_s=9) == timeline(PREEMPTED, ended=True, width=10)
+
+
 def test_where_no_time_has_passed_there_is_nothing_to_draw() -> None:
     assert timeline(story((0, "arrived")), ended=False, width=10) == []
     assert timeline([], ended=False, width=10) == []

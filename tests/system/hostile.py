@@ -469,6 +469,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("workload_class", _set("workload_class", "c" * 65, "two words", "é", "\0", "a\n", "{}")),
     ("priority", _set("priority", 101, -101, 2**31 - 1, -(2**31))),
     ("time_limit_ms", _set("time_limit_ms", 0, 86_400_001, 2**32 - 1)),
+    ("deadline_unix_ms", _set("deadline_unix_ms", 0, 1_763_000_000, 2**64 - 1)),
     ("expected_output_tokens", _set("expected_output_tokens", 0)),
     ("logprobs", _set("logprobs", 21, 2**32 - 1)),
 )  # fmt: skip

@@ -214,6 +214,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("n", ("0", "-1", "17", '"x"', "1.5", "true", HUGE)),
     ("priority", ("101", "-101", '"x"', "2147483648", "1.5")),
     ("time_limit_ms", ("0", "-1", "4294967296", '"x"')),
+    ("deadline_unix_ms", ("0", "-1", "1763000000", "18446744073709551616", '"x"')),
     ("expected_output_tokens", ("0", "-1", '"x"')),
     ("workload_class", ("5", '"two words"', '"é"', json.dumps("c" * 65), '"\\u0000"', '"\\udfff"')),
     ("model", ("5", '"gpt-5"', '"\\ud800"', "[]", json.dumps("m" * 5000))),

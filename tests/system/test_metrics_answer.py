@@ -118,6 +118,9 @@ def test_why_this_request_waits(busy: Busy) -> None:
     assert 0 < told.remaining_low_s <= told.remaining_s <= told.remaining_high_s
     assert told.basis
     assert told.story[0].what == "arrived"
+    assert told.age_s > 0
+    assert told.waits_for == ""
+    assert told.ahead_by_priority == told.ahead_by_tenant == 0, "all have one priority and one tenant"
 
 
 def test_what_the_acceptance_is(busy: Busy) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from laps_sd.client import Client, OutputFormat
 from laps_sd.local import LocalStack
@@ -96,6 +102,42 @@ def test_extensions_go_in_the_extra_body(client: openai.OpenAI, fake_stack: Loca
     assert answer.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_outputs_are_those_of_grpc(
+    client: openai.OpenAI, fake_stack: LocalStack, stream: bool
+) -> None:
+    with Client(fake_stack.gateway_address) as grpc_client:
+        first = grpc_client.generate(MESSAGES, n=3, max_tokens=15, seed=8)
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "n": 3, "max_tokens": 15, "seed": 8}
+    texts = ["", "", ""]
+    if stream:
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    else:
+        for choice in client.chat.completions.create(**asked).choices:
+            texts[choice.index] += choice.message.content
+
+    assert texts == [answer.text for answer in (first, *first.more)]
+    assert len(set(texts)) == 3
+
+
+def test_the_command_of_the_page_is_answered(fake_stack: LocalStack) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "openai.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\$ (curl .*)$", page.replace("\\\n", " "), re.MULTILINE)
+    _, url, *options = shlex.split(line)
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    asked = urllib.request.Request(
+        url.replace("http://127.0.0.1:8000/v1", fake_stack.http_url),
+        data=given["-d"].encode(),
+        headers=dict([given["-H"].split(": ")]),
+    )
+    with urllib.request.urlopen(asked, timeout=60) as response:
+        answer = json.load(response)
+
+    assert answer["choices"][0]["message"]["content"]
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
@@ -116,6 +158,62 @@ def test_errors_are_the_errors_of_the_package(client: openai.OpenAI) -> None:
         )
     assert tools.value.param == "tools"
     assert refused.value.request_id is not None
+
+
+class Address(BaseModel):
+    street: str = Field(max_length=8)
+    number: int | None = Field(le=99, ge=0)
+
+
+class Person(BaseModel):
+    """Much of what models of the package's users have: choices, lists, unions, references."""
+
+    name: str = Field(description="full name", max_length=8)
+    mood: Literal["good", "bad"]
+    homes: list[Address] = Field(max_length=2)
+    best: Address | None
+
+
+def test_a_model_of_pydantic_is_a_format(demo_stack: LocalStack) -> None:
+    with openai.OpenAI(base_url=demo_stack.http_url, api_key="none", timeout=60) as client:
+        asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, "seed": 1}
+        answer = client.chat.completions.parse(**asked, response_format=Person)
+        with client.chat.completions.stream(**asked, response_format=Person) as stream:
+            streamed = stream.get_final_completion()
+
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    assert streamed.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_a_stop_text_ends_an_answer(demo_stack: LocalStack) -> None:
+    with openai.OpenAI(base_url=demo_stack.http_url, api_key="none", timeout=60) as client:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": "Once upon", "max_tokens": 20, "seed": 2}
+        whole = client.completions.create(**asked).choices[0].text
+        stop = whole[len(whole) // 2 :][:3]
+        answer = client.completions.create(**asked, stop=[stop, "not in there"])
+
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 20
+
+
+def test_log_probabilities_of_a_completion(demo_stack: LocalStack) -> None:
+    with openai.OpenAI(base_url=demo_stack.http_url, api_key="none", timeout=60) as client:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": "Once upon", "max_tokens": 12, "temperature": 0}
+        choice = client.completions.create(**asked, logprobs=2).choices[0]
+        told = choice.logprobs
+        streamed = [
+            chunk.choices[0].logprobs for chunk in client.completions.create(**asked, logprobs=2, stream=True)
+        ]
+
+    assert told is not None and told.tokens is not None and told.text_offset is not None
+    assert "".join(told.tokens).startswith(choice.text)
+    assert all(
+        choice.text[at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True)
+    )
+    assert told.token_logprobs == [max(top.values()) for top in told.top_logprobs or []], "greedy"
+    assert [token for one in streamed if one for token in one.tokens or []] == told.tokens
 
 
 def test_output_formats_and_log_probabilities_with_the_shipped_pair(demo_stack: LocalStack) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,31 @@ def grpcurl(line: str, addresses: dict[str, str]) -> list[dict[str, Any]]:
 
 def test_the_page_shows_every_kind_of_call() -> None:
     assert len(LINES) >= 7
+
+
+def test_the_command_that_makes_stubs_finds_the_file_and_tells_its_plugins_the_import_path(
+    tmp_path: Path,
+) -> None:
+    page = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^\$ (protoc .*)$", page, re.MULTILINE)
+    _, folder, *options, file = shlex.split(line)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            folder,
+            f"--descriptor_set_out={tmp_path / 'found'}",
+            file,
+        ],
+        cwd=PAGE.parents[2],
+        check=False,
+    )
+
+    assert done.returncode == 0
+    # The files have no go_package, without which the plugins know no import path.
+    for plugin in ("--go_opt", "--go-grpc_opt"):
+        assert f"{plugin}=M{file}=example.com/mine/lapssd" in options
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
@@ -205,6 +206,53 @@ class TestGenerateStream:
         assert (specification.top_k, list(specification.stop), specification.ignore_eos) == (4, ["a"], True)
         assert specification.HasField("max_draft_tokens") and specification.max_draft_tokens == 0
         call.cancel()
+
+    async def test_of_two_deadlines_the_earlier_holds(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        in_a_minute = round((time.time() + 60) * 1000)
+        calls = [
+            running.stub.GenerateStream(
+                GenerateRequest(text="x", deadline_unix_ms=in_a_minute), timeout=timeout
+            )
+            for timeout in (None, 600, 5)
+        ]
+        for call in calls:
+            await call.read()
+        by_timeout = {round(submit.deadline_in_ms / 60_000, 1) for submit in scheduler.all_heard("submit")}
+        for call in calls:
+            call.cancel()
+
+        assert by_timeout == {1.0, 0.1}
+
+    async def test_a_deadline_in_another_century_is_none(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        call = running.stub.GenerateStream(GenerateRequest(text="x", deadline_unix_ms=9 * 10**12))
+        await call.read()
+        call.cancel()
+
+        assert not scheduler.all_heard("submit")[0].HasField("deadline_in_ms")
+
+    async def test_a_deadline_in_the_past_is_one_that_passed(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="x", deadline_unix_ms=10**12))
+
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert scheduler.all_heard("submit") == []
+
+    async def test_a_deadline_ends_the_wait_for_a_scheduler(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        scheduler.answers_submits = False
+        soon = round((time.time() + 0.1) * 1000)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="x", deadline_unix_ms=soon))
+
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await nobody_left(running)
 
     async def test_without_a_deadline_key_or_seed_there_is_none_no_grace_and_a_random_seed(
         self, running: Running, scheduler: FakeScheduler

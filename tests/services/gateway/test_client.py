@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, _Progress, make_request
 from laps_sd.errors import (
+    DETAILS_KEY,
     AlreadyExists,
     DeadlineExceeded,
     InvalidArgument,
@@ -53,6 +57,16 @@ def ids(events: list[Event]) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
 
+def full_until(after_s: float) -> grpc.aio.AioRpcError:
+    """A gateway's refusal that says when to come again."""
+    status = status_pb2.Status(code=8, message="full")
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromMilliseconds(round(after_s * 1000))
+    status.details.add().Pack(info)
+    trailing = grpc.aio.Metadata((DETAILS_KEY, status.SerializeToString()))
+    return grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing)
+
+
 class TestRequests:
     @pytest.mark.parametrize(
         ("made", "expected"),
@@ -72,6 +86,11 @@ class TestRequests:
             (
                 make_request("hi", time_limit_s=1.5, keep=True, logprobs=0, priority=-1),
                 GenerateRequest(text="hi", time_limit_ms=1500, keep=True, logprobs=0, priority=-1),
+            ),
+            (make_request("hi", n=2), GenerateRequest(text="hi", n=2)),
+            (
+                make_request("hi", deadline=datetime(2030, 1, 1, tzinfo=UTC)),
+                GenerateRequest(text="hi", deadline_unix_ms=1_893_456_000_000),
             ),
             (
                 make_request("hi", speculation="off"),
@@ -208,6 +227,14 @@ class TestAsyncClient:
         with pytest.raises(Unavailable):
             progress.lost(None, 91.1)
 
+    async def test_a_full_gateway_that_a_lost_stream_comes_to_is_asked_again_when_it_says(self) -> None:
+        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=0.0, now=0.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
+
+        assert progress.lost(full_until(2.5), 2.0) == 2.5
+        with pytest.raises(ResourceExhausted):
+            progress.lost(full_until(2.5), 33.0)
+
     async def test_resumes_a_request_by_its_id(self, running: Running, scheduler: FakeScheduler) -> None:
         async with AsyncClient(address(running)) as client:
             answer = asyncio.create_task(client.generate("x"))
@@ -242,6 +269,61 @@ class TestAsyncClient:
             await scheduler.wait_heard("detach")
 
         assert scheduler.all_heard("cancel") == []
+
+    async def test_several_outputs_of_one_prompt(self, running: Running, scheduler: FakeScheduler) -> None:
+        async with AsyncClient(address(running)) as client:
+            answer = asyncio.create_task(client.generate("x", n=3, seed=7))
+            for count in (3, 2, 1):
+                request_id = await scheduler.submitted(count)
+                scheduler.commit(request_id, tokens(0, count), Kind.KIND_LENGTH)
+            first = await answer
+
+        assert [list(one.token_ids) for one in (first, *first.more)] == [
+            tokens(0, count) for count in (1, 2, 3)
+        ]
+        assert [one.accepted.seed for one in (first, *first.more)] == [7, 8, 9]
+        assert [one.text for one in (first, *first.more)] == [
+            running.model.decode(tokens(0, count)) for count in (1, 2, 3)
+        ]
+
+    async def test_several_outputs_survive_the_death_of_their_gateway(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        one: Running = await start_gateway(scheduler.address)
+        two: Running = await start_gateway(scheduler.address)
+        read: list[list[Event]] = [[], []]
+        lost = False
+        async with AsyncClient([address(one), address(two)]) as client:
+            stream = client.stream("x", n=2)
+            async for event in stream:
+                read[stream.choice].append(event)
+                if stream.choice == 1 and isinstance(event, Accepted):
+                    first, second = (await scheduler.submitted(1)), (await scheduler.submitted(2))
+                    scheduler.commit(first, tokens(0, 4))
+                    scheduler.commit(second, tokens(0, 2), Kind.KIND_STOP)
+                if len(ids(read[0])) == 4 and shape(read[1])[-1] == "Ended" and not lost:
+                    lost = True
+                    await one.gateway.app.server.stop(None)
+                    scheduler.replay_chunk = 3  # what comes again comes in other messages
+                    scheduler.commit(first, tokens(4, 7), Kind.KIND_LENGTH)
+
+        assert [shape(events) for events in read] == [["Accepted", "Delta", "Ended"]] * 2
+        assert [ids(events) for events in read] == [tokens(0, 7), tokens(0, 2)]
+        assert ["".join(event.text for event in events if isinstance(event, Delta)) for events in read] == [
+            one.model.decode(tokens(0, 7)),
+            one.model.decode(tokens(0, 2)),
+        ]
+
+    async def test_several_outputs_that_are_left_are_all_cancelled(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        async with AsyncClient(address(running)) as client, client.stream("x", n=2) as events:
+            await anext(events)
+            await anext(events)
+        cancelled = {cancel.request_id for cancel in scheduler.all_heard("cancel")}
+
+        assert cancelled == set(scheduler.record.requests)
+        assert len(cancelled) == 2
 
     async def test_cancels_explains_and_lists(self, running: Running, scheduler: FakeScheduler) -> None:
         async with AsyncClient(address(running)) as client:
@@ -342,6 +424,20 @@ class TestClient:
 
         assert list((await answer).token_ids) == tokens(0, 5)
 
+    async def test_several_outputs_of_one_prompt(self, client: Client, scheduler: FakeScheduler) -> None:
+        def read() -> list[tuple[int, str]]:
+            stream = client.stream("x", n=2)
+            return [(stream.choice, type(event).__name__) for event in stream]
+
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        second = await scheduler.submitted(2)
+        for request_id in (second, await scheduler.submitted(1)):
+            scheduler.commit(request_id, tokens(0, 1), Kind.KIND_STOP)
+        events = await reading
+
+        assert events[:2] == [(0, "Accepted"), (1, "Accepted")]
+        assert sorted(events[2:]) == [(0, "Delta"), (0, "Ended"), (1, "Delta"), (1, "Ended")]
+
     async def test_a_stream_survives_the_death_of_its_gateway(
         self, scheduler: FakeScheduler, start_gateway: StartGateway
     ) -> None:
@@ -401,3 +497,19 @@ class TestClient:
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ValueError, match="address"):
         Client([])
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    """What one can do the other can, by the same names and arguments."""
+
+    def calls(kind: type) -> dict[str, str]:
+        public = {name: call for name, call in vars(kind).items() if not name.startswith("_")}
+        return {
+            name: str(inspect.signature(call).replace(return_annotation="")) for name, call in public.items()
+        }
+
+    assert calls(Client) == calls(AsyncClient)
+    assert inspect.signature(Client.__init__) == inspect.signature(AsyncClient.__init__)
+    assert {"generate", "stream", "resume", "cancel", "explain", "models", "tokenize", "detokenize"} <= set(
+        calls(Client)
+    )

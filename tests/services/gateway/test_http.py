@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -341,10 +342,94 @@ class TestWhatIsAskedFor:
         }  # fmt: skip
         assert all(one["logprob"] is None for one in told[1:])
         parts = [each for each in await answer("completions", {"logprobs": 1}) if each["tokens"]]
+        assert [text for each in parts for text in each["tokens"]] == [
+            served.running.model.decode([one]) for one in ids
+        ]
         assert [value for each in parts for value in each["token_logprobs"]] == [-0.25] + [None] * (
             len(ids) - 1
         )
         assert parts[0]["text_offset"][0] == 0
+
+    async def test_log_probabilities_of_half_a_character_tell_its_bytes(
+        self, served: Served, model: ModelFiles
+    ) -> None:
+        ids = model.encode_rendered("a€b")
+        assert len(ids) == 5, "the sign is three tokens"
+        one_of_two = inference_pb2.TokenLogprobs(
+            logprob=-1,
+            top=[inference_pb2.TokenLogprob(token_id=token, logprob=-1) for token in ids[1:3]],
+        )
+        told = []
+        for count, (path, body) in enumerate(
+            (
+                ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
+                ("/v1/completions", TEXT | {"logprobs": 2}),
+            )
+        ):
+            call = asyncio.create_task(served.post(path, body))
+            request_id = await served.scheduler.submitted(count + 1)
+            served.scheduler.record.requests[request_id].logprobs = [one_of_two] * len(ids)
+            served.scheduler.commit(request_id, ids, Kind.KIND_STOP)
+            told.append((await call)[2]["choices"][0]["logprobs"])
+        chat, text = told
+
+        assert bytes(octet for one in chat["content"] for octet in one["bytes"]).decode() == "a€b"
+        assert [one["token"] for one in chat["content"]] == ["a", "\\xe2", "\\x82", "\\xac", "b"]
+        assert text["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
+        assert text["text_offset"] == [0, 1, 1, 1, 2]
+        assert all(len(top) == 2 for top in text["top_logprobs"]), "neither hides the other"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("path", ["chat/completions", "completions"])
+    async def test_several_outputs_come_each_under_its_index(
+        self, served: Served, path: str, stream: bool
+    ) -> None:
+        asked = {"n": 3, "stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+        call = asyncio.create_task(
+            served.session.post(
+                f"{served.url}/v1/{path}", json=(CHAT if path == "chat/completions" else TEXT) | asked
+            )
+        )
+        texts = ["one", "two", "three"]
+        for count in (3, 1, 2):
+            await served.finished(texts[count - 1], count=count)
+        response = await call
+        answers = await events(response) if stream else [await response.json()]
+        got = ["", "", ""]
+        reasons = {}
+        for choice in (choice for answer in answers for choice in answer["choices"]):
+            said = choice.get("delta" if stream else "message", choice)
+            got[choice["index"]] += said.get("content", said.get("text", ""))
+            reasons[choice["index"]] = choice["finish_reason"]
+        submits = [recorded.submit for recorded in served.scheduler.record.requests.values()]
+
+        assert got == texts
+        assert reasons == {0: "stop", 1: "stop", 2: "stop"}
+        assert answers[-1]["usage"] == {
+            "prompt_tokens": len(submits[0].specification.prompt_ids),  # it is one prompt
+            "completion_tokens": sum(len(served.running.model.encode_rendered(text)) for text in texts),
+            "total_tokens": answers[-1]["usage"]["prompt_tokens"] + answers[-1]["usage"]["completion_tokens"],
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        await nobody_left(served)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(
+        self, served: Served, stream: bool
+    ) -> None:
+        body = CHAT | {"stop": ["STOP"], "stream": stream}
+        call = asyncio.create_task(served.session.post(served.url + "/v1/chat/completions", json=body))
+        end = link_pb2.RequestEnd(kind=Kind.KIND_STOP_SEQUENCE, cut_characters=len("STOP"))
+        await served.finished("hello STOP", end=end)
+        response = await call
+        if stream:
+            choices = [chunk["choices"][0] for chunk in await events(response)]
+            text = "".join(choice["delta"].get("content", "") for choice in choices)
+        else:
+            choices = (await response.json())["choices"]
+            text = choices[0]["message"]["content"]
+
+        assert (text, choices[-1]["finish_reason"]) == ("hello ", "stop")
 
     async def test_reaches_the_scheduler(self, served: Served) -> None:
         body = CHAT | {
@@ -357,6 +442,7 @@ class TestWhatIsAskedFor:
             "ignore_eos": True,
             "priority": 7,
             "time_limit_ms": 1500,
+            "deadline_unix_ms": round((time.time() + 600) * 1000),
             "expected_output_tokens": 40,
             "workload_class": "chat",
             "user": "somebody",
@@ -383,6 +469,7 @@ class TestWhatIsAskedFor:
         assert specification.ignore_eos
         assert (submit.priority, submit.time_limit_ms, submit.expected_output_tokens) == (7, 1500, 40)
         assert (submit.workload_class, submit.idempotency_key) == ("chat", "k")
+        assert 500_000 < submit.deadline_in_ms <= 600_000
         assert submit.traceparent.startswith("00-aaaa")
         assert submit.tenant == "anonymous"
 
@@ -523,8 +610,21 @@ class TestARefusal:
             ({"n": 17}, "n", "from 1 to 16"),
             ({"priority": 101}, "priority", "from -100 to 100"),
             ({"stream": 1}, "stream", "true or false"),
+            ({"deadline_unix_ms": 1_763_000_000}, "deadline_unix_ms", "must be milliseconds since 1970"),
             ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
             ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+            ({"tool_choice": "required"}, "tool_choice", "not supported"),
+            (
+                {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+                "tool_choice",
+                "not supported",
+            ),
+            ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+            (
+                {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
+                "messages[0].tool_calls",
+                "not supported",
+            ),
             (
                 {"response_format": {"type": "json_schema"}},
                 "response_format.json_schema",
@@ -665,6 +765,11 @@ class TestARefusal:
         assert answer["error"]["type"] == "rate_limit_error"
         assert answer["error"]["code"] == "rate_limit_exceeded"
 
+    async def test_after_the_deadline_is_504(self, served: Served) -> None:
+        status, _, answer = await served.post("/v1/completions", TEXT | {"deadline_unix_ms": 10**12})
+
+        assert (status, answer["error"]["type"]) == (504, "server_error")
+
     async def test_of_another_body_under_a_known_key_is_409(self, served: Served) -> None:
         served.scheduler.refuse = Refused(reason=Refused.REASON_KEY_CONFLICT)
         status, _, _ = await served.post("/v1/completions", TEXT, headers={"Idempotency-Key": "k"})
@@ -687,7 +792,8 @@ class TestTheServer:
         async with served.session.get(served.url + "/v1/models/tiny") as response:
             assert await response.json() == listed
         async with served.session.get(served.url + "/v1/models/other") as response:
-            assert response.status == 404
+            error = (await response.json())["error"]
+            assert (response.status, error["param"], error["code"]) == (404, "model", "model_not_found")
 
         assert (listed["id"], listed["object"], listed["max_model_len"]) == ("tiny", "model", CONTEXT)
 
@@ -728,6 +834,25 @@ class TestTheServer:
         assert status == 200
         with pytest.raises(aiohttp.ClientConnectionError):
             await served.session.get(served.url + "/health")
+
+    async def test_whoever_comes_while_it_stops_is_sent_to_another(self, served: Served) -> None:
+        assert served.running.gateway.http is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port)
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        request_id = await served.scheduler.submitted()
+        stopping = asyncio.create_task(served.running.gateway.stop())
+        await served.running.gateway.app.stopping.wait()
+        writer.write(octets_of(TEXT, b"x-request-id: mine-8"))
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
+        await call
+        await stopping
+
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"x-request-id: mine-8" in head
+        assert b"Retry-After: 1" in head
+        assert json.loads(body)["error"]["type"] == "server_error"
 
     async def test_speaks_tls_with_the_certificates_of_grpc(self, serve: Any, tmp_path: Path) -> None:
         folder = write_certificates(tmp_path)

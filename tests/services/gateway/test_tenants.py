@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,13 @@ class TestLimits:
         with tenants.admitted("acme", 2, now=0, new=False):
             pass
 
+    def test_more_than_may_ever_be_open_is_refused_for_good(self, key_file: Path) -> None:
+        tenants = tenants_of(key_file)
+        with pytest.raises(
+            InvalidArgument, match="n must be at most 2 outputs of one call for tenant 'acme', got 3"
+        ):
+            tenants.admitted("acme", 3, now=0, new=True).__enter__()
+
     def test_a_priority_above_the_tenants_is_denied(self, key_file: Path) -> None:
         tenants = tenants_of(key_file)
         tenants.check_priority("acme", 5)
@@ -256,13 +264,57 @@ class TestOverTheWire:
                 await (call if not hasattr(call, "read") else rest(call))
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
-    async def test_more_than_may_be_open_is_told_to_come_again(self, keyed: Running) -> None:
+    async def test_more_than_may_be_open_is_told_to_come_again(
+        self, keyed: Running, scheduler: FakeScheduler
+    ) -> None:
+        assert keyed.gateway.http is not None
         metadata = (("authorization", f"Bearer {ACME}"),)
+        first = keyed.stub.GenerateStream(GenerateRequest(text="x"), metadata=metadata)
+        await scheduler.submitted()
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await keyed.stub.Generate(GenerateRequest(text="x", n=3), metadata=metadata)
+            await keyed.stub.Generate(GenerateRequest(text="x", n=2), metadata=metadata)
+        async with (
+            aiohttp.ClientSession(headers=bearer(ACME)) as session,
+            session.post(
+                f"http://127.0.0.1:{keyed.gateway.http.port}/v1/completions", json={"prompt": "x", "n": 2}
+            ) as response,
+        ):
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
+        first.cancel()
 
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert has_retry_info(error.value)
+
+    async def test_what_is_refused_before_it_is_a_request_is_counted_too(self, keyed: Running) -> None:
+        assert keyed.gateway.http is not None
+        url = f"http://127.0.0.1:{keyed.gateway.http.port}/v1/completions"
+        wrong = {"tenant": "acme", "code": "INVALID_ARGUMENT"}
+
+        def counted() -> tuple[float, float, float]:
+            refused = "laps_sd_gateway_refused_total"
+            return (
+                metrics.value(refused, {"code": "UNAUTHENTICATED"}),
+                metrics.value(refused, {"code": "INVALID_ARGUMENT"}),
+                metrics.value("laps_sd_gateway_tenant_refused_total", wrong),
+            )
+
+        before = counted()
+        await self._refuse(url, {}, {"prompt": "x"})
+        await self._refuse(url, bearer("wrong"), {"prompt": "x"})
+        await self._refuse(url, bearer(ACME), {"prompt": "x", "colour": "red"})  # the protocol's own layer
+        await self._refuse(url, bearer(ACME), {"prompt": "x", "top_p": 2})  # what all protocols share
+
+        assert tuple(now - then for now, then in zip(counted(), before, strict=True)) == (2, 2, 2)
+
+    @staticmethod
+    async def _refuse(url: str, headers: Mapping[str, str], body: Any) -> None:
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(url, json=body) as response,
+        ):
+            assert response.status in (400, 401)
 
     @pytest.mark.parametrize(
         ("key", "body", "status", "code"),
@@ -270,7 +322,7 @@ class TestOverTheWire:
             (None, {}, 401, "invalid_api_key"),
             ("wrong", {}, 401, "invalid_api_key"),
             (ACME, {"priority": 6}, 403, None),
-            (ACME, {"n": 3}, 429, "rate_limit_exceeded"),
+            (ACME, {"n": 3}, 400, None),  # more than it may ever have open: it need not come again
         ],
     )
     async def test_http_says_so_in_its_own_words(

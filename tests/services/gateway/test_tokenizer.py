@@ -8,9 +8,11 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from gateway.app import load_configured_model
 from gateway.settings import GatewaySettings
+from gateway.token_bytes import TokenBytes
 from gateway.tokenizer import ChatTemplate, ModelFiles, ModelFilesError, TemplateRefused, load_model
 from laps_sd.errors import StartupError
 from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
@@ -146,4 +148,41 @@ class TestChatTemplate:
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert violations(error.value) == [
             ("messages", "do not fit the chat template: the assistant cannot begin")
+        ]
+
+
+class TestPieces:
+    """What single tokens are made of, for log probabilities."""
+
+    TEXT = "the quick €, über"
+
+    def test_of_a_byte_level_tokenizer_make_up_the_text(self, model: ModelFiles) -> None:
+        ids = model.encode_rendered(self.TEXT)
+
+        assert b"".join(map(model.pieces.bytes_of, ids)).decode() == self.TEXT
+        assert model.pieces.bytes_of(ids[-1]) == b"er"
+
+    @pytest.mark.parametrize("sequence", [True, False])
+    def test_of_a_sentence_piece_tokenizer_keep_their_blanks_and_bytes(self, sequence: bool) -> None:
+        blank = decoders.Replace("▁", " ") if sequence else decoders.Metaspace()
+        vocabulary = {"<unk>": 0, "▁the": 1, "▁quick": 2, "▁": 3} | {
+            f"<0x{n:02X}>": 4 + n for n in range(256)
+        }
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([blank, decoders.ByteFallback(), decoders.Fuse()])
+        pieces = TokenBytes(tokenizer)
+
+        assert [pieces.bytes_of(token) for token in (1, 2, 3)] == [b" the", b" quick", b" "]
+        assert b"".join(pieces.bytes_of(4 + octet) for octet in "€".encode()).decode() == "€"
+
+    def test_of_any_other_tokenizer_are_their_texts(self) -> None:
+        tokenizer = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
+        pieces = TokenBytes(tokenizer)
+
+        assert [pieces.bytes_of(token) for token in (1, 99)] == [b"the", b""]
+
+    def test_of_added_tokens_are_what_they_are_written_as(self, model: ModelFiles) -> None:
+        assert [model.pieces.bytes_of(token) for token in sorted(model.silent_ids)][:2] == [
+            b"<|begin|>",
+            b"<|end|>",
         ]
