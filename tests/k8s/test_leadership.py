@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,12 +23,16 @@ LEASE_S, RENEW_S, RETRY_S = 4.0, 3.0, 0.1
 PATH = "/apis/coordination.k8s.io/v1/namespaces/models/leases"
 
 
+MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)")
+"""The only form in which Kubernetes takes the times of a Lease."""
+
+
 class Leases:
-    """Create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an answer."""
+    """Create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an answer; `garbled`: one that is none."""
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
-        self.away = False
+        self.away = self.garbled = False
         self.answers = asyncio.Event()
         self.renewed = asyncio.Event()
         self._version = 0
@@ -42,6 +47,12 @@ class Leases:
         body = await request.json() if request.can_read_body else None
         if self.away:
             await self.answers.wait()
+        if self.garbled:
+            return web.Response(text="<html>the proxy is starting</html>", content_type="application/json")
+        if body is not None and not all(
+            MICRO_TIME.fullmatch(body["spec"][name]) for name in ("acquireTime", "renewTime")
+        ):
+            return self._answer(400)
         if request.method == "GET":
             return self._answer(404 if self.lease is None else 200)
         if request.method == "POST":
@@ -154,6 +165,33 @@ async def test_the_same_pod_goes_on_at_once_after_its_container_died(leases: tup
     async with candidate(url, "a") as again:
         await wait_until_async(lambda: again.leads, description="it leads again")
     assert server.spec["leaseTransitions"] == 0
+
+
+async def test_a_term_that_began_with_a_whole_second_is_renewed_as_any_other(
+    leases: tuple[Leases, str],
+) -> None:
+    """Kubernetes takes no time without its fraction, and Python writes none where it is zero."""
+    server, url = leases
+    async with candidate(url, "a") as a:
+        await wait_until_async(lambda: a.leads, description="a leads")
+    server.spec["acquireTime"] = began = "2026-11-22T10:00:00.000000Z"
+    server.spec["strategy"] = "of a newer Kubernetes"
+    async with candidate(url, "a") as again:
+        await wait_until_async(lambda: again.leads, description="it leads again")
+        assert server.spec["acquireTime"] == began
+        assert server.spec["strategy"] == "of a newer Kubernetes"
+
+
+async def test_an_answer_that_nobody_expected_ends_a_term_and_not_the_candidacy(
+    leases: tuple[Leases, str],
+) -> None:
+    server, url = leases
+    async with candidate(url, "a") as a:
+        await wait_until_async(lambda: a.leads, description="a leads")
+        server.garbled = True
+        await wait_until_async(lambda: not a.leads, description="a stops")
+        server.garbled = False
+        await wait_until_async(lambda: a.leads, description="a leads again")
 
 
 async def test_who_cannot_renew_stops_before_anybody_else_begins(leases: tuple[Leases, str]) -> None:
