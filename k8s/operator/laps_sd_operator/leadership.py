@@ -100,9 +100,10 @@ class Leadership:
         except Exception as error:  # whatever it is: a candidate that ended here would never stand again, and nobody would see it
             if isinstance(error, ApiException) and error.status == CONFLICT:
                 return  # somebody else was faster
-            if repr(error) != self._failed:  # said once: an API server may be away for long
-                log.warning("the lease cannot be had or renewed", lease=LEASE, error=repr(error))
-            self._failed = repr(error)
+            failed = f"{error.status} {error.body!r}" if isinstance(error, ApiException) else repr(error)
+            if failed != self._failed:  # said once: an API server may be away for long
+                log.warning("the lease cannot be had or renewed", lease=LEASE, error=failed)
+            self._failed = failed
             return
         self._failed = ""
         self._renewed_s = sent_s if won else NEVER
