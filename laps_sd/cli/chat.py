@@ -52,6 +52,7 @@ def chat(
     ] = False,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
+    tls_name: dial.TlsNameOption = "",
 ) -> None:
     """Talk with a model: /reset forgets, /quit or Ctrl-D ends. Without a terminal, answer each line of stdin."""
     template = ask.request(
@@ -71,7 +72,7 @@ def chat(
         template.messages.messages.add(role="system", content=system)
     interactive = sys.stdin.isatty()
     credentials = dial.metadata(api_key)
-    with dial.channel(url, tls_ca) as channel:
+    with dial.channel(url, tls_ca, name=tls_name) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         models = ask.models(stub, model, credentials)
         if models and not any(each.has_chat_template for each in models):

@@ -38,6 +38,14 @@ CaOption = Annotated[
         help="CA file that verifies the server, instead of the system's roots.",
     ),
 ]
+TlsNameOption = Annotated[
+    str,
+    typer.Option(
+        "--tls-name",
+        help="Name that the server's certificate must have, where it is not the one in --url (a port-forward).",
+        show_default=False,
+    ),
+]
 SchedulerOption = Annotated[
     str,
     typer.Option(
@@ -63,8 +71,10 @@ Reply = TypeVar("Reply")
 
 
 @contextmanager
-def channel(url: str, ca: Path | None = None, tls: Tls | None = None) -> Iterator[grpc.Channel]:
-    """A channel to host:port; the schemes grpcs and https mean TLS, and so does any file."""
+def channel(
+    url: str, ca: Path | None = None, tls: Tls | None = None, name: str = ""
+) -> Iterator[grpc.Channel]:
+    """A channel to host:port; the schemes grpcs and https mean TLS, and so does any file. `name`: see TlsNameOption."""
     scheme, _, address = url.rpartition("://")
     address = address.rstrip("/")
     host, _, port = address.rpartition(":")
@@ -74,7 +84,10 @@ def channel(url: str, ca: Path | None = None, tls: Tls | None = None) -> Iterato
         )
     tls = tls or Tls(ca=ca)
     if scheme in SECURE or tls != Tls():
-        made = grpc.secure_channel(address, tls.channel_credentials(), options=channel_options())
+        options: list[tuple[str, int | str]] = [*channel_options()]
+        if name:
+            options.append(("grpc.ssl_target_name_override", name))
+        made = grpc.secure_channel(address, tls.channel_credentials(), options=options)
     else:
         made = grpc.insecure_channel(address, options=channel_options())
     with made:

@@ -45,6 +45,7 @@ def generate(
     ] = False,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
+    tls_name: dial.TlsNameOption = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each message of the stream as a JSON line.")
     ] = False,
@@ -68,7 +69,7 @@ def generate(
     request.keep = keep
     if expected_tokens is not None:
         request.expected_output_tokens = expected_tokens
-    with dial.channel(url, tls_ca) as channel:
+    with dial.channel(url, tls_ca, name=tls_name) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         credentials = dial.metadata(api_key)
         put_prompt(request, text, system=system, chat=not raw and ask.has_template(stub, model, credentials))

@@ -27,10 +27,11 @@ def explain(
     url: dial.UrlOption = dial.GATEWAY,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
+    tls_name: dial.TlsNameOption = "",
     as_json: dial.JsonOption = False,
 ) -> None:
     """Say where a request stands and why: level, rank, estimate (seconds of machine time) and story."""
-    with dial.channel(url, tls_ca) as channel:
+    with dial.channel(url, tls_ca, name=tls_name) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         reply = stub.Explain(
             pb.ExplainRequest(request_id=request_id), timeout=TIMEOUT_S, metadata=dial.metadata(api_key)

@@ -96,6 +96,7 @@ def test_what_does_not_fit_is_left_out_with_its_reason(tmp_path: Path, monkeypat
     assert "blocks" in rows[3, 40]["skipped"]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_driver_runs_on_a_gpu(tmp_path: Path):
     rows = run("cuda", tmp_path / "rows.json", *LIMITS)

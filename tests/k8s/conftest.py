@@ -97,7 +97,7 @@ EVERYTHING: dict[str, Any] = {
             "caSecret": "redis-ca",
             "clientSecret": "redis-client",
             "passwordSecret": "redis-password",
-            "port": 6380,
+            "ports": [6380],
         },
     },
     "tls": {"links": ISSUER, "public": ISSUER | {"dnsNames": ["models.example.com"]}},

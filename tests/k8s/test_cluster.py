@@ -710,6 +710,16 @@ async def test_helm_installs_upgrades_and_removes_it(cluster: Cluster, helm3: An
     await wait_until_async(nothing_left, description="everything is gone")
 
 
+async def test_an_upgrade_that_turns_autoscaling_on_begins_with_what_is_there(
+    cluster: Cluster, helm3: Any
+) -> None:
+    """A Deployment that loses its number has one pod, until a scaler says otherwise."""
+    await helm(cluster, "install", "demo", str(CHART), "--set", "gateway.replicas=3")
+    await helm(cluster, "upgrade", "demo", str(CHART), "--set", "gateway.autoscaling.enabled=true")
+
+    assert await cluster.replicas("demo-laps-sd-demo-gateway") == 3
+
+
 async def helm(cluster: Cluster, *arguments: str, succeeds: bool = True) -> str:
     """What it says, as an administrator of the cluster."""
     program = helm3_program()

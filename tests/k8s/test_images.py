@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,16 +11,22 @@ import subprocess
 from collections.abc import Iterator
 
 import grpc
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from laps_sd import __version__
+from laps_sd.v1 import inference_pb2_grpc
+from tests.conftest import StackMaker
 from tests.helpers import wait_until
 from tests.k8s.helm import ROOT
+from tests.system.calls import seeded, stream
 
 IMAGES = ROOT / "k8s" / "images"
 FILES = ("Dockerfile", "operator.Dockerfile")
 BUILDAH = ("buildah", "--storage-driver", "vfs")
+LARGEST_MB = 250
+"""Of a gateway and a scheduler: a node starts one in seconds."""
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -61,6 +68,24 @@ def test_the_pinned_packages_carry_hashes() -> None:
         entries = re.split(r"\n(?=[a-z])", path.read_text(encoding="utf-8"))[1:]
         assert entries
         assert [entry.partition("==")[0] for entry in entries if "--hash=sha256:" not in entry] == [], path
+
+
+@pytest.mark.long
+@pytest.mark.gpu
+async def test_the_workers_entry_point_serves_on_a_gpu(make_stack: StackMaker) -> None:
+    """What the image of a worker starts, `laps-sd worker`, with the device that the chart gives it."""
+    torch = pytest.importorskip("torch", reason="make setup")
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    stack = make_stack(engine="demo", device="cuda")
+
+    async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+        request = seeded("What is 7 plus 5?", seed=1, max_tokens=16, ignore_eos=True)
+        outcome = await stream(inference_pb2_grpc.InferenceStub(channel), request)
+
+    assert len(outcome.tokens) == 16
+    (ready,) = (line for line in stack.log("worker").splitlines() if "engine ready" in line)
+    assert "cuda" in ready
 
 
 @pytest.mark.long
@@ -150,16 +175,46 @@ class TestBuilt:
         assert shown.stdout.split() == ["10001:10001", "SIGTERM"]
 
     @pytest.mark.parametrize("component", ["gateway", "scheduler"])
+    def test_it_is_small(self, container: str, component: str) -> None:
+        """As `make images` prints it: all that a node downloads and keeps, the base included."""
+        image = f"localhost/laps-sd-{component}:{__version__}"
+        shown = subprocess.run(
+            [*BUILDAH, "images", "--json", image], capture_output=True, text=True, check=True
+        )
+        (found,) = json.loads(shown.stdout)
+        number, unit = re.fullmatch(r"([\d.]+) ([KMG]B)", found["size"]).groups()  # type: ignore[union-attr]
+
+        assert float(number) * {"KB": 1e-3, "MB": 1, "GB": 1e3}[unit] < LARGEST_MB
+
+    @pytest.mark.parametrize("component", ["gateway", "scheduler", "operator"])
     def test_torch_is_not_in_it(self, container: str, component: str) -> None:
         done = self.run(container, "python3", "-c", "import torch")
 
         assert "ModuleNotFoundError" in done.stderr
 
     @pytest.mark.parametrize("component", ["operator"])
-    def test_the_operator_finds_all_it_needs(self, container: str, component: str) -> None:
-        done = self.run(container, "python3", "-c", "import laps_sd_operator.__main__")
+    def test_the_operator_starts_and_says_what_it_is_not_told(self, container: str, component: str) -> None:
+        """By its entry point, with all that it imports; test_cluster.py runs it on an API server."""
+        shown = subprocess.run(
+            [*BUILDAH, "inspect", "--format", "{{.OCIv1.Config.Entrypoint}}", container],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
 
-        assert done.returncode == 0, done.stderr
+        done = self.run(container, *shown.stdout.strip().strip("[]").split())
+
+        assert "LAPS_SD_OPERATOR_NAMESPACE" in done.stderr, done.stderr
+
+    @pytest.mark.parametrize("component", ["gateway", "scheduler", "worker", "operator"])
+    def test_nothing_but_its_temporary_folder_can_be_written(self, container: str, component: str) -> None:
+        """So that a read-only root takes nothing away."""
+        program = (
+            "import os; print([p for p in ('/', '/opt', '/opt/laps-sd', '/usr', '/etc', '/home') "
+            "if os.access(p, os.W_OK)], os.access('/tmp', os.W_OK))"
+        )
+
+        assert self.run(container, "python3", "-c", program).stdout.split() == ["[]", "True"]
 
     @pytest.mark.parametrize("component", ["scheduler"])
     def test_the_scheduler_brings_the_bundled_record(self, container: str, component: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,12 +24,17 @@ LEASE_S, RENEW_S, RETRY_S = 4.0, 3.0, 0.1
 PATH = "/apis/coordination.k8s.io/v1/namespaces/models/leases"
 
 
+MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)")
+"""The only form in which Kubernetes takes the times of a Lease."""
+
+
 class Leases:
-    """Create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an answer; `forbids`: so many calls."""
+    """Create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an answer; `garbled`: one that is none;
+    `forbids`: so many calls are refused."""
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
-        self.away = False
+        self.away = self.garbled = False
         self.forbids = 0
         self.answers = asyncio.Event()
         self.renewed = asyncio.Event()
@@ -47,6 +53,12 @@ class Leases:
         if self.forbids:
             self.forbids -= 1
             return self._answer(403)
+        if self.garbled:
+            return web.Response(text="<html>the proxy is starting</html>", content_type="application/json")
+        if body is not None and not all(
+            MICRO_TIME.fullmatch(body["spec"][name]) for name in ("acquireTime", "renewTime")
+        ):
+            return self._answer(400)
         if request.method == "GET":
             return self._answer(404 if self.lease is None else 200)
         if request.method == "POST":
@@ -161,6 +173,33 @@ async def test_the_same_pod_goes_on_at_once_after_its_container_died(leases: tup
     assert server.spec["leaseTransitions"] == 0
 
 
+async def test_a_term_that_began_with_a_whole_second_is_renewed_as_any_other(
+    leases: tuple[Leases, str],
+) -> None:
+    """Kubernetes takes no time without its fraction, and Python writes none where it is zero."""
+    server, url = leases
+    async with candidate(url, "a") as a:
+        await wait_until_async(lambda: a.leads, description="a leads")
+    server.spec["acquireTime"] = began = "2026-11-22T10:00:00.000000Z"
+    server.spec["strategy"] = "of a newer Kubernetes"
+    async with candidate(url, "a") as again:
+        await wait_until_async(lambda: again.leads, description="it leads again")
+        assert server.spec["acquireTime"] == began
+        assert server.spec["strategy"] == "of a newer Kubernetes"
+
+
+async def test_an_answer_that_nobody_expected_ends_a_term_and_not_the_candidacy(
+    leases: tuple[Leases, str],
+) -> None:
+    server, url = leases
+    async with candidate(url, "a") as a:
+        await wait_until_async(lambda: a.leads, description="a leads")
+        server.garbled = True
+        await wait_until_async(lambda: not a.leads, description="a stops")
+        server.garbled = False
+        await wait_until_async(lambda: a.leads, description="a leads again")
+
+
 async def test_who_cannot_renew_stops_before_anybody_else_begins(leases: tuple[Leases, str]) -> None:
     server, url = leases
     async with candidate(url, "a") as a:
@@ -201,9 +240,7 @@ async def test_a_conflict_is_somebody_elses_win_and_no_fault(leases: tuple[Lease
     assert not [one for one in said if one["log_level"] not in ("debug", "info")]
 
 
-async def test_what_is_in_the_way_is_said_once(
-    leases: tuple[Leases, str],
-) -> None:
+async def test_what_is_in_the_way_is_said_once(leases: tuple[Leases, str]) -> None:
     server, url = leases
     server.forbids = 3
     with capture_logs() as said:

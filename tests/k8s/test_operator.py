@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from laps_sd_operator import objects, scheduler
+from laps_sd_operator.leadership import LEASE
 from laps_sd_operator.reconcile import Create, Phase, Worker, reconcile
 
 from scheduler_svc.store.embedded import EmbeddedServer
@@ -76,6 +77,31 @@ def test_what_the_pool_says_in_words_wins_over_its_template(pool: dict[str, Any]
     assert environment["LAPS_SD_DRAIN_S"] == "90.5"
     assert (environment["LAPS_SD_TARGET"], environment["LAPS_SD_DRAFT"]) == ("/models/t", "/models/d")
     assert spec["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+
+
+def test_a_grace_period_that_is_longer_than_the_drain_stays(pool: dict[str, Any]) -> None:
+    longer = copy.deepcopy(pool)
+    longer["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 600
+
+    assert objects.template_of(longer)["spec"]["terminationGracePeriodSeconds"] == 600
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("", ""),
+        ("fcfs", ""),
+        ("las", "the schedulers order by fcfs, not las: LAPS_SD_POLICY is a setting of theirs"),
+    ],
+)
+def test_a_policy_that_the_schedulers_do_not_have_is_a_problem(
+    pool: dict[str, Any], wanted: str, said: str
+) -> None:
+    shard = objects.Shard(
+        workers=(), cheapest=None, queued=0, backlog_s=0.0, acceptance=0.0, tokens_per_s=0.0, policy="fcfs"
+    )
+
+    assert objects.other_policy({**pool, "spec": {**pool["spec"], "policy": wanted}}, shard) == said
 
 
 def test_a_pool_without_a_deployment_is_seen_as_one_to_create(pool: dict[str, Any]) -> None:
@@ -201,6 +227,9 @@ def test_its_account_can_do_what_it_does_and_no_more(helm3: Any) -> None:
     }
 
     assert {("deployments", "create"), ("deployments", "patch"), ("pods", "patch")} <= allowed
+    assert {("leases", "create"), ("leases", "get"), ("leases", "update")} <= allowed
+    named = [rule.get("resourceNames") for rule in role["rules"] if set(rule["verbs"]) & {"get", "update"}]
+    assert [LEASE] in named, "one Lease, and no other"
     assert not [one for one in allowed if one[1] in ("*", "delete") or one[0] in ("*", "secrets")]
 
 
@@ -242,6 +271,20 @@ async def test_a_scheduler_says_who_works_and_who_is_cheapest_to_lose(
         finally:
             await leader.crash()
             await standby.crash()
+
+
+def test_a_namespace_that_is_not_named_is_a_sentence() -> None:
+    pytest.importorskip("kopf", reason="make setup")
+    done = subprocess.run(
+        [sys.executable, "-m", "laps_sd_operator"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "k8s" / "operator",
+        env={"PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PATH": ""},
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("LAPS_SD_OPERATOR_NAMESPACE must name")
 
 
 async def test_nobody_who_leads_is_one_error() -> None:

@@ -144,14 +144,11 @@ def test_what_a_cluster_lacks_is_left_out(helm3: Any) -> None:
     assert having - without == {"PodMonitor", "PrometheusRule", "ScaledObject"}
 
 
-def test_services_and_policies_select_pods_that_exist(rendered: Any) -> None:
-    """And every pod of the chart is under a network policy but that of `helm test`."""
-    found = rendered["everything"]
-    pods = {
-        f"{o['kind']}/{o['metadata']['name']}": o["spec"]["template"]["metadata"]["labels"]
-        for o in found
-        if "template" in o.get("spec", {})
-    }
+@pytest.mark.parametrize("name", MATRIX)
+def test_services_and_policies_select_pods_that_exist(rendered: Any, name: str) -> None:
+    """And every pod of the chart is under a network policy."""
+    found = rendered[name]
+    pods = {pod: labels for pod, (labels, _) in labelled_pods(found).items()}
     selected: set[str] = set()
     for one in found:
         if one["kind"] == "Service":
@@ -166,4 +163,65 @@ def test_services_and_policies_select_pods_that_exist(rendered: Any) -> None:
         assert hit, one["metadata"]["name"]
         if one["kind"] == "NetworkPolicy":
             selected |= hit
-    assert selected == set(pods)
+    policies = MATRIX[name][0].get("networkPolicy", {}).get("enabled", True)
+    assert selected == (set(pods) if policies else set())
+
+
+def labelled_pods(found: list[dict[str, Any]]) -> dict[str, tuple[dict[str, str], dict[str, int]]]:
+    """Labels and named ports of each pod."""
+    pods = {}
+    for one in found:
+        pod = one if one["kind"] == "Pod" else one.get("spec", {}).get("template")
+        if pod:
+            ports = {
+                port["name"]: port["containerPort"]
+                for container in pod["spec"]["containers"]
+                for port in container.get("ports", [])
+            }
+            pods[f"{one['kind']}/{one['metadata']['name']}"] = pod["metadata"]["labels"], ports
+    return pods
+
+
+def test_policies_let_through_the_designed_links_between_pods_and_no_other(helm3: Any) -> None:
+    pools = [{"name": name, "model": "laps-sd-demo"} for name in ("a", "b")]
+    found = helm3.render({"pools": pools, "operator": {"enabled": True}})
+    pods = labelled_pods(found)
+    policies = [one["spec"] for one in found if one["kind"] == "NetworkPolicy"]
+
+    def passes(direction: str, side: str, own: str, other: str, port: set[Any]) -> bool:
+        """As https://kubernetes.io/docs/concepts/services-networking/network-policies/ has it, within one namespace."""
+        own_policies = [
+            one for one in policies if one["podSelector"]["matchLabels"].items() <= pods[own][0].items()
+        ]
+        for policy in own_policies:
+            for rule in policy[direction]:
+                peers = [
+                    one["podSelector"]["matchLabels"] for one in rule.get(side, []) if "podSelector" in one
+                ]
+                if side in rule and not any(peer.items() <= pods[other][0].items() for peer in peers):
+                    continue
+                if {one["port"] for one in rule["ports"]} & port:
+                    return True
+        return not own_policies
+
+    def short(pod: str) -> str:
+        return pod.split("/")[1].removeprefix("demo-laps-sd-")
+
+    links = {
+        (short(source), short(to), port)
+        for source in pods
+        for to in pods
+        if source != to
+        for port, number in pods[to][1].items()
+        if passes("egress", "to", source, to, {port, number})
+        and passes("ingress", "from", to, source, {port, number})
+    }
+
+    of_a_pool = {
+        (f"{pool}-{source}", f"{pool}-{to}", "grpc")
+        for pool in ("a", "b")
+        for source, to in (("gateway", "scheduler"), ("worker", "scheduler"), ("test", "gateway"))
+    }
+    of_all = {("operator", f"{pool}-scheduler", "grpc") for pool in ("a", "b")}
+    record = {(f"{pool}-scheduler", "redis", "redis") for pool in ("a", "b")}
+    assert links == of_a_pool | of_all | record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.k8s.helm import CHART, Refused, find
+from tests.k8s.helm import CHART, CRDS, ROOT, Refused, find
 
 CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 ABSENT = object()
@@ -54,6 +55,85 @@ def test_notes_name_the_next_command_and_what_is_only_good_for_a_trial(helm4: An
     assert "port-forward service/demo-laps-sd-demo-gateway 50051:50051" in notes
     assert "good for a trial" in notes
     assert "no standby" in notes
+
+
+def test_notes_say_how_to_call_a_gateway_with_a_certificate_and_keys(helm4: Any) -> None:
+    notes = helm4.notes(
+        {
+            "gateway": {"apiKeysSecret": "tenants"},
+            "tls": {"public": {"mode": "secrets", "secret": "public", "dnsNames": ["models.example.com"]}},
+        }
+    )
+
+    assert "--url grpcs://localhost:50051 --tls-name models.example.com --api-key YOUR_KEY" in notes
+    assert "helm test" not in notes, "there is no key to test with"
+
+
+@pytest.mark.parametrize("page", ["docs/kubernetes.md"])
+def test_the_values_of_a_guide_are_taken(helm: Any, page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n# values.yaml\n(.*?)```", text, re.DOTALL)
+    assert blocks
+
+    for block in blocks:
+        rendered = helm.render(yaml.safe_load(block), CRDS)
+        assert {"Deployment", "StatefulSet"} <= {one["kind"] for one in rendered}
+
+
+FREE = {
+    "global",
+    "modelVolume",
+    "nodeSelector",
+    "affinity",
+    "podAnnotations",
+    "podLabels",
+    "annotations",
+    "requests",
+    "limits",
+} | {
+    "podMonitorLabels",
+    "dashboardLabels",
+    "tolerations",
+    "gatewayFrom",
+    "metricsFrom",
+    "schedulerFrom",
+}
+"""Maps whose keys are Kubernetes' or the user's own."""
+
+
+def test_a_name_that_is_mistyped_is_refused_at_every_level() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+
+    def lax(node: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+        open_ended = node.get("type") == "object" and node.get("additionalProperties") is not False
+        if open_ended and path[-1] not in FREE:
+            yield ".".join(path)
+        for name, inner in node.get("properties", {}).items():
+            yield from lax(inner, (*path, name))
+        if isinstance(node.get("items"), dict):
+            yield from lax(node["items"], path)
+
+    found = [*lax(schema, ("values",))]
+    for name, definition in schema["definitions"].items():
+        found += lax(definition, (name,))
+    assert found == []
+
+
+def test_every_value_has_its_place_in_the_schema() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+
+    def unknown(values: Any, node: dict[str, Any], path: str) -> Iterator[str]:
+        node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        if not isinstance(values, dict) or path.rpartition(".")[2] in FREE:
+            return
+        for name, inner in values.items():
+            if name not in node.get("properties", {}):
+                yield f"{path}.{name}"
+            else:
+                yield from unknown(inner, node["properties"][name], f"{path}.{name}")
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert [*unknown(values, schema, "values")] == []
 
 
 def test_every_value_is_used_by_a_template() -> None:

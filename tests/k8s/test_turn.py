@@ -328,6 +328,15 @@ class Shard:
         self.draining.append(worker)
 
 
+async def test_a_policy_that_is_not_the_schedulers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "shard", Shard().shard)
+    memory = Memory({**POOL, "spec": {**POOL["spec"], "policy": "las"}}, objects.deployment_of(POOL, 2))
+
+    await turn(memory)
+
+    assert memory.told[0]["problem"].startswith("the schedulers order by fcfs, not las")
+
+
 @pytest.mark.parametrize("before", ["pool", "deployment", "pods", "shard", "patch_pod", "drain"])
 async def test_another_operator_may_have_a_turn_at_any_point_and_one_worker_goes(
     before: str, monkeypatch: pytest.MonkeyPatch

@@ -13,13 +13,18 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from laps_sd.cli import dial
 from laps_sd.cli.operate import explanation_lines, queue_table
 from laps_sd.v1 import admin_pb2
 from laps_sd.v1 import inference_pb2 as pb
+from tests.certificates import certificate, write_certificates
 from tests.helpers import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -328,6 +333,30 @@ def test_draining_an_unknown_worker_says_where_the_names_are(fake_stack):
     done = laps_sd("drain", "nobody", "--scheduler", fake_stack.scheduler_address)
 
     assert done.stderr == "laps-sd: NOT_FOUND: no worker 'nobody'; `laps-sd workers` lists them\n"
+
+
+def test_a_certificate_of_another_name_is_taken_where_the_name_is_given(tmp_path):
+    """As behind a port-forward, where nobody's certificate is for localhost."""
+    ours = certificate(write_certificates(tmp_path / "tls"), "gateway", "DNS:models.test")
+    assert ours.ca and ours.cert and ours.key
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port(
+        "127.0.0.1:0", grpc.ssl_server_credentials([(ours.key.read_bytes(), ours.cert.read_bytes())])
+    )
+    server.start()
+    codes = {}
+    try:
+        for name in ("", "models.test", "other.test"):
+            with (
+                dial.channel(f"grpcs://127.0.0.1:{port}", ours.ca, name=name) as channel,
+                pytest.raises(grpc.RpcError) as caught,
+            ):
+                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            codes[name] = caught.value.code()
+    finally:
+        server.stop(None)
+    there, refused = grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE
+    assert codes == {"": refused, "models.test": there, "other.test": refused}
 
 
 def test_nobody_at_the_address_says_how_to_start_the_system():

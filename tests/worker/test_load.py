@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.worker.pairs import VOCAB, llama_config, write_model
 from tests.worker.plain import MARGIN, PlainDecoder
 from worker_svc.engine.engine import EngineOptions, load_engine
 from worker_svc.engine.interface import Engine, ModelError, Sampling, Specification
+from worker_svc.engine.model import PackedModel
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -211,6 +213,25 @@ def test_bfloat16_runs(pair: tuple[Path, Path], device: str) -> None:
         texts.append(finish_all(engine, specs)[0])
     assert texts[0] == texts[1]
     assert {len(tokens) for tokens in texts[0].values()} == {20}
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_len": 2}, {"drafter": "none"}], ids=str)
+def test_a_pair_has_computed_the_largest_round_before_its_first_request(
+    pair: tuple[Path, Path], device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is greeted, and ready, after loading: what a device does once at its first work is done by then."""
+    rows: list[int] = []
+    forward = PackedModel.forward
+
+    def counted(self: PackedModel, ids: Any, plan: Any, wanted: Any) -> Any:
+        rows.append(0 if wanted is None else len(wanted))
+        return forward(self, ids, plan, wanted)
+
+    monkeypatch.setattr(PackedModel, "forward", counted)
+
+    engine = load_engine(*pair, device=device, slots=6, max_length=64, max_draft_len=4, **options)
+
+    assert max(rows) == 6 * (1 + engine.capacity.max_draft_len)
 
 
 def test_fingerprints_tell_models_apart(pair: tuple[Path, Path], tmp_path: Path) -> None:

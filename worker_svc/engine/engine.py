@@ -857,9 +857,8 @@ class SpeculativeEngine:
 
     @torch.inference_mode()
     def calibrate(self, budget_s: float = CALIBRATION_S) -> None:
-        """Measure what verified rows and draft steps cost, so that the first draft lengths are sensible. Before any `add`."""
-        if self.capacity.max_draft_len == 0:
-            return
+        """Forwards of every size that rounds have, before any `add`: the first request finds a device that has computed already, and
+        the first draft lengths rest on what verified rows and draft steps cost. Each size at least twice, however small the budget."""
         slots = self.options.slots
         deadline = time.perf_counter() + budget_s
         if self._draft is not None:
@@ -1042,8 +1041,8 @@ def load_engine(
         else None,
         fingerprint=hashlib.blake2b(":".join(names).encode(), digest_size=16).hexdigest(),
     )
-    if calibrate and draft_len == "auto":
-        engine.calibrate()
+    if calibrate:
+        engine.calibrate(CALIBRATION_S if draft_len == "auto" else 0.0)
     return engine
 
 

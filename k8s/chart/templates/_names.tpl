@@ -91,11 +91,22 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- join "," $seeds -}}
 {{- end -}}
 
-{{/* "sha256 of the settings": a pod is replaced when what it reads at its start has changed. */}}
+{{/* Secret with the password of the bundled record. */}}
 {{- define "laps-sd.redisSecret" -}}
 {{- if .Values.redis.bundled.enabled -}}
 {{ .Values.redis.bundled.existingSecret | default (include "laps-sd.name" (dict "root" . "pool" nil "component" "redis")) }}
 {{- end -}}
+{{- end -}}
+
+{{/* "yes" where `helm test` can call: no key is needed, or there is one. */}}
+{{- define "laps-sd.tested" -}}
+{{- if or .Values.test.apiKeySecret (eq (include "laps-sd.anonymous" .) "yes") }}yes{{ end -}}
+{{- end -}}
+
+{{/* The name in the gateways' certificate by which callers are to check it; empty: the one that they dial. */}}
+{{- define "laps-sd.publicName" -}}
+{{- $public := .Values.tls.public -}}
+{{- if or (eq $public.mode "secrets") (not $public.serviceNames) }}{{ with $public.dnsNames }}{{ first . }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{/* Whether callers without a key are served: "yes" or "no". */}}

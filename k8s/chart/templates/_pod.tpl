@@ -120,6 +120,18 @@ readinessProbe:
   timeoutSeconds: 2
 {{- end -}}
 
+{{/* How many of a Deployment. Where a scaler decides, as many as there are: without a number Kubernetes takes one, and an upgrade
+     that turns the scaler on would begin by taking the others away. Arguments: root, name, scaled, replicas. */}}
+{{- define "laps-sd.replicas" -}}
+{{- if not .scaled -}}
+replicas: {{ .replicas }}
+{{- else -}}
+{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace .name -}}
+replicas: {{ .spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Where pods go. Arguments: root, pool, component, values of the component. */}}
 {{- define "laps-sd.placement" -}}
 {{- with .values.priorityClassName }}
@@ -133,7 +145,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if .values.affinity }}
 affinity: {{- toYaml .values.affinity | nindent 2 }}
-{{- else if ne .component "worker" }}
+{{- else if has .component (list "gateway" "scheduler" "operator") }}
 topologySpreadConstraints:
   {{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
   - maxSkew: 1

@@ -51,6 +51,17 @@
 {{- if regexMatch "^[a-z]+://[^/]*:[^/@]+@" $redis.external.url }}
 {{- fail "redis.external.url has a password in it, which everybody who reads the release would see: put the whole URL into a secret and name it in redis.external.existingSecret." }}
 {{- end -}}
+{{- if and .Values.networkPolicy.enabled $redis.external.url -}}
+{{- $ports := list -}}
+{{- range $redis.external.ports }}{{ $ports = append $ports (int .) }}{{ end -}}
+{{- $usual := ternary "26379" "6379" (contains "+sentinel://" $redis.external.url) -}}
+{{- range splitList "," (regexReplaceAll "^[a-z+]+://([^/@]*@)?|/.*$" $redis.external.url "") -}}
+{{- $port := regexFind ":[0-9]+$" . | trimPrefix ":" | default $usual | int -}}
+{{- if not (has $port $ports) }}
+{{- fail (printf "redis.external.url names the port %d, which the network policy would not let through: add it to redis.external.ports." $port) }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $redis.external.sentinelUser (not $redis.external.sentinelPasswordSecret) }}
 {{- fail "redis.external.sentinelUser needs redis.external.sentinelPasswordSecret, with the password of that user." }}
 {{- end -}}
@@ -130,5 +141,6 @@
 {{- $roles := $links.roles -}}
 {{- if and (eq $links.mode "secrets") (or $roles.gateway $roles.worker $roles.operator) (not (and $roles.gateway $roles.worker)) }}{{ fail "tls.links.roles gives names to some and not to gateway and worker, whose connections would then be refused: name those in their certificates too." }}{{ end -}}
 {{- if and (eq $public.mode "certManager") (not $public.issuer.name) }}{{ fail "tls.public.mode is certManager: name the issuer in tls.public.issuer.name." }}{{ end -}}
+{{- if and (eq $public.mode "certManager") (not $public.serviceNames) (not $public.dnsNames) }}{{ fail "tls.public.serviceNames is false and tls.public.dnsNames is empty: a certificate needs a name." }}{{ end -}}
 {{- if and (eq $public.mode "secrets") (not $public.secret) }}{{ fail "tls.public.mode is secrets: name the secret (tls.crt, tls.key) in tls.public.secret." }}{{ end -}}
 {{- end -}}

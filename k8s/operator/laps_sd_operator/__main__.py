@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,7 @@ async def turn(
     shard, problem = None, ""
     try:
         shard = await scheduler.shard(pool["spec"]["scheduler"], tls)
+        problem = objects.other_policy(pool, shard)
     except scheduler.NoScheduler as error:
         problem = f"no scheduler answers: {error}"
     # After the scheduler: who drains there was marked before, so that the mark is seen, and nobody is chosen in addition.
@@ -280,7 +282,9 @@ async def _if_there(asked: Any) -> Any:
 
 def main() -> None:
     """Runs until a signal."""
-    namespace = os.environ["LAPS_SD_OPERATOR_NAMESPACE"]
+    namespace = os.environ.get("LAPS_SD_OPERATOR_NAMESPACE")
+    if not namespace:
+        sys.exit("LAPS_SD_OPERATOR_NAMESPACE must name the namespace whose pools are looked after.")
     port = os.environ.get("LAPS_SD_OPERATOR_HEALTH_PORT", "8080")
     kopf.configure(verbose=False)
     configure("operator", level="info")

@@ -12,18 +12,17 @@ yet that it lost: `held()` does, and is asked before every action.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
-import aiohttp
 from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
 
 from laps_sd.log import get_logger
 
 LEASE = "laps-sd-operator"
+LEASES = ("coordination.k8s.io", "v1")
 LEASE_S, RENEW_S, RETRY_S = 15.0, 10.0, 2.0
 """As Kubernetes' controllers have them."""
 GONE, CONFLICT = 404, 409
@@ -45,8 +44,11 @@ class Leadership:
         renew_s: float = RENEW_S,
         retry_s: float = RETRY_S,
     ) -> None:
-        self._api, self._leases = api, client.CoordinationV1Api(api)
-        self._namespace, self._identity = namespace, identity
+        # Objects as they are: the client's own class for a Lease writes a time of a whole second without its fraction, which the
+        # API server then refuses, and drops fields that are newer than the client.
+        self._objects = client.CustomObjectsApi(api)
+        self._leases = (*LEASES, namespace, "leases")
+        self._identity = identity
         self._lease_s, self._renew_s, self._retry_s = lease_s, renew_s, retry_s
         self._renewed_s = NEVER
         """When the last renewal that succeeded was sent."""
@@ -80,12 +82,14 @@ class Leadership:
         if not self.held():
             return
         self._renewed_s = NEVER
-        with contextlib.suppress(ApiException, aiohttp.ClientError, TimeoutError):  # it expires
+        try:
             async with asyncio.timeout(self._retry_s):
                 lease = await self._read()
                 if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
                     lease["spec"] |= {"holderIdentity": None, "leaseDurationSeconds": 1}
-                    await self._leases.replace_namespaced_lease(LEASE, self._namespace, lease)
+                    await self._objects.replace_namespaced_custom_object(*self._leases, LEASE, lease)
+        except Exception as error:
+            log.info("the lease could not be given up and runs out", lease=LEASE, error=repr(error))
 
     async def _try(self) -> None:
         """Takes the Lease or renews it, if it may."""
@@ -93,7 +97,7 @@ class Leadership:
         try:
             async with asyncio.timeout(self._retry_s):
                 won = await self._take()
-        except (ApiException, aiohttp.ClientError, TimeoutError) as error:
+        except Exception as error:  # whatever it is: a candidate that ended here would never stand again, and nobody would see it
             if isinstance(error, ApiException) and error.status == CONFLICT:
                 return  # somebody else was faster
             failed = f"{error.status} {error.body!r}" if isinstance(error, ApiException) else repr(error)
@@ -108,10 +112,11 @@ class Leadership:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         lease = await self._read()
         if lease is None:
-            made = {"metadata": {"name": LEASE}, "spec": self._spec(now, acquired=now, changes=0)}
-            await self._leases.create_namespaced_lease(self._namespace, made)
+            kind = {"apiVersion": "/".join(LEASES), "kind": "Lease"}
+            made = kind | {"metadata": {"name": LEASE}, "spec": self._spec(now, acquired=now, changes=0)}
+            await self._objects.create_namespaced_custom_object(*self._leases, made)
             return True
-        spec = lease.get("spec", {})
+        spec = lease.get("spec") or {}
         holder, version = spec.get("holderIdentity") or "", lease["metadata"]["resourceVersion"]
         if version != self._seen[0]:
             self._seen = version, _now_s()
@@ -122,7 +127,7 @@ class Leadership:
         else:
             return False
         # With the version that was read: of two that try, one gets a conflict.
-        await self._leases.replace_namespaced_lease(LEASE, self._namespace, lease)
+        await self._objects.replace_namespaced_custom_object(*self._leases, LEASE, lease)
         return True
 
     def _spec(self, now: str, *, acquired: str, changes: int) -> dict[str, Any]:
@@ -136,13 +141,12 @@ class Leadership:
 
     async def _read(self) -> dict[str, Any] | None:
         try:
-            found = await self._leases.read_namespaced_lease(LEASE, self._namespace)
+            found: dict[str, Any] = await self._objects.get_namespaced_custom_object(*self._leases, LEASE)
         except ApiException as error:
             if error.status == GONE:
                 return None
             raise
-        plain: dict[str, Any] = self._api.sanitize_for_serialization(found)
-        return plain
+        return found
 
 
 def _now_s() -> float:

@@ -50,7 +50,8 @@ def template_of(pool: Object) -> dict[str, Any]:
     template.setdefault("metadata", {}).setdefault("labels", {})[POOL_LABEL] = pool["metadata"]["name"]
     pod = template["spec"]
     drain_s = drain_s_of(pool)
-    pod["terminationGracePeriodSeconds"] = math.ceil(drain_s) + END_S
+    least = math.ceil(drain_s) + END_S
+    pod["terminationGracePeriodSeconds"] = max(pod.get("terminationGracePeriodSeconds") or 0, least)
     worker = next(container for container in pod["containers"] if container["name"] == "worker")
     given = {"LAPS_SD_DRAIN_S": f"{drain_s:g}"}
     for role in ("target", "draft"):
@@ -178,6 +179,15 @@ def failure_of(deployment: Object | None) -> str:
         if one["type"] == "ReplicaFailure" and one["status"] == "True"
     )
     return next(iter(said), "")
+
+
+def other_policy(pool: Object, shard: Shard) -> str:
+    """What is wrong where the schedulers order by another policy than the pool says, which they take from their own settings;
+    empty: nothing."""
+    wanted = pool["spec"].get("policy")
+    if not wanted or wanted == shard.policy:
+        return ""
+    return f"the schedulers order by {shard.policy}, not {wanted}: LAPS_SD_POLICY is a setting of theirs"
 
 
 def status_of(pool: Object, seen: Seen, shard: Shard | None, problem: str) -> dict[str, Any]:
