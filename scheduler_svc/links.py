@@ -24,9 +24,18 @@ from scheduler_svc.working_copy import Attachment, Live
 MAX_TOKENS_PER_MESSAGE = 65_536
 """Token ids in one message of specifications or deliveries; keeps a message well below gRPC's limits."""
 MAX_DELIVERIES_PER_MESSAGE = 512
+MAX_ANSWERS = 10_000
+"""Answers to a gateway, or drops for a worker, that may wait to be sent before the peer is no longer read: one that asks and does
+not listen costs no more memory than this."""
 ACKNOWLEDGE_WITHIN_S = 0.02
 """An acknowledgement that nothing else travels with may wait this long for company: a worker needs it for its bound of
 unacknowledged tokens only, and each message costs the worker interpreter time that its engine wants."""
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass(eq=False)
@@ -40,6 +49,8 @@ class WorkerSession:
     known: dict[str, int] = field(default_factory=dict)
     """Specifications the worker has: request id → lease epoch it has it under."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    room: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
     _specifications: dict[str, worker_pb.LeasedSpecification] = field(default_factory=dict)
@@ -74,6 +85,8 @@ class WorkerSession:
                 del self._specifications[request_id]
             if self.known.get(request_id, -1) <= lease_epoch:
                 self.known.pop(request_id, None)
+        if len(self._drops) >= MAX_ANSWERS:
+            self.room.clear()
         self.wake.set()
 
     def specify(self, live: Live, lease_epoch: int, origin: gateway_pb.Origin) -> None:
@@ -120,6 +133,7 @@ class WorkerSession:
     def take(self) -> list[worker_pb.WorkerLinkReply]:
         """What to send now, in the order a worker must hear it: drops, specifications, assignment, the rest."""
         self.wake.clear()
+        self.room.set()
         replies: list[worker_pb.WorkerLinkReply] = []
         if self._drops:
             drops = [
@@ -177,14 +191,18 @@ class GatewaySession:
     gateway_id: str
     attachments: dict[str, Attachment] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    room: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
     _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
 
     def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
-        """Answer one of its questions. As many answers as questions, so no bound of its own."""
+        """Answer one of its questions."""
         self._replies.append(reply)
+        if len(self._replies) >= MAX_ANSWERS:
+            self.room.clear()
         self.wake.set()
 
     def owe(self, attachment: Attachment) -> None:
@@ -206,6 +224,7 @@ class GatewaySession:
     def take(self) -> list[gateway_pb.GatewayLinkReply]:
         """What to send now: answers first, then one message of deliveries; call again until it is empty."""
         self.wake.clear()
+        self.room.set()
         replies, self._replies = self._replies, []
         reply = gateway_pb.GatewayLinkReply()
         deliveries = reply.deliveries.deliveries

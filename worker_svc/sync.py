@@ -103,7 +103,7 @@ RESIDENCIES = {
 
 
 class EngineFailed(Exception):
-    """The engine raised outside of a single request; its own exception is the cause. The process must end."""
+    """The engine raised outside of a single request (its own exception is the cause), or hangs. The process must end."""
 
 
 @dataclass(slots=True)
@@ -307,6 +307,9 @@ class SchedulerLink:
                 await call.write(pb.WorkerMessage(hello=await self._hello()))
                 silent_from_s = 0.0
                 while (reply := await call.read()) is not grpc.aio.EOF:
+                    if reply is None:  # what gRPC makes of octets that it cannot decode
+                        reason = "it sent what is no message"
+                        break
                     now_s = self._loop.time()
                     if (
                         now_s - silent_from_s > self.settings.silence_s / 20
@@ -358,6 +361,7 @@ class SchedulerLink:
         if self._held_asked is None or self._held_asked.done():
             self._held_asked = self._loop.create_future()
             self.runner.put(HeldAsked())
+            self._loop.call_later(self.settings.engine_silence_s, self._look_at_engine, self._held_asked)
         # Shielded: a question is answered once, so an attempt that is given up leaves it to the next one.
         held = await asyncio.shield(self._held_asked)
         capacity = self.capacity
@@ -388,6 +392,16 @@ class SchedulerLink:
             draining=self._draining,
             last_report=held.last_report,
         )
+
+    def _look_at_engine(self, asked: asyncio.Future[HeldNow]) -> None:
+        """Between two rounds it would have answered. The scheduler gave this worker up before, and without a hello nobody gives
+        it work: it has nothing to lose."""
+        if not asked.done():
+            failure = EngineFailed(
+                f"the engine hangs: no round has ended for {self.settings.engine_silence_s:g} s"
+            )
+            log.error("the engine hangs", silent_s=self.settings.engine_silence_s)
+            self._finish(failure)
 
     def _refused(self, refused: pb.WorkerRefused) -> None:
         reason = pb.WorkerRefused.Reason.Name(refused.reason).removeprefix("REASON_").lower()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from scheduler_svc.core.events import End
-from scheduler_svc.links import GatewaySession
+from scheduler_svc.links import MAX_ANSWERS, GatewaySession, WorkerSession
 from scheduler_svc.working_copy import Attachment, Live, from_submission
 from tests.store.kit import a_request
 
@@ -45,3 +45,16 @@ def test_tokens_without_an_end_keep_the_attachment() -> None:
         assert not delivery.HasField("end")
     assert session.take() == []
     assert list(session.attachments) == ["a1"]
+
+
+def test_a_peer_that_asks_and_does_not_listen_is_read_no_further_until_it_does() -> None:
+    gateway, worker = GatewaySession("g1"), WorkerSession("w1", "w", "cpu", "pair")
+    for number in range(MAX_ANSWERS):
+        assert gateway.room.is_set() and worker.room.is_set()
+        gateway.reply(gateway_pb.GatewayLinkReply())
+        worker.drop(((f"r{number}", 1),))
+    assert not gateway.room.is_set() and not worker.room.is_set()
+
+    assert len(gateway.take()) == MAX_ANSWERS
+    assert len(worker.take()[0].drop.requests) == MAX_ANSWERS
+    assert gateway.room.is_set() and worker.room.is_set()

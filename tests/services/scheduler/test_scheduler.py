@@ -161,6 +161,39 @@ async def test_the_requests_of_a_lost_worker_go_on_elsewhere_from_their_committe
             assert tokens == [10, 11, 12]
 
 
+async def test_the_requests_of_a_worker_that_is_connected_and_reports_nothing_go_on_elsewhere(
+    start: StartScheduler,
+) -> None:
+    scheduler = await start(watchdog_s=1.0, silence_s=600.0, worker_grace_s=600.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, "hung") as hung:
+        await client.submit("r1")
+        epoch = (await hung.assigned("r1"))["r1"].lease_epoch
+        await hung.run_round("r1", epoch, 0, [10, 11])
+        async with worker(scheduler.address, "w2") as second:
+            again = (await second.assigned("r1"))["r1"]
+            await hung.wait_ended()
+
+            assert (again.tokens, again.lease_epoch) == ([10, 11], epoch + 1)
+            await second.run_round("r1", again.lease_epoch, 2, [12], end=STOP)
+            assert (await client.read("r1-client"))[0] == [10, 11, 12]
+
+
+async def test_what_is_too_long_to_be_the_name_of_anything_is_not_found(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    """Such an id is neither looked up in the record nor kept."""
+    too_long = "x" * 257
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1")
+        for request_id, attachment_id in ((too_long, "a"), ("r1", too_long), ("r1", "")):
+            reply = await client.attach(request_id, attachment_id=attachment_id)
+            assert reply.result == gateway_pb.AttachReply.RESULT_NOT_FOUND
+        cancel = gateway_pb.CancelRequested(cancel_id=1, request_id=too_long, tenant="anonymous")
+        await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+
+        assert not (await client.next("cancel_reply")).found
+
+
 async def test_a_worker_that_comes_back_in_time_keeps_its_requests(start: StartScheduler) -> None:
     scheduler = await start(worker_grace_s=60.0)
     async with gateway(scheduler.address) as client:

@@ -13,6 +13,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
+from worker_svc import runner
 from worker_svc.engine.interface import DeviceFailed, RoundResult
 from worker_svc.fake import FakeEngine
 from worker_svc.runner import Assigned
@@ -88,12 +89,12 @@ async def test_a_new_assignment_preempts_and_the_next_takes_the_place_of_one_tha
         engine.allow(2)
         await stream.until(*rounds(2))
         await stream.assign("short", "long")
-        runner = w.link.runner
+        thread = w.link.runner
         # The engine stands at its gate: what arrives now waits in the inbox, unless it came just before the third round.
         await wait_until_async(
             lambda: (
-                runner._assignment[0].request_id == "short"
-                or any(isinstance(message, Assigned) for message in runner._inbox)
+                thread._assignment[0].request_id == "short"
+                or any(isinstance(message, Assigned) for message in thread._inbox)
             ),
             description="the assignment has reached the runner",
         )
@@ -280,6 +281,23 @@ async def test_a_broken_engine_ends_the_worker() -> None:
             await w.left()
 
         assert isinstance(caught.value.__cause__, DeviceFailed)
+
+
+async def test_an_engine_that_hangs_ends_the_worker_once_its_scheduler_has_given_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "STOP_S", 0.1)
+    engine = Gated()
+    async with scheduler() as s, worker(s.address, engine=engine, engine_silence_s=1.0, silence_s=0.2) as w:
+        stream = await s.greet()
+        await stream.lease(spec("a"))
+        await stream.assign("a")
+        await wait_until_async(lambda: engine.inside, description="the engine is in a round that never ends")
+        stream.close.set()  # what a scheduler's watchdog does
+        with pytest.raises(EngineFailed, match="no round has ended for 1 s"):
+            await w.left()
+
+        assert s.streams.empty(), "it said hello although nobody could know what it holds"
 
 
 async def test_heartbeats_go_up() -> None:
