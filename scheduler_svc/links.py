@@ -21,8 +21,12 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.working_copy import Attachment, Live
 
+MAX_BYTES_PER_MESSAGE = 2 * 1024 * 1024
+"""Of specifications in one message, which stays well below what the peer takes: an output format may be larger than its prompt."""
 MAX_TOKENS_PER_MESSAGE = 65_536
-"""Token ids in one message of specifications or deliveries; keeps a message well below gRPC's limits."""
+"""Token ids in one message of deliveries."""
+TOKENS_PER_ALTERNATIVE = 4
+"""What a token's probability takes on the wire, in token ids."""
 MAX_DELIVERIES_PER_MESSAGE = 512
 MAX_ANSWERS = 10_000
 """Answers to a gateway, or drops for a worker, that may wait to be sent before the peer is no longer read: one that asks and does
@@ -171,15 +175,14 @@ class WorkerSession:
 
 def _chunks(specifications: list[worker_pb.LeasedSpecification]) -> Iterator[worker_pb.Specifications]:
     chunk = worker_pb.Specifications()
-    tokens = 0
+    room = MAX_BYTES_PER_MESSAGE
     for leased in specifications:
-        specification = leased.specification
-        size = len(specification.prompt_ids) + len(specification.committed_ids)
-        if chunk.specifications and tokens + size > MAX_TOKENS_PER_MESSAGE:
+        size = leased.ByteSize()
+        if chunk.specifications and size > room:
             yield chunk
-            chunk, tokens = worker_pb.Specifications(), 0
+            chunk, room = worker_pb.Specifications(), MAX_BYTES_PER_MESSAGE
         chunk.specifications.append(leased)
-        tokens += size
+        room -= size
     if chunk.specifications:
         yield chunk
 
@@ -228,15 +231,17 @@ class GatewaySession:
         replies, self._replies = self._replies, []
         reply = gateway_pb.GatewayLinkReply()
         deliveries = reply.deliveries.deliveries
-        tokens = 0
+        room = MAX_TOKENS_PER_MESSAGE
         for attachment_id, attachment in list(self._dirty.items()):
-            if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or tokens >= MAX_TOKENS_PER_MESSAGE:
-                self.wake.set()
+            if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or room <= 0:
                 break
             live, first = attachment.live, attachment.next_token
-            fresh = live.committed[first : first + MAX_TOKENS_PER_MESSAGE]
+            each = 1
+            if live.most_logprobs is not None:
+                each += TOKENS_PER_ALTERNATIVE * (1 + live.most_logprobs)
+            fresh = live.committed[first : first + max(1, room // each)]
             attachment.next_token += len(fresh)
-            tokens += len(fresh)
+            room -= len(fresh) * each
             last = attachment.next_token >= len(live.committed)
             ended = live.end if last else None
             if fresh or ended is not None:
@@ -253,6 +258,8 @@ class GatewaySession:
                 delivery.end.CopyFrom(ended)
                 self.forget(attachment_id)
                 live.attachments.pop(attachment_id, None)  # nothing holds what has been delivered
+        if self._dirty:
+            self.wake.set()
         if deliveries:
             replies.append(reply)
         return replies

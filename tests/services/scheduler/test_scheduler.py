@@ -527,6 +527,33 @@ async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTe
         assert again.specifications[0].specification.request_id == "r1"
 
 
+async def test_specifications_of_any_size_reach_a_worker(scheduler: SchedulerUnderTest) -> None:
+    """Few tokens, but output formats that together are larger than any message may be."""
+    grammar = 'start: "' + "x" * 60_000 + '"'
+    names = [f"r{number}" for number in range(160)]
+    async with gateway(scheduler.address) as client:
+        for number, name in enumerate(names):
+            specification = gateway_pb.Specification(
+                request_id=name,
+                prompt_ids=(1, 2),
+                max_tokens=8,
+                top_p=1.0,
+                output_format={"grammar": grammar},
+            )
+            submit = gateway_pb.Submit(
+                submission_id=number,
+                request_id=name,
+                tenant="anonymous",
+                specification=specification,
+                attachment_id=name,
+            )
+            await client.send(gateway_pb.GatewayMessage(submit=submit))
+        async with worker(scheduler.address, slots=len(names), target_blocks=10_000) as gpu:
+            specifications = await gpu.assigned(*names)
+
+            assert {one.specification.output_format.grammar for one in specifications.values()} == {grammar}
+
+
 async def test_a_draining_worker_gets_no_new_work_and_is_told_when_it_may_leave(
     scheduler: SchedulerUnderTest,
 ) -> None:
