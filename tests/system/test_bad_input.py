@@ -292,7 +292,7 @@ async def peers_at_once(make: Callable[[int], Any], count: int, *, at_once: int 
 
 
 @pytest.mark.parametrize(
-    "peers", [200, pytest.param(1500, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+    "peers", [200, pytest.param(3000, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
 )
 async def test_a_scheduler_survives_whatever_gateways_and_workers_say(fuzzed: LocalStack, peers: int) -> None:
     watch = Watch.over(fuzzed)

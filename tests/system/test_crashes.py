@@ -79,7 +79,7 @@ SHORT = {"LAPS_SD_LEASE_S": "1", "LAPS_SD_SILENCE_S": "2"}
 @contextlib.asynccontextmanager
 async def amid_streams(stack: LocalStack) -> AsyncIterator[list[asyncio.Task[Outcome]]]:
     """The body runs once four of these streams have tokens. They go on through it, and end as those before it did."""
-    wanted = [seeded(f"Story {n}:", seed=n, max_tokens=200, ignore_eos=True) for n in range(24)]
+    wanted = [seeded(f"Story {n}:", seed=n, max_tokens=64, ignore_eos=True) for n in range(12)]
     async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         expected = await stream_all(stub, wanted)
@@ -159,6 +159,7 @@ def engine_of(worker_pid: int) -> int:
     return engine
 
 
+@pytest.mark.long
 async def test_requests_of_an_engine_that_hangs_go_on_at_another_worker(make_stack: StackMaker) -> None:
     """The worker itself is well: it is connected, and its heart beats."""
     stack = make_stack(engine="demo", workers=2, slots=4, environment={"LAPS_SD_WATCHDOG_S": "3"})

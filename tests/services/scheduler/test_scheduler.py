@@ -440,6 +440,20 @@ async def test_the_hard_deadline_ends_a_waiting_request(scheduler: SchedulerUnde
         assert end.kind == gateway_pb.RequestEnd.KIND_DEADLINE
 
 
+async def test_the_hard_deadline_ends_a_running_request_and_frees_its_worker(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1", deadline_in_ms=1500)
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10, 11])
+        tokens, end = await client.read("r1-client")
+
+        assert (tokens, end.kind) == ([10, 11], gateway_pb.RequestEnd.KIND_DEADLINE)
+        dropped = await gpu.next("drop")
+        assert [(one.request_id, one.lease_epoch) for one in dropped.requests] == [("r1", epoch)]
+
+
 async def test_a_deadline_that_has_passed_is_refused(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client:
         reply = await client.submit("r1", deadline_in_ms=0)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.message import DecodeError
 
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
@@ -24,7 +25,7 @@ NAMES = [f"r{number}" for number in range(12)]
 KINDS = (
     "assignment", "assignment", "assignment", "specifications", "specifications", "drop", "acknowledged", "heartbeat",
 )  # fmt: skip
-"""All that a leader says but what rightly ends a worker: refused, drain, drained."""
+"""All that a leader says but what rightly ends a worker."""
 
 
 class HostileScheduler:
@@ -89,7 +90,10 @@ class HostileScheduler:
         getattr(reply, kind).SetInParent()
         reply.leader_epoch = EPOCH if rng.random() < 0.95 else "2-other"
         octets = reply.SerializeToString()
-        return rng.choice(DAMAGES)(rng, octets) if rng.random() < 0.002 else octets
+        if rng.random() < 0.002:
+            damaged = rng.choice(DAMAGES)(rng, octets)
+            return octets if ends_a_worker(damaged) else damaged
+        return octets
 
     def _sensible(self, reply: pb.WorkerLinkReply, kind: str) -> None:
         rng = self._rng
@@ -109,6 +113,15 @@ class HostileScheduler:
                     reply.drop.requests.add(request_id=name, lease_epoch=rng.randint(1, 3))
             case "acknowledged":
                 reply.acknowledged.number = self.reports
+
+
+def ends_a_worker(octets: bytes) -> bool:
+    """Whether this is one of the messages after which no worker goes on."""
+    try:
+        kind = pb.WorkerLinkReply.FromString(octets).WhichOneof("message")
+    except DecodeError:
+        return False
+    return kind in ("hello", "refused", "drain", "drained")
 
 
 @pytest.mark.parametrize(
