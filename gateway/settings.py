@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -148,7 +147,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
         """Whether a call may come from nobody in particular."""
         if self.anonymous != "auto":
             return self.anonymous == "yes"
-        return self.api_keys_file is None and _is_loopback(self.grpc_host)
+        return self.api_keys_file is None and self.local_only
 
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
@@ -169,12 +168,3 @@ class GatewaySettings(LinkSettings, ServingSettings):
             )
         if self.backoff_max_s < self.backoff_min_s:
             yield "LAPS_SD_BACKOFF_MAX_S must not be smaller than LAPS_SD_BACKOFF_MIN_S."
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

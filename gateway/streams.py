@@ -38,6 +38,7 @@ Message = link_pb2.GatewayMessage
 Refusal = link_pb2.SubmitRefused
 
 ASK_AGAIN_S = 5.0  # an Attach that is not answered for this long is sent again
+LONGEST_MS = 10 * 365 * 86_400_000  # ten years: a scheduler takes no longer deadline
 RETRY_S = 0.25  # pause before something is tried again that the scheduler could not do
 
 
@@ -271,7 +272,7 @@ class Streams:
                         request_id=stream.request_id,
                         prompt_tokens=reply.prompt_tokens,
                         seed=reply.seed,
-                        stop=tuple(reply.stop),
+                        stop=tuple(filter(None, reply.stop)),
                         attached=True,
                         model=reply.model,
                     )
@@ -349,7 +350,7 @@ class Streams:
         submit.submission_id = self.new_id()
         submit.attachment_id = stream.attachment_id
         if submit.HasField("deadline_in_ms"):
-            stream.deadline = now + submit.deadline_in_ms / 1000
+            stream.deadline = now + min(submit.deadline_in_ms, LONGEST_MS) / 1000
         stream.submit = submit
         self._submissions[submit.submission_id] = stream
 

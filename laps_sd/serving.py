@@ -37,6 +37,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -119,6 +120,14 @@ class ServingSettings(Settings):
             yield "LAPS_SD_TLS_CERT and LAPS_SD_TLS_KEY must be set together."
         if self.tls_client_ca is not None and self.tls_cert is None:
             yield "LAPS_SD_TLS_CLIENT_CA needs LAPS_SD_TLS_CERT."
+
+    @property
+    def local_only(self) -> bool:
+        """Whether nobody but this machine can call."""
+        try:
+            return self.grpc_host == "localhost" or ip_address(self.grpc_host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def tls(self) -> Tls | None:

@@ -22,6 +22,7 @@ KNOWN = frozenset(
         "LAPS_SD_DRAIN_S",
         "LAPS_SD_DTYPE",
         "LAPS_SD_ENGINE",
+        "LAPS_SD_ENGINE_SILENCE_S",
         "LAPS_SD_FAKE_ACCEPTANCE",
         "LAPS_SD_FAKE_OUTPUT_TOKENS",
         "LAPS_SD_FAKE_ROUND_S",

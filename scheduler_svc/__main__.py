@@ -7,6 +7,7 @@ import time
 
 from laps_sd.errors import StartupError
 from laps_sd.keda import externalscaler_pb2_grpc
+from laps_sd.log import get_logger
 from laps_sd.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from scheduler_svc.autoscaling import ExternalScaler
@@ -18,6 +19,8 @@ from scheduler_svc.store.errors import SchemaMismatch
 from scheduler_svc.store.records import Limits
 from scheduler_svc.store.servers import RedisTls, SentinelUser
 from scheduler_svc.store.store import Store
+
+log = get_logger(__name__)
 
 YOUNG_CONTAINERS = 50_000
 """How many more containers must exist before Python looks for cycles among them. Its own 700 is less than what one turn makes,
@@ -69,6 +72,13 @@ async def serve(settings: SchedulerSettings) -> None:
     if not leadership.address:
         host = "127.0.0.1" if settings.grpc_host in ("0.0.0.0", "::") else settings.grpc_host  # noqa: S104
         leadership.address = f"{host}:{app.port}"
+    if settings.open_to_strangers:
+        log.warning(
+            "whoever reaches this port may act as a gateway, a worker or an operator: LAPS_SD_TLS_CLIENT_CA and "
+            "LAPS_SD_CLIENT_ROLES decide who may",
+            host=settings.grpc_host,
+            port=app.port,
+        )
     failure: StartupError | None = None
 
     async def lead() -> None:

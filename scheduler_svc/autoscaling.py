@@ -89,7 +89,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         wanted, own = scaled.scalerMetadata.get("pool", ""), self._leadership.settings.pool
         if wanted and wanted != own:
             raise InvalidArgument(
-                "scalerMetadata.pool", f"is {wanted!r}, and this scheduler serves pool {own!r}"
+                "scalerMetadata.pool", f"must be {own!r}, the pool of this scheduler, got {wanted[:80]!r}"
             )
 
     async def _is_active(self) -> bool:

@@ -145,11 +145,14 @@ class Clients:
             case "submit":
                 turn.submits.append(FromGateway(session, message))
             case "attach":
-                live = self.live.get(message.attach.request_id)
-                if live is None:
-                    turn.unknown_attaches.append((session, message.attach))
+                attach = message.attach
+                live = self.live.get(attach.request_id)
+                if not translate.can_be_named(attach.request_id, attach.attachment_id):
+                    _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND)
+                elif live is None:
+                    turn.unknown_attaches.append((session, attach))
                 else:
-                    self._answer_attach(session, message.attach, live, turn.now_s)
+                    self._answer_attach(session, attach, live, turn.now_s)
             case "detach" | "cancel":
                 turn.departures.append(FromGateway(session, message))
 
@@ -170,6 +173,9 @@ class Clients:
                 await self._cancel(turn, session, item.message.cancel)
 
     async def _cancel(self, turn: Turn, session: GatewaySession, cancel: gateway_pb.CancelRequested) -> None:
+        if not translate.can_be_named(cancel.request_id):
+            _reply_cancel(session, cancel, found=False, cancelled=False)
+            return
         try:
             live = await self._find(cancel.request_id)
         except StoreUnavailable:

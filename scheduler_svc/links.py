@@ -21,12 +21,25 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.working_copy import Attachment, Live
 
+MAX_BYTES_PER_MESSAGE = 2 * 1024 * 1024
+"""Of specifications in one message, which stays well below what the peer takes: an output format may be larger than its prompt."""
 MAX_TOKENS_PER_MESSAGE = 65_536
-"""Token ids in one message of specifications or deliveries; keeps a message well below gRPC's limits."""
+"""Token ids in one message of deliveries."""
+TOKENS_PER_ALTERNATIVE = 4
+"""What a token's probability takes on the wire, in token ids."""
 MAX_DELIVERIES_PER_MESSAGE = 512
+MAX_ANSWERS = 10_000
+"""Answers to a gateway, or drops for a worker, that may wait to be sent before the peer is no longer read: one that asks and does
+not listen costs no more memory than this."""
 ACKNOWLEDGE_WITHIN_S = 0.02
 """An acknowledgement that nothing else travels with may wait this long for company: a worker needs it for its bound of
 unacknowledged tokens only, and each message costs the worker interpreter time that its engine wants."""
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass(eq=False)
@@ -40,6 +53,8 @@ class WorkerSession:
     known: dict[str, int] = field(default_factory=dict)
     """Specifications the worker has: request id → lease epoch it has it under."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    room: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
     _specifications: dict[str, worker_pb.LeasedSpecification] = field(default_factory=dict)
@@ -74,6 +89,8 @@ class WorkerSession:
                 del self._specifications[request_id]
             if self.known.get(request_id, -1) <= lease_epoch:
                 self.known.pop(request_id, None)
+        if len(self._drops) >= MAX_ANSWERS:
+            self.room.clear()
         self.wake.set()
 
     def specify(self, live: Live, lease_epoch: int, origin: gateway_pb.Origin) -> None:
@@ -120,6 +137,7 @@ class WorkerSession:
     def take(self) -> list[worker_pb.WorkerLinkReply]:
         """What to send now, in the order a worker must hear it: drops, specifications, assignment, the rest."""
         self.wake.clear()
+        self.room.set()
         replies: list[worker_pb.WorkerLinkReply] = []
         if self._drops:
             drops = [
@@ -157,15 +175,14 @@ class WorkerSession:
 
 def _chunks(specifications: list[worker_pb.LeasedSpecification]) -> Iterator[worker_pb.Specifications]:
     chunk = worker_pb.Specifications()
-    tokens = 0
+    room = MAX_BYTES_PER_MESSAGE
     for leased in specifications:
-        specification = leased.specification
-        size = len(specification.prompt_ids) + len(specification.committed_ids)
-        if chunk.specifications and tokens + size > MAX_TOKENS_PER_MESSAGE:
+        size = leased.ByteSize()
+        if chunk.specifications and size > room:
             yield chunk
-            chunk, tokens = worker_pb.Specifications(), 0
+            chunk, room = worker_pb.Specifications(), MAX_BYTES_PER_MESSAGE
         chunk.specifications.append(leased)
-        tokens += size
+        room -= size
     if chunk.specifications:
         yield chunk
 
@@ -177,14 +194,18 @@ class GatewaySession:
     gateway_id: str
     attachments: dict[str, Attachment] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    room: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
     _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
 
     def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
-        """Answer one of its questions. As many answers as questions, so no bound of its own."""
+        """Answer one of its questions."""
         self._replies.append(reply)
+        if len(self._replies) >= MAX_ANSWERS:
+            self.room.clear()
         self.wake.set()
 
     def owe(self, attachment: Attachment) -> None:
@@ -206,18 +227,21 @@ class GatewaySession:
     def take(self) -> list[gateway_pb.GatewayLinkReply]:
         """What to send now: answers first, then one message of deliveries; call again until it is empty."""
         self.wake.clear()
+        self.room.set()
         replies, self._replies = self._replies, []
         reply = gateway_pb.GatewayLinkReply()
         deliveries = reply.deliveries.deliveries
-        tokens = 0
+        room = MAX_TOKENS_PER_MESSAGE
         for attachment_id, attachment in list(self._dirty.items()):
-            if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or tokens >= MAX_TOKENS_PER_MESSAGE:
-                self.wake.set()
+            if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or room <= 0:
                 break
             live, first = attachment.live, attachment.next_token
-            fresh = live.committed[first : first + MAX_TOKENS_PER_MESSAGE]
+            each = 1
+            if live.most_logprobs is not None:
+                each += TOKENS_PER_ALTERNATIVE * (1 + live.most_logprobs)
+            fresh = live.committed[first : first + max(1, room // each)]
             attachment.next_token += len(fresh)
-            tokens += len(fresh)
+            room -= len(fresh) * each
             last = attachment.next_token >= len(live.committed)
             ended = live.end if last else None
             if fresh or ended is not None:
@@ -234,6 +258,8 @@ class GatewaySession:
                 delivery.end.CopyFrom(ended)
                 self.forget(attachment_id)
                 live.attachments.pop(attachment_id, None)  # nothing holds what has been delivered
+        if self._dirty:
+            self.wake.set()
         if deliveries:
             replies.append(reply)
         return replies

@@ -79,8 +79,9 @@ class _Stream:
             message = await self.context.read()
             if message is grpc.aio.EOF:
                 return
-            self.heard_s = math.inf  # while the loop holds this stream back, its peer is not silent
+            self.heard_s = math.inf  # while this stream is held back, its peer is not silent
             await take(message)
+            await self.session.room.wait()
             self.heard_s = time.monotonic()
 
     async def _write(self, heartbeat: Callable[[], Any]) -> None:
@@ -294,6 +295,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def ExplainRequest(self, request: admin_pb.AdminExplainRequest, context: Any) -> pb.ExplainResponse:
         """See admin.proto."""
         loop = self._loop()
+        translate.check_request_id(request.request_id)
         explanation = loop.core.explain(request.request_id, loop.clock())
         if explanation is not None:
             if request.tenant and explanation.tenant != request.tenant:

@@ -120,6 +120,11 @@ class SchedulerSettings(ServingSettings):
         10.0, help="How often what was learnt is written to the record.", minimum=0.1
     )
 
+    @property
+    def open_to_strangers(self) -> bool:
+        """Whether somebody on another machine, and without a certificate, may act as a gateway, a worker or an operator."""
+        return not self.local_only and self.tls_client_ca is None
+
     def problems(self) -> Iterator[str]:
         """What no single field can check."""
         yield from super().problems()

@@ -124,6 +124,16 @@ def check_attachment(submit: gateway_pb.Submit) -> None:
     _bounded("attachment_id", submit.attachment_id, minimum=1)
 
 
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidArgument for what no request is called."""
+    _bounded("request_id", request_id, minimum=1)
+
+
+def can_be_named(*names: str) -> bool:
+    """Whether all of these may be names of something here. Whoever asks for anything else is told that it is not there."""
+    return all(1 <= len(name) <= MAX_NAME_LENGTH for name in names)
+
+
 def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
     if not minimum <= len(value) <= MAX_NAME_LENGTH:
         raise InvalidArgument(field, f"must have {minimum} to {MAX_NAME_LENGTH} characters, got {len(value)}")

@@ -29,13 +29,10 @@ from multiprocessing.connection import Connection
 from laps_sd import log as logging
 from laps_sd.errors import StartupError
 from worker_svc.engine.interface import Capacity, Engine
-from worker_svc.runner import Failed, Message, Outcome, Runner
+from worker_svc.runner import STOP_S, Failed, Message, Outcome, Runner
 from worker_svc.settings import WorkerSettings
 
 __all__ = ["EngineProcess"]
-
-STOP_S = 5.0
-"""What the child gets to finish its round once it was told to stop."""
 
 
 @dataclass(frozen=True, slots=True)

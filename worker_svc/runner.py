@@ -189,6 +189,8 @@ Outcome = Round | Missing | HeldNow | Failed
 
 FAILURES_IN_A_ROW = 3
 """Requests that failed alone, with no good round between them: then it is the engine."""
+STOP_S = 5.0
+"""What an engine gets to finish its round once it was told to stop."""
 ROUNDS_WITH_FEWER = 256
 """After the device ran out of memory, before twice as many requests run again."""
 
@@ -287,12 +289,12 @@ class Runner:
             self._arrival.notify()
 
     def stop(self) -> None:
-        """End the thread after the round it is in. Returns when it is over."""
+        """End the thread after the round it is in. Returns when it is over, or hangs: then it ends with the process."""
         with self._arrival:
             self._stopping = True
             self._arrival.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
 
     @property
     def holds_nothing(self) -> bool:

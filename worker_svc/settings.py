@@ -141,6 +141,13 @@ class WorkerSettings(ServingSettings, LinkSettings):
     silence_s: float = field(
         5.0, help="A scheduler that has not been heard for this long is given up", minimum=0.05, maximum=600.0
     )
+    engine_silence_s: float = field(
+        120.0,
+        help="An engine that has not come to the end of a round for this long, when a new stream asks what it holds, hangs: the "
+        "worker ends with an error, so that it is started again. Must be longer than any round",
+        minimum=1.0,
+        maximum=86400.0,
+    )
 
     # -- the fake engine
     fake_time_scale: float = field(

@@ -79,10 +79,10 @@ MAX_HOPS = 3
 MISSING_AGAIN_S = 1.0
 """A specification that was asked for is not asked for again before this."""
 REPORTS_PER_MESSAGE = 256
-TOKENS_PER_MESSAGE = 65_536
+BYTES_PER_MESSAGE = 2 * 1024 * 1024
 """Bounds of one RoundReports message; only reached when reports are offered again."""
-HELLO_TOKENS = 1_000_000
-"""Prompt and output ids that a hello carries in specifications: 2 to 3 MB, well below the largest message."""
+HELLO_BYTES = 4 * 1024 * 1024
+"""Of the specifications that a hello carries: about a million token ids, and well below the largest message."""
 
 KINDS = {
     None: gateway_pb.RequestEnd.KIND_UNSPECIFIED,
@@ -103,7 +103,7 @@ RESIDENCIES = {
 
 
 class EngineFailed(Exception):
-    """The engine raised outside of a single request; its own exception is the cause. The process must end."""
+    """The engine raised outside of a single request (its own exception is the cause), or hangs. The process must end."""
 
 
 @dataclass(slots=True)
@@ -307,6 +307,9 @@ class SchedulerLink:
                 await call.write(pb.WorkerMessage(hello=await self._hello()))
                 silent_from_s = 0.0
                 while (reply := await call.read()) is not grpc.aio.EOF:
+                    if reply is None:  # what gRPC makes of octets that it cannot decode
+                        reason = "it sent what is no message"
+                        break
                     now_s = self._loop.time()
                     if (
                         now_s - silent_from_s > self.settings.silence_s / 20
@@ -358,6 +361,7 @@ class SchedulerLink:
         if self._held_asked is None or self._held_asked.done():
             self._held_asked = self._loop.create_future()
             self.runner.put(HeldAsked())
+            self._loop.call_later(self.settings.engine_silence_s, self._look_at_engine, self._held_asked)
         # Shielded: a question is answered once, so an attempt that is given up leaves it to the next one.
         held = await asyncio.shield(self._held_asked)
         capacity = self.capacity
@@ -388,6 +392,16 @@ class SchedulerLink:
             draining=self._draining,
             last_report=held.last_report,
         )
+
+    def _look_at_engine(self, asked: asyncio.Future[HeldNow]) -> None:
+        """Between two rounds it would have answered. The scheduler gave this worker up before, and without a hello nobody gives
+        it work: it has nothing to lose."""
+        if not asked.done():
+            failure = EngineFailed(
+                f"the engine hangs: no round has ended for {self.settings.engine_silence_s:g} s"
+            )
+            log.error("the engine hangs", silent_s=self.settings.engine_silence_s)
+            self._finish(failure)
 
     def _refused(self, refused: pb.WorkerRefused) -> None:
         reason = pb.WorkerRefused.Reason.Name(refused.reason).removeprefix("REASON_").lower()
@@ -475,11 +489,12 @@ class SchedulerLink:
     def _next_reports(self) -> pb.RoundReports:
         """Everything that is ready, within the bounds of a message."""
         batch: list[pb.RoundReport] = []
-        tokens = 0
-        while self._unsent and len(batch) < REPORTS_PER_MESSAGE and tokens < TOKENS_PER_MESSAGE:
-            kept = self._unsent.popleft()
-            batch.append(kept.report)
-            tokens += kept.tokens
+        room = BYTES_PER_MESSAGE
+        while self._unsent and len(batch) < REPORTS_PER_MESSAGE and room > 0:
+            report = self._unsent.popleft().report
+            batch.append(report)
+            if self._unsent:  # a report that goes alone need not be measured
+                room -= report.ByteSize()
         return pb.RoundReports(reports=batch)
 
     # -- down ------------------------------------------------------------------------------------------------
@@ -649,21 +664,23 @@ def _wire_format(wanted: OutputFormat) -> public_pb.OutputFormat:
 
 
 def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
-    """What a hello tells; specifications as far as `HELLO_TOKENS` reaches, in the order of arrival."""
-    room = HELLO_TOKENS
+    """What a hello tells; specifications as far as `HELLO_BYTES` reaches, in the order of arrival."""
+    room = HELLO_BYTES
     told = []
     for held in requests:
-        room -= len(held.spec.prompt_ids) + held.acknowledged
-        told.append(
-            pb.HeldRequest(
-                request_id=held.spec.request_id,
-                lease_epoch=held.lease_epoch,
-                residency=RESIDENCIES[held.residency],
-                emitted=len(held.output_ids),
-                unacknowledged_ids=held.output_ids[held.acknowledged :],
-                specification=_wire_specification(held) if room >= 0 else None,
-            )
+        one = pb.HeldRequest(
+            request_id=held.spec.request_id,
+            lease_epoch=held.lease_epoch,
+            residency=RESIDENCIES[held.residency],
+            emitted=len(held.output_ids),
+            unacknowledged_ids=held.output_ids[held.acknowledged :],
         )
+        if room > 0:
+            specification = _wire_specification(held)
+            room -= specification.ByteSize()
+            if room >= 0:
+                one.specification.CopyFrom(specification)
+        told.append(one)
     return told
 
 

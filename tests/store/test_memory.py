@@ -18,6 +18,8 @@ PROMPT_TOKEN_BYTES = 5
 OUTPUT_TOKEN_BYTES = 9
 """Four in the data; a string that grows keeps as much again in reserve."""
 CLAIM_BYTES = 200
+SETTINGS_BYTE_BYTES = 1.3
+"""Allocators have sizes a quarter apart."""
 PROMPT, OUTPUT = 4000, 2000
 COUNT = 64
 
@@ -72,6 +74,18 @@ async def test_a_queued_request_and_its_tokens_stay_below_the_documented_bound(
     assert per_token <= OUTPUT_TOKEN_BYTES
 
 
+async def test_large_settings_take_little_more_than_their_own_size(
+    store: Store, client: redis_client.Redis
+) -> None:
+    """An output format may be larger than everything else of its request."""
+    size = 66_000
+    await accept(store, a_request("small"))
+    small = await used(client, store)
+    await accept(store, *(a_request(f"r{number}", submission=bytes(size)) for number in range(COUNT)))
+
+    assert (await used(client, store) - small) / COUNT <= SETTINGS_BYTE_BYTES * size + REQUEST_BYTES
+
+
 async def test_what_has_ended_frees_its_memory_when_its_time_is_over(
     store: Store, client: redis_client.Redis
 ) -> None:
@@ -89,6 +103,8 @@ async def test_what_has_ended_frees_its_memory_when_its_time_is_over(
         assert 0 < await client.pttl(key) <= 900_000
 
 
-@pytest.mark.parametrize("number", [REQUEST_BYTES, PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES])
+@pytest.mark.parametrize(
+    "number", [REQUEST_BYTES, PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES, CLAIM_BYTES, SETTINGS_BYTE_BYTES]
+)
 def test_the_page_names_these_bounds(number: int) -> None:
     assert f"| {number:,} bytes |" in GUARANTEES.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import functools
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from laps_sd.errors import DETAILS_KEY
+from laps_sd.keda import externalscaler_pb2 as scaler_pb
+from laps_sd.v1 import admin_pb2
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import open_inference_pb2 as oip
 from tests.system.hostile_formats import HOSTILE
@@ -30,6 +32,8 @@ from tests.system.tally import Verdict
 PATIENCE_S = 60.0
 """What a call gets before it counts as hanging; those that mean to be cut off bring their own deadline."""
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+SCALER = scaler_pb.DESCRIPTOR.services_by_name["ExternalScaler"]
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 VOCABULARY = 1024
 CONTEXT = 2048
@@ -97,7 +101,11 @@ class Caller:
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = channels
         self._next = 0
-        self._streaming = {path(method.name): method.server_streaming for method in SERVICE.methods}
+        self._streaming = {
+            f"/{service.full_name}/{method.name}": method.server_streaming
+            for service in (SERVICE, SCALER)
+            for method in service.methods
+        }
 
     async def judged(self, sent: Input) -> Verdict:
         """As `send_all` wants it."""
@@ -802,6 +810,96 @@ class KServeGenerator:
         return Input(
             "large", self._to("ModelInfer"), request.SerializeToString(), INVALID, field=name, heavy=True
         )
+
+
+class SchedulerGenerator:
+    """As Generator, for what operators and autoscalers ask a scheduler. `finished` as there."""
+
+    def __init__(self, seed: int, finished: Sequence[str]) -> None:
+        self._rng = random.Random(seed)
+        self._finished = finished
+
+    def inputs(self, count: int) -> Iterator[Input]:
+        """So many; every 500th is large."""
+        makers = (self._damaged, self._reflected, self._out_of_bounds)
+        for number in range(count):
+            yield self._large() if number % 500 == 250 else self._rng.choices(makers, (45, 45, 10))[0]()
+
+    def _method(self) -> tuple[str, type[Message]]:
+        service = self._rng.choice((ADMIN, SCALER))
+        method = self._rng.choice(list(service.methods))
+        return f"/{service.full_name}/{method.name}", method.input_type._concrete_class
+
+    def _made(self, message_type: type[Message]) -> Message:
+        hints: Hints = {
+            "request_id": self._finished,
+            "tenant": ("", "anonymous"),
+            "limit": (0, 1, 10_000),
+            "keys of scalerMetadata": ("pool", "targetBacklogSeconds", "other"),
+            "value": ("demo", "5", "nan", "-inf", "1e400", "0x10", "1_0"),
+        }
+        return random_message(self._rng, message_type(), hints, filled=0.8)
+
+    def _sent(self, kind: str, method: str, message_type: type[Message], payload: bytes) -> Input:
+        sent = parsed_or_not(kind, method, message_type, payload)
+        if method.endswith("/StreamIsActive"):  # it lasts until its caller leaves
+            leaves = sent.expected | {Code.DEADLINE_EXCEEDED}
+            return replace(sent, expected=frozenset(leaves), timeout_s=self._rng.choice((0.001, 0.05)))
+        return sent
+
+    def _damaged(self) -> Input:
+        method, message_type = self._method()
+        damage = self._rng.choice(DAMAGES)
+        payload = damage(self._rng, self._made(message_type).SerializeToString())
+        return self._sent(damage.__name__, method, message_type, payload)
+
+    def _reflected(self) -> Input:
+        method, message_type = self._method()
+        return self._sent("reflected", method, message_type, self._made(message_type).SerializeToString())
+
+    def _out_of_bounds(self) -> Input:
+        scaled = f"/{SCALER.full_name}/GetMetricSpec"
+        choices: tuple[tuple[str, str, Message], ...] = (
+            ("limit", f"/{ADMIN.full_name}/ListQueue", admin_pb2.ListQueueRequest(limit=10_001)),
+            (
+                "request_id",
+                f"/{ADMIN.full_name}/ExplainRequest",
+                admin_pb2.AdminExplainRequest(request_id="s0." + "x" * 300),
+            ),
+            (
+                "scalerMetadata.pool",
+                scaled,
+                scaler_pb.ScaledObjectRef(scalerMetadata={"pool": self._rng.choice(("x", "X" * 5000))}),
+            ),
+            (
+                "scalerMetadata.targetBacklogSeconds",
+                scaled,
+                scaler_pb.ScaledObjectRef(
+                    scalerMetadata={"targetBacklogSeconds": self._rng.choice(("0", "nan", "x" * 5000))}
+                ),
+            ),
+        )
+        name, method, message = self._rng.choice(choices)
+        return Input("out of bounds", method, message.SerializeToString(), INVALID, field=name)
+
+    def _large(self) -> Input:
+        megabytes = "é" * 4_000_000
+        choices: tuple[tuple[str, Message, frozenset[Code]], ...] = (
+            ("Admin/ExplainRequest", admin_pb2.AdminExplainRequest(request_id=megabytes), INVALID),
+            (
+                "Admin/DrainWorker",
+                admin_pb2.DrainWorkerRequest(worker=megabytes),
+                frozenset({Code.NOT_FOUND}),
+            ),
+            (
+                "Admin/ListWorkers",
+                admin_pb2.DrainWorkerRequest(worker="x" * (MAX_MESSAGE_BYTES + 1)),
+                frozenset({Code.RESOURCE_EXHAUSTED}),
+            ),
+        )
+        name, message, expected = self._rng.choice(choices)
+        method = f"/laps_sd.v1.{name}"
+        return Input("large", method, message.SerializeToString(), expected, heavy=True)
 
 
 # -- below gRPC ----------------------------------------------------------------------------------------------

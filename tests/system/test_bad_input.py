@@ -18,12 +18,20 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from tests.helpers import wait_until_async
 from tests.system import hostile
 from tests.system.calls import seeded, stream
-from tests.system.hostile import Caller, Generator, Hints, KServeGenerator, random_message
+from tests.system.hostile import (
+    Caller,
+    Generator,
+    Hints,
+    KServeGenerator,
+    SchedulerGenerator,
+    random_message,
+)
 from tests.system.tally import Tally, send_all
 from tests.system.watch import Watch, check_queue_empties, queue, undisturbed
 
 SHORT_INPUTS = 3_000
 KSERVE_INPUTS = 1_000
+SCHEDULER_INPUTS = 1_000
 LONG_INPUTS = 100_000
 AT_ONCE = 48
 WARM_UP_INPUTS = 600
@@ -48,14 +56,15 @@ def fuzzed() -> Iterator[LocalStack]:
         yield stack
 
 
-Make = Callable[[int, list[str]], Generator | KServeGenerator]
+Make = Callable[[int, list[str]], Generator | KServeGenerator | SchedulerGenerator]
 
 
 async def fuzz(stack: LocalStack, count: int, *, seed: int, make: Make = Generator) -> tuple[Tally, Watch]:
-    """So many inputs to the public port, with others beside; the tally, and a watch from after the warm-up."""
+    """So many inputs to one port, with others beside; the tally, and a watch from after the warm-up."""
+    address = stack.scheduler_address if make is SchedulerGenerator else stack.gateway_address
     async with undisturbed(stack) as alone:
         finished = [outcome.request_id for outcome in alone]
-        channels = hostile.channels(stack.gateway_address, 4)
+        channels = hostile.channels(address, 4)
         senders = [Caller(channels).judged] * AT_ONCE
         await send_all(make(seed + 1, finished).inputs(WARM_UP_INPUTS), senders)
         watch = Watch.over(stack)
@@ -66,7 +75,14 @@ async def fuzz(stack: LocalStack, count: int, *, seed: int, make: Make = Generat
     return tally, watch
 
 
-@pytest.mark.parametrize(("make", "count"), [(Generator, SHORT_INPUTS), (KServeGenerator, KSERVE_INPUTS)])
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (Generator, SHORT_INPUTS),
+        (KServeGenerator, KSERVE_INPUTS),
+        (SchedulerGenerator, SCHEDULER_INPUTS),
+    ],
+)
 async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(
     fuzzed: LocalStack, make: Make, count: int
 ) -> None:
@@ -76,7 +92,7 @@ async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("make", [Generator, KServeGenerator])
+@pytest.mark.parametrize("make", [Generator, KServeGenerator, SchedulerGenerator])
 async def test_a_hundred_thousand_bad_inputs_change_nothing(make: Make) -> None:
     with fuzzed_stack() as stack:
         tally, watch = await fuzz(stack, LONG_INPUTS, seed=2, make=make)
@@ -276,7 +292,7 @@ async def peers_at_once(make: Callable[[int], Any], count: int, *, at_once: int 
 
 
 @pytest.mark.parametrize(
-    "peers", [200, pytest.param(1500, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+    "peers", [200, pytest.param(3000, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
 )
 async def test_a_scheduler_survives_whatever_gateways_and_workers_say(fuzzed: LocalStack, peers: int) -> None:
     watch = Watch.over(fuzzed)

@@ -1,18 +1,27 @@
-"""SIGKILL of the scheduler, or of the worker, amid 50 streams: every stream continues by itself and ends as if nothing was.
+"""SIGKILL or SIGSTOP of the scheduler or of a worker, or an engine that hangs, amid many streams: every stream continues by itself
+and ends as if nothing was.
 
-The full matrix of faults comes with the chaos runs; these two keep the design honest.
+The full matrix of faults comes with the chaos runs; these keep the design honest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc.aio
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.local import LocalStack, is_serving
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.v1 import inference_pb2_grpc
+from tests.conftest import StackMaker
+from tests.helpers import wait_until_async
 from tests.system.calls import Outcome, seeded, stream, stream_all
 from worker_svc.demo.prompts import demo_prompts
 
@@ -60,3 +69,119 @@ async def test_every_stream_goes_on_when_a_process_is_killed_and_restarted(engin
     ends = [outcome.end.finish_reason for outcome in outcomes if outcome.end]
     assert set(ends) <= {pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH}
     assert len({outcome.request_id for outcome in outcomes}) == STREAMS
+
+
+# -- processes that stand still and wake up again ---------------------------------------------------------------
+
+SHORT = {"LAPS_SD_LEASE_S": "1", "LAPS_SD_SILENCE_S": "2"}
+
+
+@contextlib.asynccontextmanager
+async def amid_streams(stack: LocalStack) -> AsyncIterator[list[asyncio.Task[Outcome]]]:
+    """The body runs once four of these streams have tokens. They go on through it, and end as those before it did."""
+    wanted = [seeded(f"Story {n}:", seed=n, max_tokens=64, ignore_eos=True) for n in range(12)]
+    async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        expected = await stream_all(stub, wanted)
+        streaming: set[str] = set()
+        running = [
+            asyncio.create_task(stream(stub, one, on_tokens=lambda seen: streaming.add(seen.request_id)))
+            for one in wanted
+        ]
+        await wait_until_async(lambda: len(streaming) >= 4, description="four streams have tokens")
+        yield running
+        outcomes = await asyncio.gather(*running)
+    assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in expected]
+    assert [outcome.text for outcome in outcomes] == [outcome.text for outcome in expected]
+
+
+async def listed(stack: LocalStack) -> dict[str, int]:
+    """Connected workers by name, and how many requests each has on its list."""
+    async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        answer = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=20)
+    return {one.worker_name: one.listed for one in answer.workers if one.connected}
+
+
+async def serving(stack: LocalStack, name: str) -> bool:
+    return await asyncio.to_thread(is_serving, stack.address(name))
+
+
+async def test_a_leader_that_is_stopped_and_wakes_up_changes_nothing_and_steps_down(
+    make_stack: StackMaker,
+) -> None:
+    stack = make_stack(schedulers=2, workers=2, slots=4, environment=SHORT)
+    names = list(stack.schedulers)
+    [leader] = [name for name in names if await serving(stack, name)]
+    [standby] = [name for name in names if name != leader]
+    async with amid_streams(stack) as running:
+        stack.pause(leader)
+        began_s = time.monotonic()
+        await wait_until_async(lambda: serving(stack, standby), description="the standby leads")
+        took_s = time.monotonic() - began_s
+        print(f"\nled again after {took_s:.1f} s, with a lease of {SHORT['LAPS_SD_LEASE_S']} s")
+        assert not all(task.done() for task in running), "the leader was stopped too late to show anything"
+        stack.resume(leader)
+
+        async def stepped_down() -> bool:
+            return not await serving(stack, leader)
+
+        await wait_until_async(stepped_down, description="the one that woke up has stepped down")
+    assert await serving(stack, standby), "and nobody else has led since"
+
+
+async def test_a_worker_that_is_stopped_and_wakes_up_disturbs_nobody(make_stack: StackMaker) -> None:
+    stack = make_stack(workers=2, slots=4, environment=SHORT)
+    async with amid_streams(stack) as running:
+        stack.pause("worker-0")
+
+        async def given_up() -> bool:
+            return "worker-0" not in await listed(stack)
+
+        await wait_until_async(given_up, description="the scheduler has given the stopped worker up")
+        assert not all(task.done() for task in running), "the worker was stopped too late to show anything"
+        stack.resume("worker-0")
+
+        async def back() -> bool:
+            return len(await listed(stack)) == 2
+
+        await wait_until_async(back, description="the worker that woke up is there again")
+
+
+def engine_of(worker_pid: int) -> int:
+    """The process that a worker's engine runs in."""
+    children = [
+        int(child)
+        for listing in Path(f"/proc/{worker_pid}/task").glob("*/children")
+        for child in listing.read_text().split()
+    ]
+    [engine] = children
+    return engine
+
+
+@pytest.mark.long
+async def test_requests_of_an_engine_that_hangs_go_on_at_another_worker(make_stack: StackMaker) -> None:
+    """The worker itself is well: it is connected, and its heart beats."""
+    stack = make_stack(engine="demo", workers=2, slots=4, environment={"LAPS_SD_WATCHDOG_S": "3"})
+    async with amid_streams(stack) as running:
+        pid = stack.children["worker-0"].pid
+        assert pid is not None
+        engine = engine_of(pid)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+
+            async def given_up() -> bool:
+                return "worker-0" not in await listed(stack)
+
+            await wait_until_async(given_up, description="the scheduler has given the worker up")
+            assert not all(task.done() for task in running), (
+                "the engine was stopped too late to show anything"
+            )
+            assert stack.children["worker-0"].alive
+        finally:
+            os.kill(engine, signal.SIGCONT)
+
+        async def back() -> bool:
+            return len(await listed(stack)) == 2
+
+        await wait_until_async(back, description="the worker is there again, as its engine goes on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -519,6 +520,41 @@ class TestWhatIsAskedFor:
         status, _, answer = await call
 
         assert (status, answer["choices"][0]["text"]) == (200, "hello world")
+
+
+async def test_a_slow_reader_of_a_stream_costs_a_bounded_buffer_and_misses_nothing(serve: Any) -> None:
+    served: Served = await serve(stream_buffer_tokens=4096)
+    assert served.running.gateway.http is not None
+    receiver = socket.socket()
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    receiver.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(receiver, ("127.0.0.1", served.running.gateway.http.port))
+    reader, writer = await asyncio.open_connection(sock=receiver, limit=1024)
+    writer.write(octets_of({**TEXT, "stream": True}))
+    request_id = await served.scheduler.submitted()
+    served.scheduler.replay_chunk = 4000
+    # The kernel takes little for a client that does not read.
+    server = served.running.gateway.http._runner.server
+    assert server is not None
+    for connection in server.connections:
+        assert connection.transport is not None
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    tokens = [40 + n % 50 for n in range(200_000)]
+    for begin in range(0, len(tokens), 4000):
+        served.scheduler.commit(request_id, tokens[begin : begin + 4000])
+    (stream,) = served.running.link.streams
+    await wait_until_async(lambda: stream.paused, description="a full buffer", every_s=0.005)
+    served.scheduler.commit(request_id, (), Kind.KIND_LENGTH)
+
+    assert len(stream.waiting.token_ids) == 4096
+    async with asyncio.timeout(60):
+        answer = (await reader.read()).decode()
+    writer.close()
+    chunks = [line for line in answer.splitlines() if line.startswith("data: {")]
+    text = "".join(
+        choice["text"] for line in chunks for choice in json.loads(line.removeprefix("data: "))["choices"]
+    )
+    assert text == served.running.model.decode(tokens)
 
 
 async def said_to(served: Served, octets: bytes) -> bytes:

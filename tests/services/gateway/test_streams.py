@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.streams import ASK_AGAIN_S, Streams
+from gateway.streams import ASK_AGAIN_S, LONGEST_MS, Streams
 from laps_sd.errors import Unavailable
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
@@ -230,6 +230,28 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
     streams.on_submit_reply(answer, 4.0)
     assert not stream.restoring
     assert stream.failure is None
+
+
+def test_what_a_scheduler_says_of_a_resumed_request_is_within_bounds() -> None:
+    """No deadline is longer than a message can say, and no stop string is empty."""
+    streams = Streams(buffer_tokens=10, restore_s=5)
+    stream, message = streams.attach("s0.b", tenant="t", attachment_id="g/2", now=0)
+    reply = link_pb2.AttachReply(
+        attach_id=message.attach.attach_id, result=link_pb2.AttachReply.RESULT_ATTACHED, stop=["", "x"]
+    )
+    reply.submission.request_id = "s0.b"
+    reply.submission.deadline_in_ms = 2**64 - 1
+    streams.on_attach_reply(reply, 1.0)
+    (attach,) = streams.reconnected(2.0)
+    lost = link_pb2.AttachReply(
+        attach_id=attach.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
+    )
+
+    (again,) = streams.on_attach_reply(lost, 4.0)
+
+    assert again.submit.deadline_in_ms == LONGEST_MS - 3000
+    assert stream.acceptance is not None
+    assert stream.acceptance.stop == ("x",)
 
 
 def test_a_restored_request_whose_key_leads_elsewhere_is_lost() -> None:

@@ -124,7 +124,7 @@ async def test_before_anything_is_learnt_a_standby_counts_a_second_for_each_requ
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"pool": "other"}, "scalerMetadata.pool is 'other', and this scheduler serves pool 'demo'"),
+        ({"pool": "other"}, "scalerMetadata.pool must be 'demo', the pool of this scheduler, got 'other'"),
         ({"targetBacklogSeconds": "soon"}, "targetBacklogSeconds must be a number of seconds"),
         ({"targetBacklogSeconds": "0"}, "more than 0"),
         ({"targetBacklogSeconds": "nan"}, "must be a number of seconds"),

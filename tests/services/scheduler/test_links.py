@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from laps_sd import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
 from scheduler_svc.core.events import End
-from scheduler_svc.links import GatewaySession
+from scheduler_svc.links import MAX_ANSWERS, GatewaySession, WorkerSession
 from scheduler_svc.working_copy import Attachment, Live, from_submission
 from tests.store.kit import a_request
 
@@ -45,3 +47,45 @@ def test_tokens_without_an_end_keep_the_attachment() -> None:
         assert not delivery.HasField("end")
     assert session.take() == []
     assert list(session.attachments) == ["a1"]
+
+
+def test_a_peer_that_asks_and_does_not_listen_is_read_no_further_until_it_does() -> None:
+    gateway, worker = GatewaySession("g1"), WorkerSession("w1", "w", "cpu", "pair")
+    for number in range(MAX_ANSWERS):
+        assert gateway.room.is_set() and worker.room.is_set()
+        gateway.reply(gateway_pb.GatewayLinkReply())
+        worker.drop(((f"r{number}", 1),))
+    assert not gateway.room.is_set() and not worker.room.is_set()
+
+    assert len(gateway.take()) == MAX_ANSWERS
+    assert len(worker.take()[0].drop.requests) == MAX_ANSWERS
+    assert gateway.room.is_set() and worker.room.is_set()
+
+
+def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway_takes() -> None:
+    session = GatewaySession("g1")
+    request = a_request("r1", max_tokens=20_000)
+    live = from_submission(request, 1, gateway_pb.Specification(request_id="r1", logprobs=64))
+    told = TokenLogprobs(
+        logprob=-1.0, top=[TokenLogprob(token_id=100_000 + n, logprob=-n) for n in range(64)]
+    )
+    live.append(0, tuple(range(20_000)), now_s=1.0)
+    live.tell_logprobs(0, [told] * 20_000)
+    live.finish(End.LENGTH, "", 0, now_s=2.0)
+    attachment = Attachment("a1", session, live, 0)
+    live.attachments["a1"] = session.attachments["a1"] = attachment
+    session.owe(attachment)
+
+    tokens: list[int] = []
+    ends = 0
+    while session.wake.is_set():
+        for reply in session.take():
+            assert reply.ByteSize() < wire.MAX_MESSAGE_BYTES / 4
+            for delivery in reply.deliveries.deliveries:
+                assert (delivery.first_token, len(delivery.logprobs)) == (
+                    len(tokens),
+                    len(delivery.token_ids),
+                )
+                tokens += delivery.token_ids
+                ends += delivery.HasField("end")
+    assert (tokens, ends) == (list(range(20_000)), 1)

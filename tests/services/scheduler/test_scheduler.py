@@ -161,6 +161,39 @@ async def test_the_requests_of_a_lost_worker_go_on_elsewhere_from_their_committe
             assert tokens == [10, 11, 12]
 
 
+async def test_the_requests_of_a_worker_that_is_connected_and_reports_nothing_go_on_elsewhere(
+    start: StartScheduler,
+) -> None:
+    scheduler = await start(watchdog_s=1.0, silence_s=600.0, worker_grace_s=600.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, "hung") as hung:
+        await client.submit("r1")
+        epoch = (await hung.assigned("r1"))["r1"].lease_epoch
+        await hung.run_round("r1", epoch, 0, [10, 11])
+        async with worker(scheduler.address, "w2") as second:
+            again = (await second.assigned("r1"))["r1"]
+            await hung.wait_ended()
+
+            assert (again.tokens, again.lease_epoch) == ([10, 11], epoch + 1)
+            await second.run_round("r1", again.lease_epoch, 2, [12], end=STOP)
+            assert (await client.read("r1-client"))[0] == [10, 11, 12]
+
+
+async def test_what_is_too_long_to_be_the_name_of_anything_is_not_found(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    """Such an id is neither looked up in the record nor kept."""
+    too_long = "x" * 257
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1")
+        for request_id, attachment_id in ((too_long, "a"), ("r1", too_long), ("r1", "")):
+            reply = await client.attach(request_id, attachment_id=attachment_id)
+            assert reply.result == gateway_pb.AttachReply.RESULT_NOT_FOUND
+        cancel = gateway_pb.CancelRequested(cancel_id=1, request_id=too_long, tenant="anonymous")
+        await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+
+        assert not (await client.next("cancel_reply")).found
+
+
 async def test_a_worker_that_comes_back_in_time_keeps_its_requests(start: StartScheduler) -> None:
     scheduler = await start(worker_grace_s=60.0)
     async with gateway(scheduler.address) as client:
@@ -407,6 +440,20 @@ async def test_the_hard_deadline_ends_a_waiting_request(scheduler: SchedulerUnde
         assert end.kind == gateway_pb.RequestEnd.KIND_DEADLINE
 
 
+async def test_the_hard_deadline_ends_a_running_request_and_frees_its_worker(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1", deadline_in_ms=1500)
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10, 11])
+        tokens, end = await client.read("r1-client")
+
+        assert (tokens, end.kind) == ([10, 11], gateway_pb.RequestEnd.KIND_DEADLINE)
+        dropped = await gpu.next("drop")
+        assert [(one.request_id, one.lease_epoch) for one in dropped.requests] == [("r1", epoch)]
+
+
 async def test_a_deadline_that_has_passed_is_refused(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client:
         reply = await client.submit("r1", deadline_in_ms=0)
@@ -492,6 +539,33 @@ async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTe
 
         again = await gpu.next("specifications")
         assert again.specifications[0].specification.request_id == "r1"
+
+
+async def test_specifications_of_any_size_reach_a_worker(scheduler: SchedulerUnderTest) -> None:
+    """Few tokens, but output formats that together are larger than any message may be."""
+    grammar = 'start: "' + "x" * 60_000 + '"'
+    names = [f"r{number}" for number in range(160)]
+    async with gateway(scheduler.address) as client:
+        for number, name in enumerate(names):
+            specification = gateway_pb.Specification(
+                request_id=name,
+                prompt_ids=(1, 2),
+                max_tokens=8,
+                top_p=1.0,
+                output_format={"grammar": grammar},
+            )
+            submit = gateway_pb.Submit(
+                submission_id=number,
+                request_id=name,
+                tenant="anonymous",
+                specification=specification,
+                attachment_id=name,
+            )
+            await client.send(gateway_pb.GatewayMessage(submit=submit))
+        async with worker(scheduler.address, slots=len(names), target_blocks=10_000) as gpu:
+            specifications = await gpu.assigned(*names)
+
+            assert {one.specification.output_format.grammar for one in specifications.values()} == {grammar}
 
 
 async def test_a_draining_worker_gets_no_new_work_and_is_told_when_it_may_leave(

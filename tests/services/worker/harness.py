@@ -96,12 +96,16 @@ class Gated(FakeEngine):
     def __init__(self, rounds: int = 0, **options: object) -> None:
         super().__init__(**{"slots": 2, **options})  # type: ignore[arg-type]
         self._permits = threading.Semaphore(rounds)
+        self.inside = False
+        """A round was begun and may not end yet."""
 
     def allow(self, rounds: int) -> None:
         self._permits.release(rounds)
 
     def round(self, run: Sequence[str]) -> RoundResult:
+        self.inside = True
         assert self._permits.acquire(timeout=20), "the test never allowed this round"
+        self.inside = False
         return super().round(run)
 
 

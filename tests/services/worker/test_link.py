@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import uvloop
 
+from laps_sd import wire
+from laps_sd.choose import Residency
 from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
-from worker_svc.engine.interface import DeviceFailed, RoundResult
+from worker_svc import runner, sync
+from worker_svc.engine.interface import DeviceFailed, FormatKind, OutputFormat, RoundResult
 from worker_svc.fake import FakeEngine
-from worker_svc.runner import Assigned
+from worker_svc.runner import Assigned, HeldRequest
 from worker_svc.sync import EngineFailed
 
 
@@ -88,12 +92,12 @@ async def test_a_new_assignment_preempts_and_the_next_takes_the_place_of_one_tha
         engine.allow(2)
         await stream.until(*rounds(2))
         await stream.assign("short", "long")
-        runner = w.link.runner
+        thread = w.link.runner
         # The engine stands at its gate: what arrives now waits in the inbox, unless it came just before the third round.
         await wait_until_async(
             lambda: (
-                runner._assignment[0].request_id == "short"
-                or any(isinstance(message, Assigned) for message in runner._inbox)
+                thread._assignment[0].request_id == "short"
+                or any(isinstance(message, Assigned) for message in thread._inbox)
             ),
             description="the assignment has reached the runner",
         )
@@ -136,6 +140,37 @@ async def test_unacknowledged_reports_are_offered_again_in_order_after_a_break()
         assert [report.number for report in second.reports] == list(range(3, 3 + len(second.reports)))
         everything = committed + [token for p in second.progress() for token in p.token_ids]
         assert tuple(everything) == engine.expected(one)[0]
+
+
+async def test_reports_that_are_offered_again_come_in_messages_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with scheduler() as s, worker(s.address, engine=FakeEngine(slots=2)):
+        first = await s.greet()
+        await first.lease(spec("a", max_tokens=200))
+        await first.assign("a")
+        await first.until_ended("a")
+        monkeypatch.setattr(sync, "BYTES_PER_MESSAGE", 3 * first.reports[-2].ByteSize())
+        first.close.set()
+        again = await s.greet()
+        await again.until(*rounds(len(first.reports)))
+
+        assert again.reports == first.reports
+        assert max(again.messages) <= 4
+
+
+def test_a_hello_tells_of_all_that_is_held_and_is_no_larger_than_a_scheduler_takes() -> None:
+    """However large what was asked for is beside the prompts."""
+    grammar = OutputFormat(FormatKind.GRAMMAR, 'start: "' + "x" * 60_000 + '"')
+    held = [
+        HeldRequest(replace(spec(f"r{number}"), format=grammar), 1, Residency.NONE, (1, 2), 1)
+        for number in range(400)
+    ]
+    told = sync.held_requests(held)
+
+    assert [one.request_id for one in told] == [f"r{number}" for number in range(400)]
+    assert 0 < sum(one.HasField("specification") for one in told) < 400
+    assert sum(one.ByteSize() for one in told) < wire.MAX_MESSAGE_BYTES / 2
 
 
 async def test_acknowledged_reports_are_forgotten() -> None:
@@ -280,6 +315,23 @@ async def test_a_broken_engine_ends_the_worker() -> None:
             await w.left()
 
         assert isinstance(caught.value.__cause__, DeviceFailed)
+
+
+async def test_an_engine_that_hangs_ends_the_worker_once_its_scheduler_has_given_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "STOP_S", 0.1)
+    engine = Gated()
+    async with scheduler() as s, worker(s.address, engine=engine, engine_silence_s=1.0, silence_s=0.2) as w:
+        stream = await s.greet()
+        await stream.lease(spec("a"))
+        await stream.assign("a")
+        await wait_until_async(lambda: engine.inside, description="the engine is in a round that never ends")
+        stream.close.set()  # what a scheduler's watchdog does
+        with pytest.raises(EngineFailed, match="no round has ended for 1 s"):
+            await w.left()
+
+        assert s.streams.empty(), "it said hello although nobody could know what it holds"
 
 
 async def test_heartbeats_go_up() -> None:

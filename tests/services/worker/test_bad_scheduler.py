@@ -1,0 +1,153 @@
+"""Whatever a scheduler says, a worker lives, and works for the next leader as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.message import DecodeError
+
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as pb
+from laps_sd.wire import server_options
+from tests.helpers import wait_until_async
+from tests.services.worker.harness import on_wire, scheduler, spec, worker
+from tests.system.hostile import DAMAGES, Hints, random_message, spoil
+from worker_svc.fake import FakeEngine
+from worker_svc.sync import PROTOCOL_VERSIONS
+
+EPOCH = "1-hostile"
+NAMES = [f"r{number}" for number in range(12)]
+KINDS = (
+    "assignment", "assignment", "assignment", "specifications", "specifications", "drop", "acknowledged", "heartbeat",
+)  # fmt: skip
+"""All that a leader says but what rightly ends a worker."""
+
+
+class HostileScheduler:
+    """Greets as a leader does; what it says then is right but for a field or two, or no message at all."""
+
+    def __init__(self, seed: int) -> None:
+        self.said = 0
+        self.reports = 0
+        self.address = ""
+        self._rng = random.Random(seed)
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens at `address`."""
+        self._server = grpc.aio.server(options=server_options())
+        connect = grpc.stream_stream_rpc_method_handler(
+            self._connect, request_deserializer=pb.WorkerMessage.FromString
+        )
+        services = grpc.method_handlers_generic_handler("laps_sd.v1.WorkerLink", {"Connect": connect})
+        self._server.add_generic_rpc_handlers((services,))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        await self._server.stop(None)
+
+    async def _connect(self, requests: Any, context: Any) -> None:
+        await context.read()
+        rng = self._rng
+        if rng.random() < 0.1:
+            reply = pb.WorkerLinkReply()
+            reply.not_leader.leader_address = rng.choice(("", "x", "a:b:c", "\0", "é:1", ":::0", "h:99999"))
+            await context.write(reply.SerializeToString())
+            return
+        greeting = gateway_pb.SchedulerHello(shard="s0", protocol_version=PROTOCOL_VERSIONS[0], pool="demo")
+        await context.write(pb.WorkerLinkReply(leader_epoch=EPOCH, hello=greeting).SerializeToString())
+        listening = asyncio.create_task(self._listen(context))
+        try:
+            while not listening.done():
+                await context.write(self._anything())
+                self.said += 1
+                await asyncio.sleep(0)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def _listen(self, context: Any) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            self.reports += len(message.reports.reports)
+
+    def _anything(self) -> bytes:
+        rng = self._rng
+        reply = pb.WorkerLinkReply()
+        kind = rng.choice(KINDS)
+        if rng.random() < 0.3:
+            hints: Hints = {"request_id": NAMES, "lease_epoch": (1, 2, 3), "number": (1, 2**64 - 1)}
+            random_message(rng, getattr(reply, kind), hints, filled=0.7)
+        else:
+            self._sensible(reply, kind)
+            spoil(rng, getattr(reply, kind), times=rng.choice((0, 0, 1, 3)))
+        getattr(reply, kind).SetInParent()
+        reply.leader_epoch = EPOCH if rng.random() < 0.95 else "2-other"
+        octets = reply.SerializeToString()
+        if rng.random() < 0.002:
+            damaged = rng.choice(DAMAGES)(rng, octets)
+            return octets if ends_a_worker(damaged) else damaged
+        return octets
+
+    def _sensible(self, reply: pb.WorkerLinkReply, kind: str) -> None:
+        rng = self._rng
+        some = rng.sample(NAMES, rng.randint(1, 6))
+        match kind:
+            case "assignment":
+                for name in some:
+                    reply.assignment.entries.add(request_id=name, lease_epoch=rng.randint(1, 3), index_s=1.0)
+            case "specifications":
+                for name in some:
+                    one = on_wire(
+                        spec(name, max_tokens=rng.randint(1, 400), committed=range(rng.randint(0, 2)))
+                    )
+                    reply.specifications.specifications.add(specification=one, lease_epoch=rng.randint(1, 3))
+            case "drop":
+                for name in some:
+                    reply.drop.requests.add(request_id=name, lease_epoch=rng.randint(1, 3))
+            case "acknowledged":
+                reply.acknowledged.number = self.reports
+
+
+def ends_a_worker(octets: bytes) -> bool:
+    """Whether this is one of the messages after which no worker goes on."""
+    try:
+        kind = pb.WorkerLinkReply.FromString(octets).WhichOneof("message")
+    except DecodeError:
+        return False
+    return kind in ("hello", "refused", "drain", "drained")
+
+
+@pytest.mark.parametrize(
+    "messages", [3_000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+async def test_a_worker_survives_whatever_a_scheduler_says(messages: int) -> None:
+    engine = FakeEngine(slots=4)
+    hostile = HostileScheduler(seed=messages)
+    await hostile.start()
+    async with scheduler() as honest:
+        honest.refer_to = hostile.address
+        async with worker(honest.address, engine=engine) as w:
+            await wait_until_async(
+                lambda: w.running.done() or hostile.said >= messages,
+                description=f"{messages} messages",
+                timeout_s=800,
+            )
+            assert not w.running.done(), f"it ended after {hostile.said} messages: {w.running}"
+            print(f"\n{hostile.said} messages, {hostile.reports} reports of rounds")
+            honest.refer_to = None
+            await hostile.stop()
+
+            stream = await honest.greet("3-honest")
+            one = spec("afterwards", max_tokens=50)
+            await stream.lease(one)
+            await stream.assign("afterwards")
+            await stream.until_ended("afterwards")
+            assert stream.tokens("afterwards") == engine.expected(one)[0]
+    assert hostile.reports > 0, "no round was ever run"
