@@ -30,12 +30,13 @@ MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)
 
 class Leases:
     """Create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an answer; `garbled`: one that is none;
-    `forbids`: so many calls are refused."""
+    `forbids`: so many calls are refused. `takes_s`: each answer."""
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
         self.away = self.garbled = False
         self.forbids = 0
+        self.takes_s = 0.0
         self.answers = asyncio.Event()
         self.renewed = asyncio.Event()
         self._version = 0
@@ -50,6 +51,7 @@ class Leases:
         body = await request.json() if request.can_read_body else None
         if self.away:
             await self.answers.wait()
+        await asyncio.sleep(self.takes_s)
         if self.forbids:
             self.forbids -= 1
             return self._answer(403)
@@ -212,6 +214,18 @@ async def test_who_cannot_renew_stops_before_anybody_else_begins(leases: tuple[L
         server.answers.set()
         await wait_until_async(lambda: a.leads, description="a leads again")
         assert a.terms == 2
+
+
+async def test_a_slow_server_keeps_nobody_from_leading(leases: tuple[Leases, str]) -> None:
+    server, url = leases
+    server.takes_s = RENEW_S / 6  # twice that for each renewal, many times what lies between two
+    async with candidate(url, "a") as a:
+        await wait_until_async(lambda: a.leads, description="a leads")
+        for _ in range(3):
+            server.renewed.clear()
+            await server.renewed.wait()
+            assert a.leads
+        assert a.terms == 1
 
 
 async def test_who_stood_still_knows_that_it_lost_before_it_acts(

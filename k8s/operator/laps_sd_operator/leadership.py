@@ -83,7 +83,7 @@ class Leadership:
             return
         self._renewed_s = NEVER
         try:
-            async with asyncio.timeout(self._retry_s):
+            async with asyncio.timeout(self._renew_s / 2):
                 lease = await self._read()
                 if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
                     lease["spec"] |= {"holderIdentity": None, "leaseDurationSeconds": 1}
@@ -94,8 +94,10 @@ class Leadership:
     async def _try(self) -> None:
         """Takes the Lease or renews it, if it may."""
         sent_s = _now_s()
+        # Half of what a term lasts leaves time for a second try; who leads must not wait beyond its term.
+        left_s = self._renewed_s + self._renew_s - sent_s if self.held() else self._renew_s
         try:
-            async with asyncio.timeout(self._retry_s):
+            async with asyncio.timeout(min(self._renew_s / 2, left_s)):
                 won = await self._take()
         except Exception as error:  # whatever it is: a candidate that ended here would never stand again, and nobody would see it
             if isinstance(error, ApiException) and error.status == CONFLICT:
