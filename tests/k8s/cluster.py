@@ -1,6 +1,6 @@
 """A namespace of a real API server, and a kubelet that runs no container: it says that pods run, and lets workers speak for them.
 
-The API server is named by the environment variable LAPS_SD_TEST_KUBECONFIG. It needs Kubernetes' controllers and must have no
+The API server is the one of KUBECONFIG; one that does not answer, and any cluster with nodes, is left alone. It needs Kubernetes' controllers and must have no
 node of its own, so that nobody else runs the pods. Everything that is made is in a namespace that is deleted at the end, but
 for a node of that name, which is deleted too, and the resource definition of the pools, which is replaced by that of this checkout.
 """
@@ -28,7 +28,7 @@ from tests.helpers import free_port, wait_until_async
 from tests.k8s.helm import CHART, ROOT
 from tests.services.scheduler.peers import WorkerPeer, worker
 
-VARIABLE = "LAPS_SD_TEST_KUBECONFIG"
+ANSWER_S = 20.0
 MERGE = "application/merge-patch+json"
 POOLS = ("laps-sd.dev", "v1alpha1")
 PLURAL = "speculativepools"
@@ -273,9 +273,11 @@ class OperatorProcess:
 
 
 def kubeconfig_of_test() -> str:
-    found = os.environ.get(VARIABLE)
+    found = os.environ.get("KUBECONFIG")
     if not found:
-        pytest.skip(f"no API server: {VARIABLE} names no kubeconfig (docs/kubernetes.md, Tests on a cluster)")
+        pytest.skip("no API server: KUBECONFIG is not set (docs/kubernetes.md, Tests on a cluster)")
+    if not Path(found).is_file():
+        pytest.skip(f"no API server: KUBECONFIG is {found}, which is not a file")
     return found
 
 
@@ -284,7 +286,11 @@ async def namespace_of_test() -> AsyncIterator[Cluster]:
     """A fresh namespace that admits restricted pods only, with this checkout's definition of pools."""
     await config.load_kube_config(kubeconfig_of_test())
     async with client.ApiClient() as api:
-        nodes = [one.metadata.name for one in (await client.CoreV1Api(api).list_node()).items]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                nodes = [one.metadata.name for one in (await client.CoreV1Api(api).list_node()).items]
+        except (OSError, TimeoutError, ApiException) as error:
+            pytest.skip(f"the API server of KUBECONFIG does not tell its nodes: {error!r}")
         if not all(name.startswith(PREFIX) for name in nodes):
             pytest.skip("the cluster has nodes: these tests want to run its pods themselves")
         cluster = Cluster(api, f"{PREFIX}{secrets.token_hex(4)}")
