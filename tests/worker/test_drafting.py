@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from worker_svc.engine.drafting import PROBE_AFTER, Acceptance, CostTable, DraftLengths
+from worker_svc.engine.drafting import PROBE_AFTER, PROBE_EVERY, Acceptance, CostTable, DraftLengths
 
 
 def lengths_for(*, verify: CostTable, step: CostTable, **more: int | None) -> DraftLengths:
@@ -18,6 +18,7 @@ COMPUTE_BOUND = {
     "verify": CostTable([1, 1001], [0.001, 1.001]),
     "step": CostTable([1, 1001], [0.0005, 0.5005]),
 }
+COSTLY_ROWS = {"verify": CostTable([1, 1000], [1.0, 2.0]), "step": CostTable([1, 1000], [0.05, 5.0])}
 
 
 def experienced(accepted: int, tested: int) -> Acceptance:
@@ -129,11 +130,38 @@ def test_nobody_to_draft_for() -> None:
     assert lengths_for(**MEMORY_BOUND).lengths([], []) == []
 
 
-def test_a_silent_request_is_probed() -> None:
-    silent = experienced(1, 200)
+def silent() -> Acceptance:
+    found = experienced(1, 200)
     for _ in range(PROBE_AFTER):
-        silent.observe(0, 0)
-    assert lengths_for(**COMPUTE_BOUND).lengths([silent, experienced(1, 200)], [8, 8]) == [1, 0]
+        found.observe(0, 0)
+    return found
+
+
+def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_tested() -> None:
+    chooser = lengths_for(**COMPUTE_BOUND)
+    first, second, other = silent(), silent(), experienced(1, 200)
+    first.observe(0, 0)
+    requests, caps = [second, first, other], [8, 8, 8]
+
+    assert chooser.lengths(requests, caps) == [0, 1, 0]
+    assert chooser.lengths(requests, caps) == [0, 1, 0], "its draft may still be reading"
+    first.observe(0, 1)
+    waits = 2
+    while chooser.lengths(requests, caps) == [0, 0, 0]:
+        waits += 1
+    assert waits == PROBE_EVERY
+    assert chooser.lengths(requests, caps) == [1, 0, 0]
+
+
+def test_a_draft_that_must_read_more_than_it_can_earn_does_not_begin() -> None:
+    request, caps = experienced(60, 100), [8] * 4
+
+    def asked(behind: float) -> list[int]:
+        return lengths_for(**COSTLY_ROWS).lengths([request] * 4, caps, 0, [behind, 0.0, 0.0, 0.0])
+
+    little, much = asked(0.1), asked(100.0)
+    assert min(little) > 0
+    assert much[0] == 0 and min(much[1:]) > 0
 
 
 def test_small_differences_change_nothing() -> None:

@@ -100,7 +100,13 @@ class AnyLengths(DraftLengths):
         super().__init__(max_draft_len)
         self._rng = random.Random(seed)
 
-    def lengths(self, requests: Sequence[Acceptance], caps: Sequence[int], other_rows: int = 0) -> list[int]:
+    def lengths(
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        other_rows: int = 0,
+        behind: Sequence[float] = (),
+    ) -> list[int]:
         return [self._rng.randrange(cap + 1) for cap in caps]
 
 

@@ -33,6 +33,7 @@ CLIP = (
 PROBE_AFTER = (
     64  # rounds without a proposal after which a request gets one, so that its estimate can move again
 )
+PROBE_EVERY = 16  # rounds from one such request to the next: the draft must first read all that the request said meanwhile
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Acceptance:
     accepted: float = 0.0
     tested: float = 0.0
     silent_rounds: int = 0  # since a proposal was last tested
+    probing: bool = False  # gets one until it was tested
     prior: Prior | None = None  # None: that of the draft model
     free: bool = False  # its proposals cost no draft step
 
@@ -71,7 +73,7 @@ class Acceptance:
         keep = REQUEST_FORGETS**tested
         self.accepted = self.accepted * keep + accepted
         self.tested = self.tested * keep + tested
-        self.silent_rounds = 0
+        self.silent_rounds, self.probing = 0, False
 
 
 @dataclass(slots=True)
@@ -167,6 +169,7 @@ class DraftLengths:
     rest: CostTable = field(default_factory=lambda: default_costs()[2])
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
+    _until_probe: int = 0  # rounds
 
     def rate(self, acceptance: Acceptance) -> float:
         """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
@@ -174,8 +177,18 @@ class DraftLengths:
         rate = (PRIOR_STRENGTH * prior + acceptance.accepted) / (PRIOR_STRENGTH + acceptance.tested)
         return min(max(rate, 0.01), 0.99)
 
-    def lengths(self, requests: Sequence[Acceptance], caps: Sequence[int], other_rows: int = 0) -> list[int]:
-        """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification (prefill)."""
+    def lengths(
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        other_rows: int = 0,
+        behind: Sequence[float] = (),
+    ) -> list[int]:
+        """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification (prefill).
+
+        `behind`: of each request, tokens that the draft must read first, for each token that is to come. A draft that would not
+        earn them does not begin.
+        """
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
@@ -184,15 +197,25 @@ class DraftLengths:
             return list(caps)
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
+        count, rows = len(caps), len(caps) + other_rows
+        rest_s, plain_s = self.rest(count), self.verify(rows)
+        probed = list(caps)
+        if behind:
+            many = self.step.counts[-1]
+            read_s = (self.step(many) - self.step(1)) / (many - 1) if many > 1 else 0.0
+            row_s = (self.verify(rows + count) - plain_s) / count
+            price = count / (rest_s + plain_s)
+            caps = [
+                0 if late and not no_step and rate <= price * (row_s + read_s * (1.0 + late)) else cap
+                for cap, late, no_step, rate in zip(caps, behind, free, rates, strict=True)
+            ]
         own, given = (
             [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
             for kind in (False, True)
         )
         drafted = _Worth(rates, own, deepest)
         found = _Worth(rates, given, deepest) if any(given) else None
-        count, rows = len(caps), len(caps) + other_rows
         step = cache(self.step)
-        rest_s, plain_s = self.rest(count), self.verify(rows)
         drafting = count - sum(free)
         another_s = (
             (step(drafting) - step(1)) / (drafting - 1) if drafting > 1 else 0.0
@@ -221,10 +244,24 @@ class DraftLengths:
             for rate, cap, no_step in zip(rates, caps, free, strict=True)
         ]
         self._depth = max(best_lengths)
+        self._choose_probe(requests, probed, best_lengths)
         return [
-            max(length, min(cap, 1)) if request.silent_rounds >= PROBE_AFTER else length
-            for length, cap, request in zip(best_lengths, caps, requests, strict=True)
+            max(length, min(cap, 1)) if request.probing else length
+            for length, cap, request in zip(best_lengths, probed, requests, strict=True)
         ]
+
+    def _choose_probe(
+        self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        self._until_probe = max(0, self._until_probe - 1)
+        silent = [
+            request
+            for request, cap, length in zip(requests, caps, lengths, strict=True)
+            if cap and not length and request.silent_rounds >= PROBE_AFTER
+        ]
+        if silent and not self._until_probe:
+            max(silent, key=lambda request: request.silent_rounds).probing = True
+            self._until_probe = PROBE_EVERY
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
         """What verification said of one request's proposals: `tested` were compared, the first `accepted` kept."""

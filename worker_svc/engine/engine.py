@@ -67,6 +67,9 @@ NOISE_VERSION = "gumbel-1"  # enters the fingerprint: change it with `counter`
 CALIBRATION_S = (
     0.5  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
 )
+TOKENS_TO_COME = (
+    128  # of a request that has said fewer: what a draft's reading of its context must pay for. Our choice
+)
 LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
 CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
 
@@ -438,8 +441,9 @@ class SpeculativeEngine:
         # Requests that cannot draft cost rows, and nothing is decided for them.
         plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
         lengths = self.lengths.lengths(
-            [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain + sum(chunks)
-        )
+            [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain + sum(chunks),
+            [self._behind(sequences[i]) for i in drafting],
+        )  # fmt: skip
         steps = [_Step(sequence, chunk, 0, 0, []) for sequence, chunk in zip(sequences, chunks, strict=True)]
         left = self._prefill_chunk
         for i, length in zip(drafting, lengths, strict=True):
@@ -456,6 +460,14 @@ class SpeculativeEngine:
                     steps[i].catch_up = left
                 left -= steps[i].catch_up if lag > 2 else 0
         return steps
+
+    def _behind(self, sequence: Sequence) -> float:
+        """Tokens that the draft lacks, for each token that the request may still say: as many as it said, if its limit allows."""
+        lag = len(sequence.tokens) - sequence.draft_kv_length
+        if lag <= 2:
+            return 0.0
+        left = sequence.spec.max_tokens - sequence.output_length
+        return (lag - 2) / max(1, min(left, max(sequence.output_length, TOKENS_TO_COME)))
 
     def _draft_cap(self, sequence: Sequence, chunk: int) -> int:
         """The longest useful draft: the request's own cap, and one less than what is left, because the target adds a token."""
