@@ -328,7 +328,7 @@ async def define_pools(cluster: Cluster) -> None:
 
         async def established(path: str = path) -> bool:
             found = await cluster.request("GET", path)
-            conditions = found.get("status", {}).get("conditions", [])
+            conditions = found.get("status", {}).get("conditions") or []  # null at first
             return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
         await wait_until_async(established, description=f"{name} is established")
