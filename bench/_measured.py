@@ -18,19 +18,20 @@ def policy_rows(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "policy" in row and not row.get("run")]
 
 
-def _read(path: Path) -> tuple[list[Row], str]:
-    """Rows, and where they are from."""
+def _read(path: Path) -> tuple[list[Row], str, Row]:
+    """Rows, where they are from, and what the run says of itself."""
     found = json.loads(path.read_text())
     about = found["about"]
-    return found["rows"], (
+    source = (
         f"`{about['command']}`, {about['date']} ([results](../bench/results/{path.name}), "
         "[how it is measured](../bench/README.md))"
     )
+    return found["rows"], source, about
 
 
 def served(path: Path) -> Iterator[str]:
     """Policies on the one-machine stack, beside what the simulator says of the same runs."""
-    rows, source = _read(path)
+    rows, source, _ = _read(path)
     policies = policy_rows(rows)
     goals = [row for row in rows if row.get("verdict")]
     yield from ("## The same on the real system", "")
@@ -73,7 +74,7 @@ def _ratio(row: Row, of: str) -> tuple[str, str]:
 
 def deciding(path: Path) -> Iterator[str]:
     """What a report costs the core and the whole scheduler."""
-    rows, source = _read(path)
+    rows, source, _ = _read(path)
     core = [row for row in rows if "median_ms" in row]
     whole = [row for row in rows if "cpu_ms_per_report" in row]
     yield from ("## What deciding costs", "")
@@ -111,8 +112,7 @@ def engine(path: Path) -> Iterator[str]:
     """Tokens per CPU second of the worker's engine and of others."""
     from bench.engine import BOTH, MIXED, SPECULATIVE, goals  # needs torch
 
-    rows, source = _read(path)
-    about = json.loads(path.read_text())["about"]
+    rows, source, about = _read(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
     mixed = [row for row in rows if row["kind"] == MIXED and row["temperature"] == 0.0]
     batches = sorted({row["batch"] for row in mixed})
@@ -181,7 +181,7 @@ def carried(path: Path) -> Iterator[str]:
     """What one gateway process carries."""
     from bench.gateway import GOAL_MESSAGES_PER_CPU_S, GOAL_P99_S
 
-    rows, source = _read(path)
+    rows, source, _ = _read(path)
     yield from ("## What a gateway carries", "")
     yield f"One gateway process, tokens delivered at a steady rate, about three in a message. {source}."
     yield from table(

@@ -41,6 +41,10 @@ CHILDREN = 3
 CHILD = "gateway.format_child"
 
 
+class _ChildrenEnd(Exception):
+    """One after the other, before they take a format."""
+
+
 class FormatJudge:
     """Judges formats, each once. For one event loop."""
 
@@ -89,25 +93,28 @@ class FormatJudge:
         async with self._turn:
             try:
                 async with asyncio.timeout(WALL_S):
-                    for _ in range(CHILDREN):
-                        child = await self._living_child()
-                        if await self._taken(child, line):
-                            break
-                        # It ended while it had nothing to do, or was killed: its end says nothing of this format.
-                        await self._end_child()
-                    else:
-                        raise Unavailable("no output format can be judged now", retry_after_s=1.0)
+                    child = await self._hand_over(line)
                     assert child.stdout is not None
                     answer = await child.stdout.readline()
             except BaseException as error:
                 await self._end_child()  # it may still answer, and nobody would know whom
-                if isinstance(error, TimeoutError):
+                if isinstance(error, TimeoutError | _ChildrenEnd):
                     raise Unavailable("no output format can be judged now", retry_after_s=1.0) from error
                 raise
             if answer:
                 return str(json.loads(answer))
             # Not killed: asyncio then would not learn what it died of.
             return _fate(await child.wait())
+
+    async def _hand_over(self, line: bytes) -> Process:
+        """The child that has taken a format."""
+        for _ in range(CHILDREN):
+            child = await self._living_child()
+            if await self._taken(child, line):
+                return child
+            # It ended while it had nothing to do, or was killed: its end says nothing of this format.
+            await self._end_child()
+        raise _ChildrenEnd
 
     async def _living_child(self) -> Process:
         if self._child is None or self._child.returncode is not None:

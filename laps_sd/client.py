@@ -262,19 +262,16 @@ class _Patience:
 
 def _may_work_later(error: grpc.RpcError) -> bool:
     """Nobody answered, or whoever did said when to come again."""
-    code = error.code() if hasattr(error, "code") else None
-    return code in LOST or (code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_after_s(error) is not None)
+    if _is_lost(error):
+        return True
+    exhausted = hasattr(error, "code") and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return exhausted and retry_after_s(error) is not None
 
 
 def _pause_s(error: grpc.RpcError | None, attempts: int) -> float:
-    """At least as long as the server said."""
+    """Doubles, and is at least as long as the server said; part of it is chance, so that clients do not come back all at once."""
     advice = retry_after_s(error) if error is not None else None
-    return max(advice or 0.0, _growing(attempts))
-
-
-def _growing(attempts: int) -> float:
-    """A pause that doubles; part of it is chance, so that clients do not come back all at once."""
-    return min(MAX_PAUSE_S, 0.02 * 2.0 ** min(attempts, 10)) * random.uniform(0.5, 1.0)
+    return max(advice or 0.0, min(MAX_PAUSE_S, 0.02 * 2.0 ** min(attempts, 10)) * random.uniform(0.5, 1.0))
 
 
 class _Progress:

@@ -31,6 +31,7 @@ MAX_LEXER_COST = {"json_schema": 20_000, "regex": 8_000, "grammar": 8_000}
 grammar of JSON 2,000, 300 keywords in either case 5,000, `\\w` is 1,000. What costs most within them takes 0.1 s once, and then is over its budget for a step."""
 MAX_SYMBOLS = 50_000
 """Of the rules of a format. An object has 8 for each property."""
+FAILS = "the library for formats fails over it"
 
 
 def matcher_of(kind: str, wanted: Any, tokenizer: Any) -> Any:
@@ -47,18 +48,19 @@ def matcher_of(kind: str, wanted: Any, tokenizer: Any) -> Any:
     limits = LLParserLimits(initial_lexer_fuel=MAX_LEXER_COST[kind], max_grammar_size=MAX_SYMBOLS)
     try:
         matcher = LLMatcher(tokenizer, _grammar(kind, wanted), log_level=0, limits=limits)
-        said = matcher.get_error() if matcher.is_error() else ""
     except (ValueError, TypeError, ArithmeticError) as error:  # what is JSON here and not there
-        said = first_line(str(error))
+        said = str(error)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of the library's language, and no Exception
             raise
-        said = "panic:"
-    if said.startswith("panic:"):
-        said = "the library for formats fails over it"
-    if said:
-        raise ValueError(f"cannot be used: {first_line(said)}")
-    return matcher
+        said = FAILS
+    else:
+        if not matcher.is_error():
+            return matcher
+        said = matcher.get_error()
+        if said.startswith("panic:"):
+            said = FAILS
+    raise ValueError(f"cannot be used: {first_line(said)}")
 
 
 def first_line(said: str) -> str:

@@ -199,16 +199,15 @@ class DraftLengths:
         free = [request.free for request in requests]
         count, rows = len(caps), len(caps) + other_rows
         rest_s, plain_s = self.rest(count), self.verify(rows)
-        probed = list(caps)
+        probed = caps
         if behind:
-            many = self.step.counts[-1]
-            read_s = (self.step(many) - self.step(1)) / (many - 1) if many > 1 else 0.0
             row_s = (self.verify(rows + count) - plain_s) / count
-            price = count / (rest_s + plain_s)
-            caps = [
-                0 if late and not no_step and rate <= price * (row_s + read_s * (1.0 + late)) else cap
-                for cap, late, no_step, rate in zip(caps, behind, free, rates, strict=True)
+            price, read_s = count / (rest_s + plain_s), self._read_s()
+            earns = [
+                no_step or not late or rate > price * (row_s + read_s * (1.0 + late))
+                for late, no_step, rate in zip(behind, free, rates, strict=True)
             ]
+            caps = [cap if begins else 0 for cap, begins in zip(caps, earns, strict=True)]
         own, given = (
             [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
             for kind in (False, True)
@@ -249,6 +248,11 @@ class DraftLengths:
             max(length, min(cap, 1)) if request.probing else length
             for length, cap, request in zip(best_lengths, probed, requests, strict=True)
         ]
+
+    def _read_s(self) -> float:
+        """What the draft takes for one token more of a context that it reads."""
+        many = self.step.counts[-1]
+        return (self.step(many) - self.step(1)) / (many - 1) if many > 1 else 0.0
 
     def _choose_probe(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]

@@ -451,7 +451,7 @@ class SpeculativeEngine:
                 steps[i].found = found[i][:length]
                 steps[i].draft_len = length
             elif length:
-                lag = len(sequences[i].tokens) - sequences[i].draft_kv_length
+                lag = sequences[i].draft_lag
                 # Two tokens at least: after full acceptance the draft lacks one entry, and equal counts run as one batch.
                 feed = min(max(lag, 2), len(sequences[i].tokens))
                 if lag <= 2 or feed <= left:
@@ -463,7 +463,7 @@ class SpeculativeEngine:
 
     def _behind(self, sequence: Sequence) -> float:
         """Tokens that the draft lacks, for each token that the request may still say: as many as it said, if its limit allows."""
-        lag = len(sequence.tokens) - sequence.draft_kv_length
+        lag = sequence.draft_lag
         if lag <= 2:
             return 0.0
         left = sequence.spec.max_tokens - sequence.output_length

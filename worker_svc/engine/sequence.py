@@ -94,6 +94,11 @@ class Sequence:
         return 0 if self.draft is None else self.draft.length
 
     @property
+    def draft_lag(self) -> int:
+        """Tokens of the context that the draft has not read; one or two while it proposes in every round."""
+        return len(self.tokens) - self.draft_kv_length
+
+    @property
     def swapped_bytes(self) -> int:
         """Host memory that its copies take."""
         return sum(copy.numel() * copy.element_size() for copy in self.swapped if copy is not None)

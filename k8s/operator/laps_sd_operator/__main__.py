@@ -28,13 +28,13 @@ from laps_sd.config import load
 from laps_sd.log import configure, get_logger
 from laps_sd.wire import LinkSettings, Tls, link_tls
 from laps_sd_operator import objects, scheduler
+from laps_sd_operator.answers import CONFLICT, GONE, UNPROCESSABLE, if_there
 from laps_sd_operator.leadership import Leadership
 from laps_sd_operator.reconcile import Action, Adopt, Create, Drain, Mark, Scale, Spare, Update, reconcile
 
 TURN_S = 2.0
 TURN_LIMIT_S = 60.0
 """A turn that takes longer waits for an answer that will not come: the client gives up on nothing by itself."""
-GONE, CONFLICT, UNPROCESSABLE = 404, 409, 422
 
 log = get_logger("operator")
 
@@ -223,14 +223,14 @@ class Kubernetes:
 
     async def pool(self) -> dict[str, Any] | None:
         """The pool, if there is one."""
-        found: dict[str, Any] | None = await _if_there(
+        found: dict[str, Any] | None = await if_there(
             self._custom.get_namespaced_custom_object(*self._itself)
         )
         return found
 
     async def deployment(self) -> dict[str, Any] | None:
         """The Deployment of the pool's name, if there is one."""
-        found = await _if_there(self._apps.read_namespaced_deployment(self._name, self._namespace))
+        found = await if_there(self._apps.read_namespaced_deployment(self._name, self._namespace))
         plain: dict[str, Any] | None = self._api.sanitize_for_serialization(found)
         return plain
 
@@ -269,15 +269,6 @@ class Kubernetes:
 
 
 MERGE = "application/merge-patch+json"
-
-
-async def _if_there(asked: Any) -> Any:
-    try:
-        return await asked
-    except ApiException as error:
-        if error.status == GONE:
-            return None
-        raise
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
 
 from laps_sd.log import get_logger
+from laps_sd_operator.answers import CONFLICT, if_there
 
 LEASE = "laps-sd-operator"
 LEASES = ("coordination.k8s.io", "v1")
 LEASE_S, RENEW_S, RETRY_S = 15.0, 10.0, 2.0
 """As Kubernetes' controllers have them."""
-GONE, CONFLICT = 404, 409
 NEVER = float("-inf")
 
 log = get_logger("operator.leadership")
@@ -142,12 +142,9 @@ class Leadership:
         }
 
     async def _read(self) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = await self._objects.get_namespaced_custom_object(*self._leases, LEASE)
-        except ApiException as error:
-            if error.status == GONE:
-                return None
-            raise
+        found: dict[str, Any] | None = await if_there(
+            self._objects.get_namespaced_custom_object(*self._leases, LEASE)
+        )
         return found
 
 

@@ -15,11 +15,11 @@ import pytest
 from gateway.link import PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import CancelRequest, GenerateRequest, ResumeRequest, SamplingParams
-from laps_sd.wire import server_options
 from tests.helpers import wait_until_async
 from tests.services.gateway.conftest import StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind, Reply
 from tests.services.gateway.reading import ids_of, rest
+from tests.services.hostile_link import HostileLink
 from tests.system.hostile import DAMAGES, Hints, random_message, spoil
 
 CLIENTS = 8
@@ -27,66 +27,33 @@ CALL_S = 0.5
 EPOCH = "1-hostile"
 
 
-class HostileScheduler:
+class HostileScheduler(HostileLink):
     """Greets as a leader does and takes every question in. Its answers are mostly right, but for a field or two."""
 
     def __init__(self, seed: int) -> None:
-        self.said = 0
+        super().__init__("laps_sd.v1.GatewayLink", link_pb2.GatewayMessage, seed)
         self.silent = False
-        self._rng = random.Random(seed)
         self._submits: deque[link_pb2.Submit] = deque(maxlen=CLIENTS)
         self._attaches: deque[link_pb2.Attach] = deque(maxlen=CLIENTS)
         self._cancels: deque[int] = deque(maxlen=CLIENTS)
-        self._server: grpc.aio.Server | None = None
 
-    async def start(self) -> int:
-        """The port."""
-        self._server = grpc.aio.server(options=server_options())
-        connect = grpc.stream_stream_rpc_method_handler(
-            self._connect, request_deserializer=link_pb2.GatewayMessage.FromString
-        )
-        services = grpc.method_handlers_generic_handler("laps_sd.v1.GatewayLink", {"Connect": connect})
-        self._server.add_generic_rpc_handlers((services,))
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        await self._server.start()
-        return port
+    def _is_silent(self) -> bool:
+        return self.silent or not self._submits
 
-    async def stop(self) -> None:
-        assert self._server is not None
-        await self._server.stop(None)
-
-    @property
-    def asked(self) -> bool:
-        """Somebody waits for an answer, or has had one."""
-        return bool(self._submits)
-
-    async def _connect(self, requests: Any, context: Any) -> None:
-        await context.read()
+    async def _greet(self, context: Any) -> bool:
         if self._rng.random() < 0.1:
             await context.write(self._damaged(self._greeting()))
         await context.write(self._greeting().SerializeToString())
-        listening = asyncio.create_task(self._listen(context))
-        try:
-            while not listening.done():
-                if self.silent or not self.asked:
-                    await asyncio.sleep(0.01)
-                    continue
-                await context.write(self._anything())
-                self.said += 1
-                await asyncio.sleep(0)
-        finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+        return True
 
-    async def _listen(self, context: Any) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            match message.WhichOneof("message"):
-                case "submit":
-                    self._submits.append(message.submit)
-                case "attach":
-                    self._attaches.append(message.attach)
-                case "cancel":
-                    self._cancels.append(message.cancel.cancel_id)
+    def _hear(self, message: link_pb2.GatewayMessage) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submits.append(message.submit)
+            case "attach":
+                self._attaches.append(message.attach)
+            case "cancel":
+                self._cancels.append(message.cancel.cancel_id)
 
     def _greeting(self) -> Reply:
         hello = link_pb2.SchedulerHello(shard="s0", protocol_version=PROTOCOL_VERSIONS[0], pool="demo")

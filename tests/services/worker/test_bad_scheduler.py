@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 from google.protobuf.message import DecodeError
 
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
-from laps_sd.wire import server_options
 from tests.helpers import wait_until_async
+from tests.services.hostile_link import HostileLink
 from tests.services.worker.harness import on_wire, scheduler, spec, worker
 from tests.system.hostile import DAMAGES, Hints, random_message, spoil
 from worker_svc.fake import FakeEngine
@@ -28,54 +24,26 @@ KINDS = (
 """All that a leader says but what rightly ends a worker."""
 
 
-class HostileScheduler:
+class HostileScheduler(HostileLink):
     """Greets as a leader does; what it says then is right but for a field or two, or no message at all."""
 
     def __init__(self, seed: int) -> None:
-        self.said = 0
+        super().__init__("laps_sd.v1.WorkerLink", pb.WorkerMessage, seed)
         self.reports = 0
-        self.address = ""
-        self._rng = random.Random(seed)
-        self._server: grpc.aio.Server | None = None
 
-    async def start(self) -> None:
-        """Listens at `address`."""
-        self._server = grpc.aio.server(options=server_options())
-        connect = grpc.stream_stream_rpc_method_handler(
-            self._connect, request_deserializer=pb.WorkerMessage.FromString
-        )
-        services = grpc.method_handlers_generic_handler("laps_sd.v1.WorkerLink", {"Connect": connect})
-        self._server.add_generic_rpc_handlers((services,))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        await self._server.start()
-
-    async def stop(self) -> None:
-        assert self._server is not None
-        await self._server.stop(None)
-
-    async def _connect(self, requests: Any, context: Any) -> None:
-        await context.read()
+    async def _greet(self, context: Any) -> bool:
         rng = self._rng
         if rng.random() < 0.1:
             reply = pb.WorkerLinkReply()
             reply.not_leader.leader_address = rng.choice(("", "x", "a:b:c", "\0", "é:1", ":::0", "h:99999"))
             await context.write(reply.SerializeToString())
-            return
+            return False
         greeting = gateway_pb.SchedulerHello(shard="s0", protocol_version=PROTOCOL_VERSIONS[0], pool="demo")
         await context.write(pb.WorkerLinkReply(leader_epoch=EPOCH, hello=greeting).SerializeToString())
-        listening = asyncio.create_task(self._listen(context))
-        try:
-            while not listening.done():
-                await context.write(self._anything())
-                self.said += 1
-                await asyncio.sleep(0)
-        finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+        return True
 
-    async def _listen(self, context: Any) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            self.reports += len(message.reports.reports)
+    def _hear(self, message: pb.WorkerMessage) -> None:
+        self.reports += len(message.reports.reports)
 
     def _anything(self) -> bytes:
         rng = self._rng
@@ -130,9 +98,9 @@ def ends_a_worker(octets: bytes) -> bool:
 async def test_a_worker_survives_whatever_a_scheduler_says(messages: int) -> None:
     engine = FakeEngine(slots=4)
     hostile = HostileScheduler(seed=messages)
-    await hostile.start()
+    port = await hostile.start()
     async with scheduler() as honest:
-        honest.refer_to = hostile.address
+        honest.refer_to = f"127.0.0.1:{port}"
         async with worker(honest.address, engine=engine) as w:
             await wait_until_async(
                 lambda: w.running.done() or hostile.said >= messages,
