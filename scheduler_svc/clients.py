@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laps_sd.errors import InvalidArgument
 from laps_sd.log import get_logger
@@ -99,7 +99,7 @@ class Clients:
         del self.live[live.request_id]
         self.owe(live)
         self.ended_lately(now_s)
-        self._ended.append(EndedLately(now_s, live, commit._replace(position=len(live.committed), tokens=())))
+        self._ended.append(EndedLately(now_s, live, replace(commit, position=len(live.committed), tokens=())))
         metrics.observe_end(
             commit.end, live.facts, live.started_s, live.first_token_s, len(live.committed), now_s
         )

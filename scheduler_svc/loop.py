@@ -493,7 +493,7 @@ class Loop:
             case Release():
                 live.lease(live.lease_epoch, None, now_s)
             case Rank():
-                live.standing = live.standing._replace(level=command.level, score=command.score)
+                live.standing = replace(live.standing, level=command.level, score=command.score)
 
     async def _refused(
         self, command: Commit | Finish | Release | Lease, status: TransitionStatus, now_s: float

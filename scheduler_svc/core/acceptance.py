@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
-from typing import NamedTuple
+from typing import Final, final
 
 DEFAULT_TOKENS_PER_ROUND = 2.0
 """With no history at all. Any value serves: what counts is how requests differ from each other."""
@@ -41,14 +41,19 @@ REBUILD_ROUNDS = 64.0
 """Rounds between two tables of tokens by draft length; fewer while there is little history."""
 _LARGEST_UNIT = 1e6
 _KEEP = 1 - 1 / FORGET_ROUNDS
-_POSITIONS = range(MAX_POSITIONS)
 
 
-class TokensPerRound(NamedTuple):
+@final
+@dataclass(slots=True)
+class TokensPerRound:
     """`mean`, and how far it may be off: the standard deviation as a share of the mean."""
 
-    mean: float
-    spread: float
+    mean: Final[float]
+    spread: Final[float]
+
+    def __init__(self, mean: float, spread: float) -> None:
+        self.mean = mean
+        self.spread = spread
 
 
 @dataclass(slots=True)
@@ -132,9 +137,9 @@ class PositionStatistics:
             self.tested += [0.0] * more
             self.accepted += [0.0] * more
         unit, sums_tested, sums_accepted = self.unit, self.tested, self.accepted
-        for i, compared, kept in zip(_POSITIONS, tested, accepted, strict=False):
-            sums_tested[i] += unit * compared
-            sums_accepted[i] += unit * kept
+        for i in range(min(len(tested), len(accepted), MAX_POSITIONS)):
+            sums_tested[i] += unit * tested[i]
+            sums_accepted[i] += unit * accepted[i]
         self.rounds = self.rounds * _KEEP + 1
         self.since_built += 1
         self.unit = unit / _KEEP

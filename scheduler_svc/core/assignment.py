@@ -16,14 +16,13 @@ def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
     if not worker.must_send and not _differs(worker, settings.resend_index_change):
         return None
     worker.must_send = False
-    in_order = [_entry(members[key[-1]], worker) for key in worker.ordered]
-    worker.sent = {entry.request_id: entry for entry in in_order}
-    in_order.sort(key=_reserved_first)
-    return Assign(worker.worker_id, tuple(in_order))
-
-
-def _reserved_first(entry: AssignEntry) -> bool:
-    return not entry.reserved
+    first: list[AssignEntry] = []
+    others: list[AssignEntry] = []
+    for key in worker.ordered:
+        request = members[key[-1]]
+        entry = request.sent = _entry(request, worker)
+        (first if entry.reserved else others).append(entry)
+    return Assign(worker.worker_id, (*first, *others))
 
 
 def _entry(request: Request, worker: Worker) -> AssignEntry:
@@ -50,14 +49,14 @@ def _differs(worker: Worker, tolerance: float) -> bool:
     the worker knows: it ended there, or a Drop goes out.
     """
     members = worker.members
-    for request_id, request in members.items():
-        sent = worker.sent.get(request_id)
-        if sent is None or sent.lease_epoch != request.lease_epoch:
+    for request in members.values():
+        if request.sent is None:
             return True
     if len(members) <= worker.slots and len(worker.running) == len(members):
         return False
-    for request_id, request in members.items():
-        sent = worker.sent[request_id]
+    for request in members.values():
+        sent = request.sent
+        assert sent is not None, "the first of the three cases"
         if sent is not request.entry and _moved(sent, _entry(request, worker), request.running, tolerance):
             return True
     return False

@@ -6,43 +6,87 @@ The caller's contract, per step:
   2. Answer refusals with `Refused` events at the next step, and leave refused requests out of `Assign`.
   3. Then acknowledge reports, show committed tokens to clients, and send Drop and Assign to the workers.
 
-What is made for every request of every round is a named tuple, which costs a third of a frozen dataclass.
+What is made for every request of every round has its constructor written out, for the reason given in `core/rank.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, final
 
 from scheduler_svc.core.events import End
 
 
-class Standing(NamedTuple):
+@final
+@dataclass(slots=True)
+class Standing:
     """What the record keeps of a request's progress and place in the queue."""
 
-    rounds: int
-    drafted: int
-    accepted: int
-    attained_s: float
-    preemptions: int
-    level: int
-    score: float
+    rounds: Final[int]
+    drafted: Final[int]
+    accepted: Final[int]
+    attained_s: Final[float]
+    preemptions: Final[int]
+    level: Final[int]
+    score: Final[float]
     """Order inside the level, smaller first; what an operator reads in the sorted set."""
 
+    def __init__(
+        self,
+        rounds: int,
+        drafted: int,
+        accepted: int,
+        attained_s: float,
+        preemptions: int,
+        level: int,
+        score: float,
+    ) -> None:
+        self.rounds = rounds
+        self.drafted = drafted
+        self.accepted = accepted
+        self.attained_s = attained_s
+        self.preemptions = preemptions
+        self.level = level
+        self.score = score
 
-class Commit(NamedTuple):
+
+@final
+@dataclass(slots=True)
+class Commit:
     """Append tokens, if the lease epoch and the position are still the record's; with `end`, finish in the same transition."""
 
-    request_id: str
-    lease_epoch: int
-    position: int
-    tokens: tuple[int, ...]
-    standing: Standing
-    end: End | None
-    cut_characters: int
-    detail: str
-    story: tuple[StoryLine, ...]
+    request_id: Final[str]
+    lease_epoch: Final[int]
+    position: Final[int]
+    tokens: Final[tuple[int, ...]]
+    standing: Final[Standing]
+    end: Final[End | None]
+    cut_characters: Final[int]
+    detail: Final[str]
+    story: Final[tuple[StoryLine, ...]]
     """With `end`: the whole story, for Explain of a finished request. Otherwise empty."""
+
+    def __init__(
+        self,
+        request_id: str,
+        lease_epoch: int,
+        position: int,
+        tokens: tuple[int, ...],
+        standing: Standing,
+        end: End | None,
+        cut_characters: int,
+        detail: str,
+        story: tuple[StoryLine, ...],
+    ) -> None:
+        self.request_id = request_id
+        self.lease_epoch = lease_epoch
+        self.position = position
+        self.tokens = tokens
+        self.standing = standing
+        self.end = end
+        self.cut_characters = cut_characters
+        self.detail = detail
+        self.story = story
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +100,93 @@ class Finish:
     story: tuple[StoryLine, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class Lease:
     """Give the request to a worker under a new lease epoch (the record's must be `lease_epoch` − 1)."""
 
-    request_id: str
-    worker_id: str
-    lease_epoch: int
+    request_id: Final[str]
+    worker_id: Final[str]
+    lease_epoch: Final[int]
+
+    def __init__(
+        self,
+        request_id: str,
+        worker_id: str,
+        lease_epoch: int,
+    ) -> None:
+        self.request_id = request_id
+        self.worker_id = worker_id
+        self.lease_epoch = lease_epoch
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class Release:
     """Take the request back from its worker; the lease epoch stays until the next lease raises it."""
 
-    request_id: str
-    lease_epoch: int
+    request_id: Final[str]
+    lease_epoch: Final[int]
+
+    def __init__(
+        self,
+        request_id: str,
+        lease_epoch: int,
+    ) -> None:
+        self.request_id = request_id
+        self.lease_epoch = lease_epoch
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class Rank:
     """The request's place in the queue changed without a commit."""
 
-    request_id: str
-    level: int
-    score: float
+    request_id: Final[str]
+    level: Final[int]
+    score: Final[float]
+
+    def __init__(
+        self,
+        request_id: str,
+        level: int,
+        score: float,
+    ) -> None:
+        self.request_id = request_id
+        self.level = level
+        self.score = score
 
 
-class AssignEntry(NamedTuple):
+@final
+@dataclass(slots=True)
+class AssignEntry:
     """What `laps_sd.choose` needs to know from the scheduler; see `Candidate`."""
 
-    request_id: str
-    lease_epoch: int
-    rank_class: int
-    index_s: float
-    resume_cost_s: float
-    reserved: bool
-    pinned: bool
+    request_id: Final[str]
+    lease_epoch: Final[int]
+    rank_class: Final[int]
+    index_s: Final[float]
+    resume_cost_s: Final[float]
+    reserved: Final[bool]
+    pinned: Final[bool]
+
+    def __init__(
+        self,
+        request_id: str,
+        lease_epoch: int,
+        rank_class: int,
+        index_s: float,
+        resume_cost_s: float,
+        reserved: bool,
+        pinned: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.lease_epoch = lease_epoch
+        self.rank_class = rank_class
+        self.index_s = index_s
+        self.resume_cost_s = resume_cost_s
+        self.reserved = reserved
+        self.pinned = pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +213,25 @@ class Drained:
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class StoryLine:
     """One thing that happened to a request, for Explain."""
 
-    at_s: float
-    what: str
+    at_s: Final[float]
+    what: Final[str]
     """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, ended, …"""
-    detail: str
+    detail: Final[str]
+
+    def __init__(
+        self,
+        at_s: float,
+        what: str,
+        detail: str,
+    ) -> None:
+        self.at_s = at_s
+        self.what = what
+        self.detail = detail
 
 
 Command = Commit | Finish | Lease | Release | Rank | Assign | Drop | Drained

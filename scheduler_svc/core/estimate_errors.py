@@ -12,6 +12,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Final, final
 
 MOST_RATIO = 1024.0
 """Actual over predicted is told within 1/this … this."""
@@ -19,7 +20,7 @@ BINS_PER_OCTAVE = 8
 SETTLED_ROUNDS = 32
 
 
-class Moment(enum.Enum):
+class Moment(enum.StrEnum):
     """When an estimate was made."""
 
     ARRIVAL = "arrival"
@@ -31,7 +32,7 @@ class Moment(enum.Enum):
     """After `SETTLED_ROUNDS` rounds: its own acceptance has its say."""
 
 
-class Basis(enum.Enum):
+class Basis(enum.StrEnum):
     """What the estimate of the length rested on."""
 
     CLASS = "class"
@@ -39,13 +40,24 @@ class Basis(enum.Enum):
     WORKER = "worker"
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class Estimate:
     """What was said of a request at one moment, and what it had been charged until then."""
 
-    remaining_s: float
-    attained_s: float
-    basis: Basis
+    remaining_s: Final[float]
+    attained_s: Final[float]
+    basis: Final[Basis]
+
+    def __init__(
+        self,
+        remaining_s: float,
+        attained_s: float,
+        basis: Basis,
+    ) -> None:
+        self.remaining_s = remaining_s
+        self.attained_s = attained_s
+        self.basis = basis
 
 
 @dataclass(frozen=True, slots=True)

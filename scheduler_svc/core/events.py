@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final, final
 
 from laps_sd.choose import Residency
 
@@ -108,35 +109,77 @@ class WorkerDraining:
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class Progress:
     """What one request did in one round."""
 
-    request_id: str
-    lease_epoch: int
-    position: int
+    request_id: Final[str]
+    lease_epoch: Final[int]
+    position: Final[int]
     """Output tokens before the round."""
-    tokens: tuple[int, ...]
+    tokens: Final[tuple[int, ...]]
     """New output token ids; the core counts them and hands them on."""
-    drafted: int
-    accepted: int
-    prefilled: int
+    drafted: Final[int]
+    accepted: Final[int]
+    prefilled: Final[int]
     """Context tokens computed for it in this round (prompt, or recompute)."""
-    end: End | None
-    cut_characters: int
-    error: str
-    tested_by_position: tuple[int, ...] = ()
-    accepted_by_position: tuple[int, ...] = ()
-    predicted_remaining_tokens: float | None = None
+    end: Final[End | None]
+    cut_characters: Final[int]
+    error: Final[str]
+    tested_by_position: Final[tuple[int, ...]]
+    accepted_by_position: Final[tuple[int, ...]]
+    predicted_remaining_tokens: Final[float | None]
+
+    def __init__(
+        self,
+        request_id: str,
+        lease_epoch: int,
+        position: int,
+        tokens: tuple[int, ...],
+        drafted: int,
+        accepted: int,
+        prefilled: int,
+        end: End | None,
+        cut_characters: int,
+        error: str,
+        tested_by_position: tuple[int, ...] = (),
+        accepted_by_position: tuple[int, ...] = (),
+        predicted_remaining_tokens: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.lease_epoch = lease_epoch
+        self.position = position
+        self.tokens = tokens
+        self.drafted = drafted
+        self.accepted = accepted
+        self.prefilled = prefilled
+        self.end = end
+        self.cut_characters = cut_characters
+        self.error = error
+        self.tested_by_position = tested_by_position
+        self.accepted_by_position = accepted_by_position
+        self.predicted_remaining_tokens = predicted_remaining_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class ResidencyChange:
     """The KV of a request lies elsewhere now."""
 
-    request_id: str
-    lease_epoch: int
-    residency: Residency
+    request_id: Final[str]
+    lease_epoch: Final[int]
+    residency: Final[Residency]
+
+    def __init__(
+        self,
+        request_id: str,
+        lease_epoch: int,
+        residency: Residency,
+    ) -> None:
+        self.request_id = request_id
+        self.lease_epoch = lease_epoch
+        self.residency = residency
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Final, final
 
 DEFAULT_LOG_MEAN = math.log(150)
 DEFAULT_LOG_SPREAD = 1.0
@@ -48,13 +48,21 @@ _NOTHING = 1e-9
 """A tail thinner than this says nothing about what follows."""
 
 
-class TokensLeft(NamedTuple):
+@final
+@dataclass(slots=True)
+class TokensLeft:
     """Expected output tokens that remain, with a credible interval."""
 
-    mean: float
-    low: float
-    high: float
-    basis: str
+    mean: Final[float]
+    low: Final[float]
+    high: Final[float]
+    basis: Final[str]
+
+    def __init__(self, mean: float, low: float, high: float, basis: str) -> None:
+        self.mean = mean
+        self.low = low
+        self.high = high
+        self.basis = basis
 
 
 def _lognormal_masses(log_mean: float, log_spread: float) -> list[float]:
@@ -80,7 +88,8 @@ class LengthTable:
         self.counts = [0.0] * BINS
         self.weight = 0.0
         self._since_built = 0
-        self._basis = (-1.0, "")
+        self._basis = ""
+        self._basis_weight = -1.0
         self._masses = DEFAULT_MASSES
         self._build()
 
@@ -92,9 +101,10 @@ class LengthTable:
     @property
     def basis(self) -> str:
         """What an estimate by this table rests on, for people; written once for each weight, since every rank has it."""
-        if self._basis[0] != self.weight:
-            self._basis = (self.weight, f"lengths of {self.weight:.0f} requests of its class")
-        return self._basis[1]
+        if self._basis_weight != self.weight:
+            self._basis_weight = self.weight
+            self._basis = f"lengths of {self.weight:.0f} requests of its class"
+        return self._basis
 
     @property
     def stale(self) -> bool:

@@ -72,6 +72,8 @@ class Request:
     """Up to date while it is on a list; in the queue, its tenant's turn may have come or gone since."""
     entry: AssignEntry | None = None
     """What its worker's list says of it; None when that has to be made anew."""
+    sent: AssignEntry | None = None
+    """The same as its worker has it; None while it is on no list, or has not been sent."""
     account: Account | None = None
     """Its tenant's, when fairness is on and it is in the shard."""
     story: list[StoryLine] = field(default_factory=list)

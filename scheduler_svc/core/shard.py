@@ -370,7 +370,6 @@ class Shard:
         for worker in self.workers.values():
             assert worker.ordered == sorted(r.key_now for r in worker.members.values())
             assert all(r.worker == worker.worker_id for r in worker.members.values())
-            assert set(worker.sent) <= set(worker.members)
             assert worker.reserved == sum(r.reserved for r in worker.members.values())
             assert worker.facts is not None or worker.members
             assert listed.isdisjoint(worker.members)
@@ -380,6 +379,7 @@ class Shard:
         assert listed.isdisjoint(queued) and listed.isdisjoint(self.parked) and queued.isdisjoint(self.parked)
         assert listed | queued | set(self.parked) == set(self.requests)
         assert all((r.worker is None) == (i not in listed) for i, r in self.requests.items())
+        assert all(r.sent is None or i in listed for i, r in self.requests.items())
         assert +self.depth == Counter(r.rank.level for r in self.requests.values() if not r.running)
         assert self.running == sum(r.running for r in self.requests.values())
         takers = [w for w in self.workers.values() if w.takes_work]

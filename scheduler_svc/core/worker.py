@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from laps_sd.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
-from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.request import OrderKey, Request
 
@@ -30,8 +29,6 @@ class Worker:
     """The order keys of its members, best first."""
     running: dict[str, Request] = field(default_factory=dict)
     """Members that took part in the last round it reported."""
-    sent: dict[str, AssignEntry] = field(default_factory=dict)
-    """The list as the worker has it: what was assigned, less what ended or was dropped since."""
     must_send: bool = False
     """It said hello: it gets its list whatever is in it."""
     told_drained: bool = False
@@ -147,7 +144,7 @@ class Worker:
         del self.members[request.request_id]
         del self.ordered[bisect_left(self.ordered, request.order_key)]
         self.running.pop(request.request_id, None)
-        self.sent.pop(request.request_id, None)
+        request.sent = None
         self.reserved -= request.reserved
 
     def reorder(self, request: Request, before: OrderKey) -> None:

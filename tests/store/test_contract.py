@@ -438,7 +438,7 @@ class TestEnd:
         await One(store).commit(last)
 
         assert await One(store).many("commit", [a_commit(), last]) == [ALREADY, ALREADY]
-        assert await One(store).commit(last._replace(end=End.STOP)) is GONE
+        assert await One(store).commit(replace(last, end=End.STOP)) is GONE
         assert (await read(store)).committed_ids == (11, 12, 13, 14)
 
     async def test_a_last_round_may_bring_no_token(self, store: Store) -> None:

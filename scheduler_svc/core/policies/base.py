@@ -9,7 +9,8 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Final, TypeVar, final
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.lengths import TokensLeft
@@ -60,22 +61,29 @@ class Policy(ABC):
         return f"about {request.rank.remaining.mean_s:.3g} s left{level}"
 
 
-class Estimate(NamedTuple):
-    """What a request still needs. A tuple, because every rank makes one."""
+@final
+@dataclass(slots=True)
+class Estimate:
+    """What a request still needs."""
 
-    decoding_s: float
+    decoding_s: Final[float]
     """Machine seconds of decoding that are left."""
-    resume_s: float
+    resume_s: Final[float]
     """As `resume_cost_s`."""
-    remaining: Remaining
+    remaining: Final[Remaining]
     """Decoding, and what must be computed or moved before it."""
+
+    def __init__(self, decoding_s: float, resume_s: float, remaining: Remaining) -> None:
+        self.decoding_s = decoding_s
+        self.resume_s = resume_s
+        self.remaining = remaining
 
 
 def estimate_by_length(request: Request, priors: Priors) -> Estimate:
     """From the tokens that are left, at the pace of its class: what is known without looking at its own acceptance."""
     left = tokens_left(request, priors)
     pace = priors.mean_tokens_per_round(request.facts.workload_class)
-    return estimate(request, priors, left, pace, left.low / left.mean, left.high / left.mean, left.basis)
+    return estimate(request, priors, left, pace, left.low / left.mean, left.high / left.mean)
 
 
 def estimate_by_acceptance(request: Request, priors: Priors) -> Estimate:
@@ -83,12 +91,17 @@ def estimate_by_acceptance(request: Request, priors: Priors) -> Estimate:
     left = tokens_left(request, priors)
     pace = priors.tokens_per_round(request.facts.workload_class, request.rounds, request.emitted)
     low, high = _widen(left.low / left.mean, left.high / left.mean, pace.spread)
-    basis = f"{left.basis}; {request.rounds} rounds of its own"
-    return estimate(request, priors, left, pace.mean, low, high, basis)
+    return estimate(request, priors, left, pace.mean, low, high, request.rounds)
 
 
 def estimate(
-    request: Request, priors: Priors, left: TokensLeft, pace: float, low: float, high: float, basis: str
+    request: Request,
+    priors: Priors,
+    left: TokensLeft,
+    pace: float,
+    low: float,
+    high: float,
+    own_rounds: int | None = None,
 ) -> Estimate:
     """At `pace` tokens per round, each at the machine's cost for a context half way to its end; `low` and `high` are
     the ends of the interval as shares of the mean.
@@ -97,7 +110,7 @@ def estimate(
     resume_s = resume_cost_s(request, priors)
     setup_s = 0.0 if request.residency is Residency.DEVICE else resume_s
     remaining = Remaining(
-        decoding_s + setup_s, decoding_s * low + setup_s, decoding_s * high + setup_s, basis
+        decoding_s + setup_s, decoding_s * low + setup_s, decoding_s * high + setup_s, left.basis, own_rounds
     )
     return Estimate(decoding_s, resume_s, remaining)
 
@@ -164,8 +177,9 @@ class Levels:
 
 def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
     """Add the uncertainty of the pace to that of the length, as independent factors around the estimate."""
-    pace = 1.28 * spread
+    pace = (1.28 * spread) ** 2
+    # Not `hypot`, which the compiler does not know.
     return (
-        math.exp(-math.hypot(math.log(low), pace)),
-        math.exp(math.hypot(math.log(high), pace)),
+        math.exp(-math.sqrt(math.log(low) ** 2 + pace)),
+        math.exp(math.sqrt(math.log(high) ** 2 + pace)),
     )
