@@ -201,4 +201,4 @@ def shrinkage(variances: tuple[float, float] | None) -> float:
 def tokens_per_round(mean: float, n0: float, within: float, rounds: int, emitted: int) -> TokensPerRound:
     """`(n0·m0 + emitted) / (n0 + rounds)`, and the spread that is left after so many rounds."""
     estimate = (n0 * mean + emitted) / (n0 + rounds)
-    return TokensPerRound(estimate, (AUTOCORRELATION * within / (n0 + rounds)) ** 0.5 / estimate)
+    return TokensPerRound(estimate, math.sqrt(AUTOCORRELATION * within / (n0 + rounds)) / estimate)

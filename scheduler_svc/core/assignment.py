@@ -44,20 +44,41 @@ def _entry(request: Request, worker: Worker) -> AssignEntry:
 
 
 def _differs(worker: Worker, tolerance: float) -> bool:
-    """Three cases. Somebody is new: send. Everybody runs, and the list is no longer than the slots: ranks decide
-    nothing. Otherwise: send if an entry moved in a way that could turn a decision. Who left is no reason, since
-    the worker knows: it ended there, or a Drop goes out.
+    """Three cases. Somebody is new, and its turn may be near: send. Everybody runs, and the list is no longer than
+    the slots: ranks decide nothing. Otherwise: send if an entry moved in a way that could turn a decision. Who left is
+    no reason, since the worker knows: it ended there, or a Drop goes out.
     """
     members = worker.members
-    for request in members.values():
-        if request.sent is None:
-            return True
+    if _brings_news(worker):
+        return True
     if len(members) <= worker.slots and len(worker.running) == len(members):
         return False
     for request in members.values():
         sent = request.sent
-        assert sent is not None, "the first of the three cases"
-        if sent is not request.entry and _moved(sent, _entry(request, worker), request.running, tolerance):
+        if sent is request.entry or sent is None:
+            continue
+        if _moved(sent, _entry(request, worker), request.running, tolerance):
+            return True
+    return False
+
+
+def _brings_news(worker: Worker) -> bool:
+    """Whether the worker must hear of members that it does not know.
+
+    Those at the end of a long list can wait until there are more of them: a request ends in nearly every round of a full
+    worker and another one is listed for it, and each list that is sent names them all. They can while the worker knows
+    half as many again as it has slots, and they come after all of these (our choice). Where KV is short it may have to look
+    further than that for one that fits.
+    """
+    if worker.is_short_of_blocks:
+        return any(request.sent is None for request in worker.members.values())
+    near = worker.slots + (worker.slots + 1) // 2
+    known = 0
+    for key in worker.ordered:
+        request = worker.members[key[-1]]
+        if request.sent is not None:
+            known += 1
+        elif known < near or request.reserved:
             return True
     return False
 

@@ -16,7 +16,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.worker import Worker
 
-MOST_REFRESHED = 32
+MOST_REFRESHED = 8
 """Ranks at the front of the queue that are made anew in one step, however many wait there on older priors."""
 
 MOST_LISTS_REFRESHED = 4

@@ -149,5 +149,10 @@ class Worker:
 
     def reorder(self, request: Request, before: OrderKey) -> None:
         """Its order key changed from `before`."""
-        del self.ordered[bisect_left(self.ordered, before)]
-        insort(self.ordered, request.order_key)
+        ordered, key = self.ordered, request.order_key
+        at = bisect_left(ordered, before)
+        if (at == 0 or ordered[at - 1] < key) and (at + 1 == len(ordered) or key < ordered[at + 1]):
+            ordered[at] = key  # as most often: its neighbours are the same
+        else:
+            del ordered[at]
+            insort(ordered, key)

@@ -22,6 +22,7 @@ from scheduler_svc.core.events import (
     WorkerFacts,
     WorkerUp,
 )
+from scheduler_svc.core.placement import MOST_REFRESHED
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.request import MAX_STORY_LINES, Request
@@ -529,7 +530,7 @@ class TestReports:
             after = scheduler.queue(50.0, crowd)
             anew.append(sum(entry.index_s > 2 * before[entry.request_id] for entry in after))
             scheduler.check()
-        assert 32 <= anew[0] == anew[1] < 600
+        assert MOST_REFRESHED <= anew[0] == anew[1] < 600
 
     def test_the_bound_on_new_ranks_is_one_for_the_step_not_one_for_each_lease(self) -> None:
         scheduler = core("srpt-length")
@@ -541,7 +542,7 @@ class TestReports:
         scheduler.step(50.0, [report(*ends, draft_s=50.0, verify_s=50.0)])
         after = scheduler.queue(50.0, 600)
         anew = sum(entry.index_s > 2 * before[entry.request_id] for entry in after)
-        assert 32 <= anew <= 32 + 2 * slots, "the front of the queue, and one list"
+        assert MOST_REFRESHED <= anew <= MOST_REFRESHED + 2 * slots, "the front of the queue, and one list"
         scheduler.check()
 
     def test_ranks_of_waiting_requests_follow_what_is_learnt(self) -> None:
@@ -633,6 +634,35 @@ class TestSteps:
         ]
         assert sent
         assert sent[-1]["b"] < 0.5
+
+    def news(self, arrival: RequestFacts, known: int = 16, free_blocks: int = 900) -> set[str]:
+        """Eight slots: who is on the list that is sent when this one arrives behind so many that are known."""
+        scheduler = core("srpt-length")
+        others = [Arrived(request(f"r{i:02d}", i, expected_output_tokens=20 + i)) for i in range(known - 1)]
+        scheduler.step(0.0, [WorkerUp(replace(W, slots=8), ()), *others])
+        scheduler.step(0.1, [Arrived(request("last", 80, expected_output_tokens=100))])
+        # One goes, so that the list has room.
+        empty = report(free_target_blocks=free_blocks, free_draft_blocks=free_blocks)
+        scheduler.step(0.2, [EndRequested("r07", End.CANCELLED, ""), empty])
+        commands = scheduler.step(0.3, [Arrived(arrival)])
+        scheduler.check()
+        assert any(isinstance(c, Lease) and c.request_id == arrival.request_id for c in commands)
+        return {e.request_id for c in commands if isinstance(c, Assign) for e in c.entries}
+
+    def test_who_comes_last_on_a_long_list_is_not_news_yet(self) -> None:
+        """The worker knows 15 for its 8 slots: it is told with the next list that it needs."""
+        assert self.news(request("new", 90, expected_output_tokens=200)) == set()
+
+    def test_whose_turn_may_be_near_is_news_at_once(self) -> None:
+        assert "new" in self.news(request("new", 90, expected_output_tokens=5))
+        assert "new" in self.news(request("new", 90, expected_output_tokens=30)), "the eleventh"
+
+    def test_a_worker_that_knows_few_hears_of_everybody(self) -> None:
+        assert "new" in self.news(request("new", 90, expected_output_tokens=200), known=12)
+
+    def test_a_worker_short_of_blocks_hears_of_everybody(self) -> None:
+        """Many may be too big to fit: it looks as far as its list goes."""
+        assert "new" in self.news(request("new", 90, expected_output_tokens=200), free_blocks=100)
 
     def test_the_story_of_a_cancelled_request_says_so(self) -> None:
         scheduler = core()

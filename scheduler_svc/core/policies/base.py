@@ -174,12 +174,17 @@ class Levels:
         """The level of so much service."""
         return bisect_left(self._ends_s, service_s)
 
+    def near(self, service_s: float, level: int, slack: float) -> bool:
+        """Whether so much service, or up to `slack` (at least 1) times more or less, is of this level."""
+        ends_s = self._ends_s
+        return (level == 0 or service_s * slack > ends_s[level - 1]) and (
+            level >= len(ends_s) or service_s / slack <= ends_s[level]
+        )
+
 
 def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
     """Add the uncertainty of the pace to that of the length, as independent factors around the estimate."""
-    pace = (1.28 * spread) ** 2
-    # Not `hypot`, which the compiler does not know.
-    return (
-        math.exp(-math.sqrt(math.log(low) ** 2 + pace)),
-        math.exp(math.sqrt(math.log(high) ** 2 + pace)),
-    )
+    # Not `hypot` and powers, which cost more when compiled.
+    pace = 1.28 * spread * (1.28 * spread)
+    below, above = math.log(low), math.log(high)
+    return math.exp(-math.sqrt(below * below + pace)), math.exp(math.sqrt(above * above + pace))

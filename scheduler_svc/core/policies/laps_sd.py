@@ -59,8 +59,11 @@ class LapsSd(Policy):
         return remaining.high_s + base <= spread * (remaining.low_s + base)
 
     def _level(self, service_s: float, perceptible: bool, before: RankKey | None) -> int:
-        if before is not None and before.perceptible == perceptible:
-            slack = self.settings.level_hysteresis
-            if self._levels.of(service_s / slack) <= before.level <= self._levels.of(service_s * slack):
-                return before.level
-        return self._levels.of(service_s)
+        levels, slack = self._levels, self.settings.level_hysteresis
+        if (
+            before is not None
+            and before.perceptible == perceptible
+            and levels.near(service_s, before.level, slack)
+        ):
+            return before.level
+        return levels.of(service_s)
