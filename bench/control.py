@@ -84,7 +84,9 @@ def arguments() -> argparse.Namespace:
 def core_process(pipe: Connection, queued: int, workers: int, slots: int, policy: str) -> None:
     """Builds a shard, says what it takes, then times as many reports as it is asked for, again and again."""
     from bench._shard import VirtualShard
+    from scheduler_svc.__main__ import look_for_cycles_seldom
 
+    look_for_cycles_seldom()
     shard = VirtualShard(queued=queued, workers=workers, slots=slots, policy=policy)
     shard.start()
     waiting = shard.core.totals().queued

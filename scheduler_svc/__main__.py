@@ -101,7 +101,12 @@ async def serve(settings: SchedulerSettings) -> None:
         raise failure
 
 
-if __name__ == "__main__":
+def look_for_cycles_seldom() -> None:
+    """What a process that leads does first."""
     gc.freeze()  # what was imported stays
     gc.set_threshold(YOUNG_CONTAINERS)
+
+
+if __name__ == "__main__":
+    look_for_cycles_seldom()
     main("scheduler", SchedulerSettings, serve)

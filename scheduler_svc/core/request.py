@@ -41,7 +41,7 @@ class Request:
     """What it had attained when it entered its present level."""
     late_acceptance: tuple[float, ...] = ()
     """Accepted over drafted tokens in all, after each of the last `STABLE_ROUNDS` rounds that drafted; since this core
-    knows it."""
+    knows it, and for policies that look back."""
     preemptions: int = 0
     residency: Residency = Residency.NONE
     running: bool = False
@@ -147,13 +147,14 @@ class Request:
         cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
         self.order_key = (rank_class, cost, self.facts.request_id)
 
-    def speculated(self, drafted: int, accepted: int) -> None:
-        """A round drafted so many tokens, and so many of them were accepted."""
+    def speculated(self, drafted: int, accepted: int, remember: bool) -> None:
+        """A round drafted so many tokens, and so many of them were accepted. `remember`: for policies that look back."""
         if drafted:
             self.drafted += drafted
             self.accepted += accepted
-            so_far = self.accepted / self.drafted
-            self.late_acceptance = (*self.late_acceptance[1 - STABLE_ROUNDS :], so_far)
+            if remember:
+                so_far = self.accepted / self.drafted
+                self.late_acceptance = (*self.late_acceptance[1 - STABLE_ROUNDS :], so_far)
 
     def remember_estimate(self) -> None:
         """Keep what its rank says of the remaining service, if this is a moment to be judged."""

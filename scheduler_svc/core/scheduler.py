@@ -357,7 +357,7 @@ class Scheduler:
         tokens = progress.tokens[request.emitted - progress.position :]
         position = request.emitted
         request.emitted += len(tokens)
-        request.speculated(progress.drafted, progress.accepted)
+        request.speculated(progress.drafted, progress.accepted, self.policy.looks_back)
         workload_class = request.facts.workload_class
         if tokens:
             request.rounds += 1

@@ -47,6 +47,8 @@ class Policy(ABC):
     """As configured."""
     has_levels: ClassVar[bool] = False
     """Whether it sorts requests into levels; without, all are in level 0 and nobody is told of it."""
+    looks_back: ClassVar[bool] = False
+    """Whether its ranks rest on `Request.late_acceptance`, which is kept for such policies only."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings

@@ -51,6 +51,7 @@ class LapsSdPaper(Policy):
 
     name = "laps-sd-paper"
     has_levels = True
+    looks_back = True
 
     def __init__(self, settings: CoreSettings) -> None:
         super().__init__(settings)
