@@ -33,6 +33,8 @@ MAX_LENGTH = 2048
 CLASSES = ("", "chat", "code", "summary")
 ARRIVALS_PER_STEP = 256
 """While the queue is filled."""
+WARM_UP_STEPS = 20
+"""As many times `priors_interval_s`: from then on the core publishes what it learnt at that interval."""
 
 
 @dataclass(slots=True)
@@ -192,6 +194,10 @@ class VirtualShard:
         self.step([WorkerUp(worker.facts, ()) for worker in self.workers.values()])
         while self.core.totals().queued == 0:
             self.step([self._arrival() for _ in range(min(self._slots, ARRIVALS_PER_STEP))])
+        # Some minutes pass: a core that has just begun makes all ranks anew far more often than ever after.
+        for _ in range(WARM_UP_STEPS):
+            self.now_s += CoreSettings().priors_interval_s
+            self.step([])
 
     def fill(self) -> None:
         """Queue the rest."""

@@ -12,14 +12,12 @@ def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
     """The list to send, best first with the reserved ones in front, or None when the worker's own serves."""
     if worker.facts is None:
         return None
-    members = worker.members
     if not worker.must_send and not _differs(worker, settings.resend_index_change):
         return None
     worker.must_send = False
     first: list[AssignEntry] = []
     others: list[AssignEntry] = []
-    for key in worker.ordered:
-        request = members[key[-1]]
+    for request in worker.in_order:
         entry = request.sent = _entry(request, worker)
         (first if entry.reserved else others).append(entry)
     return Assign(worker.worker_id, (*first, *others))
@@ -74,8 +72,7 @@ def _brings_news(worker: Worker) -> bool:
         return any(request.sent is None for request in worker.members.values())
     near = worker.slots + (worker.slots + 1) // 2
     known = 0
-    for key in worker.ordered:
-        request = worker.members[key[-1]]
+    for request in worker.in_order:
         if request.sent is not None:
             known += 1
         elif known < near or request.reserved:

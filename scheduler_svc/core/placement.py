@@ -153,9 +153,8 @@ def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -
     for worker in list(shard.touched.values()):
         length = shard.list_length(worker)
         keep = length + max(1, int(settings.list_margin * length))
-        if worker.takes_work and len(worker.ordered) > keep:
-            for key in worker.ordered[keep:]:
-                request = worker.members[key[-1]]
+        if worker.takes_work and len(worker.members) > keep:
+            for request in worker.in_order[keep:]:
                 if not request.ran_here and not request.reserved and request.residency is Residency.NONE:
                     ledger.release(request, tell_worker=True)
 
@@ -187,8 +186,7 @@ def _with_free_slots(shard: Shard) -> Iterator[Worker]:
 def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
     """From the longest list on; then from lists that are short enough, where KV blocks are not."""
     for victim in takewhile(lambda worker: len(worker.members) > worker.slots, shard.by_load_reversed()):
-        waiting = (victim.members[key[-1]] for key in victim.ordered)
-        able = [request for request in waiting if not request.running and thief.holds(request)]
+        able = [request for request in victim.in_order if not request.running and thief.holds(request)]
         if able:
             # What has no KV moves at no cost; best rank first among equals.
             return min(able, key=lambda request: request.residency)

@@ -194,3 +194,8 @@ class Request:
     def _leave_out(self, line: StoryLine) -> None:
         self.left_out += 1
         self.left_out_pauses += line.what == "paused"
+
+
+def order_key_of(request: Request) -> OrderKey:
+    """By this the best come first."""
+    return request.order_key

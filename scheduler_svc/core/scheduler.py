@@ -39,7 +39,7 @@ from scheduler_svc.core.policies.base import Policy, resume_cost_s
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.ranker import Ranker
-from scheduler_svc.core.request import OrderKey, Request
+from scheduler_svc.core.request import Request, order_key_of
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, WorkerView
@@ -308,7 +308,7 @@ class Scheduler:
         """Who took part now and who did before: starts, pauses, resumptions."""
         now = {progress.request_id: request for progress, request in present}
         newcomers = [request for request in now.values() if not request.running]
-        best = min(newcomers, key=_order_key, default=None)
+        best = min(newcomers, key=order_key_of, default=None)
         version = self.priors.version
         for request_id, request in worker.members.items():
             if request_id not in now:
@@ -543,10 +543,6 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; for tests."""
         self._shard.check()
-
-
-def _order_key(request: Request) -> OrderKey:
-    return request.order_key
 
 
 def _guess(tokens: int | None) -> float | None:

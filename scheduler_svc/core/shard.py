@@ -22,7 +22,7 @@ from laps_sd.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.rank import AHEAD, RankKey, pack_rank_class
 from scheduler_svc.core.ranked import Ranked
-from scheduler_svc.core.request import OrderKey, Request
+from scheduler_svc.core.request import OrderKey, Request, order_key_of
 from scheduler_svc.core.tenants import Account, Accounts, TenantOrder
 from scheduler_svc.core.views import Ahead
 from scheduler_svc.core.worker import Worker
@@ -136,7 +136,7 @@ class Shard:
             self.depth[rank.level] += 1
         if request.worker is not None:
             worker = self.workers[request.worker]
-            worker.reorder(request, before)
+            worker.reorder()
             self.touched[request.worker] = worker
         else:  # nobody ranks anew what is parked
             self.queued.remove(before)
@@ -182,14 +182,14 @@ class Shard:
         return Ahead(ends[0], ends[1] - ends[0], ends[2] - ends[1], ends[3] - ends[2])
 
     def _position(self, key: OrderKey) -> int:
-        listed = sum(bisect_left(worker.ordered, key) for worker in self.workers.values())
+        listed = sum(bisect_left(worker.in_order, key, key=order_key_of) for worker in self.workers.values())
         parked = sum(other.key_now < key for other in self.parked.values())
         return self.queued.position(key) + listed + parked
 
     def in_order(self) -> Iterator[Request]:
         """All unfinished requests, best first. For people's questions."""
         parked = sorted(request.key_now for request in self.parked.values())
-        lists = [worker.ordered for worker in self.workers.values()]
+        lists = [[request.order_key for request in worker.in_order] for worker in self.workers.values()]
         for key in merge(self.queued, parked, *lists):
             yield self.requests[key[-1]]
 
@@ -307,8 +307,8 @@ class Shard:
         """Bring the worker's place among the full lists up to date; ranks of members may have moved."""
         length = self.list_length(worker)
         cut: _Cut | None = None
-        if worker.takes_work and len(worker.ordered) >= length:
-            cut = (*worker.ordered[length - 1], worker.worker_id)
+        if worker.takes_work and len(worker.members) >= length:
+            cut = (*worker.in_order[length - 1].order_key, worker.worker_id)
         before = self._cut_of.get(worker.worker_id)
         if cut != before:
             if before is not None:
@@ -368,7 +368,9 @@ class Shard:
         assert list(self.queued) == sorted(self.requests[i].key_now for i in queued)
         listed: set[str] = set()
         for worker in self.workers.values():
-            assert worker.ordered == sorted(r.key_now for r in worker.members.values())
+            assert [r.order_key for r in worker.in_order] == sorted(
+                r.key_now for r in worker.members.values()
+            )
             assert all(r.worker == worker.worker_id for r in worker.members.values())
             assert worker.reserved == sum(r.reserved for r in worker.members.values())
             assert worker.facts is not None or worker.members

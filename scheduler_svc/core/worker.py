@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from laps_sd.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
 from scheduler_svc.core.events import WorkerFacts
-from scheduler_svc.core.request import OrderKey, Request
+from scheduler_svc.core.request import Request, order_key_of
 
 STUCK_ROUNDS = 2
 """Rounds that a worker with slots for all must have left a request out before it counts as short of memory; one may
@@ -17,7 +16,7 @@ pass between the lease and the first round.
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """Mutable; only the scheduler changes it. `members` and `ordered` hold the same requests."""
+    """Mutable; only the scheduler changes it. `members` and `in_order` hold the same requests."""
 
     worker_id: str
     facts: WorkerFacts | None = None
@@ -25,8 +24,6 @@ class Worker:
     draining: bool = False
     members: dict[str, Request] = field(default_factory=dict)
     """Every request leased to it: its list."""
-    ordered: list[OrderKey] = field(default_factory=list)
-    """The order keys of its members, best first."""
     running: dict[str, Request] = field(default_factory=dict)
     """Members that took part in the last round it reported."""
     must_send: bool = False
@@ -45,6 +42,9 @@ class Worker:
     """Drafted and accepted tokens of late (decayed)."""
     tokens_per_s: float = 0.0
     """Of late (decayed)."""
+    _listed: list[Request] = field(default_factory=list)
+    """Its members, best first when they were last put in order."""
+    _is_in_order: bool = True
 
     @property
     def takes_work(self) -> bool:
@@ -131,28 +131,32 @@ class Worker:
         """Members that it leaves out though it has slots for all, best first."""
         if len(self.members) > self.slots:
             return []
-        members = (self.members[key[-1]] for key in self.ordered)
-        return [request for request in members if request.passed_over >= STUCK_ROUNDS]
+        return [request for request in self.in_order if request.passed_over >= STUCK_ROUNDS]
+
+    @property
+    def in_order(self) -> list[Request]:
+        """Its members, best first. A report moves the ranks of most of them a little, so they are put in order when somebody
+        asks and not at each change: sorting what is nearly sorted costs less than a bisection for each.
+        """
+        if not self._is_in_order:
+            self._listed.sort(key=order_key_of)
+            self._is_in_order = True
+        return self._listed
 
     def add(self, request: Request) -> None:
         """Put it on the list."""
         self.members[request.request_id] = request
-        insort(self.ordered, request.order_key)
+        self._listed.append(request)
+        self._is_in_order = False
 
     def remove(self, request: Request) -> None:
         """Take it off the list, in the worker's own copy too: it ended there, or a Drop says so."""
         del self.members[request.request_id]
-        del self.ordered[bisect_left(self.ordered, request.order_key)]
+        self._listed.remove(request)
         self.running.pop(request.request_id, None)
         request.sent = None
         self.reserved -= request.reserved
 
-    def reorder(self, request: Request, before: OrderKey) -> None:
-        """Its order key changed from `before`."""
-        ordered, key = self.ordered, request.order_key
-        at = bisect_left(ordered, before)
-        if (at == 0 or ordered[at - 1] < key) and (at + 1 == len(ordered) or key < ordered[at + 1]):
-            ordered[at] = key  # as most often: its neighbours are the same
-        else:
-            del ordered[at]
-            insort(ordered, key)
+    def reorder(self) -> None:
+        """The order key of a member changed."""
+        self._is_in_order = False
