@@ -4,12 +4,10 @@ Proposal j of request i is worth a_i ** j tokens (all before it must be accepted
 accepted. It costs a row of the verification and a row of draft step j; the first request to reach step j also pays for the step. The
 lengths maximise
 
-    goodput = sum_i (1 + a_i + ... + a_i ** g_i)
-              / (rest(requests) + verify(rows) + apiece(requests) + sum_j step(requests still drafting at j))
+    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (rest(requests) + verify(rows) + sum_j step(requests still drafting at j))
 
 over "everybody up to g, but nobody beyond the point where a proposal is worth less than it costs at that goodput". Zero is an
-answer like any other. `apiece` is what a verification takes for each request, however many rows it has (attention reads its context),
-and `rest` what a round costs besides: they buy nothing, so they argue for fewer and longer rounds. Measured within a request, acceptance is close to geometric; between requests it differs a lot.
+answer like any other. `rest` is what a round costs besides: it buys nothing, so it argues for fewer and longer rounds. Measured within a request, acceptance is close to geometric; between requests it differs a lot.
 """
 
 from __future__ import annotations
@@ -120,15 +118,12 @@ class CostTable:
         return abs(self.counts[min(max(other, 0), len(self.counts) - 1)] - self.counts[at])
 
 
-def default_costs() -> tuple[CostTable, CostTable, CostTable, CostTable]:
-    """(verify by rows, draft step, rest and apiece by requests) before anything was measured: a draft step costs a fifth, rows are
-    nearly free, and so are requests.
-    """
+def default_costs() -> tuple[CostTable, CostTable, CostTable]:
+    """(verify by rows, draft step by requests, rest by requests) before anything was measured: a draft step costs a fifth, rows are nearly free."""
     return (
         CostTable([1, 65], [1e-2, 2e-2]),
         CostTable([1, 65], [2e-3, 4e-3]),
         CostTable([1, 65], [1e-4, 1e-3]),
-        CostTable([1], [1e-9]),
     )
 
 
@@ -172,7 +167,6 @@ class DraftLengths:
     verify: CostTable = field(default_factory=lambda: default_costs()[0])
     step: CostTable = field(default_factory=lambda: default_costs()[1])
     rest: CostTable = field(default_factory=lambda: default_costs()[2])
-    apiece: CostTable = field(default_factory=lambda: default_costs()[3])
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
     _until_probe: int = 0  # rounds
@@ -204,7 +198,7 @@ class DraftLengths:
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
         count, rows = len(caps), len(caps) + other_rows
-        rest_s, plain_s = self.rest(count) + self.apiece(count), self.verify(rows)
+        rest_s, plain_s = self.rest(count), self.verify(rows)
         probed = caps
         if behind:
             row_s = (self.verify(rows + count) - plain_s) / count
@@ -304,10 +298,7 @@ class DraftLengths:
         """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `rest_s` for what a
         round of `requests` takes besides.
         """
-        by_rows, by_requests = self.verify(rows), self.apiece(requests)
-        factor = verify_s / (by_rows + by_requests)
-        self.verify.observe(rows, by_rows * factor)
-        self.apiece.observe(requests, by_requests * factor)
+        self.verify.observe(rows, verify_s)
         self.rest.observe(requests, rest_s)
         if steps:
             mean = sum(steps) / len(steps)

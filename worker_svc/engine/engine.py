@@ -871,36 +871,27 @@ class SpeculativeEngine:
     def calibrate(self, budget_s: float = CALIBRATION_S) -> None:
         """Forwards of every size that rounds have, before any `add`: the first request finds a device that has computed already, and
         the first draft lengths rest on what verified rows and draft steps cost. Each size at least twice, however small the budget."""
-        slots, most = self.options.slots, 1 + self.capacity.max_draft_len
+        slots = self.options.slots
         deadline = time.perf_counter() + budget_s
         if self._draft is not None:
-            self.lengths.step = _cost_table(
-                self._measure(self._draft, 0.5 * budget_s, [(1, count) for count in _ladder(slots)])
-            )
-        # The fewest requests that have so many rows, and the most: the difference is what requests cost apart from their rows.
-        few = [(-(-count // -(-count // most)), -(-count // most)) for count in _ladder(slots * most)]
-        many = [(1, count) for count in _ladder(slots)]
-        seconds = self._measure(self._target, deadline - time.perf_counter(), [*few, *many])
-        self.lengths.verify = _cost_table({shape: seconds[shape] for shape in few if shape in seconds})
-        self.lengths.apiece = _cost_table(
-            {
-                shape: max(seconds[shape] - self.lengths.verify(shape[1]), 0.0)
-                for shape in many
-                if shape in seconds
-            }
+            self.lengths.step = self._measure(self._draft, 1, _ladder(slots), deadline - budget_s / 2)
+        self.lengths.verify = self._measure(
+            self._target, 0, _ladder(slots * (1 + self.capacity.max_draft_len)), deadline
         )
 
     def _measure(
-        self, model: PackedModel, budget_s: float, shapes: SequenceOf[tuple[int, int]]
-    ) -> dict[tuple[int, int], float]:
-        """Seconds of a forward and a choice over so many rows of each of so many requests: the least of several, as long as time allows."""
-        pool, start = self._pools[0 if model is self._target else 1], min(64, self.options.max_length // 2)
-        seconds: dict[tuple[int, int], float] = {}
-        deadline = time.perf_counter() + budget_s
+        self, model: PackedModel, pool_at: int, counts: SequenceOf[int], deadline: float
+    ) -> CostTable:
+        """Seconds of a forward and a choice over about `counts` rows: the least of several, as long as time allows."""
+        pool, start = self._pools[pool_at], min(64, self.options.max_length // 2)
+        seconds: dict[int, float] = {}
         for turn in range(5):
-            for per, sequences in dict.fromkeys(shapes):
+            for count in counts:
+                # Rows of up to `slots` sequences, as a round has them.
+                per = -(-count // min(count, self.options.slots))
                 held = -(-(start + per) // self.options.block_size)
-                if sequences > pool.allocator.free_blocks // held:
+                sequences = min(-(-count // per), pool.allocator.free_blocks // held)
+                if sequences < 1:
                     continue
                 places = [pool.new_place() for _ in range(sequences)]
                 pool.hold([(place, held, held) for place in places])
@@ -910,20 +901,16 @@ class SpeculativeEngine:
                 logits = model.forward(ids, plan, torch.arange(sequences * per, device=self._device))
                 logits.argmax(-1).tolist()
                 took = self._clock() - began
-                seconds[per, sequences] = min(took, seconds.get((per, sequences), took))
+                seconds[sequences * per] = min(took, seconds.get(sequences * per, took))
                 for place in places:
                     pool.release(place)
             if turn and time.perf_counter() > deadline:
                 break
-        return seconds
-
-
-def _cost_table(seconds: dict[tuple[int, int], float]) -> CostTable:
-    """By rows, of what was measured for (rows of each request, requests)."""
-    by_rows = {per * requests: took for (per, requests), took in seconds.items()}
-    if not by_rows:
-        return CostTable([1], [1e-3])
-    return CostTable(sorted(by_rows), [max(by_rows[rows], 1e-9) for rows in sorted(by_rows)])
+        return (
+            CostTable(sorted(seconds), [seconds[count] for count in sorted(seconds)])
+            if seconds
+            else CostTable([1], [1e-3])
+        )
 
 
 def _is_out_of_memory(error: Exception) -> bool:
