@@ -74,6 +74,8 @@ def test_logits_do_not_depend_on_chunks_or_neighbours(model: PackedModel) -> Non
         [[(0, 64)], [(0, 192)], [(0, 1)], [(0, 2)], [(0, 5)], [(0, 336)]],
         [[(1, 30), (0, 5)], [(0, 5), (1, 1), (2, 7)], [(0, 190), (1, 5), (2, 5)], [(2, 100), (0, 1), (1, 1)], [(0, 399), (2, 5)]],
         [[(0, 250)], *([[(0, 2), (1, 2)]] * 10), [(0, 330)]],
+        # Blocks of query rows that end with one or two: 32 rows are a block.
+        [[(0, 17)], [(0, 33)], [(0, 65)], [(0, 98), (1, 17)], [(0, 1), (1, 1)], [(0, 193)], [(0, 193)]],
     ):  # fmt: skip
         assert torch.equal(logits_in_steps(model, steps, 0), whole)
 

@@ -8,10 +8,10 @@ another in one row of shape [total]. Attention groups pieces with equally many t
     mask     [pieces, 1, group * tokens, kv]                           additive, 0 or -inf; shared by all layers
 
 Deterministic recipe (single precision, CPU): a row's result depends on the number of rows of its product (classes 1, 2-3, 4 and more)
-and on the padded number of keys. So: at least 4 folded query rows, and as many keys as the sequence's own length rounded up to whole tiles of
-512. Then a row's bits depend neither on its neighbours, nor on how many rows of its own sequence are computed along with it. For short contexts
-fewer keys do where the machine gives the same bits for them, which `short_spans_are_exact` tries out (64, 128, 192 and 256 were as good as
-512 where 320 to 448 were not).
+and on the padded number of keys. SDPA works through query rows in blocks of a multiple of 32. So: at least 4 folded query rows in each such
+block, and as many keys as the sequence's own length rounded up to whole tiles of 512. Then a row's bits depend neither on its neighbours,
+nor on how many rows of its own sequence are computed along with it. For short contexts fewer keys do where the machine gives the same bits
+for them, which `exact_granule` tries out (any multiple of 16 up to 256 was as good as 512, multiples from there to 496 were not).
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from worker_svc.engine.kv import KV_TILE, KVPool, Place
 
 MIN_ROWS = 4  # rows from which products on the CPU are independent of the number of rows
 UNFOLDED_FROM = 64  # tokens from which a piece is not folded: its mask would hold the same rows once per head of the group
 SHORT_SPANS = 256  # contexts up to this may read fewer keys than a tile, where that is exact
-KV_GRANULE = 64  # keys are rounded up to a multiple of this
+KV_GRANULE = 64  # pieces whose keys come to the same multiple of this, or a power of two times as much, may share a segment
+SEGMENT_KEYS = (
+    256  # keys of one piece that take as long to read as one segment more takes to call (measured: 14 us)
+)
+
+
+GRANULES = (16, KV_GRANULE)  # keys of a short context may be a multiple of, where that is exact
+QUERY_BLOCK = 32  # SDPA on the CPU takes a multiple of so many query rows at a time
 
 
 class Piece(NamedTuple):
@@ -46,7 +53,7 @@ class Segment:
     first: int  # packed row of the first token
     pieces: int
     count: int  # tokens of each piece
-    repeat: int  # how often each query row is repeated to reach MIN_ROWS
+    spare: int  # query rows that are added and mean nothing, for the deterministic recipe
     kv: int  # keys that attention reads for each piece
     base: int  # first pool row, and
     stride: int  # distance in pool rows from piece to piece, for a view
@@ -78,14 +85,16 @@ class Planner:
         group: int,
         dtype: torch.dtype,
         deterministic: bool,
-        short_spans: bool,
+        granule: int,
         min_rows: int,
     ) -> None:
         self._pool = pool
         self._group = group
         self._dtype = dtype
         self._deterministic = deterministic
-        self._short_spans = short_spans  # in deterministic mode: short contexts need not read a whole tile
+        self._granule = (
+            granule  # keys of short contexts are a multiple of it; KV_TILE where only whole tiles are exact
+        )
         self._min_rows = min_rows  # packed rows at least; the rest is padding
         self._device = pool.device
         # A view with a batch dimension spares a copy, which is what matters on the CPU; elsewhere few calls matter more.
@@ -97,17 +106,8 @@ class Planner:
     def plan(self, pieces: Sequence[Piece], reserve: int = 0) -> Plan:
         """A plan for one forward, with room for `reserve` calls of `advance` after it."""
         alone = len(pieces) == 1
-        spans = [self._span(piece, alone, 0 if alone else reserve) for piece in pieces]
-        # Neighbours in the pool become neighbours in the batch, so that views of several pieces are possible.
-        order = sorted(
-            range(len(pieces)),
-            key=lambda i: (
-                pieces[i].tokens,
-                spans[i],
-                pieces[i].place.base is None,
-                pieces[i].place.base or 0,
-            ),
-        )
+        ends = [piece.start + piece.tokens + (0 if alone else reserve) for piece in pieces]
+        order, runs = self._arrange(pieces, ends)
         positions: list[int] = []
         write: list[int] = []
         gathered: list[tuple[int, torch.Tensor]] = []
@@ -130,15 +130,10 @@ class Planner:
             index[1, at : at + rows.numel()] = rows
         write_first = write[0] if len(pieces) == 1 and not gathered else None
         plan = Plan(len(positions), order, first_row, index[0], index[1], [], padding, write_first)
-        begin = 0
-        while begin < len(order):
-            end = self._segment_end(pieces, spans, order, begin)
-            plan.segments.append(
-                self._segment(
-                    pieces, order[begin:end], spans[order[begin]], first_row[order[begin]], index[0]
-                )
-            )
-            begin = end
+        for begin, end in runs:
+            members = order[begin:end]
+            span = self._span(max(ends[i] for i in members), alone and pieces[0].tokens == 1)
+            plan.segments.append(self._segment(pieces, members, span, first_row[members[0]], index[0]))
         return plan
 
     def advance(self, plan: Plan) -> bool:
@@ -164,28 +159,76 @@ class Planner:
         mask = torch.where(
             self._keys[: segment.kv] <= rows, self._zero, self._never
         )  # [pieces, 1, count, kv]
-        copies = self._group * segment.repeat
-        if segment.count >= UNFOLDED_FROM or copies == 1:
-            return mask
-        # A single row serves all heads of the group by broadcasting.
-        return mask.expand(-1, -1, copies, -1) if segment.count == 1 else mask.repeat(1, 1, copies, 1)
+        if segment.count == 1:  # a single row serves all heads of the group by broadcasting
+            return mask.expand(-1, -1, self._group + segment.spare, -1)
+        if segment.count < UNFOLDED_FROM and self._group > 1:
+            mask = mask.repeat(1, 1, self._group, 1)
+        return pad(mask, (0, 0, 0, segment.spare)) if segment.spare else mask
 
-    def _span(self, piece: Piece, alone: bool, reserve: int) -> int:
-        """Keys to read for a piece: few different numbers, so that pieces share segments, and not many more than it has."""
-        end = piece.start + piece.tokens + reserve
-        if self._deterministic:
-            if end > SHORT_SPANS or not self._short_spans:
-                return -(-end // KV_TILE) * KV_TILE
-        elif piece.tokens == 1 and alone:
-            return end  # a single row that may see every key needs no mask
-        granule = KV_GRANULE
+    def _arrange(
+        self, pieces: Sequence[Piece], ends: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Packed order of the pieces, and where its segments begin and end in it.
+
+        A view needs pieces at equal distances. So of pieces with different lengths either those of one class of lengths are put together, and
+        read few keys, or neighbours in the pool are, and there are few segments: whatever costs less.
+        """
+        if len(pieces) == 1:
+            return [0], [(0, 1)]
+        best: tuple[int, list[int], list[tuple[int, int]]] | None = None
+        tried: list[list[int]] = []
+        for least in (KV_GRANULE, 2 * KV_GRANULE, 4 * KV_GRANULE) if self._views else (KV_GRANULE,):
+            classes = [self._class(end, least) for end in ends]
+            if classes in tried:
+                continue
+            tried.append(classes)
+            # Neighbours in the pool become neighbours in the batch.
+            keys = [
+                (piece.tokens, at, piece.place.base is None, piece.place.base or 0)
+                for piece, at in zip(pieces, classes, strict=True)
+            ]
+            order = sorted(range(len(pieces)), key=keys.__getitem__)
+            runs = self._runs(pieces, classes, order)
+            read = sum((end - begin) * max(ends[i] for i in order[begin:end]) for begin, end in runs)
+            if best is None or read + SEGMENT_KEYS * len(runs) < best[0]:
+                best = read + SEGMENT_KEYS * len(runs), order, runs
+        assert best is not None
+        return best[1], best[2]
+
+    def _class(self, end: int, least: int) -> int:
+        """Contexts of this many tokens may share a segment if this is the same: the keys that they read at most."""
+        if self._deterministic and (end > SHORT_SPANS or self._granule == KV_TILE):
+            return -(-end // KV_TILE) * KV_TILE
+        granule = least
         while granule * 2 < end and granule < KV_TILE:
             granule *= 2
-        granule = min(granule, 2 * KV_GRANULE) if end <= KV_TILE else granule
+        granule = min(granule, max(least, 2 * KV_GRANULE)) if end <= KV_TILE else granule
         return -(-end // granule) * granule
 
+    def _span(self, end: int, single_row: bool) -> int:
+        """Keys to read for contexts of up to `end` tokens."""
+        if self._deterministic:
+            short = end <= SHORT_SPANS and self._granule < KV_TILE
+            granule = self._granule if short else KV_TILE
+        elif single_row:
+            return end  # one that may see every key needs no mask
+        else:
+            granule = GRANULES[0] if self._views else KV_GRANULE
+        return -(-end // granule) * granule
+
+    def _runs(
+        self, pieces: Sequence[Piece], classes: Sequence[int], order: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Where the segments of a packed order begin and end."""
+        runs, begin = [], 0
+        while begin < len(order):
+            end = self._segment_end(pieces, classes, order, begin)
+            runs.append((begin, end))
+            begin = end
+        return runs
+
     def _segment_end(
-        self, pieces: Sequence[Piece], spans: Sequence[int], order: Sequence[int], begin: int
+        self, pieces: Sequence[Piece], classes: Sequence[int], order: Sequence[int], begin: int
     ) -> int:
         """Where the segment that begins at `begin` of the packed order ends."""
         first = pieces[order[begin]]
@@ -195,7 +238,7 @@ class Planner:
             piece, before = pieces[order[end]], pieces[order[end - 1]]
             if (
                 piece.tokens != first.tokens
-                or spans[order[end]] != spans[order[begin]]
+                or classes[order[end]] != classes[order[begin]]
                 or piece.tokens >= UNFOLDED_FROM
             ):
                 break
@@ -225,8 +268,8 @@ class Planner:
         stride = (bases[1] or 0) - base if len(members) > 1 and view else 0
         index = None if view else torch.cat([self._rows(pieces[i].place, span) for i in members])
         folded = count if count >= UNFOLDED_FROM else count * self._group
-        repeat = -(-MIN_ROWS // folded) if self._deterministic else 1
-        segment = Segment(first_row, len(members), count, repeat, span, base, stride, index, None)
+        spare = _spare_rows(folded) if self._deterministic else 0
+        segment = Segment(first_row, len(members), count, spare, span, base, stride, index, None)
         if count > 1 or any(pieces[i].start + 1 != span for i in members):
             rows = positions[first_row : first_row + len(members) * count].view(len(members), 1, count, 1)
             segment.mask = self._mask(rows, segment)
@@ -235,41 +278,45 @@ class Planner:
     def _rows(self, place: Place, span: int) -> torch.Tensor:
         rows = place.rows(self._device)
         # What lies behind the sequence's last block is masked; any row that holds finite numbers will do.
-        return (
-            rows[:span] if rows.numel() >= span else torch.nn.functional.pad(rows, (0, span - rows.numel()))
-        )
+        return rows[:span] if rows.numel() >= span else pad(rows, (0, span - rows.numel()))
+
+
+def _spare_rows(rows: int) -> int:
+    """What a number of query rows lacks so that no block of them has fewer than MIN_ROWS."""
+    return max(0, MIN_ROWS - (rows % QUERY_BLOCK or QUERY_BLOCK))
 
 
 @torch.inference_mode()
-def short_spans_are_exact(
-    *, group: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether attention over a short context has the same bits for every multiple of KV_GRANULE keys, up to SHORT_SPANS, and for whole tiles."""
+def exact_granule(*, group: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The number of keys whose every multiple up to SHORT_SPANS gives the same bits as whole tiles, tried out here and now. KV_TILE: none."""
     generator = torch.Generator().manual_seed(0)
-    k, v = (
-        torch.randn((1, kv_heads, 2 * KV_TILE, size), generator=generator).to(device, dtype) for _ in range(2)
-    )
+    pool = torch.randn((2 * KV_TILE, 2, kv_heads, size), generator=generator).to(device, dtype)
+    k, v = (pool[:, at].transpose(0, 1)[None] for at in range(2))
     positions = torch.arange(2 * KV_TILE, device=device)
-    for last in (3, 31, 63, 64, 100, 127, 128, 190, 230, 255):
-        results = []
-        for count in (-(-MIN_ROWS // group), 5, 9):
-            if count > last + 1:
+    tokens = (1, 2, 5, 9, UNFOLDED_FROM // 2)
+    counts = sorted({count * group + _spare_rows(count * group) for count in tokens})
+    queries = torch.randn((1, kv_heads, counts[-1], size), generator=generator).to(device, dtype)
+    right = list(GRANULES)
+    for last in (3, 15, 31, 50, 64, 79, 100, 127, 128, 190, 255):
+        expected: torch.Tensor | None = None
+        for span in (KV_TILE, 2 * KV_TILE, *range(GRANULES[0], SHORT_SPANS + 1, GRANULES[0])):
+            tried = [granule for granule in right if span % granule == 0]
+            if span <= last or not tried:
                 continue
-            query = torch.randn((1, kv_heads, 1, size), generator=torch.Generator().manual_seed(last)).to(
-                device, dtype
-            )
-            rows = positions[last - count + 1 : last + 1].repeat(group)[:, None]
-            spans = range(-(-(last + 1) // KV_GRANULE) * KV_GRANULE, SHORT_SPANS + 1, KV_GRANULE)
-            for span in (*spans, KV_TILE, 2 * KV_TILE):
-                mask = torch.where(positions[:span] <= rows, 0.0, -torch.inf).to(dtype)
-                q = query.expand(1, kv_heads, group * count, size)
+            for rows in counts:
+                # The last row is compared; those before it see fewer keys, as in a piece of several tokens.
+                sees = torch.arange(last - rows + 1, last + 1, device=device).clamp(min=0)[:, None]
+                mask = torch.where(positions[:span] <= sees, 0.0, -torch.inf).to(dtype)
+                query = queries[:, :, -rows:].contiguous()
                 out = scaled_dot_product_attention(
-                    q, k[:, :, :span], v[:, :, :span], attn_mask=mask[None, None]
+                    query, k[:, :, :span], v[:, :, :span], attn_mask=mask[None, None]
                 )
-                results.append(out[:, :, -1])
-        if any(not torch.equal(result, results[0]) for result in results):
-            return False
-    return True
+                expected = out[:, :, -1] if expected is None else expected
+                if not torch.equal(out[:, :, -1], expected):
+                    if span >= KV_TILE:
+                        return KV_TILE
+                    right = [granule for granule in right if granule not in tried]
+    return right[0] if right else KV_TILE
 
 
 def attend(
@@ -287,41 +334,58 @@ def attend(
     """
     pool.keys[layer].index_copy_(0, plan.write_rows, key)
     pool.values[layer].index_copy_(0, plan.write_rows, value)
-    return attend_rows(query, pool, layer, plan, scale)
+    return attend_rows(query, pool, layer, plan, scale, 0)
 
 
-def attend_rows(query: torch.Tensor, pool: KVPool, layer: int, plan: Plan, scale: float) -> torch.Tensor:
-    """Attention of all rows to what the pool holds: `query` [total, heads, size] to [total, heads, size]."""
+def attend_rows(
+    query: torch.Tensor, pool: KVPool, layer: int, plan: Plan, scale: float, behind: int
+) -> torch.Tensor:
+    """Attention of all rows to what the pool holds: `query` [total, heads, size] to [total, heads, size].
+
+    `behind`: so many times `size` numbers lie behind each row's query heads in memory, and may be read as spare query rows.
+    """
     keys, values = pool.keys[layer], pool.values[layer]  # [pool rows, key/value heads, size]
-    parts = [_attend_segment(query, keys, values, segment, scale) for segment in plan.segments]
+    parts = [_attend_segment(query, keys, values, segment, scale, behind) for segment in plan.segments]
     if plan.padding:
         parts.append(query.new_zeros((plan.padding, *query.shape[1:])))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_segment(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    segment: Segment,
+    scale: float,
+    behind: int,
 ) -> torch.Tensor:
     """Attention of one segment: [pieces * count, heads, size]."""
     heads, size = query.shape[1:]
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    pieces, count = segment.pieces, segment.count
-    q = query[segment.first : segment.first + pieces * count].view(pieces, count, kv_heads, group, size)
+    pieces, count, spare = segment.pieces, segment.count, segment.spare
+    q = query[segment.first : segment.first + pieces * count]
     k = _entries(keys, segment)  # [pieces, kv_heads, kv, size]
     v = _entries(values, segment)
     if count >= UNFOLDED_FROM:
         # One piece. The query heads of a group become the batch; keys are shared along it without a copy.
-        q = q[0].permute(2, 1, 0, 3)  # [group, kv_heads, count, size]
+        q = q.view(count, kv_heads, group, size).permute(2, 1, 0, 3)  # [group, kv_heads, count, size]
+        q = pad(q, (0, 0, 0, spare)) if spare else q
         out = scaled_dot_product_attention(
             q, k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1), attn_mask=segment.mask, scale=scale
         )
-        return out.permute(2, 1, 0, 3).reshape(count, heads, size)
-    q = q.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, group * count, size)
-    if segment.repeat > 1:
-        q = q.repeat(1, 1, segment.repeat, 1)
+        return out[:, :, :count].permute(2, 1, 0, 3).reshape(count, heads, size)
+    if count == 1 and 0 < spare <= behind:
+        # What lies behind a group's heads, the next group's or whatever else, serves as spare rows without a copy.
+        q = q.as_strided(
+            (pieces, kv_heads, group + spare, size), (q.stride(0), group * size, size, 1), q.storage_offset()
+        )
+    else:
+        q = q.view(pieces, count, kv_heads, group, size)
+        q = q.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, group * count, size)
+        q = pad(q, (0, 0, 0, spare)) if spare else q
     out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, scale=scale)
-    if segment.repeat > 1:
+    if spare:
         out = out[:, :, : group * count]
     out = out.reshape(pieces, kv_heads, group, count, size)
     return out.permute(0, 3, 1, 2, 4).reshape(pieces * count, heads, size)

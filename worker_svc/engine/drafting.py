@@ -208,22 +208,29 @@ class DraftLengths:
                 for late, no_step, rate in zip(behind, free, rates, strict=True)
             ]
             caps = [cap if begins else 0 for cap, begins in zip(caps, earns, strict=True)]
-        own, given = (
-            [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
-            for kind in (False, True)
-        )
-        drafted = _Worth(rates, own, deepest)
-        found = _Worth(rates, given, deepest) if any(given) else None
         step = cache(self.step)
         drafting = count - sum(free)
         another_s = (
             (step(drafting) - step(1)) / (drafting - 1) if drafting > 1 else 0.0
         )  # one request more in a step
         best = _Choice(count / (rest_s + plain_s), 0, 0.0, 0.0)
+        rows_s = [
+            (self.verify(rows + count * depth) - plain_s) / (count * depth) for depth in range(1, deepest + 1)
+        ]
+        highest = max((rate for rate, cap in zip(rates, caps, strict=True) if cap), default=0.0)
+        if highest <= best.goodput * (min(rows_s) + (0.0 if any(free) else another_s)):
+            # Not even the likeliest proposal is worth it, at any depth: the usual answer under load, without asking everybody.
+            return self._settle(requests, probed, [0] * count)
+        own, given = (
+            [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
+            for kind in (False, True)
+        )
+        drafted = _Worth(rates, own, deepest)
+        found = _Worth(rates, given, deepest) if any(given) else None
         kept = best if self._depth == 0 else None
         for depth in range(1, deepest + 1):
             # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
-            row_s = (self.verify(rows + count * depth) - plain_s) / (count * depth)
+            row_s = rows_s[depth - 1]
             least, least_found = best.goodput * (row_s + another_s), best.goodput * row_s
             counts, tokens = drafted.at(depth, least)
             proposed = sum(counts)
@@ -242,11 +249,17 @@ class DraftLengths:
             _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
             for rate, cap, no_step in zip(rates, caps, free, strict=True)
         ]
-        self._depth = max(best_lengths)
-        self._choose_probe(requests, probed, best_lengths)
+        return self._settle(requests, probed, best_lengths)
+
+    def _settle(
+        self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
+    ) -> list[int]:
+        """Remember the choice, and give who is probed its proposal."""
+        self._depth = max(lengths)
+        self._choose_probe(requests, caps, lengths)
         return [
             max(length, min(cap, 1)) if request.probing else length
-            for length, cap, request in zip(best_lengths, probed, requests, strict=True)
+            for length, cap, request in zip(lengths, caps, requests, strict=True)
         ]
 
     def _read_s(self) -> float:

@@ -157,7 +157,7 @@ class LeanModel:
                 pool.layers[at].index_copy_(0, plan.write_rows, written)
             else:
                 pool.layers[at][first : first + own] = written[:own] if plan.padding else written
-            attended = attend_rows(qkv[:, :heads], pool, at, plan, layer.scale)
+            attended = attend_rows(qkv[:, :heads], pool, at, plan, layer.scale, 2 * self._kv_heads)
             x = x + layer.out(attended.reshape(total, heads * size))
             gate, up = layer.gate_up(layer.between(x)).chunk(2, -1)
             x = x + layer.down(silu(gate) * up)

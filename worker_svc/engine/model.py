@@ -19,9 +19,9 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from worker_svc.engine.attention import MIN_ROWS, Piece, Plan, Planner, attend, short_spans_are_exact
+from worker_svc.engine.attention import MIN_ROWS, Piece, Plan, Planner, attend, exact_granule
 from worker_svc.engine.interface import ModelError
-from worker_svc.engine.kv import KVPool
+from worker_svc.engine.kv import KV_TILE, KVPool
 from worker_svc.engine.lean import LeanModel
 from worker_svc.engine.linears import LinearStore
 
@@ -101,7 +101,7 @@ class PackedModel:
         self.deterministic = deterministic
         self._max_length = max_length
         self._lean: LeanModel | None = None
-        self._short_spans = False
+        self._granule = KV_TILE
         model.set_attn_implementation(ATTENTION)
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class PackedModel:
         else:
             store.apply(self.model)
         if self.deterministic:
-            self._short_spans = short_spans_are_exact(
+            self._granule = exact_granule(
                 group=self.shape.heads // self.shape.kv_heads,
                 kv_heads=self.shape.kv_heads,
                 size=self.shape.head_size,
@@ -155,7 +155,7 @@ class PackedModel:
             group=self.shape.heads // self.shape.kv_heads,
             dtype=self.dtype,
             deterministic=self.deterministic,
-            short_spans=self._short_spans,
+            granule=self._granule,
             min_rows=MIN_ROWS if self.deterministic else 1,
         )
 
