@@ -29,11 +29,8 @@ MIN_ROWS = 4  # rows from which products on the CPU are independent of the numbe
 UNFOLDED_FROM = 64  # tokens from which a piece is not folded: its mask would hold the same rows once per head of the group
 SHORT_SPANS = 256  # contexts up to this may read fewer keys than a tile, where that is exact
 KV_GRANULE = 64  # pieces whose keys come to the same multiple of this, or a power of two times as much, may share a segment
-SEGMENT_KEYS = (
-    256  # keys of one piece that take as long to read as one segment more takes to call (measured: 14 us)
-)
-
-
+# Keys of one piece that take as long to read as one segment more takes to call (measured: 14 us).
+SEGMENT_KEYS = 256
 GRANULES = (16, KV_GRANULE)  # keys of a short context may be a multiple of, where that is exact
 QUERY_BLOCK = 32  # SDPA on the CPU takes a multiple of so many query rows at a time
 
