@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from laps_sd.choose import Candidate, Place, Residency, choose
+from laps_sd.choose import NEW_CLOCK, Candidate, Place, Residency, choose
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Drop
 from scheduler_svc.core.events import (
     Arrived,
@@ -58,8 +58,8 @@ class VirtualWorker:
         self.entries: dict[str, AssignEntry] = {}
         self.jobs: dict[str, _Job] = {}
         self._ran: frozenset[str] = frozenset()
-        self._round = 0
         self._latched = False
+        self._reserve_clock = NEW_CLOCK
         self._rng = rng
 
     def assign(self, command: Assign, shard: VirtualShard) -> None:
@@ -82,18 +82,18 @@ class VirtualWorker:
             target_blocks=facts.target_blocks,
             draft_blocks=facts.draft_blocks,
             max_growth_tokens=facts.max_draft_len + 1,
-            round_number=self._round,
             kv_latched=self._latched,
+            reserve_clock=self._reserve_clock,
         )
         choice = choose([self._candidate(entry) for entry in self.entries.values()], place)
         self._latched = choice.kv_latched
+        self._reserve_clock = choice.reserve_clock
         changes = []
         for request_id in choice.evict:
             job = self.jobs[request_id]
             job.residency, job.blocks = Residency.NONE, 0
             changes.append(ResidencyChange(request_id, job.lease_epoch, Residency.NONE))
         self._ran = frozenset(choice.run)
-        self._round += 1
         progress = tuple(self._advance(request_id) for request_id in choice.run)
         context = sum(
             self.jobs[request_id].prompt + self.jobs[request_id].emitted for request_id in choice.run

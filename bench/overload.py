@@ -203,7 +203,7 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
     full_queue_s = options.queue * MEAN_TOKENS / max(tokens_per_s, 1e-9)
     ordered = sorted(served.latency_s for served in tally.served)
     p99_s = ordered[int(0.99 * (len(ordered) - 1))] if ordered else float("inf")
-    reserved = options.workers * reserved_slots(options.slots, 0)
+    reserved = options.workers * reserved_slots(options.slots)
     shares = [
         (served.ended_s - served.accepted_s) / (rounds * round_s)
         for served, rounds in allowed_rounds(tally, reserved)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
+from typing import NamedTuple
 
 
 class Residency(enum.IntEnum):
@@ -59,6 +60,20 @@ class Candidate:
     draft_blocks: int
 
 
+class ReserveClock(NamedTuple):
+    """One-slot worker: how the reserved share stands, in the present cycle."""
+
+    request_id: str = ""
+    """The oldest request that is here."""
+    rounds: int = 0
+    """Of the cycle so far; only those count in which an old request was here."""
+    had: int = 0
+    """Those of them in which it ran, in the share or by its own rank."""
+
+
+NEW_CLOCK = ReserveClock()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The worker at this round boundary."""
@@ -70,10 +85,10 @@ class Place:
     draft_blocks: int
     max_growth_tokens: int
     """Tokens a request can grow in one round: the longest draft and the bonus token (γ + 1)."""
-    round_number: int
-    """Rounds this worker has run; drives the reserved slices of a one-slot worker."""
     kv_latched: bool = False
     """What `Choice.kv_latched` said at the last round."""
+    reserve_clock: ReserveClock = NEW_CLOCK
+    """What `Choice.reserve_clock` said at the last round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +101,8 @@ class Choice:
     """Requests on the device whose blocks are needed: worst rank first. Swapped out, or dropped if the host is full."""
     kv_latched: bool = False
     """True while KV pressure suspends preemption; handed back in at the next round."""
+    reserve_clock: ReserveClock = NEW_CLOCK
+    """Handed back in at the next round."""
 
 
 HYSTERESIS = 0.10
@@ -97,16 +114,20 @@ LATCH_ON = 0.85
 LATCH_OFF = 0.70
 """Share below which it is allowed again: the gap keeps the latch from chattering."""
 RESERVED_SLICE_ROUNDS = 32
-"""One-slot worker: the reserved share is time, one slice of this many rounds out of `RESERVED_ONE_IN`."""
+"""One-slot worker: the reserved share is time, this many rounds out of `RESERVED_CYCLE_ROUNDS`."""
 RESERVED_ONE_IN = 32
+RESERVED_CYCLE_ROUNDS = RESERVED_SLICE_ROUNDS * RESERVED_ONE_IN
 
 
-def reserved_slots(slots: int, round_number: int) -> int:
-    """How many slots of this round belong to the oldest requests of the shard, whatever their rank."""
+def reserved_slots(slots: int, clock: ReserveClock = NEW_CLOCK) -> int:
+    """How many slots of this round belong to the oldest requests of the shard, whatever their rank.
+
+    With one slot the share is a floor: what the oldest had of a cycle by its own rank is part of it, and what it lacks is
+    taken at the end of the cycle. Why: docs/decisions/0018.
+    """
     if slots >= 2:
         return max(1, slots // RESERVED_ONE_IN)
-    slice_number = round_number // RESERVED_SLICE_ROUNDS
-    return 1 if slice_number % RESERVED_ONE_IN == RESERVED_ONE_IN - 1 else 0
+    return 1 if RESERVED_SLICE_ROUNDS - clock.had >= RESERVED_CYCLE_ROUNDS - clock.rounds else 0
 
 
 # (rank_class, cost, request_id, candidate, target blocks it needs in this round, draft blocks likewise): a tuple,
@@ -136,7 +157,8 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
     for entry in entries:
         if entry[3].running and entry[3].pinned:
             selection.add_if_it_fits(entry)
-    _fill_reserved_share(entries, place, selection)
+    clock = _clock_now(place, entries)
+    _fill_reserved_share(entries, reserved_slots(place.slots, clock), selection)
     for entry in entries:
         if entry[3].running and entry[2] not in selection.chosen and selection.add_if_it_fits(entry):
             selection.victims.append(entry)
@@ -155,7 +177,7 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
                 selection.add_if_it_fits(entry)
 
     run = tuple(entry[2] for entry in entries if entry[2] in selection.chosen)
-    return Choice(run=run, evict=tuple(selection.evictions()), kv_latched=latched)
+    return Choice(run, tuple(selection.evictions()), latched, _clock_after(clock, place, entries, run))
 
 
 def _entry(candidate: Candidate, place: Place) -> _Entry:
@@ -193,8 +215,32 @@ def _is_latched(entries: Sequence[_Entry], place: Place) -> bool:
     return target > threshold * place.target_blocks or draft > threshold * place.draft_blocks
 
 
-def _fill_reserved_share(entries: Sequence[_Entry], place: Place, selection: _Selection) -> None:
-    share = reserved_slots(place.slots, place.round_number)
+def _clock_now(place: Place, entries: Sequence[_Entry]) -> ReserveClock:
+    """The clock before this round: of the same request as before, or of another one that is the oldest now.
+
+    Each round that the one before had pays for the rounds that it stands for, the past ones only: so n rounds of the
+    oldest, whoever they are, come within `RESERVED_ONE_IN` · n rounds and two cycles.
+    """
+    clock = place.reserve_clock
+    reserved = [entry[2] for entry in entries if entry[3].reserved]
+    if place.slots > 1 or not reserved or clock.request_id in reserved:
+        return clock
+    return ReserveClock(reserved[0], max(0, clock.rounds - RESERVED_ONE_IN * clock.had), 0)
+
+
+def _clock_after(
+    clock: ReserveClock, place: Place, entries: Sequence[_Entry], run: Sequence[str]
+) -> ReserveClock:
+    if place.slots > 1 or not any(entry[3].reserved for entry in entries):
+        return clock
+    ran = any(entry[3].reserved and entry[2] in run for entry in entries)
+    rounds, had = clock.rounds + 1, clock.had + ran
+    if had >= RESERVED_SLICE_ROUNDS or rounds >= RESERVED_CYCLE_ROUNDS:
+        return ReserveClock(clock.request_id, 0, 0)
+    return ReserveClock(clock.request_id, rounds, had)
+
+
+def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Selection) -> None:
     reserved = [entry for entry in entries if entry[3].reserved and entry[2] not in selection.chosen]
     reserved.sort(key=lambda entry: not entry[3].running)
     for entry in reserved:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from laps_sd.choose import LATCH_ON, Candidate, Place, Residency, choose
+from laps_sd.choose import LATCH_ON, NEW_CLOCK, Candidate, Place, Residency, choose
 from laps_sd.log import get_logger
 from worker_svc.engine.interface import (
     DeviceFailed,
@@ -257,7 +257,9 @@ class Runner:
         self._assignment: tuple[Listed, ...] = ()
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._number = 0
-        self._rounds = 0
+        self._reserve_clock = NEW_CLOCK
+        """As `laps_sd.choose` keeps it; below, as it will be when the round that was chosen last is over."""
+        self._reserve_clock_then = NEW_CLOCK
         self._slots = engine.capacity.slots
         """Requests in one round at most: fewer than the engine's for a while after it ran out of memory."""
         self._rounds_with_fewer = 0
@@ -341,7 +343,7 @@ class Runner:
             0.0 if self._round_ended_s is None else max(0.0, started_s - self._round_ended_s - swap_out_s)
         )
         self._round_ended_s = time.perf_counter()
-        self._rounds += 1
+        self._reserve_clock = self._reserve_clock_then
         preempted = 0
         if before is not run:
             now = set(run)
@@ -454,11 +456,12 @@ class Runner:
             target_blocks=capacity.target_blocks,
             draft_blocks=capacity.draft_blocks,
             max_growth_tokens=self._growth,
-            round_number=self._rounds,
             kv_latched=self._latched,
+            reserve_clock=self._reserve_clock,
         )
         choice = choose(candidates, place)
         self._latched = choice.kv_latched
+        self._reserve_clock_then = choice.reserve_clock
         self._settled = (
             self._reuse_choices
             and not choice.kv_latched
@@ -647,7 +650,7 @@ class Runner:
 
     def _report_part(self, result: RoundResult) -> None:
         """A round amid the search for a culprit counts like any other."""
-        self._rounds += 1
+        self._reserve_clock = self._reserve_clock_then
         self._report(result)
 
     def _regain_slots(self) -> None:

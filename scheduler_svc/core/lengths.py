@@ -22,6 +22,9 @@ DEFAULT_LOG_SPREAD = 1.0
 """Output lengths with no history: chat-like, lognormal(ln 150, 1.0). Our choice."""
 DEFAULT_WEIGHT = 8.0
 """Requests that the default counts for in the table of all classes, and that table in the one of a class."""
+LOG_LENGTHS_WEIGHT = 2.0
+"""Requests that the default counts for in the mean and spread of ln(length). Less than in the table: a few requests tell
+two numbers, not 150 bins. Our choice; at 8, requests of equal lengths were taken for unequal ones for hundreds of ends."""
 FORGET_REQUESTS = 1000.0
 GUESS_LOG_SPREAD = 0.7
 """Error of a guess (standard deviation of ln(true/guess)) with no history: between an optimistic 0.3 and the 1.0
@@ -43,7 +46,7 @@ _ROOT_HALF = math.sqrt(0.5)
 # Parts of what every rank of a guessed request computes.
 _LEAST_VARIANCE = LEAST_LOG_SPREAD**2
 _GUESS_PRIOR = GUESS_WEIGHT * GUESS_LOG_SPREAD**2
-_LENGTH_PRIOR = DEFAULT_WEIGHT * (DEFAULT_LOG_MEAN**2 + DEFAULT_LOG_SPREAD**2)
+_LENGTH_PRIOR = LOG_LENGTHS_WEIGHT * (DEFAULT_LOG_MEAN**2 + DEFAULT_LOG_SPREAD**2)
 _NOTHING = 1e-9
 """A tail thinner than this says nothing about what follows."""
 
@@ -262,13 +265,13 @@ class LogLengths:
     @property
     def mean(self) -> float:
         """Mean of ln(length)."""
-        return (self.total + DEFAULT_WEIGHT * DEFAULT_LOG_MEAN) / (self.weight + DEFAULT_WEIGHT)
+        return (self.total + LOG_LENGTHS_WEIGHT * DEFAULT_LOG_MEAN) / (self.weight + LOG_LENGTHS_WEIGHT)
 
     @property
     def variance(self) -> float:
         """Of ln(length)."""
-        weight = self.weight + DEFAULT_WEIGHT
-        mean = (self.total + DEFAULT_WEIGHT * DEFAULT_LOG_MEAN) / weight
+        weight = self.weight + LOG_LENGTHS_WEIGHT
+        mean = (self.total + LOG_LENGTHS_WEIGHT * DEFAULT_LOG_MEAN) / weight
         return max(_LEAST_VARIANCE, (self.squares + _LENGTH_PRIOR) / weight - mean * mean)
 
 

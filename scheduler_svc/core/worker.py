@@ -69,8 +69,8 @@ class Worker:
 
     @property
     def reserved_share(self) -> int:
-        """Requests that may use its reserved share; a one-slot worker has one, in its reserved slices."""
-        return reserved_slots(self.slots, 0) or 1
+        """Requests that may use its reserved share; a one-slot worker has one, in its reserved rounds."""
+        return reserved_slots(self.slots) or 1
 
     def charge_reserve(self) -> None:
         """A round is over. Where KV is short, the reserved share is one of blocks as much as of slots: what it used of

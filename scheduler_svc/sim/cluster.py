@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from laps_sd.choose import Candidate, Place, Residency, choose
+from laps_sd.choose import NEW_CLOCK, Candidate, Place, Residency, choose
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Commit, Drained, Drop
 from scheduler_svc.core.estimate_errors import EstimateErrors
 from scheduler_svc.core.events import (
@@ -108,8 +108,8 @@ class _Worker:
         self.entries: tuple[AssignEntry, ...] = ()
         self.kept: dict[str, _Kept] = {}
         self.ran: frozenset[str] = frozenset()
-        self.round_number = 0
         self.latched = False
+        self.reserve_clock = NEW_CLOCK
         self.busy = False
         self.busy_s = 0.0
         """In rounds so far, the one that runs included."""
@@ -146,11 +146,12 @@ class _Worker:
                 target_blocks=facts.target_blocks,
                 draft_blocks=0,  # the draft's cache is cheap to drop: the target's decides
                 max_growth_tokens=facts.max_draft_len + 1,
-                round_number=self.round_number,
                 kv_latched=self.latched,
+                reserve_clock=self.reserve_clock,
             ),
         )
         self.latched = choice.kv_latched
+        self.reserve_clock = choice.reserve_clock
         return choice.run, choice.evict
 
     def resize(self, kept: _Kept, blocks: int) -> None:
@@ -421,7 +422,6 @@ class Cluster:
                 worker.resize(kept, 0)
         if worker.free_blocks < 0:
             raise RuntimeError(f"{worker.facts.worker_id} holds more KV than it has")
-        worker.round_number += 1
         decode_s = machine.decode_s(decoding, context, verified)
         prefill_s = machine.prefill_token_s * prefilled
         swap_s = machine.swap_token_s * moved

@@ -9,7 +9,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
-from laps_sd.choose import Candidate, Place, Residency, choose
+from laps_sd.choose import NEW_CLOCK, Candidate, Place, ReserveClock, Residency, choose
 from scheduler_svc.core.commands import (
     Assign,
     AssignEntry,
@@ -100,6 +100,7 @@ class SimWorker:
     ran: tuple[str, ...] = ()
     round_number: int = 0
     latched: bool = False
+    reserve_clock: ReserveClock = NEW_CLOCK
     busy: bool = False
     evictions: int = 0
 
@@ -111,8 +112,8 @@ class SimWorker:
             target_blocks=f.target_blocks,
             draft_blocks=f.draft_blocks,
             max_growth_tokens=f.max_draft_len + 1,
-            round_number=self.round_number,
             kv_latched=self.latched,
+            reserve_clock=self.reserve_clock,
         )
 
     def candidates(self, jobs: dict[str, Job]) -> list[Candidate]:
@@ -298,6 +299,7 @@ class Cluster:
         candidates = worker.candidates(self.jobs)
         choice = choose(candidates, worker.place())
         worker.latched = choice.kv_latched
+        worker.reserve_clock = choice.reserve_clock
         changes = []
         for request_id in choice.evict:
             kept = worker.kept[request_id]

@@ -5,10 +5,24 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laps_sd.choose import Candidate, Choice, Place, Residency, choose, reserved_slots
+from laps_sd.choose import (
+    RESERVED_CYCLE_ROUNDS,
+    RESERVED_ONE_IN,
+    RESERVED_SLICE_ROUNDS,
+    Candidate,
+    Choice,
+    Place,
+    ReserveClock,
+    Residency,
+    choose,
+    reserved_slots,
+)
 
 BLOCK = 16
 GROWTH = 6
+CYCLE = RESERVED_CYCLE_ROUNDS
+LAST = CYCLE - RESERVED_SLICE_ROUNDS
+"""When the slice of a one-slot worker begins whose oldest request had nothing of the cycle."""
 
 
 def place(slots: int = 2, blocks: int = 1000, draft_blocks: int | None = None, **more: int | bool) -> Place:
@@ -18,7 +32,6 @@ def place(slots: int = 2, blocks: int = 1000, draft_blocks: int | None = None, *
         "target_blocks": blocks,
         "draft_blocks": blocks if draft_blocks is None else draft_blocks,
         "max_growth_tokens": GROWTH,
-        "round_number": 0,
     }
     return Place(**(values | more))  # type: ignore[arg-type]
 
@@ -48,6 +61,20 @@ def resident(request_id: str, index_s: float = 1.0, blocks: int = 7, **more: obj
 
 def running(request_id: str, index_s: float = 1.0, blocks: int = 7, **more: object) -> Candidate:
     return resident(request_id, index_s, blocks, running=True, **more)
+
+
+def one_slot(own: list[bool]) -> list[str]:
+    """Who runs round by round of an old request and a new one, where it is `own` rank by which the old one is first."""
+    ran, clock = [""], ReserveClock()
+    for old_is_first in own:
+        who = [
+            resident("old", 1.0 if old_is_first else 9.0, reserved=True, running=ran[-1] == "old"),
+            resident("new", 3.0, running=ran[-1] == "new"),
+        ]
+        choice = choose(who, place(1, reserve_clock=clock))
+        clock = choice.reserve_clock
+        ran += choice.run
+    return ran[1:]
 
 
 class TestOrder:
@@ -160,7 +187,7 @@ class TestHysteresis:
 class TestPinned:
     def test_never_paused(self) -> None:
         who = [running("a", 9.0, rank_class=5, pinned=True), candidate("b", 0.1, reserved=True)]
-        assert choose(who, place(1, round_number=31 * 32)).run == ("a",)
+        assert choose(who, place(1, reserve_clock=ReserveClock("b", LAST))).run == ("a",)
 
     def test_waiting_ones_run_in_order(self) -> None:
         who = [candidate("a", 2.0, pinned=True), candidate("b", 1.0, pinned=True)]
@@ -174,11 +201,38 @@ class TestPinned:
 
 class TestReservedShare:
     def test_one_slot_in_thirty_two_and_at_least_one(self) -> None:
-        assert [reserved_slots(slots, 0) for slots in (1, 2, 31, 32, 63, 64, 256)] == [0, 1, 1, 1, 1, 2, 8]
+        assert [reserved_slots(slots) for slots in (1, 2, 31, 32, 63, 64, 256)] == [0, 1, 1, 1, 1, 2, 8]
 
-    def test_one_slot_one_slice_of_thirty_two(self) -> None:
-        reserved = [round_number for round_number in range(2048) if reserved_slots(1, round_number)]
+    def test_one_slot_one_slice_of_thirty_two_for_who_goes_without(self) -> None:
+        reserved = [number for number, who in enumerate(one_slot([False] * 2 * CYCLE)) if who == "old"]
         assert reserved == [*range(31 * 32, 32 * 32), *range(63 * 32, 64 * 32)]
+
+    def test_one_slot_what_the_oldest_runs_by_its_own_rank_is_part_of_the_share(self) -> None:
+        own = [*[False] * 500, *[True] * 20, *[False] * 600]
+        ran = one_slot(own)
+        assert [number for number, who in enumerate(ran) if who == "old"] == [
+            *range(500, 520),
+            *range(CYCLE - 12, CYCLE),
+        ]
+
+    def test_one_slot_it_saves_nothing_up_by_running(self) -> None:
+        own = [*[True] * 512, *[False] * CYCLE]
+        assert one_slot(own)[512:].index("old") == LAST
+
+    def test_one_slot_the_next_oldest_waits_no_longer_for_what_the_one_before_had(self) -> None:
+        who = [running("a", 1.0), candidate("next", 99.0, reserved=True)]
+
+        def at(rounds: int, had: int) -> Choice:
+            return choose(who, place(1, reserve_clock=ReserveClock("ended", rounds, had)))
+
+        assert at(LAST, 0).run == ("next",)
+        assert at(CYCLE - 1, 2).run == ("a",)
+        assert at(CYCLE - 1, 2).reserve_clock == ReserveClock("next", CYCLE - 64, 0)
+        assert at(500, 31).reserve_clock == ReserveClock("next", 1, 0)
+
+    def test_one_slot_time_without_an_old_request_does_not_count(self) -> None:
+        clock = ReserveClock("old", 7, 3)
+        assert choose([running("a", 1.0)], place(1, reserve_clock=clock)).reserve_clock == clock
 
     def test_an_old_request_runs_whatever_its_rank(self) -> None:
         who = [running("a", 1.0), running("b", 2.0), candidate("old", 99.0, rank_class=9, reserved=True)]
@@ -210,8 +264,8 @@ class TestReservedShare:
 
     def test_one_slot_outside_its_slice(self) -> None:
         who = [running("a", 1.0), candidate("old", 99.0, reserved=True)]
-        assert choose(who, place(1, round_number=30 * 32)).run == ("a",)
-        assert choose(who, place(1, round_number=31 * 32)).run == ("old",)
+        assert choose(who, place(1, reserve_clock=ReserveClock("old", LAST - 1))).run == ("a",)
+        assert choose(who, place(1, reserve_clock=ReserveClock("old", LAST))).run == ("old",)
 
     def test_nobody_displaces_it_inside_its_share(self) -> None:
         who = [
@@ -353,7 +407,10 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], Place]:
     held = sum(c.target_blocks for c in candidates)
     blocks = draw(st.integers(max(held, 1), max(held, 1) + 60))
     return candidates, place(
-        slots, blocks, round_number=draw(st.sampled_from([0, 31 * 32])), kv_latched=draw(st.booleans())
+        slots,
+        blocks,
+        reserve_clock=ReserveClock("", draw(st.sampled_from([0, LAST]))),
+        kv_latched=draw(st.booleans()),
     )
 
 
@@ -438,3 +495,18 @@ def test_a_choice_is_stable(situation: tuple[list[Candidate], Place]) -> None:
         where = replace(where, kv_latched=choice.kv_latched)
         seen.append(choice.run)
     assert seen[-1] == seen[-2]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 400)), max_size=30))
+@settings(max_examples=20, deadline=None)
+def test_with_one_slot_the_oldest_has_its_share_and_takes_no_more(turns: list[tuple[bool, int]]) -> None:
+    """32 rounds within 1024 from the beginning, n rounds within 32 n and two cycles from anywhere."""
+    own = [old_is_first for old_is_first, rounds in turns for _ in range(rounds)] + [False] * CYCLE
+    had = [who == "old" for who in one_slot(own)]
+    assert sum(had[:CYCLE]) >= RESERVED_SLICE_ROUNDS
+    behind = 0
+    for ran in had:
+        behind = max(0, behind + 1 - RESERVED_ONE_IN * ran)
+        assert behind <= 2 * CYCLE
+    taken = sum(ran and not first for ran, first in zip(had, own, strict=True))
+    assert taken <= len(own) / RESERVED_ONE_IN

@@ -58,7 +58,7 @@ OUTPUTS = st.lists(st.sampled_from((3, 6, 9, 30, 150, 300)), min_size=2, max_siz
 def test_a_request_ends_within_the_rounds_of_the_older_ones_and_its_own(
     policy: str, outputs: list[int], workers: int, slots: int
 ) -> None:
-    assert late(crowd(policy, workers, slots, outputs), workers * reserved_slots(slots, 0)) == {}
+    assert late(crowd(policy, workers, slots, outputs), workers * reserved_slots(slots)) == {}
 
 
 @pytest.mark.parametrize("policy", ["laps-sd", "srpt-length", "sjf-length"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laps_sd.choose import Residency, reserved_slots
+from laps_sd.choose import RESERVED_CYCLE_ROUNDS, ReserveClock, Residency, reserved_slots
 from scheduler_svc.core.commands import Command, Lease, Rank, Release
 from scheduler_svc.core.events import Arrived, Recovered, WorkerUp
 from scheduler_svc.core.policies import policy_named
@@ -110,7 +110,10 @@ class TestTheReservedShare:
         scheduler.check()
 
     def test_a_one_slot_worker_gives_it_no_more_than_its_slot(self) -> None:
-        assert {reserved_slots(1, number) for number in range(10_000)} == {0, 1}
+        assert {reserved_slots(1, ReserveClock("", number)) for number in range(RESERVED_CYCLE_ROUNDS)} == {
+            0,
+            1,
+        }
 
 
 def test_a_class_that_has_hardly_begun_is_like_all_from_its_first_draft_position_on() -> None:

@@ -450,8 +450,8 @@ class TestGuesses:
             pytest.approx(-0.3 * 40 / 48, rel=0.05),
             pytest.approx(math.sqrt((40 * 0.25 + 8 * 0.49) / 48 - 0.25**2), rel=0.05),
         )
-        assert lengths.mean == pytest.approx((40 * 5 + 8 * math.log(150)) / 48, rel=0.001)
-        assert lengths.variance == pytest.approx((40 * 0.64 + 8 * 1.0) / 48, rel=0.06)
+        assert lengths.mean == pytest.approx((40 * 5 + 2 * math.log(150)) / 42, rel=0.001)
+        assert lengths.variance == pytest.approx((40 * 0.64 + 2 * 1.0) / 42, rel=0.06)
         trust, class_trust = 1 / errors.variance, 1 / lengths.variance
         centre = (trust * (math.log(guess) + errors.bias) + class_trust * lengths.mean) / (
             trust + class_trust
@@ -459,6 +459,15 @@ class TestGuesses:
         left = left_by_guess(guess, errors, lengths, emitted, most, "")
         mean, low, high = remaining_of_lognormal(centre, (trust + class_trust) ** -0.5, emitted, most)
         assert (left.mean, left.low, left.high) == pytest.approx((mean, low, high), rel=0.01)
+
+    def test_a_class_of_equal_lengths_is_known_after_some_dozens_whatever_is_guessed(self) -> None:
+        errors, lengths = GuessError(), LogLengths()
+        for i in range(60):
+            errors.observe(400 * math.exp(0.3 * (-1) ** i), 400)
+            lengths.observe(400)
+        for guess in (400 * math.exp(-0.6), 400 * math.exp(0.6)):
+            left = left_by_guess(guess, errors, lengths, 0, MOST, "")
+            assert left.mean == pytest.approx(400, rel=0.25)
 
     def left(
         self, guess: float, emitted: int = 0, most: int = MOST, error: float | None = None, n: int = 300
