@@ -41,6 +41,9 @@ from scheduler_svc.core import COMPILED
 GOAL_MS = 1.0
 GOAL_GROWTH = 2.0
 GOAL_BYTES = 2048
+STEADY_ARRIVALS = 4
+"""Requests that take the places of others, for each report, once lists are what they remain: a report ends one or two."""
+MOST_WARM_UP_ROUNDS = 20
 BLOCK = 50
 """Reports before the next queue size has its turn."""
 
@@ -96,9 +99,13 @@ def core_process(pipe: Connection, queued: int, workers: int, slots: int, policy
     pipe.send((_resident_bytes() - before) / max(1, queued - waiting))
     turn = list(shard.workers.values())
     rng = random.Random(0)
-    for _ in range(2):  # rounds in which everybody starts are not what is measured
+    for _ in range(MOST_WARM_UP_ROUNDS):
+        # Rounds in which everybody starts, or lists still fill with better ones, are not what is measured.
+        arrived = shard.arrivals
         for worker in turn:
             shard.step(shard.next_events(worker))
+        if shard.arrivals - arrived <= STEADY_ARRIVALS * len(turn):
+            break
     while count := pipe.recv():
         times_ms = []
         for _ in range(count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 
 from laps_sd.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
@@ -146,8 +147,10 @@ class Worker:
     def add(self, request: Request) -> None:
         """Put it on the list."""
         self.members[request.request_id] = request
-        self._listed.append(request)
-        self._is_in_order = False
+        if self._is_in_order:
+            insort(self._listed, request, key=order_key_of)
+        else:
+            self._listed.append(request)
 
     def remove(self, request: Request) -> None:
         """Take it off the list, in the worker's own copy too: it ended there, or a Drop says so."""
