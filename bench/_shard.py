@@ -196,7 +196,7 @@ class VirtualShard:
             self.step([self._arrival() for _ in range(min(self._slots, ARRIVALS_PER_STEP))])
         # Some minutes pass: a core that has just begun makes all ranks anew far more often than ever after.
         for _ in range(WARM_UP_STEPS):
-            self.now_s += CoreSettings().priors_interval_s
+            self.now_s += self.core.settings.priors_interval_s
             self.step([])
 
     def fill(self) -> None:

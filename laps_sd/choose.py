@@ -222,8 +222,10 @@ def _clock_now(place: Place, entries: Sequence[_Entry]) -> ReserveClock:
     oldest, whoever they are, come within `RESERVED_ONE_IN` · n rounds and two cycles.
     """
     clock = place.reserve_clock
+    if place.slots > 1:
+        return clock
     reserved = [entry[2] for entry in entries if entry[3].reserved]
-    if place.slots > 1 or not reserved or clock.request_id in reserved:
+    if not reserved or clock.request_id in reserved:
         return clock
     return ReserveClock(reserved[0], max(0, clock.rounds - RESERVED_ONE_IN * clock.had), 0)
 

@@ -159,9 +159,8 @@ class Priors:
         for priors in self._touch(workload_class):
             priors.acceptance.observe_round(tokens, drafted)
             if tested:
-                positions = priors.positions
-                positions.observe(tested, accepted)
-                if positions.stale:
+                priors.positions.observe(tested, accepted)
+                if priors.positions.stale:
                     priors.rebuild_positions(None if priors is self._all else self._all.positions.rates)
 
     def observe_acceptance(self, workload_class: str, rounds: int, tokens: int, squares: int) -> None:
