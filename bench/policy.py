@@ -123,7 +123,7 @@ def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
     for part in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = part.partition("=")
         try:
-            own[key] = {"true": True, "false": False}[value] if value in ("true", "false") else float(value)
+            own[key] = tomllib.loads(f"value = {value}")["value"]
         except ValueError:
             raise ValueError(f"{spec}: {key} must be true, false or a number, not {value!r}") from None
     return described(CoreSettings, {**common, **own}, spec)

@@ -52,9 +52,12 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
 
 def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
     """Requests that became the oldest on one list would wait for each other, while another worker's reserved share has
-    nobody: those that do not run there move to it. Not to where KV is short: there they could wait as well.
+    nobody: those that do not run there move to it. Not to where KV is short: there they could wait as well. Who comes
+    into a free slot in the next round stays: where nothing is preempted, the other worker may have none for long.
     """
-    waiting = [request for request in crowded.members.values() if request.reserved and not request.running]
+    free_slots = 0 if crowded.is_short_of_blocks else max(0, crowded.slots - len(crowded.running))
+    waiting = [request for request in crowded.in_order if not request.running][free_slots:]
+    waiting = [request for request in waiting if request.reserved]
     for request in sorted(waiting, key=lambda request: request.residency):  # what has no KV moves at no cost
         able = _with_reserve_for(shard, request)
         free = next((worker for worker in able if not worker.is_short_of_blocks), None)

@@ -21,17 +21,10 @@ from scheduler_svc.core.acceptance import (
     tokens_per_round,
 )
 from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.lengths import (
-    BINS,
-    DEFAULT_MASSES,
-    GuessError,
-    LengthTable,
-    LogLengths,
-    TokensLeft,
-    left_by_guess,
-)
+from scheduler_svc.core.guesses import GuessedLengths, GuessError
+from scheduler_svc.core.lengths import BINS, LengthTable, TokensLeft
 
-FORMAT = 2
+FORMAT = 3
 COST_CHANGE = 0.05
 ENOUGH_ROUNDS = 50.0
 """Rounds of a class before its means are carried from one draft length to another."""
@@ -46,13 +39,26 @@ class ClassPriors:
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     positions: PositionStatistics = field(default_factory=PositionStatistics)
     lengths: LengthTable = field(default_factory=LengthTable)
-    log_lengths: LogLengths = field(default_factory=LogLengths)
     client_guess: GuessError = field(default_factory=GuessError)
     worker_guess: GuessError = field(default_factory=GuessError)
+    by_client: GuessedLengths = field(init=False)
+    by_worker: GuessedLengths = field(init=False)
     variances: tuple[float, float] | None = None
     """Of its acceptance, as of the newest end: what a rank asks for is not worked out for each rank."""
     draft_length_factor: float = 1.0
     """Tokens per round at the present draft length, over those at the draft lengths of the class's history."""
+
+    def __post_init__(self) -> None:
+        self._take_up_guesses()
+
+    def rebuild_lengths(self, pool: LengthTable | None) -> None:
+        """Take up what was observed of lengths and guesses."""
+        self.lengths.rebuild(pool)
+        self._take_up_guesses()
+
+    def _take_up_guesses(self) -> None:
+        self.by_client = GuessedLengths(self.lengths, self.client_guess)
+        self.by_worker = GuessedLengths(self.lengths, self.worker_guess)
 
     def rebuild_positions(self, pool: list[float] | None) -> None:
         """Take up what was observed of draft positions and lengths."""
@@ -116,14 +122,8 @@ class Priors:
         if guess is None:
             return own.lengths.left(emitted, most, own.lengths.basis)
         if by_worker:
-            return left_by_guess(
-                guess, own.worker_guess, own.log_lengths, emitted, most, "the worker's prediction"
-            )
-        return left_by_guess(guess, own.client_guess, own.log_lengths, emitted, most, "the client's estimate")
-
-    def gittins_tokens_left(self, workload_class: str, emitted: int, most: int) -> float:
-        """What to order by with no guess of a request's own; see `LengthTable.gittins_tokens_left`."""
-        return self._of(workload_class).lengths.gittins_tokens_left(emitted, most)
+            return own.by_worker.left(guess, emitted, most, "the worker's prediction")
+        return own.by_client.left(guess, emitted, most, "the client's estimate")
 
     # What the scheduler tells.
 
@@ -175,13 +175,12 @@ class Priors:
         """A request ran to its own end after so many tokens."""
         for priors in self._touch(workload_class):
             priors.lengths.observe(length)
-            priors.log_lengths.observe(length)
             if client_guess is not None:
                 priors.client_guess.observe(client_guess, length)
             if worker_guess is not None:
                 priors.worker_guess.observe(worker_guess, length)
             if priors.lengths.stale:
-                priors.lengths.rebuild(DEFAULT_MASSES if priors is self._all else self._all.lengths.masses)
+                priors.rebuild_lengths(None if priors is self._all else self._all.lengths)
                 self._tables_changed = True
 
     def _of(self, workload_class: str) -> ClassPriors:
@@ -190,7 +189,8 @@ class Priors:
     def _touch(self, workload_class: str) -> list[ClassPriors]:
         """Everything that learns from a request of this class; the sum over all classes first."""
         if workload_class not in self._classes and len(self._classes) < MAX_CLASSES:
-            self._classes[workload_class] = ClassPriors()
+            self._classes[workload_class] = new = ClassPriors()
+            new.rebuild_lengths(self._all.lengths)
         own = self._classes.get(workload_class)
         return [self._all] if own is None else [self._all, own]
 
@@ -230,7 +230,6 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
             "accepted": [value / positions.unit for value in positions.accepted],
         },
         "length_counts": {str(i): count for i, count in enumerate(priors.lengths.counts) if count},
-        "log_lengths": asdict(priors.log_lengths),
         "client_guess": asdict(priors.client_guess),
         "worker_guess": asdict(priors.worker_guess),
     }
@@ -239,15 +238,13 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
 def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> ClassPriors:
     priors = ClassPriors(
         acceptance=AcceptanceStatistics(**data["acceptance"]),
-        log_lengths=LogLengths(**data["log_lengths"]),
         client_guess=GuessError(**data["client_guess"]),
         worker_guess=GuessError(**data["worker_guess"]),
     )
     lengths, positions = priors.lengths, priors.positions
     counts = data["length_counts"]
     lengths.counts = [counts.get(str(i), 0.0) for i in range(BINS)]
-    lengths.weight = sum(lengths.counts)
-    lengths.rebuild(DEFAULT_MASSES if pool is None else pool.lengths.masses)
+    priors.rebuild_lengths(None if pool is None else pool.lengths)
     seen = data["positions"]
     positions.rounds, positions.tested, positions.accepted = seen["rounds"], seen["tested"], seen["accepted"]
     priors.rebuild_positions(None if pool is None else pool.positions.rates)

@@ -48,10 +48,6 @@ class CoreSettings:
     this factor: its level is then known up to a neighbour. A length predicted as well as predictors do passes at
     arrival (a factor of about 7), a class with chat-like lengths and nothing else does not (13). At 4, the width of
     one level, such predictions did not pass either, which cost 24 % of the mean latency (one slot, load 0.8)."""
-    perceptible_hysteresis: float = 8.0
-    """A perceptible request stays so until its interval is this much wider than `perceptible_spread`. Near its
-    predicted end a request's remaining service is always uncertain by a large factor; to send it back to a level by
-    attained service then cost 4 % in the same setting."""
     level_hysteresis: float = 1.10
     """A request keeps its level until its service is this much outside the level's range."""
     perceived_levels: bool = False
@@ -73,7 +69,5 @@ class CoreSettings:
             raise ValueError(f"level_factor must be more than 1, not {self.level_factor}")
         if not 1 <= self.level_count <= MAX_LEVELS:
             raise ValueError(f"level_count must be from 1 to {MAX_LEVELS}, not {self.level_count}")
-        if self.perceptible_spread < 1 or self.perceptible_hysteresis < 1 or self.level_hysteresis < 1:
-            raise ValueError(
-                "perceptible_spread, perceptible_hysteresis and level_hysteresis must be at least 1"
-            )
+        if self.perceptible_spread < 1 or self.level_hysteresis < 1:
+            raise ValueError("perceptible_spread and level_hysteresis must be at least 1")

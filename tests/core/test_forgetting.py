@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_svc.core import acceptance, cost, lengths
+from scheduler_svc.core import acceptance, cost, guesses, lengths
 from scheduler_svc.core.acceptance import AcceptanceStatistics, PositionStatistics, shrinkage
 from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.lengths import GuessError, LengthTable, LogLengths
+from scheduler_svc.core.guesses import GuessError
+from scheduler_svc.core.lengths import LengthTable
 
 
 def rounds() -> tuple[Callable[[], None], Callable[[], float]]:
@@ -45,12 +46,7 @@ def lengths_in_bins() -> tuple[Callable[[], None], Callable[[], float]]:
     return lambda: learner.observe(100), lambda: sum(learner.counts)
 
 
-def log_lengths() -> tuple[Callable[[], None], Callable[[], float]]:
-    learner = LogLengths()
-    return lambda: learner.observe(100), lambda: learner.weight
-
-
-def guesses() -> tuple[Callable[[], None], Callable[[], float]]:
+def guessed_lengths() -> tuple[Callable[[], None], Callable[[], float]]:
     learner = GuessError()
     return lambda: learner.observe(100, 110), lambda: learner.weight
 
@@ -72,8 +68,7 @@ LEARNERS = [
     (ended_requests, acceptance.FORGET_REQUESTS),
     (output_lengths, lengths.FORGET_REQUESTS),
     (lengths_in_bins, lengths.FORGET_REQUESTS),
-    (log_lengths, lengths.FORGET_REQUESTS),
-    (guesses, lengths.GUESS_FORGET),
+    (guessed_lengths, guesses.GUESS_FORGET),
     (round_costs, cost.ROUND_FORGET),
     (swaps, cost.SWAP_FORGET),
 ]
@@ -126,13 +121,6 @@ class TestWhatDoesNotChangeHasItsMean:
         assert [each / statistics.requests for each in sums] == pytest.approx(
             [20, 400, 60, 60 * 3, 200 - 180]
         )
-
-    def test_lengths(self) -> None:
-        statistics = LogLengths()
-        for _ in range(1000):
-            statistics.observe(100)
-        assert statistics.total / statistics.weight == pytest.approx(math.log(100))
-        assert statistics.squares / statistics.weight == pytest.approx(math.log(100) ** 2)
 
     def test_swaps(self) -> None:
         model = CostModel()

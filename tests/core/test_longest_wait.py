@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laps_sd.choose import reserved_slots
@@ -55,6 +55,8 @@ OUTPUTS = st.lists(st.sampled_from((3, 6, 9, 30, 150, 300)), min_size=2, max_siz
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(deadline=None, max_examples=10)
 @given(outputs=OUTPUTS, workers=st.integers(1, 4), slots=st.sampled_from((2, 3, 4)))
+# Who has a free slot next must not be moved to where it has none.
+@example(outputs=[9, 6, 150, 3, 3, 150, 150, 150], workers=2, slots=2)
 def test_a_request_ends_within_the_rounds_of_the_older_ones_and_its_own(
     policy: str, outputs: list[int], workers: int, slots: int
 ) -> None:

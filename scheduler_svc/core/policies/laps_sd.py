@@ -9,8 +9,9 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
     change of that estimate would move the levels under requests that no event has touched. Exponential levels look
     the same at every scale: a tiny pair on a CPU uses the upper ones, a GPU the lower ones, and only the distance
     between two requests counts.
-  * Perceptible: the credible interval of the remaining service is no wider than a level. A good prior (class
-    history, length prediction) can make it so at arrival, otherwise its own rounds do; it can be lost again.
+  * Perceptible: the credible interval of the remaining service is no wider than a level and its neighbours. A good prior
+    (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It is lost again where
+    the interval of its service in all, what it has had included, becomes wider than that.
   * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level by
     *remaining* service, what must be computed anew included; it falls back when its acceptance drifts.
   * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost.
@@ -39,7 +40,7 @@ class LapsSd(Policy):
         """Level by what is known of its service, index by the estimate."""
         found = estimate_by_acceptance(request, priors)
         before = request.rank_before
-        perceptible = self._is_perceptible(found.remaining, before)
+        perceptible = self._is_perceptible(request, found.remaining)
         service_s = found.remaining.mean_s if perceptible else request.attained_s
         return rank_key(
             request,
@@ -50,13 +51,15 @@ class LapsSd(Policy):
             perceptible=perceptible,
         )
 
-    def _is_perceptible(self, remaining: Remaining, before: RankKey | None) -> bool:
-        """Whether its level is known. The base is added because below it all services are one level."""
-        base = self.settings.level_base_s
-        spread = self.settings.perceptible_spread
+    def _is_perceptible(self, request: Request, remaining: Remaining) -> bool:
+        """Whether its level is known. The base is added because below it all services are one level.
+
+        Of one that was perceptible the service in all is judged: near its end what remains is always uncertain by a large factor.
+        """
+        known_s, before = self.settings.level_base_s, request.rank_before
         if before is not None and before.perceptible:
-            spread *= self.settings.perceptible_hysteresis
-        return remaining.high_s + base <= spread * (remaining.low_s + base)
+            known_s += request.attained_s
+        return remaining.high_s + known_s <= self.settings.perceptible_spread * (remaining.low_s + known_s)
 
     def _level(self, service_s: float, perceptible: bool, before: RankKey | None) -> int:
         levels, slack = self._levels, self.settings.level_hysteresis

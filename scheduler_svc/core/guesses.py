@@ -1,0 +1,213 @@
+"""How many output tokens a request still has when somebody guessed its length: the client's hint, a worker's prediction.
+
+A guess is a measurement, and only its observed error is believed (`GuessError`). What was measured is one of the lengths
+that the class has (`LengthTable`): the two together say which of those are likely for this very request (`GuessedLengths`,
+Bayes' rule). Where a class has many answers near 400 tokens, a guess of 350 means one of those.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import final
+
+from scheduler_svc.core.lengths import BINS, CREDIBLE, EDGES, LOG_BIN, LengthTable, TokensLeft, bounded
+
+GUESS_LOG_SPREAD = 0.7
+"""Error of a guess (standard deviation of ln(true/guess)) with no history: between an optimistic 0.3 and the 1.0
+and more of real predictors."""
+GUESS_WEIGHT = 8.0
+"""Requests that the assumption about guesses counts for."""
+GUESS_FORGET = 300.0
+LEAST_LOG_SPREAD = 0.01
+REACH = 5.0
+"""Spreads around a guess within which lengths are looked at."""
+WORTHLESS_SPREAD = 3.0
+"""Guesses that are off by more than a factor of 20 say nothing."""
+CELLS_PER_SPREAD = 8
+"""Guesses at least this much finer than their own error are told apart, others share what is worked out."""
+LEAST_MASS = 1e-9
+"""Share of the lengths that a bin has at least: a guess can always be right."""
+_LEAST_VARIANCE = LEAST_LOG_SPREAD**2
+_PRIOR_SQUARES = GUESS_WEIGHT * GUESS_LOG_SPREAD**2
+_ROOT_HALF = math.sqrt(0.5)
+_below = NormalDist().inv_cdf
+
+
+@dataclass(slots=True)
+class GuessError:
+    """What guesses of one kind were worth in one class: ln(true length / guess), decayed."""
+
+    weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def observe(self, guess: float, length: int) -> None:
+        """A request that somebody guessed had this length."""
+        keep = 1 - 1 / GUESS_FORGET
+        error = math.log(length / guess)
+        self.weight = self.weight * keep + 1
+        self.total = self.total * keep + error
+        self.squares = self.squares * keep + error * error
+
+    @property
+    def bias(self) -> float:
+        """Mean of the error; 0 with no history."""
+        return self.total / (self.weight + GUESS_WEIGHT)
+
+    @property
+    def variance(self) -> float:
+        """Mean square around the bias."""
+        weight = self.weight + GUESS_WEIGHT
+        bias = self.total / weight
+        return max(_LEAST_VARIANCE, (self.squares + _PRIOR_SQUARES) / weight - bias * bias)
+
+
+@final
+class GuessedLengths:
+    """The lengths of a class as guesses of one kind leave them likely.
+
+    The error and the table are as of when this was made; who owns them makes another when the table was built anew.
+    """
+
+    def __init__(self, table: LengthTable, error: GuessError) -> None:
+        self._table = table
+        self._bias = error.bias
+        self._spread = spread = math.sqrt(error.variance)
+        # Edges of bins lie a whole number of cells apart, so that all guesses see the normal distribution at the same points.
+        self._cells_per_bin = max(1, math.ceil(CELLS_PER_SPREAD * LOG_BIN / spread))
+        self._cell_width = LOG_BIN / self._cells_per_bin
+        self._normal: _Normal | None = None
+        self._likely: dict[int, _Likely] = {}
+
+    def left(self, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
+        """Tokens left of a request that emitted so many of at most `most`, when its length was guessed (above 0)."""
+        if self._spread > WORTHLESS_SPREAD:
+            return self._table.left(emitted, most, self._table.basis)
+        log_guess = math.log(guess) + self._bias
+        cell = min(max(0, round(log_guess / self._cell_width)), BINS * self._cells_per_bin)
+        likely = self._likely.get(cell)
+        if likely is None:
+            if self._normal is None:
+                self._normal = _Normal(self._spread, self._cell_width, self._cells_per_bin)
+            likely = self._likely[cell] = _Likely(self._table.masses, cell, self._normal)
+        return likely.left(emitted, most, basis)
+
+
+@final
+class _Normal:
+    """A normal distribution of this spread, at every cell in reach of its middle."""
+
+    def __init__(self, spread: float, cell_width: float, cells_per_bin: int) -> None:
+        self.spread = spread
+        self.cell_width = cell_width
+        self.cells_per_bin = cells_per_bin
+        self.reach = math.ceil(REACH * spread / cell_width) + cells_per_bin
+        """The middle is there in both lists."""
+        self.above: list[float] = []
+        """Chance of more than so much."""
+        self.shifted: list[float] = []
+        """Share of the exponential's mean that lies above."""
+        for cell in range(-self.reach, self.reach + 1):
+            z = cell * cell_width / spread
+            self.above.append(_above(z))
+            self.shifted.append(_above(z - spread))
+
+
+@final
+class _Likely:
+    """ln(length) with the density of a histogram, flat in each bin, times a normal one around the guess.
+
+    `_tails` and `_moments` are, at each edge in reach, the share of all that is longer and share × length over it, both
+    but for one factor; between the edges of a bin they are exact.
+    """
+
+    def __init__(self, masses: list[float], cell: int, normal: _Normal) -> None:
+        self._normal = normal
+        self._masses = masses
+        self._cell = cell
+        spread, step, reach = normal.spread, normal.cells_per_bin, normal.reach
+        self._centre = centre = cell * normal.cell_width
+        self._whole = math.exp(centre + spread * spread / 2)
+        self._longest = math.exp(centre + REACH * spread)
+        # Bin i ends at edge i + 1, which is i · step cells above a length of 1.
+        self._last = last = min(BINS - 1, (cell + reach) // step)
+        self._first = first = max(0, -((reach - cell) // step) + 1)
+        above, shifted, at = normal.above, normal.shifted, last * step - cell + reach
+        above_end, shifted_end = above[at], shifted[at]
+        # Whatever lies beyond the last bin is taken to be as likely as what is in it.
+        mass = masses[last] + LEAST_MASS
+        tail, moment = mass * above_end, mass * shifted_end
+        tails, moments = [tail], [moment]
+        for i in range(last, first - 1, -1):
+            at -= step
+            above_start, shifted_start = above[at], shifted[at]
+            mass = masses[i] + LEAST_MASS
+            tail += mass * (above_start - above_end)
+            moment += mass * (shifted_start - shifted_end)
+            tails.append(tail)
+            moments.append(moment)
+            above_end, shifted_end = above_start, shifted_start
+        self._tails = tails
+        """At the end of bin `_last - i`; the last one is the start of bin `_first`."""
+        self._moments = moments
+
+    def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
+        """As `GuessedLengths.left`."""
+        if emitted > self._longest:
+            # Far beyond the guess: the tail of a lognormal there falls off like an exponential of this length.
+            spread = self._normal.spread
+            mean = emitted * spread * spread / (math.log(emitted) - self._centre)
+            return bounded(mean, 0.1 * mean, 2.3 * mean, most - emitted, basis)
+        tail, moment = self._beyond(emitted)
+        if most > self._longest:
+            mean = self._whole * moment / tail - emitted
+        else:
+            beyond, beyond_moment = self._beyond(most)
+            mean = (self._whole * (moment - beyond_moment) + most * beyond) / tail - emitted
+        low = self._length_at(tail * (1 - CREDIBLE[0])) - emitted
+        high = self._length_at(tail * (1 - CREDIBLE[1])) - emitted
+        return bounded(mean, low, high, most - emitted, basis)
+
+    def _beyond(self, length: int) -> tuple[float, float]:
+        """The share that is longer, and its moment."""
+        if length == 0:
+            return self._tails[-1], self._moments[-1]
+        log_length = math.log(length)
+        from_last = self._last - 1 - int(log_length / LOG_BIN)
+        if from_last >= len(self._tails) - 1:
+            return self._tails[-1], self._moments[-1]
+        if from_last < 0:
+            from_last = 0
+        normal = self._normal
+        z = (log_length - self._centre) / normal.spread
+        mass = self._masses[self._last - from_last] + LEAST_MASS
+        at = (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
+        return (
+            self._tails[from_last] + mass * (_above(z) - normal.above[at]),
+            self._moments[from_last] + mass * (_above(z - normal.spread) - normal.shifted[at]),
+        )
+
+    def _length_at(self, share: float) -> float:
+        """The length that this share, but for the common factor, exceeds."""
+        tails, normal = self._tails, self._normal
+        low, high = 0, len(tails) - 1
+        while low < high:  # the first that is not less
+            middle = (low + high) // 2
+            if tails[middle] < share:
+                low = middle + 1
+            else:
+                high = middle
+        from_last = low - 1 if low > 0 else 0
+        mass = self._masses[self._last - from_last] + LEAST_MASS
+        at = (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
+        above = normal.above[at] + (share - tails[from_last]) / mass
+        if not 0.0 < above < 1.0:
+            return EDGES[self._last - from_last + 1]
+        return math.exp(self._centre - normal.spread * _below(above))
+
+
+def _above(z: float) -> float:
+    """The chance of more than z standard deviations above the mean of a normal distribution."""
+    return 0.5 * math.erfc(z * _ROOT_HALF)
