@@ -158,32 +158,60 @@ class LengthTable:
         self._moment = _sums_from(
             [mass * middle for mass, middle in zip(self._masses, _MIDDLES, strict=True)]
         )
-        self._negative_tail = [-share for share in self._tail]
+        self._low: list[float] = []
+        self._high: list[float] = []
 
-    def _beyond(self, length: float) -> tuple[float, float]:
-        """Share of the lengths beyond `length`, and share × length over them; flat inside a bin."""
-        i = bisect_right(EDGES, length) - 1
-        if i >= BINS:
-            return 0.0, 0.0
+    def _build_intervals(self) -> None:
+        """At each edge, for requests that have come so far: the lengths at the ends of the credible interval."""
+        self._low = _exceeded_by(1 - CREDIBLE[0], self._tail)
+        self._high = _exceeded_by(1 - CREDIBLE[1], self._tail)
+
+    def _beyond(self, length: int, i: int) -> tuple[float, float]:
+        """Share of the lengths beyond `length`, of bin i, and share × length over them; flat inside a bin."""
         inside = self._masses[i] * (EDGES[i + 1] - length) / (EDGES[i + 1] - EDGES[i])
         return self._tail[i + 1] + inside, self._moment[i + 1] + inside * (EDGES[i + 1] + length) / 2
 
-    def _length_at(self, share: float) -> float:
-        """The length that this share (less than all) of the lengths exceeds."""
-        i = bisect_left(self._negative_tail, -share)
-        in_bin = (share - self._tail[i]) / (self._tail[i - 1] - self._tail[i])
-        return EDGES[i] - in_bin * (EDGES[i] - EDGES[i - 1])
-
     def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
         """Given `emitted` so far, and never more than `most` in all."""
-        survivors, moment = self._beyond(emitted)
+        i = _bin_above(emitted)
+        if i >= BINS:
+            return _lindy(emitted, most)
+        survivors, moment = self._beyond(emitted, i)
         if survivors < _NOTHING:
             return _lindy(emitted, most)
-        cut, cut_moment = self._beyond(most)
+        last = _bin_above(most)
+        cut, cut_moment = self._beyond(most, last) if last < BINS else (0.0, 0.0)
         mean = (moment - cut_moment + cut * most) / survivors - emitted
-        low = self._length_at(survivors * (1 - CREDIBLE[0]))
-        high = self._length_at(survivors * (1 - CREDIBLE[1]))
+        if not self._low:
+            self._build_intervals()
+        part = (emitted - EDGES[i]) / (EDGES[i + 1] - EDGES[i])
+        low = self._low[i] + part * (self._low[i + 1] - self._low[i])
+        high = self._high[i] + part * (self._high[i + 1] - self._high[i])
         return bounded(mean, low - emitted, high - emitted, most - emitted, basis)
+
+
+_BIN_ABOVE = [bisect_right(EDGES, length) - 1 for length in range(4097)]
+
+
+def _bin_above(length: int) -> int:
+    """The bin of what is a little longer; `BINS` and more if there is none."""
+    return _BIN_ABOVE[length] if length <= 4096 else bisect_right(EDGES, length) - 1
+
+
+def _exceeded_by(share: float, tail: list[float]) -> list[float]:
+    """At each edge the length that this share of those beyond it exceeds."""
+    lengths = []
+    end = 1
+    for i in range(BINS):
+        wanted = tail[i] * share
+        end = end if end > i else i + 1
+        while end < BINS and tail[end] > wanted:
+            end += 1
+        mass = tail[end - 1] - tail[end]
+        in_bin = (wanted - tail[end]) / mass if mass > 0 else 0.0
+        lengths.append(EDGES[end] - in_bin * (EDGES[end] - EDGES[end - 1]))
+    lengths.append(EDGES[BINS])
+    return lengths
 
 
 def _lindy(emitted: int, most: int) -> TokensLeft:
