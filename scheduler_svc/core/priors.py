@@ -25,6 +25,8 @@ from scheduler_svc.core.guesses import GuessedLengths, GuessError
 from scheduler_svc.core.lengths import BINS, LengthTable, TokensLeft
 
 FORMAT = 3
+READABLE_FORMATS = (2, 3)
+"""What an earlier build learnt is taken on: format 2 has more than is read."""
 COST_CHANGE = 0.05
 ENOUGH_ROUNDS = 50.0
 """Rounds of a class before its means are carried from one draft length to another."""
@@ -210,7 +212,7 @@ class Priors:
     def from_dict(cls, data: Mapping[str, Any]) -> Priors:
         """What `to_dict` gave; another format starts afresh: priors are a help, never a need."""
         priors = cls()
-        if data.get("format") != FORMAT:
+        if data.get("format") not in READABLE_FORMATS:
             return priors
         priors.version = data["version"]
         priors.cost = CostModel(**{**data["cost"], "fit": tuple(data["cost"]["fit"])})

@@ -670,7 +670,14 @@ class TestTheRecord:
         assert Priors.from_dict({"format": 99, "version": 7}).to_dict() == Priors().to_dict()
         assert Priors.from_dict({}).version == 0
 
-    def test_what_an_earlier_build_wrote_starts_afresh(self) -> None:
+    def test_what_the_build_before_learnt_is_taken_on(self) -> None:
+        learnt = self.learnt().to_dict()
+        before = json.loads(json.dumps(learnt | {"format": 2}))
+        for own in (before["all"], *before["classes"].values()):
+            own["log_lengths"] = {"weight": 10.0, "total": 45.0, "squares": 210.0}
+        assert Priors.from_dict(before).to_dict() == learnt
+
+    def test_what_a_much_earlier_build_wrote_starts_afresh(self) -> None:
         old = {
             "format": 1,
             "version": 3,
