@@ -27,6 +27,8 @@ WORTHLESS_SPREAD = 3.0
 """Guesses that are off by more than a factor of 20 say nothing."""
 CELLS_PER_SPREAD = 8
 """Guesses at least this much finer than their own error are told apart, others share what is worked out."""
+MOST_CELLS = 128
+"""Worked out at a time, for one class and kind of guess: clients choose what they guess, and must not grow the memory."""
 LEAST_MASS = 1e-9
 """Share of the lengths that a bin has at least: a guess can always be right."""
 _LEAST_VARIANCE = LEAST_LOG_SPREAD**2
@@ -89,6 +91,8 @@ class GuessedLengths:
         cell = min(max(0, round(log_guess / self._cell_width)), BINS * self._cells_per_bin)
         likely = self._likely.get(cell)
         if likely is None:
+            if len(self._likely) >= MOST_CELLS:
+                self._likely.clear()
             if self._normal is None:
                 self._normal = _Normal(self._spread, self._cell_width, self._cells_per_bin)
             likely = self._likely[cell] = _Likely(self._table.masses, cell, self._normal)

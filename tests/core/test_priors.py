@@ -20,7 +20,7 @@ from scheduler_svc.core.acceptance import (
     tokens_per_round,
 )
 from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.guesses import LEAST_MASS, GuessedLengths, GuessError
+from scheduler_svc.core.guesses import LEAST_MASS, MOST_CELLS, GuessedLengths, GuessError
 from scheduler_svc.core.lengths import LengthTable
 from scheduler_svc.core.priors import MAX_CLASSES, Priors
 
@@ -378,23 +378,25 @@ class TestGuesses:
         for i in range(3000):
             errors.observe(1000.0, round(1000 * math.exp(error if i % 2 else -error)))
         spread = math.sqrt(errors.variance)
-        # Guesses are told apart to an eighth of their error.
-        centre = round((math.log(guess) + errors.bias) * 8 / spread) * spread / 8
+        # Guesses are told apart to about an eighth of their error.
+        cell = math.log(1.1) / math.ceil(8 * math.log(1.1) / spread)
+        centre = round((math.log(guess) + errors.bias) / cell) * cell
         assume((math.log(emitted) if emitted else 0.0) < centre + 4 * spread)
 
-        step = min(0.005, spread / 20)
         total = mean = 0.0
-        x = max(math.log(emitted) if emitted else -math.log(1.1), centre - 8 * spread) + step / 2
-        while x < centre + 8 * spread:
-            bin_ = min(149, max(0, math.floor(x / math.log(1.1)) + 1))
-            share = (table.masses[bin_] + LEAST_MASS) * math.exp(-(((x - centre) / spread) ** 2) / 2)
-            total += share
-            mean += share * min(most, math.exp(x))
-            x += step
+        begin = max(math.log(emitted) if emitted else -math.log(1.1), centre - 8 * spread)
+        for bin_, mass in enumerate(table.masses):
+            low = max(begin, (bin_ - 1) * math.log(1.1))
+            high = min(centre + 8 * spread, bin_ * math.log(1.1))
+            for i in range(100 if high > low else 0):
+                x = low + (i + 0.5) * (high - low) / 100
+                share = (high - low) * (mass + LEAST_MASS) * math.exp(-(((x - centre) / spread) ** 2) / 2)
+                total += share
+                mean += share * min(most, math.exp(x))
         expected = max(1.0, mean / total - emitted)
 
         left = GuessedLengths(table, errors).left(float(guess), emitted, most, "")
-        assert left.mean == pytest.approx(expected, rel=0.03, abs=0.01 * emitted + 0.5)
+        assert left.mean == pytest.approx(expected, rel=0.02, abs=0.002 * emitted + 0.1)
 
     def test_a_class_of_equal_lengths_is_known_after_some_dozens_whatever_is_guessed(self) -> None:
         priors = Priors()
@@ -418,6 +420,12 @@ class TestGuesses:
         for length in (100, 200, 400):
             priors.observe_length("", length, float(length), None)
         assert priors.tokens_left("", 0, MOST, 1000.0, False).mean > 500
+
+    def test_what_clients_guess_does_not_grow_the_memory(self) -> None:
+        guessed = GuessedLengths(LengthTable(), GuessError())
+        means = [guessed.left(1.05**n, 0, MOST, "").mean for n in range(1000)]
+        assert means == sorted(means)
+        assert len(guessed._likely) <= MOST_CELLS
 
     def left(
         self, guess: float, emitted: int = 0, most: int = MOST, error: float | None = None, n: int = 300
