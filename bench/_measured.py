@@ -38,22 +38,6 @@ def served(path: Path) -> Iterator[str]:
     yield "Gateway, scheduler, record and one worker with the demo pair, each a process; an open loop of requests through the public gRPC API, the"
     yield f"same for every policy of a seed. {source}."
     yield "Ratios of mean latencies, paired by seed; *simulated* is what the simulator says of the very same arrivals, lengths and rounds."
-    yield from _by_scenario(policies)
-    yield from ("![measured and simulated ratios to fcfs](figures/serve.svg)", "")
-    yield from _verdicts(goals)
-
-
-def served_closely(path: Path) -> Iterator[str]:
-    """The same with fewer policies and longer rounds, which keep time also where the machine is slow for a while."""
-    rows, source, _ = _read(path)
-    yield from ("### Closely", "")
-    yield "The policies that the goals are about, with longer rounds: they keep their time also where the machine is slow for a while, so the"
-    yield f"intervals are narrower. {source}."
-    yield from _by_scenario(policy_rows(rows))
-    yield from _verdicts([row for row in rows if row.get("verdict")])
-
-
-def _by_scenario(policies: list[Row]) -> Iterator[str]:
     for scenario in dict.fromkeys(row["config"] for row in policies):
         yield from ("", f"**{scenario}**")
         yield from table(
@@ -70,9 +54,7 @@ def _by_scenario(policies: list[Row]) -> Iterator[str]:
                 if row["config"] == scenario and "mean_s" in row
             ),
         )  # fmt: skip
-
-
-def _verdicts(goals: list[Row]) -> Iterator[str]:
+    yield from ("![measured and simulated ratios to fcfs](figures/serve.svg)", "")
     missed = [row for row in goals if not row["met"]]
     yield f"{len(goals) - len(missed)} of {len(goals)} goals are met" + (". Missed:" if missed else ".")
     yield ""

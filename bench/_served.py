@@ -100,6 +100,8 @@ class ServedStack:
                 "LAPS_SD_ROUND_FLOOR_S": str(round_s),
                 # The same prompts come again and again: one run would compute them, and the others would find them.
                 "LAPS_SD_PREFIX_REUSE_TOKENS": "0",
+                # Where every round takes as long, a draft length chosen by cost would only make runs differ.
+                **({"LAPS_SD_DRAFT_LEN": str(DRAFT_LEN)} if round_s else {}),
                 **(fast if engine == "fake" else {}),
             },
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._markdown import spread, table, verdict_of
-from bench._measured import carried, deciding, engine, policy_rows, served, served_closely
+from bench._measured import carried, deciding, engine, policy_rows, served
 from bench._policy_tables import expected_text
 from bench.figures import draw_overview, draw_regime, named, ratios
 from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
@@ -30,13 +30,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
 FIGURES = ROOT / "docs" / "figures"
 GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`, `serve`, `control`, `engine` and `gateway`. Run them again to change it. -->"
-MEASURED = {
-    "serve": served,
-    "serve-closely": served_closely,
-    "control": deciding,
-    "engine": engine,
-    "gateway": carried,
-}
+MEASURED = {"serve": served, "control": deciding, "engine": engine, "gateway": carried}
 """Benchmarks of real processes, and who writes the section of each."""
 LENGTH_ONLY = ("srpt-length", "sjf-length")
 """Policies that know predicted lengths and nothing of acceptance: the rivals that matter."""
