@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import final
 
-from scheduler_svc.core.lengths import BINS, CREDIBLE, EDGES, LOG_BIN, LengthTable, TokensLeft, bounded
+from scheduler_svc.core.lengths import (
+    BINS,
+    CREDIBLE,
+    EDGES,
+    LOG_BIN,
+    LengthTable,
+    TokensLeft,
+    bounded,
+    chance_above,
+)
 
 GUESS_LOG_SPREAD = 0.7
 """Error of a guess (standard deviation of ln(true/guess)) with no history: between an optimistic 0.3 and the 1.0
@@ -33,7 +42,6 @@ LEAST_MASS = 1e-9
 """Share of the lengths that a bin has at least: a guess can always be right."""
 _LEAST_VARIANCE = LEAST_LOG_SPREAD**2
 _PRIOR_SQUARES = GUESS_WEIGHT * GUESS_LOG_SPREAD**2
-_ROOT_HALF = math.sqrt(0.5)
 _below = NormalDist().inv_cdf
 
 
@@ -115,8 +123,8 @@ class _Normal:
         """Share of the exponential's mean that lies above."""
         for cell in range(-self.reach, self.reach + 1):
             z = cell * cell_width / spread
-            self.above.append(_above(z))
-            self.shifted.append(_above(z - spread))
+            self.above.append(chance_above(z))
+            self.shifted.append(chance_above(z - spread))
 
 
 @final
@@ -137,11 +145,11 @@ class _Likely:
         self._longest = math.exp(centre + REACH * spread)
         # Bin i ends at edge i + 1, which is i · step cells above a length of 1.
         self._last = last = min(BINS - 1, (cell + reach) // step)
-        self._first = first = max(0, -((reach - cell) // step) + 1)
-        above, shifted, at = normal.above, normal.shifted, last * step - cell + reach
+        first = max(0, -((reach - cell) // step) + 1)
+        above, shifted, at = normal.above, normal.shifted, self._end(0)
         above_end, shifted_end = above[at], shifted[at]
         # Whatever lies beyond the last bin is taken to be as likely as what is in it.
-        mass = masses[last] + LEAST_MASS
+        mass = self._mass(0)
         tail, moment = mass * above_end, mass * shifted_end
         tails, moments = [tail], [moment]
         for i in range(last, first - 1, -1):
@@ -154,7 +162,7 @@ class _Likely:
             moments.append(moment)
             above_end, shifted_end = above_start, shifted_start
         self._tails = tails
-        """At the end of bin `_last - i`; the last one is the start of bin `_first`."""
+        """At the end of bin `_last - i`; the last one is the start of the first bin in reach."""
         self._moments = moments
 
     def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
@@ -174,6 +182,14 @@ class _Likely:
         high = self._length_at(tail * (1 - CREDIBLE[1])) - emitted
         return bounded(mean, low, high, most - emitted, basis)
 
+    def _mass(self, from_last: int) -> float:
+        return self._masses[self._last - from_last] + LEAST_MASS
+
+    def _end(self, from_last: int) -> int:
+        """Where the end of that bin lies in the lists of the normal distribution."""
+        normal = self._normal
+        return (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
+
     def _beyond(self, length: int) -> tuple[float, float]:
         """The share that is longer, and its moment."""
         if length == 0:
@@ -186,11 +202,10 @@ class _Likely:
             from_last = 0
         normal = self._normal
         z = (log_length - self._centre) / normal.spread
-        mass = self._masses[self._last - from_last] + LEAST_MASS
-        at = (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
+        mass, end = self._mass(from_last), self._end(from_last)
         return (
-            self._tails[from_last] + mass * (_above(z) - normal.above[at]),
-            self._moments[from_last] + mass * (_above(z - normal.spread) - normal.shifted[at]),
+            self._tails[from_last] + mass * (chance_above(z) - normal.above[end]),
+            self._moments[from_last] + mass * (chance_above(z - normal.spread) - normal.shifted[end]),
         )
 
     def _length_at(self, share: float) -> float:
@@ -204,14 +219,8 @@ class _Likely:
             else:
                 high = middle
         from_last = low - 1 if low > 0 else 0
-        mass = self._masses[self._last - from_last] + LEAST_MASS
-        at = (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
-        above = normal.above[at] + (share - tails[from_last]) / mass
+        mass, end = self._mass(from_last), self._end(from_last)
+        above = normal.above[end] + (share - tails[from_last]) / mass
         if not 0.0 < above < 1.0:
             return EDGES[self._last - from_last + 1]
         return math.exp(self._centre - normal.spread * _below(above))
-
-
-def _above(z: float) -> float:
-    """The chance of more than z standard deviations above the mean of a normal distribution."""
-    return 0.5 * math.erfc(z * _ROOT_HALF)

@@ -21,6 +21,7 @@ SHAPE_WEIGHT = 30.0
 """Requests that a lognormal of that mean and spread counts for in the histogram: two numbers are learnt from a few
 requests, 150 bins from hundreds. Our choice."""
 LEAST_LOG_SPREAD = 0.03
+"""Of that lognormal: a third of a bin."""
 FORGET_REQUESTS = 1000.0
 CREDIBLE = (0.1, 0.9)
 """The interval that estimates report."""
@@ -55,10 +56,15 @@ class TokensLeft:
         self.basis = basis
 
 
+def chance_above(z: float) -> float:
+    """The chance of more than z standard deviations above the mean of a normal distribution."""
+    return 0.5 * math.erfc(z * _ROOT_HALF)
+
+
 def _lognormal_masses(log_mean: float, log_spread: float) -> list[float]:
     masses, before = [], 1.0
     for i in range(BINS):
-        above = 0.5 * math.erfc((i * LOG_BIN - log_mean) / log_spread * _ROOT_HALF)
+        above = chance_above((i * LOG_BIN - log_mean) / log_spread)
         masses.append(before - above)
         before = above
     return masses

@@ -107,6 +107,11 @@ class TestOurChoice:
             priors.observe_length("", length, 100.0, None)
         assert not rank(priors, hint=100, most=100_000).perceptible
 
+    def test_perceptible_is_not_lost_at_once(self) -> None:
+        was = rank(experienced(), hint=150)
+        fields = {"hint": 150, "emitted": 149, "rounds": 60}
+        assert rank(experienced(), **fields, rank_before=was).perceptible
+
     @pytest.mark.parametrize(("attained_s", "kept"), [(1.0, True), (0.0, False)])
     def test_perceptible_is_lost_only_where_what_it_needs_in_all_is_uncertain(
         self, attained_s: float, kept: bool
