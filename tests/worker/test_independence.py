@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.worker.pairs import llama_config, write_model
-from worker_svc.engine.attention import Piece
+from worker_svc.engine.attention import GRANULE, Piece, exact_spans
+from worker_svc.engine.kv import KV_TILE
 from worker_svc.engine.linears import LinearStore, PackedLinear, TransposedLinear
 from worker_svc.engine.model import PackedModel, load_packed
 
@@ -74,10 +75,19 @@ def test_logits_do_not_depend_on_chunks_or_neighbours(model: PackedModel) -> Non
         [[(0, 64)], [(0, 192)], [(0, 1)], [(0, 2)], [(0, 5)], [(0, 336)]],
         [[(1, 30), (0, 5)], [(0, 5), (1, 1), (2, 7)], [(0, 190), (1, 5), (2, 5)], [(2, 100), (0, 1), (1, 1)], [(0, 399), (2, 5)]],
         [[(0, 250)], *([[(0, 2), (1, 2)]] * 10), [(0, 330)]],
+        # Every length of the first tile, each with as few keys as is exact for it, beside one that is always 25 tokens longer.
+        [[(1, 25)], *([[(0, 1), (1, 1)]] * 520), [(0, 80)]],
         # Blocks of query rows that end with one or two: 32 rows are a block.
         [[(0, 17)], [(0, 33)], [(0, 65)], [(0, 98), (1, 17)], [(0, 1), (1, 1)], [(0, 193)], [(0, 193)]],
     ):  # fmt: skip
         assert torch.equal(logits_in_steps(model, steps, 0), whole)
+
+
+def test_short_contexts_read_as_few_keys_as_is_exact(device: str) -> None:
+    spans = exact_spans(group=2, kv_heads=2, size=64, dtype=torch.float32, device=torch.device(device))
+    assert list(spans) == sorted(set(spans))
+    assert spans[-1] == KV_TILE
+    assert all(span % GRANULE == 0 for span in spans)
 
 
 def test_a_layout_is_chosen_that_keeps_rows_independent() -> None:

@@ -10,12 +10,13 @@ another in one row of shape [total]. Attention groups pieces with equally many t
 Deterministic recipe (single precision, CPU): a row's result depends on the number of rows of its product (classes 1, 2-3, 4 and more)
 and on the padded number of keys. SDPA works through query rows in blocks of a multiple of 32. So: at least 4 folded query rows in each such
 block, and as many keys as the sequence's own length rounded up to whole tiles of 512. Then a row's bits depend neither on its neighbours,
-nor on how many rows of its own sequence are computed along with it. For short contexts fewer keys do where the machine gives the same bits
-for them, which `exact_granule` tries out (any multiple of 16 up to 256 was as good as 512, multiples from there to 496 were not).
+nor on how many rows of its own sequence are computed along with it. In the first tile fewer keys do where the machine gives the same bits
+for them, which `exact_spans` tries out: multiples of 16 up to 256 on one kind of CPU, up to 192 and from 384 on another.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,11 +28,11 @@ from worker_svc.engine.kv import KV_TILE, KVPool, Place
 
 MIN_ROWS = 4  # rows from which products on the CPU are independent of the number of rows
 UNFOLDED_FROM = 64  # tokens from which a piece is not folded: its mask would hold the same rows once per head of the group
-SHORT_SPANS = 256  # contexts up to this may read fewer keys than a tile, where that is exact
+GRANULE = 16  # keys that are read are a multiple of it
 KV_GRANULE = 64  # pieces whose keys come to the same multiple of this, or a power of two times as much, may share a segment
 # Keys of one piece that take as long to read as one segment more takes to call (measured: 14 us).
 SEGMENT_KEYS = 256
-GRANULES = (16, KV_GRANULE)  # keys of a short context may be a multiple of, where that is exact
+TRIED_EVERY = 29  # `exact_spans` tries what every so many-th token of a tile finds: a prime, so that all distances to a multiple of 16 occur
 QUERY_BLOCK = 32  # SDPA on the CPU takes a multiple of so many query rows at a time
 
 
@@ -81,17 +82,14 @@ class Planner:
         *,
         group: int,
         dtype: torch.dtype,
-        deterministic: bool,
-        granule: int,
+        spans: Sequence[int] | None,
         min_rows: int,
     ) -> None:
         self._pool = pool
         self._group = group
         self._dtype = dtype
-        self._deterministic = deterministic
-        self._granule = (
-            granule  # keys of short contexts are a multiple of it; KV_TILE where only whole tiles are exact
-        )
+        # Numbers of keys up to KV_TILE that the deterministic recipe may read, ascending. None: as many as there are.
+        self._spans = spans
         self._min_rows = min_rows  # packed rows at least; the rest is padding
         self._device = pool.device
         # A view with a batch dimension spares a copy, which is what matters on the CPU; elsewhere few calls matter more.
@@ -186,7 +184,9 @@ class Planner:
             ]
             order = sorted(range(len(pieces)), key=keys.__getitem__)
             runs = self._runs(pieces, classes, order)
-            read = sum((end - begin) * max(ends[i] for i in order[begin:end]) for begin, end in runs)
+            read = sum(
+                (end - begin) * self._span(max(ends[i] for i in order[begin:end])) for begin, end in runs
+            )
             if best is None or read + SEGMENT_KEYS * len(runs) < best[0]:
                 best = read + SEGMENT_KEYS * len(runs), order, runs
         assert best is not None
@@ -194,23 +194,21 @@ class Planner:
 
     def _class(self, end: int, least: int) -> int:
         """Contexts of this many tokens may share a segment if this is the same: the keys that they read at most."""
-        if self._deterministic and (end > SHORT_SPANS or self._granule == KV_TILE):
-            return -(-end // KV_TILE) * KV_TILE
         granule = least
         while granule * 2 < end and granule < KV_TILE:
             granule *= 2
         granule = min(granule, max(least, 2 * KV_GRANULE)) if end <= KV_TILE else granule
-        return -(-end // granule) * granule
+        return self._span(-(-end // granule) * granule)
 
-    def _span(self, end: int, single_row: bool) -> int:
+    def _span(self, end: int, single_row: bool = False) -> int:
         """Keys to read for contexts of up to `end` tokens."""
-        if self._deterministic:
-            short = end <= SHORT_SPANS and self._granule < KV_TILE
-            granule = self._granule if short else KV_TILE
-        elif single_row:
+        if self._spans is not None:
+            if end > KV_TILE:
+                return -(-end // KV_TILE) * KV_TILE
+            return self._spans[bisect_left(self._spans, end)]
+        if single_row:
             return end  # one that may see every key needs no mask
-        else:
-            granule = GRANULES[0] if self._views else KV_GRANULE
+        granule = GRANULE if self._views else KV_GRANULE
         return -(-end // granule) * granule
 
     def _runs(
@@ -265,7 +263,7 @@ class Planner:
         stride = (bases[1] or 0) - base if len(members) > 1 and view else 0
         index = None if view else torch.cat([self._rows(pieces[i].place, span) for i in members])
         folded = count if count >= UNFOLDED_FROM else count * self._group
-        spare = _spare_rows(folded) if self._deterministic else 0
+        spare = _spare_rows(folded) if self._spans is not None else 0
         segment = Segment(first_row, len(members), count, spare, span, base, stride, index, None)
         if count > 1 or any(pieces[i].start + 1 != span for i in members):
             rows = positions[first_row : first_row + len(members) * count].view(len(members), 1, count, 1)
@@ -284,8 +282,10 @@ def _spare_rows(rows: int) -> int:
 
 
 @torch.inference_mode()
-def exact_granule(*, group: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The number of keys whose every multiple up to SHORT_SPANS gives the same bits as whole tiles, tried out here and now. KV_TILE: none."""
+def exact_spans(
+    *, group: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, ...]:
+    """Numbers of keys up to KV_TILE that give the same bits as whole tiles, tried out here and now: ascending, KV_TILE the last."""
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn((2 * KV_TILE, 2, kv_heads, size), generator=generator).to(device, dtype)
     k, v = (pool[:, at].transpose(0, 1)[None] for at in range(2))
@@ -293,27 +293,25 @@ def exact_granule(*, group: int, kv_heads: int, size: int, dtype: torch.dtype, d
     tokens = (1, 2, 5, 9, UNFOLDED_FROM // 2)
     counts = sorted({count * group + _spare_rows(count * group) for count in tokens})
     queries = torch.randn((1, kv_heads, counts[-1], size), generator=generator).to(device, dtype)
-    right = list(GRANULES)
-    for last in (3, 15, 31, 50, 64, 79, 100, 127, 128, 190, 255):
-        expected: torch.Tensor | None = None
-        for span in (KV_TILE, 2 * KV_TILE, *range(GRANULES[0], SHORT_SPANS + 1, GRANULES[0])):
-            tried = [granule for granule in right if span % granule == 0]
-            if span <= last or not tried:
-                continue
-            for rows in counts:
-                # The last row is compared; those before it see fewer keys, as in a piece of several tokens.
-                sees = torch.arange(last - rows + 1, last + 1, device=device).clamp(min=0)[:, None]
-                mask = torch.where(positions[:span] <= sees, 0.0, -torch.inf).to(dtype)
-                query = queries[:, :, -rows:].contiguous()
-                out = scaled_dot_product_attention(
-                    query, k[:, :, :span], v[:, :, :span], attn_mask=mask[None, None]
-                )
-                expected = out[:, :, -1] if expected is None else expected
-                if not torch.equal(out[:, :, -1], expected):
-                    if span >= KV_TILE:
-                        return KV_TILE
-                    right = [granule for granule in right if granule not in tried]
-    return right[0] if right else KV_TILE
+
+    def last_row(last: int, span: int, rows: int) -> torch.Tensor:
+        # The last row is compared; those before it see fewer keys, as in a piece of several tokens.
+        sees = torch.arange(last - rows + 1, last + 1, device=device).clamp(min=0)[:, None]
+        mask = torch.where(positions[:span] <= sees, 0.0, -torch.inf).to(dtype)[None, None]
+        query = queries[:, :, -rows:].contiguous()
+        return scaled_dot_product_attention(query, k[:, :, :span], v[:, :, :span], attn_mask=mask)[:, :, -1]
+
+    right = list(range(GRANULE, KV_TILE, GRANULE))
+    for last in range(3, KV_TILE, TRIED_EVERY):
+        expected = last_row(last, KV_TILE, counts[0])
+        if not all(torch.equal(last_row(last, 2 * KV_TILE, rows), expected) for rows in counts):
+            return (KV_TILE,)
+        right = [
+            span
+            for span in right
+            if span <= last or all(torch.equal(last_row(last, span, rows), expected) for rows in counts)
+        ]
+    return (*right, KV_TILE)
 
 
 def attend(

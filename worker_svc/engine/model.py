@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from worker_svc.engine.attention import MIN_ROWS, Piece, Plan, Planner, attend, exact_granule
+from worker_svc.engine.attention import MIN_ROWS, Piece, Plan, Planner, attend, exact_spans
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.kv import KV_TILE, KVPool
 from worker_svc.engine.lean import LeanModel
@@ -101,7 +101,7 @@ class PackedModel:
         self.deterministic = deterministic
         self._max_length = max_length
         self._lean: LeanModel | None = None
-        self._granule = KV_TILE
+        self._spans: tuple[int, ...] | None = (KV_TILE,) if deterministic else None
         model.set_attn_implementation(ATTENTION)
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class PackedModel:
         else:
             store.apply(self.model)
         if self.deterministic:
-            self._granule = exact_granule(
+            self._spans = exact_spans(
                 group=self.shape.heads // self.shape.kv_heads,
                 kv_heads=self.shape.kv_heads,
                 size=self.shape.head_size,
@@ -154,8 +154,7 @@ class PackedModel:
             pool,
             group=self.shape.heads // self.shape.kv_heads,
             dtype=self.dtype,
-            deterministic=self.deterministic,
-            granule=self._granule,
+            spans=self._spans,
             min_rows=MIN_ROWS if self.deterministic else 1,
         )
 
