@@ -163,8 +163,10 @@ async def test_killed_processes_leave_a_trace_without_loose_ends(make_stack: Sta
         victim = await wait_until_async(first_worker, description="the first worker has drawn its prefill")
         dead = victim.rpartition("-")[0]  # such as worker-1-0cccf3f9
         stack.kill(dead)
+        # The leader has told of the lost lease: it sends its spans in groups, and those that it has not sent die with it.
         await wait_until_async(
-            lambda: len(collector.spans(name="prefill")) == 2, description="another worker goes on"
+            lambda: len(collector.spans(name="prefill")) == 2 and collector.spans(name="run"),
+            description="another worker goes on, and the first lease is drawn",
         )
         await asyncio.to_thread(stack.restart, "scheduler")
         trace, outcome = await ongoing
