@@ -15,6 +15,7 @@ def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
     if not worker.must_send and not _differs(worker, settings.resend_index_change):
         return None
     worker.must_send = False
+    worker.unsent = 0
     first: list[AssignEntry] = []
     others: list[AssignEntry] = []
     for request in worker.in_order:
@@ -34,11 +35,19 @@ def _entry(request: Request, worker: Worker) -> AssignEntry:
             request.order_key[0],
             rank.index_s,
             rank.resume_cost_s,
-            request.reserved and (request.running or not worker.reserve_debt_blocks),
-            # Between tenants a policy without preemption has no say: a tenant that is ahead can be paused.
-            rank.pinned and not request.tenant_ahead,
+            _is_preferred(request, worker),
+            _is_pinned(request),
         )
     return entry
+
+
+def _is_preferred(request: Request, worker: Worker) -> bool:
+    return request.reserved and (request.running or not worker.reserve_debt_blocks)
+
+
+def _is_pinned(request: Request) -> bool:
+    # Between tenants a policy without preemption has no say: a tenant that is ahead can be paused.
+    return request.rank.pinned and not request.tenant_ahead
 
 
 def _differs(worker: Worker, tolerance: float) -> bool:
@@ -53,9 +62,7 @@ def _differs(worker: Worker, tolerance: float) -> bool:
         return False
     for request in members.values():
         sent = request.sent
-        if sent is request.entry or sent is None:
-            continue
-        if _moved(sent, _entry(request, worker), request.running, tolerance):
+        if sent is not request.entry and sent is not None and _moved(request, worker, sent, tolerance):
             return True
     return False
 
@@ -68,6 +75,8 @@ def _brings_news(worker: Worker) -> bool:
     half as many again as it has slots, and they come after all of these (our choice). Where KV is short it may have to look
     further than that for one that fits.
     """
+    if not worker.unsent:
+        return False
     if worker.is_short_of_blocks:
         return any(request.sent is None for request in worker.members.values())
     near = worker.slots + (worker.slots + 1) // 2
@@ -80,11 +89,13 @@ def _brings_news(worker: Worker) -> bool:
     return False
 
 
-def _moved(sent: AssignEntry, now: AssignEntry, running: bool, tolerance: float) -> bool:
-    if sent.reserved != now.reserved or sent.pinned != now.pinned:
+def _moved(request: Request, worker: Worker, sent: AssignEntry, tolerance: float) -> bool:
+    # Compared before an entry is made of it: most ranks move in every round, and few so far.
+    if sent.reserved != _is_preferred(request, worker) or sent.pinned != _is_pinned(request):
         return True
-    if running:
+    rank, rank_class = request.rank, request.order_key[0]
+    if request.running:
         # A running request that looks better than when it was sent keeps its place all the same.
-        return now.rank_class > sent.rank_class or now.index_s > sent.index_s * (1 + tolerance)
-    before, after = sent.index_s + sent.resume_cost_s, now.index_s + now.resume_cost_s
-    return now.rank_class != sent.rank_class or abs(after - before) > tolerance * before
+        return rank_class > sent.rank_class or rank.index_s > sent.index_s * (1 + tolerance)
+    before, after = sent.index_s + sent.resume_cost_s, rank.index_s + rank.resume_cost_s
+    return rank_class != sent.rank_class or abs(after - before) > tolerance * before

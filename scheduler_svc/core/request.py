@@ -50,8 +50,8 @@ class Request:
     """Has run at least once, anywhere."""
     ran_here: bool = False
     """Has run under the present lease."""
-    passed_over: int = 0
-    """Rounds of its worker without it, since it was leased or last ran."""
+    last_round: int = 0
+    """The round of its worker in which it last ran, by the worker's count; before that, the one after which it was leased."""
     reserved: bool = False
     expected_total: float | None = None
     """Output tokens in all, by the client's hint or by the worker's newest prediction."""

@@ -306,16 +306,19 @@ class Scheduler:
 
     def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
         """Who took part now and who did before: starts, pauses, resumptions."""
-        now = {progress.request_id: request for progress, request in present}
-        newcomers = [request for request in now.values() if not request.running]
+        this, newcomers = worker.rounds, []
+        for _, request in present:
+            if not request.running and request.last_round != this:
+                newcomers.append(request)
+            request.last_round = this
         best = min(newcomers, key=order_key_of, default=None)
         version = self.priors.version
-        for request_id, request in worker.members.items():
-            if request_id not in now:
-                request.passed_over += 1
-                if request.priors_version != version:
+        if worker.priors_version != version:
+            worker.priors_version = version
+            for request in worker.members.values():
+                if request.last_round != this:  # who ran is ranked anew in any case
                     ledger.refresh(request)
-        for request in [r for i, r in worker.running.items() if i not in now]:
+        for request in [request for request in worker.running.values() if request.last_round != this]:
             self._pause(request, worker, self._why_paused(request, best), ledger)
         for request in newcomers:
             request.tell(
@@ -324,8 +327,6 @@ class Scheduler:
             self._shard.set_running(request, True)
             worker.running[request.request_id] = request
             request.started = request.ran_here = True
-        for request in now.values():
-            request.passed_over = 0
         if worker.waiting_for_blocks:
             self._shard.short_of_blocks[worker.worker_id] = worker
         else:

@@ -121,7 +121,6 @@ class Shard:
         assert request.residency is Residency.NONE
         request.worker = None
         request.running = request.ran_here = False
-        request.passed_over = 0
         request.set_rank(rank)
         self._count(request, +1)
         self._enqueue(request)
@@ -373,6 +372,8 @@ class Shard:
             )
             assert all(r.worker == worker.worker_id for r in worker.members.values())
             assert worker.reserved == sum(r.reserved for r in worker.members.values())
+            assert worker.unsent == sum(r.sent is None for r in worker.members.values())
+            assert all(worker.priors_version <= r.priors_version for r in worker.members.values())
             assert worker.facts is not None or worker.members
             assert listed.isdisjoint(worker.members)
             assert list(worker.running) == [i for i in worker.running if worker.members[i].running]

@@ -32,6 +32,10 @@ class Worker:
     told_drained: bool = False
     reserved: int = 0
     """Members that may use the reserved share."""
+    unsent: int = 0
+    """Members that it has not been told of."""
+    priors_version: int = 0
+    """The oldest version of the priors that ranks of members rest on, or an older one."""
     free_target_blocks: int = 0
     free_draft_blocks: int = 0
     reserve_debt_blocks: float = 0.0
@@ -132,7 +136,7 @@ class Worker:
         """Members that it leaves out though it has slots for all, best first."""
         if len(self.members) > self.slots:
             return []
-        return [request for request in self.in_order if request.passed_over >= STUCK_ROUNDS]
+        return [request for request in self.in_order if self.rounds - request.last_round >= STUCK_ROUNDS]
 
     @property
     def in_order(self) -> list[Request]:
@@ -147,6 +151,9 @@ class Worker:
     def add(self, request: Request) -> None:
         """Put it on the list."""
         self.members[request.request_id] = request
+        self.unsent += 1
+        self.priors_version = min(self.priors_version, request.priors_version)
+        request.last_round = self.rounds
         if self._is_in_order:
             insort(self._listed, request, key=order_key_of)
         else:
@@ -157,6 +164,8 @@ class Worker:
         del self.members[request.request_id]
         self._listed.remove(request)
         self.running.pop(request.request_id, None)
+        if request.sent is None:
+            self.unsent -= 1
         request.sent = None
         self.reserved -= request.reserved
 
