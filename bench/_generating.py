@@ -6,7 +6,7 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ MAX_LENGTH = 512
 PEER_BATCH = 16
 MIXED = "mixed"
 RAMP = "ramp"
+SLICE_S = 0.1
+"""CPU seconds after which another one of our engines has its turn: a shared machine that is slower for a while is so for both."""
 FEW = 4
 """Requests that run together at the foot of the ramp, at most, when the draft lengths there are told."""
 
@@ -61,6 +63,20 @@ class Outcome:
     told: dict[str, float] = field(default_factory=dict)  # what speculation did
 
 
+def in_turn(runs: Iterable[Generator[None, None, Outcome]]) -> list[Outcome]:
+    """Let each go on for a slice, again and again until all are done; outcomes in their order."""
+    outcomes: dict[int, Outcome] = {}
+    going = list(enumerate(runs))
+    while going:
+        for at, run in list(going):
+            try:
+                next(run)
+            except StopIteration as done:
+                outcomes[at] = done.value
+                going.remove((at, run))
+    return [outcomes[at] for at in sorted(outcomes)]
+
+
 def counted(
     outputs: list[list[int]], limit: int, ends: frozenset[int], cpu_s: float, wall_s: float
 ) -> Outcome:
@@ -94,8 +110,8 @@ class Ours:
         self._limit = options.tokens
         self._ends = options.ends
 
-    def run(self, cell: Cell) -> Outcome:
-        """First come, first served, as a worker alone would."""
+    def slices(self, cell: Cell) -> Generator[None, None, Outcome]:
+        """First come, first served, as a worker alone would; pauses after every `SLICE_S`, and no pause counts."""
         from worker_svc.engine.interface import Sampling, Specification
 
         engine = self._engine
@@ -109,8 +125,13 @@ class Ours:
         decode: list[float] = []
         drafting: list[tuple[int, int]] = []  # running requests and what they drafted, by round
         accepted = tested = 0
+        wall_s = cpu_s = 0.0
         wall, cpu = time.monotonic(), time.process_time()
         while waiting or running:
+            if time.process_time() - cpu > SLICE_S:
+                wall_s, cpu_s = wall_s + time.monotonic() - wall, cpu_s + time.process_time() - cpu
+                yield
+                wall, cpu = time.monotonic(), time.process_time()
             while waiting and len(running) < cell.at_once(len(cell.requests) - len(waiting)):
                 spec = waiting.pop()
                 engine.add(spec)
@@ -129,10 +150,10 @@ class Ours:
                         raise RuntimeError(step.error)
                     running.remove(step.request_id)
                     engine.drop(step.request_id)
-        cpu, wall = time.process_time() - cpu, time.monotonic() - wall
+        wall_s, cpu_s = wall_s + time.monotonic() - wall, cpu_s + time.process_time() - cpu
         told = {"draft_len": _per_request(drafting), "accepted_of_tested": accepted / max(1, tested)}
         return replace(
-            counted(outputs, self._limit, self._ends, cpu, wall),
+            counted(outputs, self._limit, self._ends, cpu_s, wall_s),
             decode_s=statistics.median(decode) if decode else None,
             told=told | (ramp_told(drafting) if cell.kind == RAMP else {}),
         )

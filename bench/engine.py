@@ -2,7 +2,7 @@
 
 One pair of models, one precision, one thread each. What is generated lies in cells: prompts of all kinds in equal parts, or of one kind alone;
 temperature 0 or 0.8; so many at a time; each until the end token or `--tokens`. Cells take turns, and so do the engines within a cell, each time in
-another order. What is counted is CPU time, so a busy machine slows all of them alike. A speed is tokens per CPU second; ratios are
+another order; ours with and without speculation go on in turn, a tenth of a second each. What is counted is CPU time, so a busy machine slows all of them alike. A speed is tokens per CPU second; ratios are
 paired by turn, and a goal is met by the lower end of the interval.
 
 Peers: transformers' `generate` one by one; its assisted generation, with a constant draft length of 4 and as it comes; its left-padded batch of
@@ -22,13 +22,24 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench._generating import MAX_LENGTH, MIXED, PEER_BATCH, RAMP, Cell, Ours, Outcome, Prompted, Transformers
+from bench._generating import (
+    MAX_LENGTH,
+    MIXED,
+    PEER_BATCH,
+    RAMP,
+    Cell,
+    Ours,
+    Outcome,
+    Prompted,
+    Transformers,
+    in_turn,
+)
 from bench._peers import DRIVER, Peer, PeerFailed, convert, setups, taken
 from bench.report import Interval, about, finish, numbers, progress, ratio_interval, table
 
@@ -165,7 +176,8 @@ class Config:
     """One way to generate, and what came of it: an outcome of every turn, by cell."""
 
     name: str
-    run: Callable[[Cell], Outcome]
+    run: Callable[[Cell], Outcome | Generator[None, None, Outcome]]
+    """Our engines go on in slices, in turn."""
     takes: Callable[[Cell], bool]
     outcomes: dict[tuple[str, float, int], list[Outcome]] = field(default_factory=dict)
 
@@ -202,7 +214,7 @@ def ours(options: argparse.Namespace) -> list[Config]:
             *((("ours, look-up", "auto", "lookup"),) if options.lookup else ()),
         ):
             engine = Ours(options, batch, draft_len, drafter)
-            found.append(Config(name, engine.run, lambda cell, batch=batch: cell.batch == batch))
+            found.append(Config(name, engine.slices, lambda cell, batch=batch: cell.batch == batch))
     return found
 
 
@@ -259,17 +271,25 @@ def measure(configs: list[Config], cells: Sequence[Cell], turns: int) -> None:
     began = time.monotonic()
     for turn in range(turns + 1):
         for cell in rng.sample(list(cells), len(cells)):
+            sliced: list[tuple[Config, Generator[None, None, Outcome]]] = []
+            outcomes: list[tuple[Config, Outcome]] = []
             for config in rng.sample(configs, len(configs)):
                 if not config.takes(cell):
                     continue
                 try:
-                    outcome = config.run(cell)
+                    run = config.run(cell)
                 except Exception as error:
-                    if turn or config.name.startswith("ours"):
+                    if turn:
                         raise
                     progress(f"{config.name} does not run here: {error!r:.300}")
                     configs.remove(config)
                     continue
+                if isinstance(run, Outcome):
+                    outcomes.append((config, run))
+                else:
+                    sliced.append((config, run))
+            done = in_turn([run for _, run in sliced])
+            for config, outcome in [*outcomes, *zip([config for config, _ in sliced], done, strict=True)]:
                 if not outcome.tokens:
                     raise RuntimeError(f"{config.name} generated nothing")
                 if turn:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Generator
 
 import pytest
 
-from bench._generating import MIXED, RAMP, Cell, Outcome, Prompted, counted, ramp_told
+from bench._generating import MIXED, RAMP, Cell, Outcome, Prompted, counted, in_turn, ramp_told
 from bench.engine import (
     BOTH,
     FORWARD_BATCHES,
@@ -157,6 +158,21 @@ def test_tokens_are_counted_alike_whether_the_end_token_is_told_or_not():
     assert told.tokens == left_out.tokens == behind.tokens == 6
     assert told.outputs == left_out.outputs == [[5, 6], [5, 6, 7]]
     assert counted([[5, 6, 2]], 3, frozenset(), 1.0, 1.0).tokens == 3
+
+
+def test_engines_go_on_in_turn_each_until_it_is_done():
+    log = []
+
+    def run(name: str, slices: int) -> Generator[None, None, Outcome]:
+        for _ in range(slices):
+            log.append(name)
+            yield
+        log.append(name)
+        return outcome(float(slices + 1))
+
+    found = in_turn([run("a", 3), run("b", 1), run("c", 0)])
+    assert log == ["a", "b", "c", "a", "b", "a", "a"]
+    assert [one.tokens / one.cpu_s for one in found] == pytest.approx([4.0, 2.0, 1.0])
 
 
 def test_the_ramp_rises_to_the_batch_and_falls_again():

@@ -50,17 +50,24 @@ def test_caps_hold() -> None:
 
 
 def by_asking_each(
-    chooser: DraftLengths, requests: list[Acceptance], caps: list[int], other_rows: int
+    chooser: DraftLengths, requests: list[Acceptance], caps: list[int], other_rows: int, keys: int
 ) -> list[int]:
     """The module's rule, request by request and depth by depth."""
     rates, count = [chooser.rate(request) for request in requests], len(requests)
     drafting = [request for request in requests if not request.free]
-    verify, step, rest = chooser.verify, chooser.step, chooser.rest
+
+    def round_s(proposals: int) -> float:
+        rows = count + proposals + other_rows
+        return chooser.rest(rows) + chooser.verify(rows, keys)
+
+    def step(going: int) -> float:
+        return chooser.step(going, keys * going / count)
+
     another_s = (step(len(drafting)) - step(1)) / (len(drafting) - 1) if len(drafting) > 1 else 0.0
-    best, lengths = count / (rest(count) + verify(count + other_rows)), [0] * count
+    best, lengths = count / round_s(0), [0] * count
     for depth in range(1, max(caps) + 1):
         price = best
-        row_s = (verify(count * (1 + depth) + other_rows) - verify(count + other_rows)) / (count * depth)
+        row_s = (round_s(count * depth) - round_s(0)) / (count * depth)
         tried = [
             sum(
                 rate**k > price * (row_s + (0.0 if request.free else another_s))
@@ -68,7 +75,7 @@ def by_asking_each(
             )
             for request, rate, cap in zip(requests, rates, caps, strict=True)
         ]
-        seconds = rest(count) + verify(count + sum(tried) + other_rows)
+        seconds = round_s(sum(tried))
         for k in range(1, depth + 1):
             going = sum(n >= k for n, request in zip(tried, requests, strict=True) if not request.free)
             seconds += step(going) if going else 0.0
@@ -91,9 +98,10 @@ def test_the_lengths_are_those_of_the_rule(seed: int) -> None:
         step=CostTable([1, 50], sorted(rng.uniform(0.02, 1) for _ in range(2))),
     )
     chooser.rest = CostTable([1, 50], [0.1, rng.uniform(0.1, 2)])
-    other_rows = rng.choice((0, 30))
-    expected = by_asking_each(chooser, requests, caps, other_rows)
-    assert chooser.lengths(requests, caps, other_rows) == expected
+    chooser.verify.key_s, chooser.step.key_s = rng.choice(((0.0, 0.0), (0.002, 0.0003)))
+    other_rows, keys = rng.choice((0, 30)), rng.choice((0, 100 * count))
+    expected = by_asking_each(chooser, requests, caps, other_rows, keys)
+    assert chooser.lengths(requests, caps, other_rows, keys=keys) == expected
 
 
 def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> None:
@@ -116,7 +124,7 @@ def test_what_a_round_costs_besides_argues_for_longer_drafts() -> None:
     costs = {"verify": CostTable([1, 101], [0.5, 3.0]), "step": CostTable([1, 101], [0.1, 0.5])}
     short, long = lengths_for(**costs), lengths_for(**costs)
     for _ in range(300):
-        long.observe_costs(1, 0.0, [], 0.0, requests=1, rest_s=1.0)
+        long.observe_costs(1, 0.0, [], 0.0, rest_s=1.0)
     assert long.rest(1) == pytest.approx(1.0, rel=0.01)
     request = experienced(80, 100)
     assert long.lengths([request], [8]) > short.lengths([request], [8])
@@ -192,6 +200,26 @@ def test_costs_follow_the_measurements_and_not_one_accident() -> None:
     for _ in range(200):
         table.observe(6, 3.0)
     assert table(6) == pytest.approx(3.0, rel=0.01)
+
+
+def test_what_longer_contexts_cost_is_not_taken_for_the_rows() -> None:
+    """Few rows in long contexts, many in short ones: the same seconds, and the points stay where they were."""
+    table = CostTable([1, 11], [1.0, 2.0], key_s=0.001)
+    for _ in range(100):
+        table.observe(1, 2.0, keys=1000)
+        table.observe(11, 2.0, keys=0)
+    assert (table(1), table(11)) == pytest.approx((1.0, 2.0), rel=0.01)
+    assert table(1, 1000) == pytest.approx(2.0, rel=0.01)
+
+
+def test_more_rows_that_were_found_cheaper_are_believed() -> None:
+    """Two measured points that contradict each other meet in between; neither drifts away while it changes nothing."""
+    table = CostTable([32, 64], [1.0, 1.0])
+    for _ in range(100):
+        table.observe(48, 1.6)
+        table.observe(64, 1.0)
+    assert 1.0 < table(64) < 1.5
+    assert min(table.seconds) > 0.95
 
 
 def test_one_measured_count_is_what_every_count_costs() -> None:

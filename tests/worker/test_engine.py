@@ -448,7 +448,7 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
     held = list(sequence.target.blocks)
     assert engine.swap_out("a")
     engine._pools[0].allocator.allocate(1)  # its old place is taken
-    engine._hold(steps := engine._steps([sequence]))
+    engine._hold(steps := engine._steps([sequence], len(sequence.tokens)))
     engine._swap_in(steps[0].sequence)
     after = [
         pool.copy_out(place) for pool, place in zip(engine._pools, engine._places(sequence), strict=True)

@@ -106,6 +106,7 @@ class AnyLengths(DraftLengths):
         caps: Sequence[int],
         other_rows: int = 0,
         behind: Sequence[float] = (),
+        keys: int = 0,
     ) -> list[int]:
         return [self._rng.randrange(cap + 1) for cap in caps]
 

@@ -4,10 +4,11 @@ Proposal j of request i is worth a_i ** j tokens (all before it must be accepted
 accepted. It costs a row of the verification and a row of draft step j; the first request to reach step j also pays for the step. The
 lengths maximise
 
-    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (rest(requests) + verify(rows) + sum_j step(requests still drafting at j))
+    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (rest(rows) + verify(rows) + sum_j step(requests still drafting at j))
 
 over "everybody up to g, but nobody beyond the point where a proposal is worth less than it costs at that goodput". Zero is an
-answer like any other. `rest` is what a round costs besides: it buys nothing, so it argues for fewer and longer rounds. Measured within a request, acceptance is close to geometric; between requests it differs a lot.
+answer like any other. `rest` is what a round costs besides: most of it buys nothing, so it argues for fewer and longer rounds. Measured within a
+request, acceptance is close to geometric; between requests it differs a lot.
 """
 
 from __future__ import annotations
@@ -78,10 +79,12 @@ class Acceptance:
 
 @dataclass(slots=True)
 class CostTable:
-    """Seconds as a function of a count: linear between points, which follow what is measured."""
+    """Seconds as a function of a count: linear between points, which follow what is measured; and so much for each key of attention."""
 
     counts: list[int]
     seconds: list[float]
+    key_s: float = 0.0
+    _slopes: list[float] = field(init=False, repr=False)  # from each point on to the next
 
     def __post_init__(self) -> None:
         if (
@@ -90,27 +93,42 @@ class CostTable:
             or self.counts != sorted(set(self.counts))
         ):
             raise ValueError("a cost table needs ascending counts with one time each")
+        self._slope()
 
-    def __call__(self, count: int) -> float:
-        """Expected seconds for `count`."""
-        if len(self.counts) == 1:
-            return self.seconds[0]
-        at = min(max(bisect.bisect_left(self.counts, count), 1), len(self.counts) - 1)
-        low, high = self.counts[at - 1], self.counts[at]
-        # More rows never cost less, and one more never costs more than the mean of those before it.
-        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
-        slope = min(max(0.0, slope), self.seconds[at - 1] / low)
-        return max(1e-9, self.seconds[at - 1] + slope * max(0, count - low))
+    def __call__(self, count: int, keys: float = 0.0) -> float:
+        """Expected seconds for `count`, in contexts of so many tokens together."""
+        counts = self.counts
+        at = min(bisect.bisect_left(counts, count), len(counts) - 1)
+        at -= at > 0
+        beyond = count - counts[at]
+        return self.seconds[at] + keys * self.key_s + (self._slopes[at] * beyond if beyond > 0 else 0.0)
 
-    def observe(self, count: int, seconds: float) -> None:
+    def _slope(self) -> None:
+        """More rows never cost less, and one more never costs more than the mean of those before it."""
+        counts, seconds = self.counts, self.seconds
+        self._slopes = [
+            min(
+                max(0.0, (seconds[at + 1] - seconds[at]) / (counts[at + 1] - counts[at])),
+                seconds[at] / counts[at],
+            )
+            for at in range(len(counts) - 1)
+        ] or [0.0]
+
+    def observe(self, count: int, seconds: float, keys: float = 0.0) -> None:
         """Move the points towards one measurement: those next to it by much, all of them by a little."""
-        expected = self(count)
+        expected = self(count, keys)
         if seconds <= 0:
             return
         factor = min(max(seconds / expected, 1 / CLIP), CLIP) - 1.0
+        self.key_s *= 1.0 + factor * STEP_ALL
         for at, point in enumerate(self.counts):
             near = 1.0 - min(1.0, abs(point - count) / max(1, self._spacing(at, count)))
             self.seconds[at] *= 1.0 + factor * (STEP_ALL + STEP_NEAR * near)
+        # Where more rows were found to cost less, both points tell what either costs: else one of them would drift off unnoticed.
+        for at in range(1, len(self.counts)):
+            if self.seconds[at] < self.seconds[at - 1]:
+                self.seconds[at - 1 : at + 1] = [(self.seconds[at - 1] + self.seconds[at]) / 2] * 2
+        self._slope()
 
     def _spacing(self, at: int, count: int) -> int:
         """Distance from a point to its neighbour on the side of `count`."""
@@ -119,7 +137,7 @@ class CostTable:
 
 
 def default_costs() -> tuple[CostTable, CostTable, CostTable]:
-    """(verify by rows, draft step by requests, rest by requests) before anything was measured: a draft step costs a fifth, rows are nearly free."""
+    """(verify by rows, draft step by requests, rest by rows) before anything was measured: a draft step costs a fifth, rows are nearly free."""
     return (
         CostTable([1, 65], [1e-2, 2e-2]),
         CostTable([1, 65], [2e-3, 4e-3]),
@@ -158,6 +176,22 @@ class _Worth:
         return counts, sum(sums[count] for sums, count in zip(self._sums, counts, strict=False))
 
 
+class _WorthOfOne:
+    """The same of a single request."""
+
+    def __init__(self, rate: float, cap: int) -> None:
+        self._worths = [rate**k for k in range(1, cap + 1)]
+
+    def at(self, depth: int, threshold: float) -> tuple[list[int], float]:
+        """As `_Worth.at`."""
+        tokens, length = 0.0, 0
+        for worth in self._worths[:depth]:
+            if worth <= threshold:
+                break
+            tokens, length = tokens + worth, length + 1
+        return [1] * length, tokens
+
+
 @dataclass
 class DraftLengths:
     """Chooses draft lengths and learns from what came of them."""
@@ -183,8 +217,10 @@ class DraftLengths:
         caps: Sequence[int],
         other_rows: int = 0,
         behind: Sequence[float] = (),
+        keys: int = 0,
     ) -> list[int]:
-        """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification (prefill).
+        """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification (prefill); `keys`: tokens of all
+        contexts together.
 
         `behind`: of each request, tokens that the draft must read first, for each token that is to come. A draft that would not
         earn them does not begin.
@@ -198,35 +234,41 @@ class DraftLengths:
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
         count, rows = len(caps), len(caps) + other_rows
-        rest_s, plain_s = self.rest(count), self.verify(rows)
+        round_s = cache(lambda rows: self.rest(rows) + self.verify(rows, keys))  # but for its draft steps
+        plain_s = round_s(rows)
         probed = caps
         if behind:
-            row_s = (self.verify(rows + count) - plain_s) / count
-            price, read_s = count / (rest_s + plain_s), self._read_s()
+            row_s = (round_s(rows + count) - plain_s) / count
+            price, read_s = count / plain_s, self._read_s()
             earns = [
                 no_step or not late or rate > price * (row_s + read_s * (1.0 + late))
                 for late, no_step, rate in zip(behind, free, rates, strict=True)
             ]
             caps = [cap if begins else 0 for cap, begins in zip(caps, earns, strict=True)]
-        step = cache(self.step)
         drafting = count - sum(free)
+        step = cache(lambda going: self.step(going, keys * going / count))
         another_s = (
             (step(drafting) - step(1)) / (drafting - 1) if drafting > 1 else 0.0
         )  # one request more in a step
-        best = _Choice(count / (rest_s + plain_s), 0, 0.0, 0.0)
+        best = _Choice(count / plain_s, 0, 0.0, 0.0)
         rows_s = [
-            (self.verify(rows + count * depth) - plain_s) / (count * depth) for depth in range(1, deepest + 1)
+            (round_s(rows + count * depth) - plain_s) / (count * depth) for depth in range(1, deepest + 1)
         ]
         highest = max((rate for rate, cap in zip(rates, caps, strict=True) if cap), default=0.0)
         if highest <= best.goodput * (min(rows_s) + (0.0 if any(free) else another_s)):
             # Not even the likeliest proposal is worth it, at any depth: the usual answer under load, without asking everybody.
             return self._settle(requests, probed, [0] * count)
-        own, given = (
-            [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
-            for kind in (False, True)
-        )
-        drafted = _Worth(rates, own, deepest)
-        found = _Worth(rates, given, deepest) if any(given) else None
+        drafted: _Worth | _WorthOfOne
+        found: _Worth | None = None
+        if count == 1 and not free[0]:
+            drafted = _WorthOfOne(rates[0], caps[0])
+        else:
+            own, given = (
+                [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
+                for kind in (False, True)
+            )
+            drafted = _Worth(rates, own, deepest)
+            found = _Worth(rates, given, deepest) if any(given) else None
         kept = best if self._depth == 0 else None
         for depth in range(1, deepest + 1):
             # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
@@ -237,7 +279,7 @@ class DraftLengths:
             if found is not None:
                 more, worth = found.at(depth, least_found)
                 proposed, tokens = proposed + sum(more), tokens + worth
-            seconds = rest_s + self.verify(rows + proposed) + sum(step(going) for going in counts if going)
+            seconds = round_s(rows + proposed) + sum([step(going) for going in counts if going])
             choice = _Choice((count + tokens) / seconds, depth, least, least_found)
             if depth == self._depth:
                 kept = choice
@@ -292,17 +334,17 @@ class DraftLengths:
         verify_s: float,
         steps: Sequence[int],
         draft_s: float,
-        requests: int = 0,
         rest_s: float = 0.0,
+        keys: int = 0,
     ) -> None:
-        """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `rest_s` for what a
-        round of `requests` takes besides.
+        """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `rest_s` for what it
+        took besides; `keys`: tokens of all its contexts together.
         """
-        self.verify.observe(rows, verify_s)
-        self.rest.observe(requests, rest_s)
+        self.verify.observe(rows, verify_s, keys)
+        self.rest.observe(rows, rest_s)
         if steps:
             mean = sum(steps) / len(steps)
-            self.step.observe(round(mean), draft_s / len(steps))
+            self.step.observe(round(mean), draft_s / len(steps), keys * mean / max(steps))
 
 
 def _length(rate: float, most: int, least: float) -> int:

@@ -70,6 +70,7 @@ CALIBRATION_S = (
 TOKENS_TO_COME = (
     128  # of a request that has said fewer: what a draft's reading of its context must pay for. Our choice
 )
+REST_OF_ROW_S = 5e-6  # what a row takes besides the forward, before that was measured
 LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
 CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
 
@@ -319,7 +320,8 @@ class SpeculativeEngine:
         round_clock = self._clock()
         try:
             self._find_prefixes(sequences)
-            steps = self._steps(sequences)
+            keys = sum(len(sequence.tokens) for sequence in sequences)
+            steps = self._steps(sequences, keys)
             self._hold(steps)
         finally:
             for sequence in sequences:
@@ -327,9 +329,9 @@ class SpeculativeEngine:
         swap_started, swap_clock = time.perf_counter(), self._clock()
         for step in steps:
             self._swap_in(step.sequence)
-        draft_started, draft_clock = time.perf_counter(), self._clock()
-
+        swap_ended, swap_ended_clock = time.perf_counter(), self._clock()
         rows, noise, offsets = self._choice_rows(steps)
+        draft_started, draft_clock = time.perf_counter(), self._clock()
         adjustments = Adjustments(
             (
                 (i, step.sequence, at, step.choices)
@@ -372,17 +374,17 @@ class SpeculativeEngine:
             # Under load there are chunks in nearly every round: they count as the rows that they are, as does the draft's own prefill.
             if batches:
                 batches[0] += sum(step.catch_up - 2 for step in steps if step.catch_up > 2)
+            rest_s = swap_clock - round_clock + draft_clock - swap_ended_clock + self._clock() - ended_clock
             self.lengths.observe_costs(
-                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock,
-                len(steps), swap_clock - round_clock + self._clock() - ended_clock,
-            )  # fmt: skip
+                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock, rest_s, keys
+            )
         free = [pool.allocator.free_blocks for pool in self._pools]
         return RoundResult(
             requests=reports,
             draft_s=draft_s,
             verify_s=forward_s - prefill_s,
             prefill_s=prefill_s,
-            swap_s=draft_started - swap_started,
+            swap_s=swap_ended - swap_started,
             total_s=time.perf_counter() - started,
             free_target_blocks=free[0],
             free_draft_blocks=free[1] if self._draft else 0,
@@ -426,8 +428,8 @@ class SpeculativeEngine:
             chunks.append(chunk)
         return chunks
 
-    def _steps(self, sequences: SequenceOf[Sequence]) -> list[_Step]:
-        """Decide what each request does: prefill from the chunk budget, draft lengths by goodput."""
+    def _steps(self, sequences: SequenceOf[Sequence], keys: int) -> list[_Step]:
+        """Decide what each request does: prefill from the chunk budget, draft lengths by goodput; `keys`: tokens of all their contexts."""
         chunks = self._chunks(sequences)
         caps = [self._draft_cap(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
         found: list[list[int]] = [[] for _ in sequences]
@@ -442,7 +444,7 @@ class SpeculativeEngine:
         plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
         lengths = self.lengths.lengths(
             [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain + sum(chunks),
-            [self._behind(sequences[i]) for i in drafting],
+            [self._behind(sequences[i]) for i in drafting], keys,
         )  # fmt: skip
         steps = [_Step(sequence, chunk, 0, 0, []) for sequence, chunk in zip(sequences, chunks, strict=True)]
         left = self._prefill_chunk
@@ -871,46 +873,70 @@ class SpeculativeEngine:
     def calibrate(self, budget_s: float = CALIBRATION_S) -> None:
         """Forwards of every size that rounds have, before any `add`: the first request finds a device that has computed already, and
         the first draft lengths rest on what verified rows and draft steps cost. Each size at least twice, however small the budget."""
-        slots = self.options.slots
+        slots, deepest = self.options.slots, 1 + self.capacity.max_draft_len
         deadline = time.perf_counter() + budget_s
         if self._draft is not None:
             self.lengths.step = self._measure(self._draft, 1, _ladder(slots), deadline - budget_s / 2)
-        self.lengths.verify = self._measure(
-            self._target, 0, _ladder(slots * (1 + self.capacity.max_draft_len)), deadline
-        )
+        self.lengths.verify = self._measure(self._target, 0, _ladder(slots * deepest), deadline)
+        least, each = self.lengths.rest.seconds[0], REST_OF_ROW_S
+        counts = self.lengths.verify.counts
+        self.lengths.rest = CostTable(counts, [least + each * count for count in counts])
 
     def _measure(
         self, model: PackedModel, pool_at: int, counts: SequenceOf[int], deadline: float
     ) -> CostTable:
-        """Seconds of a forward and a choice over about `counts` rows: the least of several, as long as time allows."""
-        pool, start = self._pools[pool_at], min(64, self.options.max_length // 2)
-        seconds: dict[int, float] = {}
+        """Seconds of a forward and a choice over about `counts` rows, and of a key: the least of several, as long as time allows."""
+        pool, slots = self._pools[pool_at], self.options.slots
+        short = min(64, self.options.max_length // 2)
+        long = min(KV_TILE, self.options.max_length) - 1
+        size = self.options.block_size
+        many = min(slots, pool.allocator.free_blocks // blocks_needed(long + 1, 1, size))
+        # Rows of up to `slots` sequences, as a round has them; and one row of each in short and in long contexts.
+        shapes = [
+            (-(-count // per), per, short) for count in counts for per in (-(-count // min(count, slots)),)
+        ]
+        shapes += [(many, 1, short), (many, 1, long)]
+        seconds: dict[tuple[int, int, int], float] = {}
         for turn in range(5):
-            for count in counts:
-                # Rows of up to `slots` sequences, as a round has them.
-                per = -(-count // min(count, self.options.slots))
-                held = -(-(start + per) // self.options.block_size)
-                sequences = min(-(-count // per), pool.allocator.free_blocks // held)
+            for sequences, per, start in shapes:
+                held = blocks_needed(start + 1, per, size)
+                sequences = min(sequences, pool.allocator.free_blocks // held)
                 if sequences < 1:
                     continue
-                places = [pool.new_place() for _ in range(sequences)]
-                pool.hold([(place, held, held) for place in places])
-                began = self._clock()
-                plan = model.planner.plan([Piece(place, start, per) for place in places])
-                ids = torch.zeros(plan.total, dtype=torch.int64, device=self._device)
-                logits = model.forward(ids, plan, torch.arange(sequences * per, device=self._device))
-                logits.argmax(-1).tolist()
-                took = self._clock() - began
-                seconds[sequences * per] = min(took, seconds.get(sequences * per, took))
-                for place in places:
-                    pool.release(place)
+                took = self._forward_s(model, pool, sequences, per, start, held)
+                shape = (sequences, per, start)
+                seconds[shape] = min(took, seconds.get(shape, took))
             if turn and time.perf_counter() > deadline:
                 break
-        return (
-            CostTable(sorted(seconds), [seconds[count] for count in sorted(seconds)])
-            if seconds
-            else CostTable([1], [1e-3])
-        )
+        key_s = 0.0
+        for (sequences, per, start), took in seconds.items():
+            before = seconds.get((sequences, per, short))
+            if start > short and before is not None:
+                key_s = max(0.0, (took - before) / (sequences * (start - short)))
+        by_rows = {
+            sequences * per: max(1e-6, took - key_s * sequences * (short + per))
+            for (sequences, per, start), took in seconds.items()
+            if start == short
+        }
+        if not by_rows:
+            return CostTable([1], [1e-3])
+        return CostTable(sorted(by_rows), [by_rows[rows] for rows in sorted(by_rows)], key_s)
+
+    def _forward_s(
+        self, model: PackedModel, pool: KVPool, sequences: int, per: int, start: int, held: int
+    ) -> float:
+        """Seconds of one forward of `per` tokens each after `start` in a context, and of the choices."""
+        places = [pool.new_place() for _ in range(sequences)]
+        pool.hold([(place, held, held) for place in places])
+        began = self._clock()
+        plan = model.planner.plan([Piece(place, start, per) for place in places])
+        ids = torch.zeros(plan.total, dtype=torch.int64, device=self._device)
+        logits = model.forward(ids, plan, torch.arange(sequences * per, device=self._device))
+        logits.argmax(-1).tolist()
+        took = self._clock() - began
+        for place in places:
+            pool.release(place)
+        return took
 
 
 def _is_out_of_memory(error: Exception) -> bool:
