@@ -288,8 +288,9 @@ def measure(configs: list[Config], cells: Sequence[Cell], turns: int) -> None:
                     outcomes.append((config, run))
                 else:
                     sliced.append((config, run))
-            done = in_turn([run for _, run in sliced])
-            for config, outcome in [*outcomes, *zip([config for config, _ in sliced], done, strict=True)]:
+            done = in_turn(run for _, run in sliced)
+            outcomes += ((config, outcome) for (config, _), outcome in zip(sliced, done, strict=True))
+            for config, outcome in outcomes:
                 if not outcome.tokens:
                     raise RuntimeError(f"{config.name} generated nothing")
                 if turn:
