@@ -25,8 +25,6 @@ MOST_LISTS_REFRESHED = 4
 
 def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
     """Bring leases in line with ranks, after the events of a step."""
-    for worker in shard.touched.values():
-        shard.refresh_cut(worker)
     _lease_reserved(shard, ledger)
     front = _Front(shard, ledger)
     _fill(shard, ledger, front)
@@ -139,8 +137,7 @@ def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
         if worker is None:
             return
         if refreshed < MOST_LISTS_REFRESHED and _refresh_list(worker, ledger):
-            refreshed += 1
-            shard.refresh_cut(worker)  # compare like with like, then look again
+            refreshed += 1  # compare like with like: look again
         else:
             ledger.lease(request, worker)
 

@@ -56,11 +56,13 @@ class Ranked(Generic[Key]):
 
     def remove(self, key: Key) -> None:
         """Remove a key; KeyError if it is not there."""
-        at = bisect_left(self._last, key)
-        block = self._blocks[at] if at < len(self._blocks) else []
-        inside = bisect_left(block, key)
-        if inside == len(block) or block[inside] != key:
-            raise KeyError(key)
+        at = inside = 0
+        if not self._blocks or self._blocks[0][0] != key:  # the first is removed more often than any other
+            at = bisect_left(self._last, key)
+            inside = bisect_left(self._blocks[at], key) if at < len(self._blocks) else 0
+            if at == len(self._blocks) or self._blocks[at][inside] != key:
+                raise KeyError(key)
+        block = self._blocks[at]
         del block[inside]
         self._size -= 1
         if block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from laps_sd.choose import Residency
 from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
@@ -18,6 +19,8 @@ STORY_HEAD = 8
 """Lines from the beginning that a long story keeps; behind them one line stands for the oldest others."""
 LEFT_OUT = "left_out"
 """What that line says happened."""
+
+_PERCEPTIBLE: Final = Moment.PERCEPTIBLE  # compiled, such a name costs no look-up
 
 OrderKey = tuple[int, float, str]
 """(rank_class, cost, request id): how requests are compared everywhere, smaller first."""
@@ -167,8 +170,8 @@ class Request:
             said[Moment.FIRST_ROUND] = self._estimate()
         elif self.rounds == SETTLED_ROUNDS and Moment.SETTLED not in said:
             said[Moment.SETTLED] = self._estimate()
-        if self.rank.perceptible and Moment.PERCEPTIBLE not in said:
-            said[Moment.PERCEPTIBLE] = self._estimate()
+        if self.rank.perceptible and _PERCEPTIBLE not in said:
+            said[_PERCEPTIBLE] = self._estimate()
 
     def _estimate(self) -> Estimate:
         if self.predicted_by_worker:

@@ -211,14 +211,11 @@ class Scheduler:
 
     def _round_reported(self, report: RoundReported, ledger: Ledger) -> None:
         worker = self._shard.workers.get(report.worker_id)
+        members = worker.members if worker is not None else {}
         present: list[tuple[Progress, Request]] = []
         for progress in report.progress:
-            request = self._shard.requests.get(progress.request_id)
-            if (
-                request is None
-                or request.worker != report.worker_id
-                or request.lease_epoch != progress.lease_epoch
-            ):
+            request = members.get(progress.request_id)
+            if request is None or request.lease_epoch != progress.lease_epoch:
                 ledger.drop(report.worker_id, progress.request_id, progress.lease_epoch)
             elif progress.position > request.emitted:
                 # It has tokens that neither the record nor this core knows of: its picture cannot be trusted.

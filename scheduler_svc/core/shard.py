@@ -65,6 +65,8 @@ class Shard:
         self._load_of: dict[str, tuple[float, str]] = {}
         self._cuts: Ranked[_Cut] = Ranked()
         self._cut_of: dict[str, _Cut] = {}
+        self._cut_may_differ: dict[str, Worker] = {}
+        """Workers whose list or whose members' ranks changed since somebody asked for full lists."""
         self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
 
@@ -136,7 +138,7 @@ class Shard:
         if request.worker is not None:
             worker = self.workers[request.worker]
             worker.reorder()
-            self.touched[request.worker] = worker
+            self.touched[request.worker] = self._cut_may_differ[request.worker] = worker
         else:  # nobody ranks anew what is parked
             self.queued.remove(before)
             self.queued.add(request.order_key)
@@ -286,11 +288,14 @@ class Shard:
 
     def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
         """Workers with a full list in whose first part a request with this key would be, the worst list first."""
+        for worker in self._cut_may_differ.values():
+            self._refresh_cut(worker)
+        self._cut_may_differ.clear()
         behind = takewhile(lambda cut: cut[:3] >= key, reversed(self._cuts))
         return map(lambda cut: self.workers[cut[3]], behind)  # noqa: C417  # lazy when compiled, too
 
     def _list_changed(self, worker: Worker) -> None:
-        self.touched[worker.worker_id] = worker
+        self.touched[worker.worker_id] = self._cut_may_differ[worker.worker_id] = worker
         load = worker.load if worker.takes_work else None
         before = self._load_of.get(worker.worker_id)
         if load != before:
@@ -300,10 +305,8 @@ class Shard:
             if load is not None:
                 self._loads.add(load)
                 self._load_of[worker.worker_id] = load
-        self.refresh_cut(worker)
 
-    def refresh_cut(self, worker: Worker) -> None:
-        """Bring the worker's place among the full lists up to date; ranks of members may have moved."""
+    def _refresh_cut(self, worker: Worker) -> None:
         length = self.list_length(worker)
         cut: _Cut | None = None
         if worker.takes_work and len(worker.members) >= length:
