@@ -235,8 +235,7 @@ class Shard:
             del request.account.listed[request.request_id]
         self._list_changed(worker)
         if worker.facts is None and not worker.members:
-            del self.workers[worker.worker_id]
-            del self.touched[worker.worker_id]
+            self._forget_worker(worker)
 
     # Workers.
 
@@ -269,8 +268,12 @@ class Shard:
         self.short_of_blocks.pop(worker.worker_id, None)
         self.worker_changed(worker)
         if not worker.members:
-            del self.workers[worker.worker_id]
-            del self.touched[worker.worker_id]
+            self._forget_worker(worker)
+
+    def _forget_worker(self, worker: Worker) -> None:
+        self._refresh_cut(worker)
+        for workers in (self.workers, self.touched, self._cut_may_differ):
+            del workers[worker.worker_id]
 
     def list_length(self, worker: Worker) -> int:
         """How long its list should be while so much is queued."""
@@ -388,6 +391,7 @@ class Shard:
         assert all(r.sent is None or i in listed for i, r in self.requests.items())
         assert +self.depth == Counter(r.rank.level for r in self.requests.values() if not r.running)
         assert self.running == sum(r.running for r in self.requests.values())
+        assert set(self._cut_may_differ) | set(self._cut_of) <= set(self.workers)
         takers = [w for w in self.workers.values() if w.takes_work]
         assert sorted(w.load for w in takers) == list(self._loads)
         assert set(self.reserved_queued) == {i for i in queued if self.requests[i].reserved}
