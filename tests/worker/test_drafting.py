@@ -6,7 +6,20 @@ import random
 
 import pytest
 
-from worker_svc.engine.drafting import PROBE_AFTER, PROBE_EVERY, Acceptance, CostTable, DraftLengths
+from worker_svc.engine.drafting import (
+    ADVANTAGE,
+    ASKED_EVERY,
+    EXPLORED_ONE_IN,
+    FIRST_STEP_ROWS,
+    MOST_PROBES,
+    PROBE_AFTER,
+    PROBE_EVERY,
+    PROBE_MISSES,
+    UNEVEN,
+    Acceptance,
+    CostTable,
+    DraftLengths,
+)
 
 
 def lengths_for(*, verify: CostTable, step: CostTable, **more: int | None) -> DraftLengths:
@@ -56,32 +69,40 @@ def by_asking_each(
     rates, count = [chooser.rate(request) for request in requests], len(requests)
     drafting = [request for request in requests if not request.free]
 
-    def round_s(proposals: int) -> float:
-        rows = count + proposals + other_rows
-        return chooser.rest(rows) + chooser.verify(rows, keys)
+    verify = chooser.verify_drafted if drafting else chooser.verify
 
-    def step(going: int) -> float:
-        return chooser.step(going, keys * going / count)
+    def round_s(proposals: int) -> float:
+        """What rides along is there in any case: how much more the round takes than with that alone, and with our own rows alone."""
+        more = verify(count + proposals + other_rows, keys) - verify(count + other_rows, keys)
+        rest = chooser.rest(count + proposals + other_rows) - chooser.rest(count + other_rows)
+        return more + rest + verify(count, keys) + chooser.rest(count)
+
+    def step(going: int, each: int = 1) -> float:
+        return chooser.step(going * each, keys * going / count)
 
     another_s = (step(len(drafting)) - step(1)) / (len(drafting) - 1) if len(drafting) > 1 else 0.0
-    best, lengths = count / round_s(0), [0] * count
+    plain_s = chooser.rest(count) + chooser.verify(count, keys)
+    best, lengths = (1 + ADVANTAGE) * count / plain_s, [0] * count
     for depth in range(1, max(caps) + 1):
         price = best
         row_s = (round_s(count * depth) - round_s(0)) / (count * depth)
-        tried = [
-            sum(
-                rate**k > price * (row_s + (0.0 if request.free else another_s))
-                for k in range(1, min(cap, depth) + 1)
-            )
-            for request, rate, cap in zip(requests, rates, caps, strict=True)
-        ]
-        seconds = round_s(sum(tried))
-        for k in range(1, depth + 1):
-            going = sum(n >= k for n, request in zip(tried, requests, strict=True) if not request.free)
-            seconds += step(going) if going else 0.0
-        goodput = sum(rate**k for rate, n in zip(rates, tried, strict=True) for k in range(n + 1)) / seconds
-        if goodput > best:
-            best, lengths = goodput, tried
+        for everybody in (False, True):
+            tried = [
+                sum(
+                    everybody or rate**k > price * (row_s + (0.0 if request.free else another_s))
+                    for k in range(1, min(cap, depth) + 1)
+                )
+                for request, rate, cap in zip(requests, rates, caps, strict=True)
+            ]
+            seconds = round_s(sum(tried))
+            if len({*tried, 0}) > 2 or (0 in tried and sum(tried)) or 0 < max(tried) < depth:
+                seconds += UNEVEN * verify(count + sum(tried) + other_rows, keys)
+            for k in range(1, depth + 1):
+                going = sum(n >= k for n, request in zip(tried, requests, strict=True) if not request.free)
+                seconds += step(going, FIRST_STEP_ROWS if k == 1 else 1) if going else 0.0
+            tokens = sum(rate**k for rate, n in zip(rates, tried, strict=True) for k in range(n + 1))
+            if tokens / seconds > best:
+                best, lengths = tokens / seconds, tried
     return lengths
 
 
@@ -99,9 +120,38 @@ def test_the_lengths_are_those_of_the_rule(seed: int) -> None:
     )
     chooser.rest = CostTable([1, 50], [0.1, rng.uniform(0.1, 2)])
     chooser.verify.key_s, chooser.step.key_s = rng.choice(((0.0, 0.0), (0.002, 0.0003)))
+    chooser.set_verify(chooser.verify)
+    chooser.verify_drafted.drift(rng.choice((0.0, 10.0)))
     other_rows, keys = rng.choice((0, 30)), rng.choice((0, 100 * count))
     expected = by_asking_each(chooser, requests, caps, other_rows, keys)
     assert chooser.lengths(requests, caps, other_rows, keys=keys) == expected
+
+
+def test_what_rides_along_makes_no_proposal_cheap() -> None:
+    """It takes a hundred times as long as the round, and has to be done in any case."""
+    costs = {"verify": CostTable([1, 1001], [0.5, 20.5]), "step": CostTable([1, 101], [0.02, 0.5])}
+    requests, caps = [experienced(60, 100)] * 4, [8] * 4
+    alone = lengths_for(**costs).lengths(requests, caps)
+    assert 0 < max(alone) < 8
+    assert lengths_for(**costs).lengths(requests, caps, other_rows=900) == alone
+
+
+def test_where_no_draft_pays_it_is_not_asked_again_in_every_round() -> None:
+    chooser = lengths_for(**COMPUTE_BOUND)
+    requests, caps = [experienced(70, 100)] * 4, [8] * 4
+    assert chooser.lengths(requests, caps) == [0] * 4
+    chooser.set_verify(MEMORY_BOUND["verify"])
+    answers = [max(chooser.lengths(requests, caps)) for _ in range(ASKED_EVERY)]
+    assert answers[:-1] == [0] * (ASKED_EVERY - 1) and answers[-1] > 0
+
+
+def test_where_a_request_came_or_went_it_is_asked_at_once() -> None:
+    requests, caps = [experienced(70, 100) for _ in range(4)], [8] * 4
+    for others in ([*requests[1:], experienced(70, 100)], requests[1:]):
+        chooser = lengths_for(**COMPUTE_BOUND)
+        assert chooser.lengths(requests, caps) == [0] * 4
+        chooser.set_verify(MEMORY_BOUND["verify"])
+        assert min(chooser.lengths(others, caps[: len(others)])) > 0
 
 
 def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> None:
@@ -142,10 +192,11 @@ def silent() -> Acceptance:
     found = experienced(1, 200)
     for _ in range(PROBE_AFTER):
         found.observe(0, 0)
+    found.met = True
     return found
 
 
-def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_tested() -> None:
+def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_refused() -> None:
     chooser = lengths_for(**COMPUTE_BOUND)
     first, second, other = silent(), silent(), experienced(1, 200)
     first.observe(0, 0)
@@ -153,12 +204,30 @@ def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_tested
 
     assert chooser.lengths(requests, caps) == [0, 1, 0]
     assert chooser.lengths(requests, caps) == [0, 1, 0], "its draft may still be reading"
-    first.observe(0, 1)
-    waits = 2
+    for _ in range(PROBE_MISSES):
+        assert chooser.lengths(requests, caps) == [0, 1, 0]
+        first.observe(0, 1)
+    waits = PROBE_MISSES + 2
     while chooser.lengths(requests, caps) == [0, 0, 0]:
         waits += 1
-    assert waits == PROBE_EVERY
+    assert PROBE_EVERY <= waits < PROBE_EVERY + ASKED_EVERY
     assert chooser.lengths(requests, caps) == [1, 0, 0]
+
+
+def test_while_nobody_drafts_some_of_the_newcomers_show_whether_the_traffic_has_changed() -> None:
+    chooser = lengths_for(**COSTLY_ROWS)
+    while chooser.prior.rate > 0.1:
+        chooser.prior.observe(0, 1)
+    newcomers = [Acceptance() for _ in range(4 * EXPLORED_ONE_IN)]
+    caps = [8] * len(newcomers)
+    assert sum(chooser.lengths(newcomers, caps)) == 4
+    rounds = 1
+    while sum(lengths := chooser.lengths(newcomers, caps)) <= 4:
+        rounds += 1
+        for request, length in zip(newcomers, lengths, strict=True):
+            chooser.observe_acceptance(request, length, length)
+    assert rounds <= MOST_PROBES, "all that these proposed was accepted: now the others draft too"
+    assert min(lengths) > 0
 
 
 def test_a_draft_that_must_read_more_than_it_can_earn_does_not_begin() -> None:
@@ -200,6 +269,45 @@ def test_costs_follow_the_measurements_and_not_one_accident() -> None:
     for _ in range(200):
         table.observe(6, 3.0)
     assert table(6) == pytest.approx(3.0, rel=0.01)
+
+
+def test_rounds_with_and_without_a_draft_are_told_apart() -> None:
+    """A verification after a draft finds the caches full of the draft: here it takes twice as long."""
+    chooser = lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
+    for _ in range(100):
+        chooser.observe_costs(6, 1.5, [], 0.0)
+        chooser.observe_costs(6, 3.0, [3], 0.13, read=6)
+    assert chooser.verify(6) == pytest.approx(1.5, rel=0.05)
+    assert chooser.verify_drafted(6) == pytest.approx(3.0, rel=0.05)
+
+
+def test_what_unequal_lengths_cost_is_not_taken_for_the_rows() -> None:
+    even, uneven = (
+        lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
+        for _ in range(2)
+    )
+    for _ in range(100):
+        even.observe_costs(6, 1.7, [3], 0.13, read=6)
+        uneven.observe_costs(6, 1.7 * (1 + UNEVEN), [3], 0.13, read=6, uneven=True)
+    assert uneven.verify_drafted(6) == pytest.approx(even.verify_drafted(6))
+
+
+def test_a_slower_machine_is_noticed_where_nothing_is_measured_too() -> None:
+    chooser = lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
+    for _ in range(100):
+        chooser.observe_costs(6, 1.5 * 1.3, [], 0.0)
+    assert 1.02 * 1.5 < chooser.verify_drafted(6) < 1.3 * 1.5
+
+
+def test_the_first_draft_step_counts_by_what_it_reads() -> None:
+    """Three requests read four tokens each and take two more steps: 12 rows, then 3 and 3."""
+    table = CostTable([1, 3, 12], [1.0, 1.0, 1.0])
+    chooser = lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=table)
+    for _ in range(300):
+        chooser.observe_costs(6, 1.5, [3, 3, 3], 4.0 + 2 * 1.5, read=12)
+        chooser.observe_costs(6, 1.5, [3], 4.0, read=12)
+    assert chooser.step(12) == pytest.approx(4.0, rel=0.1)
+    assert chooser.step(3) == pytest.approx(1.5, rel=0.1)
 
 
 def test_what_longer_contexts_cost_is_not_taken_for_the_rows() -> None:

@@ -4,10 +4,11 @@ Proposal j of request i is worth a_i ** j tokens (all before it must be accepted
 accepted. It costs a row of the verification and a row of draft step j; the first request to reach step j also pays for the step. The
 lengths maximise
 
-    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (rest(rows) + verify(rows) + sum_j step(requests still drafting at j))
+    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (rest(rows) + verify(rows) + sum_j step(rows of draft step j))
 
-over "everybody up to g, but nobody beyond the point where a proposal is worth less than it costs at that goodput". Zero is an
-answer like any other. `rest` is what a round costs besides: most of it buys nothing, so it argues for fewer and longer rounds. Measured within a
+over "everybody up to g" and "everybody up to g, but nobody beyond the point where a proposal is worth less than it costs at that goodput".
+Drafts of equal length are verified a little faster than others. Zero is an answer like any other. `rest` is what a round costs besides: most of it buys nothing, so it argues for fewer and longer rounds. What rides
+along for others (`other_rows`) does not count: it has to be done anyway, and would make any number of proposals look cheap. Measured within a
 request, acceptance is close to geometric; between requests it differs a lot.
 """
 
@@ -21,20 +22,30 @@ from itertools import accumulate
 from typing import NamedTuple
 
 PRIOR_STRENGTH = 8.0  # proposals that the shared prior counts for
-PRIOR_FORGETS = 0.995  # per round and request: the shared prior follows the traffic
+PRIOR_FORGETS = 0.98  # per round and request: the shared prior follows the traffic
 REQUEST_FORGETS = 0.98  # per tested proposal: acceptance drifts within a request
 HYSTERESIS = 0.03  # another length must promise this much more goodput
-STEP_NEAR, STEP_ALL = (
-    0.08,
-    0.01,
-)  # weight of one measurement for the points of a cost table next to it, and for all of them
+ADVANTAGE = (
+    0.02  # any draft must promise this much more than none: what it costs is known less well. Our choice
+)
+UNEVEN = 0.06  # a verification of unequally long drafts takes so much longer than its rows tell (measured: 0.05 to 0.09)
+ASKED_EVERY = 8  # rounds, while no draft promises more than none
+# Weight of one measurement for the points of a cost table next to it, and for all of them. A machine has slower and faster minutes, which
+# all points share: a table that follows them only where it is measured takes whatever was not tried of late for slow.
+STEP_NEAR, STEP_ALL = 0.04, 0.06
 CLIP = (
     2.0  # a measurement this many times off its prediction may be an accident of the machine, and is clipped
 )
 PROBE_AFTER = (
     64  # rounds without a proposal after which a request gets one, so that its estimate can move again
 )
+FIRST_STEP_ROWS = 2  # tokens of a request that the first draft step reads: the last one, and the one before it that the draft may lack
 PROBE_EVERY = 16  # rounds from one such request to the next: the draft must first read all that the request said meanwhile
+EXPLORED_ONE_IN = (
+    8  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
+)
+PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
+MOST_PROBES = 16  # proposals after which it is not either
 
 
 @dataclass(slots=True)
@@ -62,7 +73,9 @@ class Acceptance:
     accepted: float = 0.0
     tested: float = 0.0
     silent_rounds: int = 0  # since a proposal was last tested
-    probing: bool = False  # gets one until it was tested
+    misses_left: int = 0  # gets a proposal, whatever it is worth, until so many were refused
+    probes_left: int = 0  # or so many were tested
+    met: bool = False  # lengths were chosen for it before
     prior: Prior | None = None  # None: that of the draft model
     free: bool = False  # its proposals cost no draft step
 
@@ -74,7 +87,18 @@ class Acceptance:
         keep = REQUEST_FORGETS**tested
         self.accepted = self.accepted * keep + accepted
         self.tested = self.tested * keep + tested
-        self.silent_rounds, self.probing = 0, False
+        self.silent_rounds = 0
+        self.misses_left -= accepted == 0
+        self.probes_left -= 1
+
+    @property
+    def probed(self) -> bool:
+        """Whether it gets a proposal whatever that is worth."""
+        return self.misses_left > 0 and self.probes_left > 0
+
+    def probe(self) -> None:
+        """Begin to give it proposals: as long as they are accepted, within limits."""
+        self.misses_left, self.probes_left = PROBE_MISSES, MOST_PROBES
 
 
 @dataclass(slots=True)
@@ -114,11 +138,18 @@ class CostTable:
             for at in range(len(counts) - 1)
         ] or [0.0]
 
-    def observe(self, count: int, seconds: float, keys: float = 0.0) -> None:
-        """Move the points towards one measurement: those next to it by much, all of them by a little."""
+    def drift(self, factor: float) -> None:
+        """The machine was found so much slower (1: twice as slow) where another table holds: move a little."""
+        self.key_s *= 1.0 + factor * STEP_ALL
+        self.seconds = [second * (1.0 + factor * STEP_ALL) for second in self.seconds]
+        self._slope()
+
+    def observe(self, count: int, seconds: float, keys: float = 0.0) -> float:
+        """Move the points towards one measurement: those next to it by much, all of them by a little. Returns how much more it was
+        than expected: 1 is twice as much, and the most."""
         expected = self(count, keys)
         if seconds <= 0:
-            return
+            return 0.0
         factor = min(max(seconds / expected, 1 / CLIP), CLIP) - 1.0
         self.key_s *= 1.0 + factor * STEP_ALL
         for at, point in enumerate(self.counts):
@@ -129,6 +160,7 @@ class CostTable:
             if self.seconds[at] < self.seconds[at - 1]:
                 self.seconds[at - 1 : at + 1] = [(self.seconds[at - 1] + self.seconds[at]) / 2] * 2
         self._slope()
+        return factor
 
     def _spacing(self, at: int, count: int) -> int:
         """Distance from a point to its neighbour on the side of `count`."""
@@ -137,11 +169,11 @@ class CostTable:
 
 
 def default_costs() -> tuple[CostTable, CostTable, CostTable]:
-    """(verify by rows, draft step by requests, rest by rows) before anything was measured: a draft step costs a fifth, rows are nearly free."""
+    """(verify by rows, draft step by rows, rest by rows) before anything was measured: a draft step costs a fifth, rows are nearly free."""
     return (
         CostTable([1, 65], [1e-2, 2e-2]),
         CostTable([1, 65], [2e-3, 4e-3]),
-        CostTable([1, 65], [1e-4, 1e-3]),
+        CostTable([1, 65], [2e-4, 1e-3]),
     )
 
 
@@ -201,9 +233,23 @@ class DraftLengths:
     verify: CostTable = field(default_factory=lambda: default_costs()[0])
     step: CostTable = field(default_factory=lambda: default_costs()[1])
     rest: CostTable = field(default_factory=lambda: default_costs()[2])
+    verify_drafted: CostTable = field(
+        init=False
+    )  # in rounds with draft steps, which leave the caches to the draft
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
     _until_probe: int = 0  # rounds
+    _until_asked: int = 0  # rounds of the same requests as in the last choice, in which nobody drafts
+    _count: int = 0  # requests of the last choice
+    _until_explored: int = 0  # requests that come while nobody drafts
+
+    def __post_init__(self) -> None:
+        self.set_verify(self.verify)
+
+    def set_verify(self, verify: CostTable) -> None:
+        """What verification costs, as measured without a draft."""
+        self.verify = verify
+        self.verify_drafted = CostTable([*verify.counts], [*verify.seconds], verify.key_s)
 
     def rate(self, acceptance: Acceptance) -> float:
         """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
@@ -219,12 +265,18 @@ class DraftLengths:
         behind: Sequence[float] = (),
         keys: int = 0,
     ) -> list[int]:
-        """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification (prefill); `keys`: tokens of all
+        """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification; `keys`: tokens of all
         contexts together.
 
         `behind`: of each request, tokens that the draft must read first, for each token that is to come. A draft that would not
         earn them does not begin.
         """
+        same = len(caps) == self._count and all(request.met and not request.free for request in requests)
+        if self._until_asked and same:
+            # Without proposals nothing is learnt that could change the answer soon, and to find it takes as long as many a row.
+            self._until_asked -= 1
+            self._until_probe = max(0, self._until_probe - 1)
+            return [0] * len(caps)
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
@@ -233,27 +285,34 @@ class DraftLengths:
             return list(caps)
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
-        count, rows = len(caps), len(caps) + other_rows
-        round_s = cache(lambda rows: self.rest(rows) + self.verify(rows, keys))  # but for its draft steps
-        plain_s = round_s(rows)
+        count, rows, drafting = len(caps), len(caps) + other_rows, len(caps) - sum(free)
+        plain_s = self.rest(count) + self.verify(count, keys)
+        verify = self.verify_drafted if drafting else self.verify
+        rode_s = self.rest(rows) + verify(rows, keys) - self.rest(count) - verify(count, keys)
+
+        @cache
+        def round_s(proposed: int) -> float:  # but for its draft steps, and for what rides along
+            return self.rest(rows + proposed) + verify(rows + proposed, keys) - rode_s
+
         probed = caps
         if behind:
-            row_s = (round_s(rows + count) - plain_s) / count
+            row_s = (round_s(count) - round_s(0)) / count
             price, read_s = count / plain_s, self._read_s()
             earns = [
                 no_step or not late or rate > price * (row_s + read_s * (1.0 + late))
                 for late, no_step, rate in zip(behind, free, rates, strict=True)
             ]
             caps = [cap if begins else 0 for cap, begins in zip(caps, earns, strict=True)]
-        drafting = count - sum(free)
-        step = cache(lambda going: self.step(going, keys * going / count))
+
+        @cache
+        def step(going: int, each: int = 1) -> float:
+            return self.step(going * each, keys * going / count)
+
         another_s = (
             (step(drafting) - step(1)) / (drafting - 1) if drafting > 1 else 0.0
         )  # one request more in a step
-        best = _Choice(count / plain_s, 0, 0.0, 0.0)
-        rows_s = [
-            (round_s(rows + count * depth) - plain_s) / (count * depth) for depth in range(1, deepest + 1)
-        ]
+        best = _Choice((1 + ADVANTAGE) * count / plain_s, 0, 0.0, 0.0)
+        rows_s = [(round_s(count * depth) - round_s(0)) / (count * depth) for depth in range(1, deepest + 1)]
         highest = max((rate for rate, cap in zip(rates, caps, strict=True) if cap), default=0.0)
         if highest <= best.goodput * (min(rows_s) + (0.0 if any(free) else another_s)):
             # Not even the likeliest proposal is worth it, at any depth: the usual answer under load, without asking everybody.
@@ -272,19 +331,23 @@ class DraftLengths:
         kept = best if self._depth == 0 else None
         for depth in range(1, deepest + 1):
             # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
-            row_s = rows_s[depth - 1]
-            least, least_found = best.goodput * (row_s + another_s), best.goodput * row_s
-            counts, tokens = drafted.at(depth, least)
-            proposed = sum(counts)
-            if found is not None:
-                more, worth = found.at(depth, least_found)
-                proposed, tokens = proposed + sum(more), tokens + worth
-            seconds = round_s(rows + proposed) + sum([step(going) for going in counts if going])
-            choice = _Choice((count + tokens) / seconds, depth, least, least_found)
-            if depth == self._depth:
-                kept = choice
-            if choice.goodput > best.goodput:
-                best = choice
+            row_s, price = rows_s[depth - 1], best.goodput
+            for least, least_found in ((price * (row_s + another_s), price * row_s), (0.0, 0.0)):
+                counts, tokens = drafted.at(depth, least)
+                proposed = sum(counts)
+                if found is not None:
+                    more, worth = found.at(depth, least_found)
+                    proposed, tokens = proposed + sum(more), tokens + worth
+                seconds = round_s(proposed) + sum([step(going) for going in counts[1:] if going])
+                if counts and counts[0]:
+                    seconds += step(counts[0], FIRST_STEP_ROWS)
+                if 0 < proposed < count * depth:
+                    seconds += UNEVEN * verify(rows + proposed, keys)
+                choice = _Choice((count + tokens) / seconds, depth, least, least_found)
+                if depth == self._depth and (kept is None or choice.goodput > kept.goodput):
+                    kept = choice
+                if choice.goodput > best.goodput:
+                    best = choice
         if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS):
             best = kept
         best_lengths = [
@@ -297,12 +360,14 @@ class DraftLengths:
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
         """Remember the choice, and give who is probed its proposal."""
-        self._depth = max(lengths)
+        self._depth, self._count = max(lengths), len(lengths)
         self._choose_probe(requests, caps, lengths)
-        return [
-            max(length, min(cap, 1)) if request.probing else length
+        probed = [
+            max(length, min(cap, 1)) if request.probed else length
             for length, cap, request in zip(lengths, caps, requests, strict=True)
         ]
+        self._until_asked = 0 if any(probed) else ASKED_EVERY - 1
+        return probed
 
     def _read_s(self) -> float:
         """What the draft takes for one token more of a context that it reads."""
@@ -313,13 +378,23 @@ class DraftLengths:
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
     ) -> None:
         self._until_probe = max(0, self._until_probe - 1)
-        silent = [
-            request
-            for request, cap, length in zip(requests, caps, lengths, strict=True)
-            if cap and not length and request.silent_rounds >= PROBE_AFTER
-        ]
-        if silent and not self._until_probe:
-            max(silent, key=lambda request: request.silent_rounds).probing = True
+        silent: Acceptance | None = None
+        for request, cap, length in zip(requests, caps, lengths, strict=True):
+            if not cap:
+                continue
+            if not request.met:
+                request.met = True
+                if not length and not request.tested and not request.free:
+                    self._until_explored -= 1
+                    if self._until_explored < 0:
+                        self._until_explored = EXPLORED_ONE_IN - 1
+                        request.probe()
+            elif not length and request.silent_rounds >= (
+                silent.silent_rounds + 1 if silent else PROBE_AFTER
+            ):
+                silent = request
+        if silent is not None and not self._until_probe:
+            silent.probe()
             self._until_probe = PROBE_EVERY
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
@@ -336,15 +411,29 @@ class DraftLengths:
         draft_s: float,
         rest_s: float = 0.0,
         keys: int = 0,
+        read: int = 0,
+        uneven: bool = False,
     ) -> None:
         """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `rest_s` for what it
-        took besides; `keys`: tokens of all its contexts together.
+        took besides; `keys`: tokens of all its contexts together; `read`: rows of the first draft step; `uneven`: requests
+        had different numbers of rows.
         """
-        self.verify.observe(rows, verify_s, keys)
+        own, other = (self.verify_drafted, self.verify) if steps else (self.verify, self.verify_drafted)
+        slower = own.observe(rows, verify_s / (1 + UNEVEN if uneven else 1), keys)
+        other.drift(slower)
         self.rest.observe(rows, rest_s)
-        if steps:
-            mean = sum(steps) / len(steps)
-            self.step.observe(round(mean), draft_s / len(steps), keys * mean / max(steps))
+        if not steps:
+            self.step.drift(slower)
+        else:
+            first, later = steps[0], steps[1:]
+            told = [self.step(read, keys), *(self.step(going, keys * going / first) for going in later)]
+            # How the time was divided is not known: the first step and the others are taken to be as much off as all together.
+            times = draft_s / sum(told)
+            self.step.observe(read, told[0] * times, keys)
+            if later:
+                mean = round(sum(later) / len(later))
+                context = keys * mean / first
+                self.step.observe(mean, self.step(mean, context) * times, context)
 
 
 def _length(rate: float, most: int, least: float) -> int:

@@ -26,7 +26,7 @@ from worker_svc.engine import counter
 from worker_svc.engine.adjusting import Adjustments
 from worker_svc.engine.attention import Piece
 from worker_svc.engine.blocks import name_blocks
-from worker_svc.engine.drafting import Acceptance, CostTable, DraftLengths, Prior
+from worker_svc.engine.drafting import FIRST_STEP_ROWS, Acceptance, CostTable, DraftLengths, Prior
 from worker_svc.engine.formats import Formats
 from worker_svc.engine.interface import (
     Capacity,
@@ -65,13 +65,18 @@ from worker_svc.engine.stopping import Cut, StopText, cut
 
 NOISE_VERSION = "gumbel-1"  # enters the fingerprint: change it with `counter`
 CALIBRATION_S = (
-    0.5  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
+    1.0  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
 )
+CALIBRATION_TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
 TOKENS_TO_COME = (
-    128  # of a request that has said fewer: what a draft's reading of its context must pay for. Our choice
+    128  # of a request, before any has ended: what a draft's reading of its context must pay for. Our choice
 )
-REST_OF_ROW_S = 5e-6  # what a row takes besides the forward, before that was measured
+OUTPUT_FORGETS = 1 / 32  # weight of the newest request in the mean length of what requests said
+REST_OF_ROW_S = 1.5e-5  # what a row takes besides the forward, before that was measured
 LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
+CHUNKS_ARE_FEW = (
+    8  # times as many rows: then what the round took tells what rows of requests and proposals cost
+)
 CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
 
 
@@ -198,6 +203,7 @@ class SpeculativeEngine:
         self._formats = formats
         self.lengths = DraftLengths(self.capacity.max_draft_len, options.draft_len)
         self._lookup_prior = Prior()
+        self._usual_output: float = TOKENS_TO_COME  # tokens, of requests that ended of late
         self._prefill_chunk = options.prefill_chunk  # less while memory is short
         self._rounds_with_chunk = 0
         self._noise = Noise(target.shape.vocab_size, self._device)
@@ -355,6 +361,9 @@ class SpeculativeEngine:
             failed.update(dict.fromkeys(broken, "the target's logits are not finite"))
         ended, ended_clock = time.perf_counter(), self._clock()
 
+        # Before anybody ends: who has ended is fed nothing.
+        fed, chunk_rows = [step.fed for step in steps], sum(step.chunk for step in steps)
+        all_rows = sum(fed)
         reports = tuple(
             self._commit(
                 step,
@@ -366,17 +375,21 @@ class SpeculativeEngine:
             for i, (step, at) in enumerate(zip(steps, offsets, strict=True))
         )
         self._grow_chunk()
-        chunk_rows = sum(step.chunk for step in steps)
-        all_rows = sum(step.fed for step in steps)
         forward_s, draft_s = ended - verify_started, verify_started - draft_started
         prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
-        if all_rows and (chunk_rows == 0 or all_rows <= self.lengths.verify.counts[-1]):
-            # Under load there are chunks in nearly every round: they count as the rows that they are, as does the draft's own prefill.
-            if batches:
-                batches[0] += sum(step.catch_up - 2 for step in steps if step.catch_up > 2)
+        if chunk_rows * CHUNKS_ARE_FEW <= all_rows > 0:
+            # Rows of a chunk cost something else than proposals do. Under load there are a few of them in nearly every round.
             rest_s = swap_clock - round_clock + draft_clock - swap_ended_clock + self._clock() - ended_clock
+            read = sum(step.catch_up for step in steps)
             self.lengths.observe_costs(
-                all_rows, ended_clock - verify_clock, batches, verify_clock - draft_clock, rest_s, keys
+                all_rows,
+                ended_clock - verify_clock,
+                batches,
+                verify_clock - draft_clock,
+                rest_s,
+                keys,
+                read,
+                uneven=min(fed) < max(fed),
             )
         free = [pool.allocator.free_blocks for pool in self._pools]
         return RoundResult(
@@ -440,10 +453,10 @@ class SpeculativeEngine:
                     found[i] = found[i][: sequence.format.valid(found[i])]
                 caps[i] = len(found[i])
         drafting = [i for i, cap in enumerate(caps) if cap > 0]
-        # Requests that cannot draft cost rows, and nothing is decided for them.
+        # Requests that cannot draft cost rows, and nothing is decided for them. What is prefilled has to be done in any case.
         plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
         lengths = self.lengths.lengths(
-            [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain + sum(chunks),
+            [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain,
             [self._behind(sequences[i]) for i in drafting], keys,
         )  # fmt: skip
         steps = [_Step(sequence, chunk, 0, 0, []) for sequence, chunk in zip(sequences, chunks, strict=True)]
@@ -454,22 +467,24 @@ class SpeculativeEngine:
                 steps[i].draft_len = length
             elif length:
                 lag = sequences[i].draft_lag
-                # Two tokens at least: after full acceptance the draft lacks one entry, and equal counts run as one batch.
-                feed = min(max(lag, 2), len(sequences[i].tokens))
-                if lag <= 2 or feed <= left:
+                # So many at least: after full acceptance the draft lacks one entry, and equal counts run as one batch.
+                feed = min(max(lag, FIRST_STEP_ROWS), len(sequences[i].tokens))
+                if lag <= FIRST_STEP_ROWS or feed <= left:
                     steps[i].draft_len, steps[i].catch_up = length, feed
                 else:  # its context does not fit this round's budget: the draft catches up first, and proposes later
                     steps[i].catch_up = left
-                left -= steps[i].catch_up if lag > 2 else 0
+                left -= steps[i].catch_up if lag > FIRST_STEP_ROWS else 0
         return steps
 
     def _behind(self, sequence: Sequence) -> float:
-        """Tokens that the draft lacks, for each token that the request may still say: as many as it said, if its limit allows."""
+        """Tokens that the draft lacks, for each token that the request may still say: as many as requests usually say, or as it said
+        itself if that is more, if its limit allows.
+        """
         lag = sequence.draft_lag
-        if lag <= 2:
+        if lag <= FIRST_STEP_ROWS:
             return 0.0
         left = sequence.spec.max_tokens - sequence.output_length
-        return (lag - 2) / max(1, min(left, max(sequence.output_length, TOKENS_TO_COME)))
+        return (lag - FIRST_STEP_ROWS) / max(1, min(left, max(sequence.output_length, self._usual_output)))
 
     def _draft_cap(self, sequence: Sequence, chunk: int) -> int:
         """The longest useful draft: the request's own cap, and one less than what is left, because the target adds a token."""
@@ -802,6 +817,7 @@ class SpeculativeEngine:
         if end.finish is not None:
             sequence.finished = True
             self._release(sequence)
+            self._usual_output += OUTPUT_FORGETS * (sequence.output_length - self._usual_output)
         return RequestRound(
             request_id=request_id,
             position=position,
@@ -876,8 +892,9 @@ class SpeculativeEngine:
         slots, deepest = self.options.slots, 1 + self.capacity.max_draft_len
         deadline = time.perf_counter() + budget_s
         if self._draft is not None:
-            self.lengths.step = self._measure(self._draft, 1, _ladder(slots), deadline - budget_s / 2)
-        self.lengths.verify = self._measure(self._target, 0, _ladder(slots * deepest), deadline)
+            counts = _ladder(slots * FIRST_STEP_ROWS)
+            self.lengths.step = self._measure(self._draft, 1, counts, deadline - budget_s / 2)
+        self.lengths.set_verify(self._measure(self._target, 0, _ladder(slots * deepest), deadline))
         least, each = self.lengths.rest.seconds[0], REST_OF_ROW_S
         counts = self.lengths.verify.counts
         self.lengths.rest = CostTable(counts, [least + each * count for count in counts])
@@ -897,8 +914,10 @@ class SpeculativeEngine:
         ]
         shapes += [(many, 1, short), (many, 1, long)]
         seconds: dict[tuple[int, int, int], float] = {}
-        for turn in range(5):
+        for turn in range(CALIBRATION_TURNS):
             for sequences, per, start in shapes:
+                if turn > 1 and sequences * per > FIRST_STEP_ROWS * slots:
+                    continue  # dear, and seldom asked for
                 held = blocks_needed(start + 1, per, size)
                 sequences = min(sequences, pool.allocator.free_blocks // held)
                 if sequences < 1:
