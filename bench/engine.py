@@ -1,9 +1,9 @@
 """How fast is the worker's engine, beside transformers, other engines, and itself without speculation? `laps-sd bench engine`
 
 One pair of models, one precision, one thread each. What is generated lies in cells: prompts of all kinds in equal parts, or of one kind alone;
-temperature 0 or 0.8; so many at a time; each until the end token or `--tokens`. Cells take turns, and so do the engines within a cell, each time in
-another order; ours with and without speculation go on in turn, a tenth of a second each. What is counted is CPU time, so a busy machine slows all of them alike. A speed is tokens per CPU second; ratios are
-paired by turn, and a goal is met by the lower end of the interval.
+temperature 0 or 0.8; so many at a time; each until the end token or `--tokens`. Cells take turns, and so do the engines within a cell, peers each
+time in another order; ours with and without speculation come last, in turn, a tenth of a second each. What is counted is CPU time, so a busy
+machine slows all of them alike. A speed is tokens per CPU second; ratios are paired by turn, and a goal is met by the lower end of the interval.
 
 Peers: transformers' `generate` one by one; its assisted generation, with a constant draft length of 4 and as it comes; its left-padded batch of
 16; its continuous batching (`generate_batch`) of 16 requests. With `--vllm PYTHON` and `--openvino PYTHON`, interpreters that have them: vLLM

@@ -432,6 +432,17 @@ def test_automatic_lengths_say_the_same(pair: tuple[Path, Path], device: str) ->
     assert texts[0] == texts[1]
 
 
+def test_a_round_that_ends_requests_is_counted_with_all_its_rows(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rows cost is learnt from rounds, and in the last round of a request it had rows like any other."""
+    engine = load_engine(*pair, device=device, slots=4, max_length=64, draft_len=0)
+    rows: list[int] = []
+    monkeypatch.setattr(engine.lengths, "observe_costs", lambda count, *_, **__: rows.append(count))
+    finish_all(engine, [spec(name, max_tokens=3) for name in "abcd"])
+    assert rows == [4, 4], "the first round is all prefill, and tells nothing of what proposals cost"
+
+
 def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
     """The KV that comes back is bit for bit the KV that left, also when it lies in other blocks."""
     engine: SpeculativeEngine = load_engine(
