@@ -233,9 +233,7 @@ class DraftLengths:
     verify: CostTable = field(default_factory=lambda: default_costs()[0])
     step: CostTable = field(default_factory=lambda: default_costs()[1])
     rest: CostTable = field(default_factory=lambda: default_costs()[2])
-    verify_drafted: CostTable = field(
-        init=False
-    )  # in rounds with draft steps, which leave the caches to the draft
+    verify_drafted: CostTable = field(init=False)  # after draft steps, which leave other things in the caches
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
     _until_probe: int = 0  # rounds
@@ -271,8 +269,7 @@ class DraftLengths:
         `behind`: of each request, tokens that the draft must read first, for each token that is to come. A draft that would not
         earn them does not begin.
         """
-        same = len(caps) == self._count and all(request.met and not request.free for request in requests)
-        if self._until_asked and same:
+        if self._until_asked and self._knows(requests):
             # Without proposals nothing is learnt that could change the answer soon, and to find it takes as long as many a row.
             self._until_asked -= 1
             self._until_probe = max(0, self._until_probe - 1)
@@ -356,6 +353,10 @@ class DraftLengths:
         ]
         return self._settle(requests, probed, best_lengths)
 
+    def _knows(self, requests: Sequence[Acceptance]) -> bool:
+        """Whether they are those of the last choice, as far as that matters; what is found in the context differs from round to round."""
+        return len(requests) == self._count and all(request.met and not request.free for request in requests)
+
     def _settle(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
@@ -377,25 +378,20 @@ class DraftLengths:
     def _choose_probe(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
     ) -> None:
+        idle = [r for r, cap, length in zip(requests, caps, lengths, strict=True) if cap and not length]
+        for request in idle:
+            if not (request.met or request.tested or request.free):
+                self._until_explored -= 1
+                if self._until_explored < 0:
+                    self._until_explored = EXPLORED_ONE_IN - 1
+                    request.probe()
         self._until_probe = max(0, self._until_probe - 1)
-        silent: Acceptance | None = None
-        for request, cap, length in zip(requests, caps, lengths, strict=True):
-            if not cap:
-                continue
-            if not request.met:
-                request.met = True
-                if not length and not request.tested and not request.free:
-                    self._until_explored -= 1
-                    if self._until_explored < 0:
-                        self._until_explored = EXPLORED_ONE_IN - 1
-                        request.probe()
-            elif not length and request.silent_rounds >= (
-                silent.silent_rounds + 1 if silent else PROBE_AFTER
-            ):
-                silent = request
-        if silent is not None and not self._until_probe:
-            silent.probe()
+        silent = [request for request in idle if request.silent_rounds >= PROBE_AFTER]
+        if silent and not self._until_probe:
+            max(silent, key=lambda request: request.silent_rounds).probe()
             self._until_probe = PROBE_EVERY
+        for request, cap in zip(requests, caps, strict=True):
+            request.met = request.met or cap > 0
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
         """What verification said of one request's proposals: `tested` were compared, the first `accepted` kept."""

@@ -74,9 +74,7 @@ TOKENS_TO_COME = (
 OUTPUT_FORGETS = 1 / 32  # weight of the newest request in the mean length of what requests said
 REST_OF_ROW_S = 1.5e-5  # what a row takes besides the forward, before that was measured
 LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
-CHUNKS_ARE_FEW = (
-    8  # times as many rows: then what the round took tells what rows of requests and proposals cost
-)
+CHUNKS_ARE_FEW = 8  # times as many rows: then a round tells what rows of requests and proposals cost
 CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
 
 
