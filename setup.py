@@ -1,14 +1,23 @@
-"""What pyproject.toml cannot say: with COMPILE_CORE=1 the scheduling core is compiled ahead of time, by mypyc."""
+"""What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core compiled ahead of time, by mypyc."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
+
+KERNELS = Extension(
+    "worker_svc.engine._kernels",
+    ["worker_svc/engine/kernels.c"],
+    extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],
+    py_limited_api=True,
+    optional=True,  # without a C compiler the worker computes the same with torch's operators
+)
 
 
-def extensions() -> list[Any]:
-    """The core's modules; none unless asked for, since that takes a C compiler and gives a wheel for this machine only."""
+def compiled_core() -> list[Any]:
+    """The core's modules; none unless asked for, since that takes a minute."""
     if os.environ.get("COMPILE_CORE") != "1":
         return []
     from mypyc.build import mypycify
@@ -21,4 +30,4 @@ def extensions() -> list[Any]:
     )
 
 
-setup(ext_modules=extensions())
+setup(ext_modules=[KERNELS, *compiled_core()])

@@ -25,6 +25,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module", params=["kernels", "torch"])
+def by_kernels_and_by_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever uses this is tested twice: with the kernels in C, and with torch's operators as where they do not serve."""
+    from worker_svc.engine import kernels
+
+    if request.param == "kernels" and not kernels.BUILT:
+        pytest.skip("the package was built without a C compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "BUILT", request.param == "kernels")
+        yield
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny random target, and a draft that agrees with it about half of the time."""

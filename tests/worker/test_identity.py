@@ -20,6 +20,8 @@ from worker_svc.engine.drafting import Acceptance, DraftLengths
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import Sampling, Specification
 
+pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
+
 PROMPTS = 48
 TOKENS = 40
 PARTINGS_ALLOWED = 2  # of PROMPTS: a choice closer than MARGIN comes about once in 10^4 tokens

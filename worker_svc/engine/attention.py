@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from worker_svc.engine import kernels
 from worker_svc.engine.kv import KV_TILE, KVPool, Place
 
 MIN_ROWS = 4  # rows from which products on the CPU are independent of the number of rows
@@ -88,6 +89,12 @@ class Plan:
     segments: list[Segment]
     padding: int  # rows at the end that belong to nobody
     write_first: int | None  # where all other rows are written one after another: the pool row of the first
+    pieces: torch.Tensor | None = (
+        None  # [pieces, 5]: in place of segments, where attention is that of `kernels`
+    )
+    scattered: list[torch.Tensor] = field(
+        default_factory=list
+    )  # pool rows that `pieces` has the addresses of
 
 
 class Planner:
@@ -322,6 +329,61 @@ class Planner:
         return rows[:span] if rows.numel() >= span else pad(rows, (0, span - rows.numel()))
 
 
+class KernelPlanner:
+    """Builds plans for one pool whose attention is that of `kernels`: any pieces, in any order, wherever their blocks lie."""
+
+    def __init__(self, pool: KVPool, *, min_rows: int) -> None:
+        self._pool = pool
+        self._min_rows = min_rows
+
+    def plan(self, pieces: Sequence[Piece], reserve: int = 0) -> Plan:
+        """A plan for one forward."""
+        positions: list[int] = []
+        write: list[int] = []
+        table: list[tuple[int, int, int, int, int]] = []
+        scattered: list[torch.Tensor] = []
+        for place, start, count in pieces:
+            assert start >= place.first_writable, "a block with a name would be written"
+            base, rows_at = place.base, 0
+            if base is None:
+                rows = place.rows(self._pool.device)
+                scattered.append(rows)
+                rows_at = rows.data_ptr()
+                write_here: Sequence[int] = rows[start : start + count].tolist()
+            else:
+                write_here = range(base + start, base + start + count)
+            table.append((len(positions), count, start, -1 if base is None else base, rows_at))
+            positions.extend(range(start, start + count))
+            write.extend(write_here)
+        first_row = [entry[0] for entry in table]
+        padding = max(0, self._min_rows - len(positions))
+        positions.extend([0] * padding)
+        write.extend([self._pool.padding_row] * padding)
+        rows = torch.tensor((positions, write), dtype=torch.int64)
+        return Plan(
+            len(positions),
+            list(range(len(pieces))),
+            first_row,
+            rows[0],
+            rows[1],
+            [],
+            padding,
+            None,
+            torch.tensor(table, dtype=torch.int64),
+            scattered,
+        )
+
+    def advance(self, plan: Plan) -> bool:
+        """Turn the plan of single tokens into that of the next token of each piece. False if it has to be built anew."""
+        assert plan.pieces is not None
+        if plan.padding or plan.scattered or plan.total > plan.pieces.shape[0]:
+            return False
+        plan.positions.add_(1)
+        plan.write_rows.add_(1)
+        plan.pieces[:, 2].add_(1)
+        return True
+
+
 def _spare_rows(rows: int) -> int:
     """What a number of query rows lacks so that no block of them has fewer than MIN_ROWS."""
     return max(0, MIN_ROWS - (rows % QUERY_BLOCK or QUERY_BLOCK))
@@ -385,6 +447,8 @@ def attend_rows(
 
     `behind`: so many times `size` numbers lie behind each row's query heads in memory, and may be read as spare query rows.
     """
+    if plan.pieces is not None:
+        return kernels.attend(query, pool.layers[layer], plan.pieces, scale)
     keys, values = pool.keys[layer], pool.values[layer]  # [pool rows, key/value heads, size]
     parts = [_attend_segment(query, keys, values, segment, scale, behind) for segment in plan.segments]
     if plan.padding:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm, silu
 
+from worker_svc.engine import kernels
 from worker_svc.engine.attention import Plan, attend_rows
 from worker_svc.engine.kv import KVPool
 from worker_svc.engine.linears import LinearStore, Product
@@ -88,6 +89,7 @@ class _Layer:
         self.gate_up = _product(store, weight, bias)
         self.down = _product(store, mlp.down_proj.weight, mlp.down_proj.bias)
         self.scale: float = attention.scaling
+        self.epsilon: float = layer.input_layernorm.variance_epsilon
 
 
 class LeanModel:
@@ -97,7 +99,15 @@ class LeanModel:
     """
 
     def __init__(
-        self, model: Any, store: LinearStore, *, heads: int, kv_heads: int, size: int, max_length: int
+        self,
+        model: Any,
+        store: LinearStore,
+        *,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        max_length: int,
+        by_kernels: bool,
     ) -> None:
         self._heads, self._kv_heads, self._size = heads, kv_heads, size
         decoder = model.model
@@ -114,6 +124,16 @@ class LeanModel:
             self._embedding.float(), positions[None]
         )  # [1, max_length, size], halves alike
         half = size // 2
+        widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
+        # Whether all that is computed is `kernels`', so that any number of rows will do.
+        self.by_kernels = (
+            by_kernels
+            and self._embedding.dtype == torch.float32
+            and not any(width % kernels.LANES for width in widths)
+        )
+        if self.by_kernels:
+            self._rotations = kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float())
+            return
         turns = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())[
             :, None
         ]  # [max_length, 1, half]
@@ -139,6 +159,8 @@ class LeanModel:
         self, ids: torch.Tensor, plan: Plan, pool: KVPool, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Logits [rows, vocab]; arguments as in `PackedModel.forward`."""
+        if self.by_kernels and plan.pieces is not None:
+            return self._forward_by_kernels(ids, plan, plan.pieces, pool, logit_rows)
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads
         turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]
@@ -161,6 +183,33 @@ class LeanModel:
             x = x + layer.out(attended.reshape(total, heads * size))
             gate, up = layer.gate_up(layer.between(x)).chunk(2, -1)
             x = x + layer.down(silu(gate) * up)
+        if logit_rows is not None:
+            x = x.index_select(0, logit_rows)
+        return self._head(self._norm(x))
+
+    def _forward_by_kernels(
+        self,
+        ids: torch.Tensor,
+        plan: Plan,
+        pieces: torch.Tensor,
+        pool: KVPool,
+        logit_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        heads, size, total = self._heads, self._size, plan.total
+        x = self._embedding.index_select(0, ids)  # [total, hidden]
+        y: torch.Tensor | None = None
+        for at, layer in enumerate(self._layers):
+            qkv = layer.qkv(kernels.add_norm(x, y, layer.epsilon)).view(total, -1, size)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = rms_norm(qkv[:, :heads], (size,), *layer.q_norm)
+                k = rms_norm(qkv[:, heads : heads + self._kv_heads], (size,), *layer.k_norm)
+                qkv = torch.cat([q, k, qkv[:, heads + self._kv_heads :]], 1)
+            kernels.turn(qkv, heads, plan.positions, self._rotations, plan.write_rows, pool.layers[at])
+            attended = kernels.attend(qkv[:, :heads], pool.layers[at], pieces, layer.scale)
+            normed = kernels.add_norm(x, layer.out(attended.view(total, heads * size)), layer.epsilon)
+            y = layer.down(kernels.gated(layer.gate_up(normed)))
+        if y is not None:
+            x += y
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
         return self._head(self._norm(x))

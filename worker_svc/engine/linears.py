@@ -8,6 +8,8 @@ with AVX-512, torch 2.13, one thread; ratios from there):
                   of these, and for the smallest
     packed        oneDNN's own layout: independent at any number of rows in float32; a forward of 4 to 128 rows takes 0.85 of what it does
                   transposed; fastest for large matrices and for bfloat16
+    kernel        float32, our own (kernels.c): independent at any number of rows; a forward of the demo's target takes 0.3 (1 row), 0.5 (4),
+                  0.7 (16), 1.0 (64) and 1.07 (200) of what it does packed
 
 `packed` uses operators that are private to torch, so everything is tried out on the spot and what does not hold is not used.
 """
@@ -19,6 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn.functional import linear
+
+from worker_svc.engine import kernels
 
 # Elements of a float32 weight. A deterministic model has four rows at least, a draft of one request has one.
 TRANSPOSED_UP_TO = 2**16
@@ -60,6 +64,14 @@ class TransposedLinear(nn.Module):
         return linear(x, self._weight, self._bias)
 
 
+class KernelLinear(nn.Module):
+    """A linear layer whose product is our own."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.forward = kernels.Product(weight, bias)  # type: ignore[assignment]
+
+
 class LinearStore:
     """Chooses a layout for each shape of weight, once."""
 
@@ -67,6 +79,7 @@ class LinearStore:
         self._deterministic = deterministic
         self._chosen: dict[tuple[int, int, torch.dtype], type[nn.Module] | None] = {}
         self.independent = True  # False once some weight has no layout whose rows are independent
+        self.least_rows = 1  # from how many rows on they are, whatever the weight
 
     @torch.inference_mode()
     def store(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module | None:
@@ -93,16 +106,20 @@ class LinearStore:
         limit = TRANSPOSED_UP_TO if self._deterministic else TRANSPOSED_ROW_UP_TO
         small = weight.dtype == torch.float32 and weight.numel() <= limit
         order = (TransposedLinear, PackedLinear) if small else (PackedLinear, TransposedLinear)
-        for kind in order:
+        kinds: tuple[type[nn.Module], ...] = (KernelLinear, *order) if kernels.multiply(weight) else order
+        for kind in kinds:
+            least_rows = 1 if kind is KernelLinear else ROW_COUNTS[0]
             try:
                 layer = kind(weight, None)
                 sound = self._close(layer, weight) and (
-                    not self._deterministic or rows_are_independent(layer, weight)
+                    not self._deterministic or rows_are_independent(layer, weight, least_rows)
                 )
             except (RuntimeError, NotImplementedError, AttributeError):
                 continue  # this build of torch has no such operator
             if sound:
+                self.least_rows = max(self.least_rows, least_rows)
                 return kind
+        self.least_rows = ROW_COUNTS[0]
         if self._deterministic and not rows_are_independent(lambda x: linear(x, weight), weight):
             self.independent = False
         return None
@@ -115,9 +132,10 @@ class LinearStore:
         return bool((ours - expected).abs().max() <= tolerance)
 
 
-def rows_are_independent(product: Product, weight: torch.Tensor) -> bool:
-    """Whether the first and last rows of a product are bit for bit the same, however many rows are in between."""
-    counts = [n for n in ROW_COUNTS if n * weight.numel() <= CHECK_UP_TO] or list(ROW_COUNTS[:3])
+def rows_are_independent(product: Product, weight: torch.Tensor, least: int = ROW_COUNTS[0]) -> bool:
+    """Whether the first and last rows of a product are bit for bit the same, however many rows from `least` on it has."""
+    tried = (*range(least, ROW_COUNTS[0]), *ROW_COUNTS)
+    counts = [n for n in tried if n * weight.numel() <= CHECK_UP_TO] or list(tried[:3])
     x = torch.randn(counts[-1], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     whole = product(x)
     return all(

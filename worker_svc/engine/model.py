@@ -19,7 +19,8 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from worker_svc.engine.attention import MIN_ROWS, Piece, Plan, Planner, attend, exact_spans
+from worker_svc.engine import kernels
+from worker_svc.engine.attention import MIN_ROWS, KernelPlanner, Piece, Plan, Planner, attend, exact_spans
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.kv import KV_TILE, KVPool
 from worker_svc.engine.lean import LeanModel
@@ -96,9 +97,11 @@ class PackedModel:
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.pool: KVPool
-        self.planner: Planner
+        self.planner: Planner | KernelPlanner
         self.shape = self._probe(max_length)
         self.deterministic = deterministic
+        self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
+        self._kernels = kernels.serve(self.device, self.dtype, self.shape.head_size)
         self._max_length = max_length
         self._lean: LeanModel | None = None
         self._spans: tuple[int, ...] | None = (KV_TILE,) if deterministic else None
@@ -117,16 +120,24 @@ class PackedModel:
                 kv_heads=shape.kv_heads,
                 size=shape.head_size,
                 max_length=self._max_length,
+                by_kernels=self._kernels,
             )
         else:
             store.apply(self.model)
-        if self.deterministic:
+        if self.deterministic and not self._kernels:
             self._spans = exact_spans(
                 group=self.shape.heads // self.shape.kv_heads,
                 kv_heads=self.shape.kv_heads,
                 size=self.shape.head_size,
                 dtype=self.dtype,
                 device=self.device,
+            )
+        by_kernels = self._lean is not None and self._lean.by_kernels
+        self._min_rows = (store.least_rows if by_kernels else MIN_ROWS) if self.deterministic else 1
+        if self.device.type == "cpu" and not kernels.BUILT:
+            logging.getLogger(__name__).warning(
+                "the %s model runs by torch's operators, at half the speed: this package was built without a C compiler",
+                self.role,
             )
         if not store.independent:
             logging.getLogger(__name__).warning(
@@ -150,12 +161,15 @@ class PackedModel:
     def attach(self, pool: KVPool) -> None:
         """Use this pool from now on."""
         self.pool = pool
+        if self._kernels:
+            self.planner = KernelPlanner(pool, min_rows=self._min_rows)
+            return
         self.planner = Planner(
             pool,
             group=self.shape.heads // self.shape.kv_heads,
             dtype=self.dtype,
             spans=self._spans,
-            min_rows=MIN_ROWS if self.deterministic else 1,
+            min_rows=self._min_rows,
         )
 
     def forward(self, ids: torch.Tensor, plan: Plan, logit_rows: torch.Tensor | None) -> torch.Tensor:
@@ -164,8 +178,10 @@ class PackedModel:
         `ids` [total] int64 in packed order.
         """
         wanted = logit_rows
-        if self.deterministic and wanted is not None and wanted.numel() < MIN_ROWS:
-            wanted = wanted.repeat(MIN_ROWS)[:MIN_ROWS]  # the output layer is a product like any other
+        if wanted is not None and wanted.numel() < self._min_rows:
+            wanted = wanted.repeat(self._min_rows)[
+                : self._min_rows
+            ]  # the output layer is a product like any other
         if self._lean is not None:
             logits = self._lean.forward(ids, plan, self.pool, wanted)
         else:

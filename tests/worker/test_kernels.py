@@ -1,0 +1,197 @@
+"""The kernels in C: they compute what torch computes, and a row comes out the same bit for bit whatever is computed along with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from worker_svc.engine import kernels
+from worker_svc.engine.attention import KernelPlanner, Piece, Plan
+from worker_svc.engine.kv import KVPool, Place
+
+pytestmark = pytest.mark.skipif(not kernels.BUILT, reason="the package was built without a C compiler")
+
+CPU = torch.device("cpu")
+CONTEXTS = ((0, 1), (0, 7), (15, 1), (16, 2), (99, 5), (127, 3), (250, 17), (600, 40))  # start, tokens
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pool_for(kv_heads: int, size: int, dtype: torch.dtype) -> KVPool:
+    pool = KVPool(
+        layers=1, heads=kv_heads, head_size=size, blocks=400, block_size=16, region_tokens=64, dtype=dtype, device=CPU
+    )  # fmt: skip
+    pool.layers[0].copy_(random(*pool.layers[0].shape))
+    return pool
+
+
+def places_for(pool: KVPool, *, scattered: bool) -> list[Place]:
+    """A place for each of CONTEXTS."""
+    places = [pool.new_place() for _ in CONTEXTS]
+    if not scattered:
+        for place, (start, tokens) in zip(places, CONTEXTS, strict=True):
+            blocks = -(-(start + tokens) // 16)
+            pool.hold([(place, blocks, blocks)])
+        return places
+    free = torch.randperm(400, generator=torch.Generator().manual_seed(1)).tolist()
+    for place, (start, tokens) in zip(places, CONTEXTS, strict=True):
+        place.set_blocks([free.pop() for _ in range(-(-(start + tokens) // 16))])
+    return places
+
+
+def expected(
+    query: torch.Tensor, pool: KVPool, places: list[Place], plan: Plan, scale: float
+) -> torch.Tensor:
+    """Attention by the book, in double precision."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    group = query.shape[1] // pool.layers[0].shape[2]
+    for place, (start, tokens), row in zip(places, CONTEXTS, plan.first_row, strict=True):
+        for token in range(tokens):
+            entries = pool.layers[0][place.rows(CPU)[: start + token + 1]].double()
+            for head in range(query.shape[1]):
+                k, v = entries[:, 0, head // group], entries[:, 1, head // group]
+                shares = torch.softmax(k @ query[row + token, head].double() * scale, 0)
+                out[row + token, head] = shares @ v
+    return out
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["in one run", "scattered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 2, 64), (3, 3, 16), (8, 2, 128), (6, 1, 80), (2, 1, 256)]
+)
+def test_attention_is_that_of_the_book(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, scattered: bool
+) -> None:
+    pool = pool_for(kv_heads, size, dtype)
+    places = places_for(pool, scattered=scattered)
+    plan = KernelPlanner(pool, min_rows=1).plan(
+        [Piece(place, *context) for place, context in zip(places, CONTEXTS, strict=True)]
+    )
+    assert plan.pieces is not None
+    query = random(plan.total, heads, size, seed=2)
+    out = kernels.attend(query, pool.layers[0], plan.pieces, size**-0.5)
+    torch.testing.assert_close(
+        out.double(), expected(query, pool, places, plan, size**-0.5), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_row_of_attention_does_not_depend_on_others(dtype: torch.dtype) -> None:
+    """Alone, in a batch, in pieces of another length, in blocks that lie elsewhere."""
+    pool = pool_for(2, 64, dtype)
+    together, apart = places_for(pool, scattered=False), pool.new_place()
+    start, tokens = CONTEXTS[-1]
+    blocks = len(together[-1].blocks)
+    taken = {block for place in together for block in place.blocks}
+    apart.set_blocks([block for block in range(399, 0, -1) if block not in taken][:blocks])
+    pool.layers[0][apart.rows(CPU)] = pool.layers[0][together[-1].rows(CPU)]
+    planner = KernelPlanner(pool, min_rows=1)
+    query = random(tokens, 4, 64, seed=3)
+    others = sum(count for _, count in CONTEXTS[:-1])
+
+    def attend(pieces: list[Piece], queries: torch.Tensor) -> torch.Tensor:
+        table = planner.plan(pieces).pieces
+        assert table is not None
+        return kernels.attend(queries, pool.layers[0], table, 0.125)
+
+    alone = attend([Piece(together[-1], start, tokens)], query)
+    batch = attend(
+        [Piece(place, *context) for place, context in zip(together, CONTEXTS, strict=True)],
+        torch.cat([random(others, 4, 64), query]),
+    )
+    assert torch.equal(batch[others:], alone)
+    assert torch.equal(attend([Piece(apart, start, tokens)], query), alone)
+    for cut in (1, 2, 9, 17, 39):
+        first = attend([Piece(together[-1], start, cut)], query[:cut])
+        rest = attend([Piece(together[-1], start + cut, tokens - cut)], query[cut:])
+        assert torch.equal(torch.cat([first, rest]), alone)
+
+
+def test_attention_bears_scores_of_any_size() -> None:
+    pool = pool_for(2, 64, torch.float32)
+    pool.layers[0][:, 0] *= 1e4
+    places = places_for(pool, scattered=False)
+    pieces = [Piece(place, *context) for place, context in zip(places, CONTEXTS, strict=True)]
+    plan = KernelPlanner(pool, min_rows=1).plan(pieces)
+    assert plan.pieces is not None
+    query = random(plan.total, 4, 64, seed=4)
+    out = kernels.attend(query, pool.layers[0], plan.pieces, 0.125)
+    torch.testing.assert_close(out.double(), expected(query, pool, places, plan, 0.125), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_what_is_no_number_is_seen_by_those_who_read_it_and_by_no_other_sequence(
+    broken: float, part: int
+) -> None:
+    pool = pool_for(2, 64, torch.float32)
+    places = places_for(pool, scattered=False)
+    plan = KernelPlanner(pool, min_rows=1).plan(
+        [Piece(place, *context) for place, context in zip(places, CONTEXTS, strict=True)]
+    )
+    assert plan.pieces is not None
+    victim, seen_from = 7, 620  # the last context: rows from position 620 on see it
+    pool.layers[0][places[victim].rows(CPU)[seen_from], part] = broken
+    query = random(plan.total, 4, 64, seed=5).abs()
+    out = kernels.attend(query, pool.layers[0], plan.pieces, 0.125)
+    finite = out.isfinite().all(-1).all(-1)
+    sees = plan.first_row[victim] + seen_from - CONTEXTS[victim][0]
+    assert finite[: plan.first_row[victim]].all()
+    assert not finite[sees:].any()
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 512, 1056])
+@pytest.mark.parametrize("width", [16, 100, 704])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
+    columns: int, width: int, biased: bool
+) -> None:
+    weight, x = random(columns, width, seed=6), random(64, width, seed=7)
+    bias = random(columns, seed=8) if biased else None
+    product = kernels.Product(weight, bias)
+    whole = product(x)
+    book = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(whole.double(), book, rtol=1e-4, atol=1e-3)
+    for rows in range(1, 40):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+        assert torch.equal(product(x[-rows:]), whole[-rows:])
+    assert torch.equal(product(x.view(4, 16, width)), whole.view(4, 16, columns))
+    assert torch.equal(product(x[:, None].expand(-1, 2, -1)[:, 1]), whole)
+
+
+def test_a_weight_that_is_no_whole_number_of_panels_is_left_to_others() -> None:
+    assert kernels.multiply(random(64, 48))
+    assert not kernels.multiply(random(48, 64))
+    assert not kernels.multiply(random(64, 48).bfloat16())
+
+
+def test_steps_between_products_are_those_of_torch() -> None:
+    x, y = random(5, 96), random(5, 96, seed=1)
+    total = x + y
+    normed = kernels.add_norm(x, y, 1e-5)
+    assert torch.equal(x, total)
+    torch.testing.assert_close(normed, rms_norm(total, (96,), None, 1e-5), rtol=1e-5, atol=1e-6)
+    assert torch.equal(kernels.add_norm(x, None, 1e-5), normed)
+    both = random(5, 192, seed=2) * 40
+    torch.testing.assert_close(kernels.gated(both), silu(both[:, :96]) * both[:, 96:], rtol=1e-5, atol=1e-6)
+
+
+def test_queries_and_keys_turn_and_keys_and_values_are_written() -> None:
+    heads, kv_heads, size, positions = 4, 2, 32, torch.tensor([3, 0, 77])
+    angles = random(100, size // 2)
+    qkv = random(3, heads + 2 * kv_heads, size, seed=1)
+    turned = torch.view_as_real(
+        torch.view_as_complex(qkv.view(3, -1, size // 2, 2))
+        * torch.polar(torch.ones(()), angles[positions])[:, None]
+    ).flatten(2)
+    pool, rows = torch.zeros(10, 2, kv_heads, size), torch.tensor([9, 4, 5])
+    values = qkv[:, heads + kv_heads :].clone()
+    kernels.turn(qkv, heads, positions, kernels.rotations(angles.cos(), angles.sin()), rows, pool)
+    torch.testing.assert_close(qkv[:, :heads], turned[:, :heads])
+    torch.testing.assert_close(pool[rows, 0], turned[:, heads : heads + kv_heads])
+    assert torch.equal(pool[rows, 1], values)
+    assert not pool[[0, 1, 2, 3, 6, 7, 8]].any()

@@ -1,0 +1,31 @@
+"""Of kernels.c. Tensors are addresses, sizes are counted in numbers; nothing is checked that kernels.py checks."""
+
+def attend(
+    query: int,
+    query_row: int,
+    out: int,
+    pool: int,
+    pieces: int,
+    count: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    half: int,
+    scale: float,
+    /,
+) -> None: ...
+def product(x: int, rows: int, width: int, weight: int, bias: int, out: int, columns: int, /) -> None: ...
+def turn(
+    qkv: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    positions: int,
+    turns: int,
+    pool_rows: int,
+    pool: int,
+    /,
+) -> None: ...
+def add_norm(x: int, y: int, out: int, rows: int, size: int, epsilon: float, /) -> None: ...
+def gated(both: int, out: int, rows: int, size: int, /) -> None: ...
