@@ -26,10 +26,15 @@ PRIOR_FORGETS = 0.98  # per round and request: the shared prior follows the traf
 REQUEST_FORGETS = 0.98  # per tested proposal: acceptance drifts within a request
 HYSTERESIS = 0.03  # another length must promise this much more goodput
 ADVANTAGE = (
-    0.02  # any draft must promise this much more than none: what it costs is known less well. Our choice
+    0.05  # any draft must promise this much more than none: what it costs is known less well. Our choice
 )
-UNEVEN = 0.06  # a verification of unequally long drafts takes so much longer than its rows tell (measured: 0.05 to 0.09)
+UNEVEN = 0.06  # where attention has no kernel of its own, a verification of unequally long drafts takes so much longer than its rows tell
+# What a draft reads of a context must be earned back so many times: one or two proposals are made for every two tokens that are to come,
+# estimates that look best are too high, and a request may end sooner. Our choice.
+EARNS = 4.0
 ASKED_EVERY = 8  # rounds, while no draft promises more than none
+FEW_IN = 8  # one request more or less in so many does not change the choice
+CHOSEN_EVERY = 4  # rounds of the same requests, while some draft: what a proposal is worth and costs changes more slowly than that
 # Weight of one measurement for the points of a cost table next to it, and for all of them. A machine has slower and faster minutes, which
 # all points share: a table that follows them only where it is measured takes whatever was not tried of late for slow.
 STEP_NEAR, STEP_ALL = 0.04, 0.06
@@ -42,7 +47,7 @@ PROBE_AFTER = (
 FIRST_STEP_ROWS = 2  # tokens of a request that the first draft step reads: the last one, and the one before it that the draft may lack
 PROBE_EVERY = 16  # rounds from one such request to the next: the draft must first read all that the request said meanwhile
 EXPLORED_ONE_IN = (
-    8  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
+    16  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
 )
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
 MOST_PROBES = 16  # proposals after which it is not either
@@ -106,9 +111,10 @@ class CostTable:
     """Seconds as a function of a count: linear between points, which follow what is measured; and so much for each key of attention."""
 
     counts: list[int]
-    seconds: list[float]
+    seconds: list[float]  # at each point; like `key_s`, but for what they all have drifted since
     key_s: float = 0.0
     _slopes: list[float] = field(init=False, repr=False)  # from each point on to the next
+    _drifted: float = field(default=1.0, init=False, repr=False)  # times
 
     def __post_init__(self) -> None:
         if (
@@ -117,7 +123,15 @@ class CostTable:
             or self.counts != sorted(set(self.counts))
         ):
             raise ValueError("a cost table needs ascending counts with one time each")
-        self._slope()
+        self._slopes = [0.0] * max(1, len(self.counts) - 1)
+        for at in range(len(self.counts) - 1):
+            self._slope(at)
+
+    def copy(self) -> CostTable:
+        """One more that says the same."""
+        return CostTable(
+            [*self.counts], [second * self._drifted for second in self.seconds], self.key_s * self._drifted
+        )
 
     def __call__(self, count: int, keys: float = 0.0) -> float:
         """Expected seconds for `count`, in contexts of so many tokens together."""
@@ -125,24 +139,19 @@ class CostTable:
         at = min(bisect.bisect_left(counts, count), len(counts) - 1)
         at -= at > 0
         beyond = count - counts[at]
-        return self.seconds[at] + keys * self.key_s + (self._slopes[at] * beyond if beyond > 0 else 0.0)
+        return self._drifted * (
+            self.seconds[at] + keys * self.key_s + (self._slopes[at] * beyond if beyond > 0 else 0.0)
+        )
 
-    def _slope(self) -> None:
+    def _slope(self, at: int) -> None:
         """More rows never cost less, and one more never costs more than the mean of those before it."""
         counts, seconds = self.counts, self.seconds
-        self._slopes = [
-            min(
-                max(0.0, (seconds[at + 1] - seconds[at]) / (counts[at + 1] - counts[at])),
-                seconds[at] / counts[at],
-            )
-            for at in range(len(counts) - 1)
-        ] or [0.0]
+        slope = (seconds[at + 1] - seconds[at]) / (counts[at + 1] - counts[at])
+        self._slopes[at] = min(max(0.0, slope), seconds[at] / counts[at])
 
     def drift(self, factor: float) -> None:
         """The machine was found so much slower (1: twice as slow) where another table holds: move a little."""
-        self.key_s *= 1.0 + factor * STEP_ALL
-        self.seconds = [second * (1.0 + factor * STEP_ALL) for second in self.seconds]
-        self._slope()
+        self._drifted *= 1.0 + factor * STEP_ALL
 
     def observe(self, count: int, seconds: float, keys: float = 0.0) -> float:
         """Move the points towards one measurement: those next to it by much, all of them by a little. Returns how much more it was
@@ -151,21 +160,20 @@ class CostTable:
         if seconds <= 0:
             return 0.0
         factor = min(max(seconds / expected, 1 / CLIP), CLIP) - 1.0
-        self.key_s *= 1.0 + factor * STEP_ALL
-        for at, point in enumerate(self.counts):
-            near = 1.0 - min(1.0, abs(point - count) / max(1, self._spacing(at, count)))
-            self.seconds[at] *= 1.0 + factor * (STEP_ALL + STEP_NEAR * near)
+        self.drift(factor)
+        counts, points = self.counts, self.seconds
+        above = min(bisect.bisect_left(counts, count), len(counts) - 1)
+        below = max(above - 1, 0)
+        for at in {below, above}:
+            near = 1.0 - min(1.0, abs(counts[at] - count) / max(1, counts[above] - counts[below]))
+            points[at] *= 1.0 + factor * STEP_NEAR * near
         # Where more rows were found to cost less, both points tell what either costs: else one of them would drift off unnoticed.
-        for at in range(1, len(self.counts)):
-            if self.seconds[at] < self.seconds[at - 1]:
-                self.seconds[at - 1 : at + 1] = [(self.seconds[at - 1] + self.seconds[at]) / 2] * 2
-        self._slope()
+        for at in range(below, min(above + 2, len(points))):
+            if at and points[at] < points[at - 1]:
+                points[at - 1 : at + 1] = [(points[at] + points[at - 1]) / 2] * 2
+        for at in range(max(0, below - 2), min(above + 2, len(points) - 1)):
+            self._slope(at)
         return factor
-
-    def _spacing(self, at: int, count: int) -> int:
-        """Distance from a point to its neighbour on the side of `count`."""
-        other = at + 1 if count > self.counts[at] else at - 1
-        return abs(self.counts[min(max(other, 0), len(self.counts) - 1)] - self.counts[at])
 
 
 def default_costs() -> tuple[CostTable, CostTable, CostTable]:
@@ -233,11 +241,14 @@ class DraftLengths:
     verify: CostTable = field(default_factory=lambda: default_costs()[0])
     step: CostTable = field(default_factory=lambda: default_costs()[1])
     rest: CostTable = field(default_factory=lambda: default_costs()[2])
+    uneven: float = UNEVEN  # of the time of a verification, if drafts are unequally long
     verify_drafted: CostTable = field(init=False)  # after draft steps, which leave other things in the caches
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
     _until_probe: int = 0  # rounds
-    _until_asked: int = 0  # rounds of the same requests as in the last choice, in which nobody drafts
+    _drafts: bool = False  # whether it had anybody draft
+    _least: float = 0.0  # what a proposal had to be worth in the last choice
+    _until_asked: int = 0  # rounds of the same requests in which the last choice holds
     _count: int = 0  # requests of the last choice
     _until_explored: int = 0  # requests that come while nobody drafts
 
@@ -247,7 +258,7 @@ class DraftLengths:
     def set_verify(self, verify: CostTable) -> None:
         """What verification costs, as measured without a draft."""
         self.verify = verify
-        self.verify_drafted = CostTable([*verify.counts], [*verify.seconds], verify.key_s)
+        self.verify_drafted = verify.copy()
 
     def rate(self, acceptance: Acceptance) -> float:
         """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
@@ -270,10 +281,10 @@ class DraftLengths:
         earn them does not begin.
         """
         if self._until_asked and self._knows(requests):
-            # Without proposals nothing is learnt that could change the answer soon, and to find it takes as long as many a row.
+            # To find the answer takes as long as many a row. Without proposals nothing is learnt that could change it soon.
             self._until_asked -= 1
             self._until_probe = max(0, self._until_probe - 1)
-            return [0] * len(caps)
+            return self._as_before(requests, caps)
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
@@ -296,7 +307,7 @@ class DraftLengths:
             row_s = (round_s(count) - round_s(0)) / count
             price, read_s = count / plain_s, self._read_s()
             earns = [
-                no_step or not late or rate > price * (row_s + read_s * (1.0 + late))
+                no_step or not late or rate > price * (row_s + read_s * (1.0 + EARNS * late))
                 for late, no_step, rate in zip(behind, free, rates, strict=True)
             ]
             caps = [cap if begins else 0 for cap, begins in zip(caps, earns, strict=True)]
@@ -339,7 +350,7 @@ class DraftLengths:
                 if counts and counts[0]:
                     seconds += step(counts[0], FIRST_STEP_ROWS)
                 if 0 < proposed < count * depth:
-                    seconds += UNEVEN * verify(rows + proposed, keys)
+                    seconds += self.uneven * verify(rows + proposed, keys)
                 choice = _Choice((count + tokens) / seconds, depth, least, least_found)
                 if depth == self._depth and (kept is None or choice.goodput > kept.goodput):
                     kept = choice
@@ -351,11 +362,30 @@ class DraftLengths:
             _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
             for rate, cap, no_step in zip(rates, caps, free, strict=True)
         ]
+        self._least = best.least
         return self._settle(requests, probed, best_lengths)
 
+    def _as_before(self, requests: Sequence[Acceptance], caps: Sequence[int]) -> list[int]:
+        """Lengths by the last choice: who drafts goes on, nobody begins."""
+        if not self._drafts:
+            return [0] * len(caps)
+        depth = self._depth or 0
+        return [
+            max(
+                0
+                if request.silent_rounds or not request.met
+                else _length(self.rate(request), min(cap, depth), self._least),
+                min(cap, int(request.probed)),
+            )
+            for request, cap in zip(requests, caps, strict=True)
+        ]
+
     def _knows(self, requests: Sequence[Acceptance]) -> bool:
-        """Whether they are those of the last choice, as far as that matters; what is found in the context differs from round to round."""
-        return len(requests) == self._count and all(request.met and not request.free for request in requests)
+        """Whether they are those of the last choice, as far as that matters: one of many may have come or gone. What is found in the context
+        differs from round to round.
+        """
+        others = abs(len(requests) - self._count) + sum([not request.met for request in requests])
+        return others <= self._count // FEW_IN and not any(request.free for request in requests)
 
     def _settle(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
@@ -367,7 +397,8 @@ class DraftLengths:
             max(length, min(cap, 1)) if request.probed else length
             for length, cap, request in zip(lengths, caps, requests, strict=True)
         ]
-        self._until_asked = 0 if any(probed) else ASKED_EVERY - 1
+        self._drafts = any(probed)
+        self._until_asked = (CHOSEN_EVERY if self._drafts else ASKED_EVERY) - 1
         return probed
 
     def _read_s(self) -> float:
@@ -415,7 +446,7 @@ class DraftLengths:
         had different numbers of rows.
         """
         own, other = (self.verify_drafted, self.verify) if steps else (self.verify, self.verify_drafted)
-        slower = own.observe(rows, verify_s / (1 + UNEVEN if uneven else 1), keys)
+        slower = own.observe(rows, verify_s / (1 + self.uneven if uneven else 1), keys)
         other.drift(slower)
         self.rest.observe(rows, rest_s)
         if not steps:

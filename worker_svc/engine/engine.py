@@ -200,6 +200,9 @@ class SpeculativeEngine:
         )
         self._formats = formats
         self.lengths = DraftLengths(self.capacity.max_draft_len, options.draft_len)
+        if target.by_kernels:
+            self.lengths.uneven = 0.0
+        self._least_feed = 1 if draft is not None and draft.by_kernels else FIRST_STEP_ROWS
         self._lookup_prior = Prior()
         self._usual_output: float = TOKENS_TO_COME  # tokens, of requests that ended of late
         self._prefill_chunk = options.prefill_chunk  # less while memory is short
@@ -465,8 +468,8 @@ class SpeculativeEngine:
                 steps[i].draft_len = length
             elif length:
                 lag = sequences[i].draft_lag
-                # So many at least: after full acceptance the draft lacks one entry, and equal counts run as one batch.
-                feed = min(max(lag, FIRST_STEP_ROWS), len(sequences[i].tokens))
+                # After full acceptance the draft lacks one entry more. Where that matters all read as many, and run as one batch.
+                feed = min(max(lag, self._least_feed), len(sequences[i].tokens))
                 if lag <= FIRST_STEP_ROWS or feed <= left:
                     steps[i].draft_len, steps[i].catch_up = length, feed
                 else:  # its context does not fit this round's budget: the draft catches up first, and proposes later

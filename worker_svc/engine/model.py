@@ -101,7 +101,8 @@ class PackedModel:
         self.shape = self._probe(max_length)
         self.deterministic = deterministic
         self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
-        self._kernels = kernels.serve(self.device, self.dtype, self.shape.head_size)
+        # Whether attention is done by `kernels`: any pieces together cost what they cost one by one.
+        self.by_kernels = kernels.serve(self.device, self.dtype, self.shape.head_size)
         self._max_length = max_length
         self._lean: LeanModel | None = None
         self._spans: tuple[int, ...] | None = (KV_TILE,) if deterministic else None
@@ -120,11 +121,11 @@ class PackedModel:
                 kv_heads=shape.kv_heads,
                 size=shape.head_size,
                 max_length=self._max_length,
-                by_kernels=self._kernels,
+                by_kernels=self.by_kernels,
             )
         else:
             store.apply(self.model)
-        if self.deterministic and not self._kernels:
+        if self.deterministic and not self.by_kernels:
             self._spans = exact_spans(
                 group=self.shape.heads // self.shape.kv_heads,
                 kv_heads=self.shape.kv_heads,
@@ -132,8 +133,8 @@ class PackedModel:
                 dtype=self.dtype,
                 device=self.device,
             )
-        by_kernels = self._lean is not None and self._lean.by_kernels
-        self._min_rows = (store.least_rows if by_kernels else MIN_ROWS) if self.deterministic else 1
+        all_by_kernels = self._lean is not None and self._lean.by_kernels
+        self._min_rows = (store.least_rows if all_by_kernels else MIN_ROWS) if self.deterministic else 1
         if self.device.type == "cpu" and not kernels.BUILT:
             logging.getLogger(__name__).warning(
                 "the %s model runs by torch's operators, at half the speed: this package was built without a C compiler",
@@ -161,7 +162,7 @@ class PackedModel:
     def attach(self, pool: KVPool) -> None:
         """Use this pool from now on."""
         self.pool = pool
-        if self._kernels:
+        if self.by_kernels:
             self.planner = KernelPlanner(pool, min_rows=self._min_rows)
             return
         self.planner = Planner(
