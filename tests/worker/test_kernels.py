@@ -68,7 +68,7 @@ def test_attention_is_that_of_the_book(
 ) -> None:
     pool = pool_for(kv_heads, size, dtype)
     places = places_for(pool, scattered=scattered)
-    plan = KernelPlanner(pool, min_rows=1).plan(
+    plan = KernelPlanner(pool, min_rows=1, flat=False).plan(
         [Piece(place, *context) for place, context in zip(places, CONTEXTS, strict=True)]
     )
     assert plan.pieces is not None
@@ -89,7 +89,7 @@ def test_a_row_of_attention_does_not_depend_on_others(dtype: torch.dtype) -> Non
     taken = {block for place in together for block in place.blocks}
     apart.set_blocks([block for block in range(399, 0, -1) if block not in taken][:blocks])
     pool.layers[0][apart.rows(CPU)] = pool.layers[0][together[-1].rows(CPU)]
-    planner = KernelPlanner(pool, min_rows=1)
+    planner = KernelPlanner(pool, min_rows=1, flat=False)
     query = random(tokens, 4, 64, seed=3)
     others = sum(count for _, count in CONTEXTS[:-1])
 
@@ -116,7 +116,7 @@ def test_attention_bears_scores_of_any_size() -> None:
     pool.layers[0][:, 0] *= 1e4
     places = places_for(pool, scattered=False)
     pieces = [Piece(place, *context) for place, context in zip(places, CONTEXTS, strict=True)]
-    plan = KernelPlanner(pool, min_rows=1).plan(pieces)
+    plan = KernelPlanner(pool, min_rows=1, flat=False).plan(pieces)
     assert plan.pieces is not None
     query = random(plan.total, 4, 64, seed=4)
     out = kernels.attend(query, pool.layers[0], plan.pieces, 0.125)
@@ -130,7 +130,7 @@ def test_what_is_no_number_is_seen_by_those_who_read_it_and_by_no_other_sequence
 ) -> None:
     pool = pool_for(2, 64, torch.float32)
     places = places_for(pool, scattered=False)
-    plan = KernelPlanner(pool, min_rows=1).plan(
+    plan = KernelPlanner(pool, min_rows=1, flat=False).plan(
         [Piece(place, *context) for place, context in zip(places, CONTEXTS, strict=True)]
     )
     assert plan.pieces is not None
@@ -181,17 +181,27 @@ def test_steps_between_products_are_those_of_torch() -> None:
 
 
 def test_queries_and_keys_turn_and_keys_and_values_are_written() -> None:
-    heads, kv_heads, size, positions = 4, 2, 32, torch.tensor([3, 0, 77])
-    angles = random(100, size // 2)
-    qkv = random(3, heads + 2 * kv_heads, size, seed=1)
-    turned = torch.view_as_real(
-        torch.view_as_complex(qkv.view(3, -1, size // 2, 2))
-        * torch.polar(torch.ones(()), angles[positions])[:, None]
-    ).flatten(2)
-    pool, rows = torch.zeros(10, 2, kv_heads, size), torch.tensor([9, 4, 5])
-    values = qkv[:, heads + kv_heads :].clone()
-    kernels.turn(qkv, heads, positions, kernels.rotations(angles.cos(), angles.sin()), rows, pool)
-    torch.testing.assert_close(qkv[:, :heads], turned[:, :heads])
-    torch.testing.assert_close(pool[rows, 0], turned[:, heads : heads + kv_heads])
-    assert torch.equal(pool[rows, 1], values)
-    assert not pool[[0, 1, 2, 3, 6, 7, 8]].any()
+    heads, kv_heads, size = 4, 2, 32
+    angles = random(700, size // 2)
+    pool = pool_for(kv_heads, size, torch.float32)
+    before = pool.layers[0].clone()
+    for scattered in (False, True):
+        pool.layers[0].copy_(before)
+        pool.allocator = type(pool.allocator)(400, 4, together=True)
+        places = places_for(pool, scattered=scattered)
+        pieces = [Piece(place, *context) for place, context in zip(places, CONTEXTS, strict=True)]
+        flat = KernelPlanner(pool, min_rows=1, flat=True).plan(pieces)
+        assert flat.pieces is not None
+        qkv = random(flat.total, heads + 2 * kv_heads, size, seed=1)
+        turned = torch.view_as_real(
+            torch.view_as_complex(qkv.view(flat.total, -1, size // 2, 2))
+            * torch.polar(torch.ones(()), angles[flat.positions])[:, None]
+        ).flatten(2)
+        values = qkv[:, heads + kv_heads :].clone()
+        kernels.turn(qkv, heads, flat.pieces, kernels.rotations(angles.cos(), angles.sin()), pool.layers[0])
+        torch.testing.assert_close(qkv[:, :heads], turned[:, :heads])
+        torch.testing.assert_close(pool.layers[0][flat.write_rows, 0], turned[:, heads : heads + kv_heads])
+        assert torch.equal(pool.layers[0][flat.write_rows, 1], values)
+        untouched = torch.ones(before.shape[0], dtype=torch.bool)
+        untouched[flat.write_rows] = False
+        assert torch.equal(pool.layers[0][untouched], before[untouched])

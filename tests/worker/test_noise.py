@@ -10,6 +10,8 @@ import torch
 from worker_svc.engine import counter
 from worker_svc.engine.noise import Noise
 
+pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
+
 # Part of the public contract: (seed, position, token id) -> (row key, bits). Never to change under the same version.
 VECTORS = [
     (0, 0, 0, 0xA706DD2F4D197E6F, 0x2A003055),

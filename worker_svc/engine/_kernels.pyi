@@ -17,15 +17,15 @@ def attend(
 def product(x: int, rows: int, width: int, weight: int, bias: int, out: int, columns: int, /) -> None: ...
 def turn(
     qkv: int,
-    rows: int,
+    pieces: int,
+    count: int,
     heads: int,
     kv_heads: int,
     size: int,
-    positions: int,
     turns: int,
-    pool_rows: int,
     pool: int,
     /,
 ) -> None: ...
+def gumbel(keys: int, rows: int, weyl: int, vocabulary: int, out: int, /) -> None: ...
 def add_norm(x: int, y: int, out: int, rows: int, size: int, epsilon: float, /) -> None: ...
 def gated(both: int, out: int, rows: int, size: int, /) -> None: ...

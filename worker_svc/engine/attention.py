@@ -330,58 +330,65 @@ class Planner:
 
 
 class KernelPlanner:
-    """Builds plans for one pool whose attention is that of `kernels`: any pieces, in any order, wherever their blocks lie."""
+    """Builds plans for one pool whose attention is that of `kernels`: any pieces, in any order, wherever their blocks lie.
 
-    def __init__(self, pool: KVPool, *, min_rows: int) -> None:
+    `flat`: a forward that is not all `kernels`' needs the position and the pool row of each packed row too.
+    """
+
+    def __init__(self, pool: KVPool, *, min_rows: int, flat: bool) -> None:
         self._pool = pool
         self._min_rows = min_rows
+        self._flat = flat
 
     def plan(self, pieces: Sequence[Piece], reserve: int = 0) -> Plan:
         """A plan for one forward."""
-        positions: list[int] = []
-        write: list[int] = []
-        table: list[tuple[int, int, int, int, int]] = []
+        table: list[int] = []
+        first_row: list[int] = []
         scattered: list[torch.Tensor] = []
+        total = 0
         for place, start, count in pieces:
             assert start >= place.first_writable, "a block with a name would be written"
-            base, rows_at = place.base, 0
-            if base is None:
+            first_row.append(total)
+            if place.base is not None:
+                table += (total, count, start, place.base, 0)
+            else:
                 rows = place.rows(self._pool.device)
                 scattered.append(rows)
-                rows_at = rows.data_ptr()
-                write_here: Sequence[int] = rows[start : start + count].tolist()
-            else:
-                write_here = range(base + start, base + start + count)
-            table.append((len(positions), count, start, -1 if base is None else base, rows_at))
-            positions.extend(range(start, start + count))
-            write.extend(write_here)
-        first_row = [entry[0] for entry in table]
-        padding = max(0, self._min_rows - len(positions))
-        positions.extend([0] * padding)
-        write.extend([self._pool.padding_row] * padding)
-        rows = torch.tensor((positions, write), dtype=torch.int64)
+                table += (total, count, start, -1, rows.data_ptr())
+            total += count
+        padding = max(0, self._min_rows - total)
+        positions, write = self._flat_rows(pieces, padding) if self._flat else (_NO_ROWS, _NO_ROWS)
         return Plan(
-            len(positions),
+            total + padding,
             list(range(len(pieces))),
             first_row,
-            rows[0],
-            rows[1],
+            positions,
+            write,
             [],
             padding,
             None,
-            torch.tensor(table, dtype=torch.int64),
+            torch.tensor(table, dtype=torch.int64).view(-1, kernels.PIECE_NUMBERS),
             scattered,
         )
+
+    def _flat_rows(self, pieces: Sequence[Piece], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._pool.device
+        positions = [torch.arange(start, start + count) for _, start, count in pieces]
+        write = [place.rows(device)[start : start + count] for place, start, count in pieces]
+        positions.append(torch.zeros(padding, dtype=torch.int64))
+        write.append(torch.full((padding,), self._pool.padding_row))
+        return torch.cat(positions), torch.cat(write)
 
     def advance(self, plan: Plan) -> bool:
         """Turn the plan of single tokens into that of the next token of each piece. False if it has to be built anew."""
         assert plan.pieces is not None
-        if plan.padding or plan.scattered or plan.total > plan.pieces.shape[0]:
+        if self._flat or plan.total > plan.pieces.shape[0]:
             return False
-        plan.positions.add_(1)
-        plan.write_rows.add_(1)
         plan.pieces[:, 2].add_(1)
         return True
+
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def _spare_rows(rows: int) -> int:

@@ -50,7 +50,7 @@ EXPLORED_ONE_IN = (
     16  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
 )
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
-MOST_PROBES = 16  # proposals after which it is not either
+MOST_PROBES = 6  # proposals after which it is not either
 
 
 @dataclass(slots=True)

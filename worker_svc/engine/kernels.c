@@ -371,23 +371,24 @@ static void product(const float *x, int64_t rows, int64_t in, const float *w, co
    qkv [rows, heads + 2 * kv_heads, size], the two numbers that rotate together side by side; turns [positions, 2, size]: cosines, and sines
    with the sign of the first of the two reversed; pool [pool rows, 2, kv_heads, size]. */
 FOR_EACH_LEVEL
-static void turn(float *qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size, const int64_t *positions,
-                 const float *turns, const int64_t *pool_rows, float *pool) {
-    for (int64_t row = 0; row < rows; row++) {
-        float *own = qkv + row * (heads + 2 * kv_heads) * size;
-        const float *cosines = turns + positions[row] * 2 * size, *sines = cosines + size;
-        float *entry = pool + pool_rows[row] * 2 * kv_heads * size;
-        for (int64_t head = 0; head < heads + kv_heads; head++) {
-            const float *from = own + head * size;
-            float *to = head < heads ? own + head * size : entry + (head - heads) * size;
-            for (int64_t c = 0; c < size; c += LANES) {
-                floats x = load(from + c);
-                floats other = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-                store(to + c, x * load(cosines + c) + other * load(sines + c));
+static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
+                 const float *turns, float *pool) {
+    for (const Piece *piece = pieces; piece < pieces + count; piece++)
+        for (int64_t token = 0, at = piece->start; token < piece->tokens; token++, at++) {
+            float *own = qkv + (piece->row + token) * (heads + 2 * kv_heads) * size;
+            const float *cosines = turns + at * 2 * size, *sines = cosines + size;
+            float *to_pool = pool + (piece->base >= 0 ? piece->base + at : piece->rows[at]) * 2 * kv_heads * size;
+            for (int64_t head = 0; head < heads + kv_heads; head++) {
+                const float *from = own + head * size;
+                float *to = head < heads ? own + head * size : to_pool + (head - heads) * size;
+                for (int64_t c = 0; c < size; c += LANES) {
+                    floats x = load(from + c);
+                    floats other = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+                    store(to + c, x * load(cosines + c) + other * load(sines + c));
+                }
             }
+            memcpy(to_pool + kv_heads * size, own + (heads + kv_heads) * size, (size_t)(kv_heads * size) * sizeof(float));
         }
-        memcpy(entry + kv_heads * size, own + (heads + kv_heads) * size, (size_t)(kv_heads * size) * sizeof(float));
-    }
 }
 
 /* x += y, and out = x divided by its root mean square; x, y, out [rows, size]. Without y: x as it is. */
@@ -417,6 +418,59 @@ static void gated(const float *both, float *out, int64_t rows, int64_t size) {
             floats gate = load(both + c);
             store(out + c, gate / (exponential(-gate) + 1.0f) * load(both + size + c));
         }
+}
+
+/* ---- noise ---- */
+
+/* The natural logarithm of x > 0, normal, to about 1e-7 (coefficients: S. Moshier, Cephes, logf). */
+INLINE floats logarithm(floats x) {
+    ints bits = (ints)x;
+    ints exponent = ((bits - 0x3F3504F3) >> 23); /* so that what is left lies between the roots of 1/2 and 2 */
+    floats rest = (floats)(bits - (exponent << 23)) - 1.0f;
+    floats n = __builtin_convertvector(exponent, floats);
+    floats y = all(7.0376836292e-2f);
+    y = y * rest - 1.1514610310e-1f;
+    y = y * rest + 1.1676998740e-1f;
+    y = y * rest - 1.2420140846e-1f;
+    y = y * rest + 1.4249322787e-1f;
+    y = y * rest - 1.6668057665e-1f;
+    y = y * rest + 2.0000714765e-1f;
+    y = y * rest - 2.4999993993e-1f;
+    y = y * rest + 3.3333331174e-1f;
+    floats square = rest * rest;
+    y = y * rest * square + n * -2.12194440e-4f - 0.5f * square;
+    return rest + y + n * 0.693359375f;
+}
+
+/* Of counter.py. */
+#define MIX_A 0x7FEB352Du
+#define MIX_B 0x846CA68Bu
+#define V_MAX 0x1.fffffep-1f
+
+/* Standard Gumbel noise [rows, vocabulary] of the numbers that counter.py defines; weyl: one number per token id. */
+FOR_EACH_LEVEL
+static void gumbel(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out) {
+    for (int64_t row = 0; row < rows; row++, out += vocabulary) {
+        const words low = (words){0} + (uint32_t)keys[row], high = (words){0} + (uint32_t)(keys[row] >> 32);
+        for (int64_t id = 0; id < vocabulary; id += LANES) {
+            int64_t left = vocabulary - id;
+            words x = {0};
+            memcpy(&x, weyl + id, (size_t)(left < LANES ? left : LANES) * sizeof(uint32_t));
+            x ^= low;
+            x = (x ^ (x >> 16)) * MIX_A;
+            x = (x ^ (x >> 15)) + high;
+            x *= MIX_B;
+            x ^= x >> 16;
+            floats v = __builtin_convertvector((ints)x, floats) * 0x1p-32f + 0x1p-33f;
+            v = pick(v < 0.0f, v + 1.0f, v);
+            v = pick(v > V_MAX, all(V_MAX), v);
+            /* -log(1 - v): what 1 - v is rounded by is made good (W. Kahan). */
+            floats u = 1.0f - v, lost = 1.0f - u;
+            floats exponential_noise = pick(lost == 0.0f, v, -logarithm(u) * (v / lost));
+            floats noise = -logarithm(exponential_noise);
+            memcpy(out + id, &noise, (size_t)(left < LANES ? left : LANES) * sizeof(float));
+        }
+    }
 }
 
 /* ---- Python: addresses and numbers, checked by the caller (kernels.py) ---- */
@@ -464,10 +518,18 @@ static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t
 }
 
 static PyObject *py_turn(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[9];
-    if (!expects(count, 9) || !integers(given, n, 9)) return NULL;
-    turn(AT(float, n[0]), n[1], n[2], n[3], n[4], AT(const int64_t, n[5]), AT(const float, n[6]),
-         AT(const int64_t, n[7]), AT(float, n[8]));
+    int64_t n[8];
+    if (!expects(count, 8) || !integers(given, n, 8)) return NULL;
+    turn(AT(float, n[0]), AT(const Piece, n[1]), n[2], n[3], n[4], n[5], AT(const float, n[6]), AT(float, n[7]));
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    int64_t n[5];
+    if (!expects(count, 5) || !integers(given, n, 5)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    gumbel(AT(const uint64_t, n[0]), n[1], AT(const uint32_t, n[2]), n[3], AT(float, n[4]));
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -492,7 +554,8 @@ static PyMethodDef methods[] = {
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "x, rows, in, weight, bias or 0, out, columns"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
-     "qkv, rows, heads, key/value heads, size, positions, turns, pool rows, pool"},
+     "qkv, pieces, how many, heads, key/value heads, size, turns, pool"},
+    {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},
     {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, out, rows, size, epsilon"},
     {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size"},
     {NULL, NULL, 0, NULL},

@@ -6,6 +6,9 @@ not serve (other devices, more threads, heads of odd sizes, no C compiler when t
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 
 try:
@@ -17,7 +20,7 @@ BUILT = _kernels is not None
 LANES = 16
 MOST_HEAD_SIZE = 256
 PANEL = 32  # outputs of a product whose weights lie together
-PIECE_NUMBERS = 5  # of a piece in kernels.c: packed row, tokens, start, base, address of rows
+PIECE_NUMBERS = 5  # of a piece in kernels.c
 
 
 def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -98,27 +101,20 @@ class Product:
 
 
 def turn(
-    qkv: torch.Tensor,
-    heads: int,
-    positions: torch.Tensor,
-    turns: torch.Tensor,
-    pool_rows: torch.Tensor,
-    entries: torch.Tensor,
+    qkv: torch.Tensor, heads: int, pieces: torch.Tensor, turns: torch.Tensor, entries: torch.Tensor
 ) -> None:
     """Rotate the queries of `qkv` [total, heads + 2 * key/value heads, size] in place, and write rotated keys, and values, to the pool.
 
-    `turns` [positions, 2, size]: see `rotations`. All float32.
+    `turns` [positions, 2, size]: see `rotations`. All float32; `pieces` and `entries` as in `attend`.
     """
-    total, _, size = qkv.shape
     _kernels.turn(
         qkv.data_ptr(),
-        total,
+        pieces.data_ptr(),
+        pieces.shape[0],
         heads,
         entries.shape[2],
-        size,
-        positions.data_ptr(),
+        qkv.shape[2],
         turns.data_ptr(),
-        pool_rows.data_ptr(),
         entries.data_ptr(),
     )
 
@@ -142,4 +138,12 @@ def gated(both: torch.Tensor) -> torch.Tensor:
     rows, size = both.shape
     out = both.new_empty((rows, size // 2))
     _kernels.gated(both.data_ptr(), out.data_ptr(), rows, size // 2)
+    return out
+
+
+def gumbel(keys: Sequence[int], weyl: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32 [rows, vocab]: `Noise.gumbel` in one pass. `weyl` [vocab] int32."""
+    out = torch.empty((len(keys), weyl.shape[0]))
+    held = array("Q", keys)
+    _kernels.gumbel(held.buffer_info()[0], len(keys), weyl.data_ptr(), weyl.shape[0], out.data_ptr())
     return out

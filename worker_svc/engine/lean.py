@@ -204,7 +204,7 @@ class LeanModel:
                 q = rms_norm(qkv[:, :heads], (size,), *layer.q_norm)
                 k = rms_norm(qkv[:, heads : heads + self._kv_heads], (size,), *layer.k_norm)
                 qkv = torch.cat([q, k, qkv[:, heads + self._kv_heads :]], 1)
-            kernels.turn(qkv, heads, plan.positions, self._rotations, plan.write_rows, pool.layers[at])
+            kernels.turn(qkv, heads, pieces, self._rotations, pool.layers[at])
             attended = kernels.attend(qkv[:, :heads], pool.layers[at], pieces, layer.scale)
             normed = kernels.add_norm(x, layer.out(attended.view(total, heads * size)), layer.epsilon)
             y = layer.down(kernels.gated(layer.gate_up(normed)))

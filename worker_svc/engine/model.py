@@ -163,7 +163,8 @@ class PackedModel:
         """Use this pool from now on."""
         self.pool = pool
         if self.by_kernels:
-            self.planner = KernelPlanner(pool, min_rows=self._min_rows)
+            flat = self._lean is None or not self._lean.by_kernels
+            self.planner = KernelPlanner(pool, min_rows=self._min_rows, flat=flat)
             return
         self.planner = Planner(
             pool,
