@@ -31,7 +31,7 @@ ADVANTAGE = (
 UNEVEN = 0.06  # where attention has no kernel of its own, a verification of unequally long drafts takes so much longer than its rows tell
 # What a draft reads of a context must be earned back so many times: one or two proposals are made for every two tokens that are to come,
 # estimates that look best are too high, and a request may end sooner. Our choice.
-EARNS = 4.0
+EARNS = 3.0
 ASKED_EVERY = 8  # rounds, while no draft promises more than none
 FEW_IN = 8  # one request more or less in so many does not change the choice
 CHOSEN_EVERY = 4  # rounds of the same requests, while some draft: what a proposal is worth and costs changes more slowly than that
@@ -47,7 +47,7 @@ PROBE_AFTER = (
 FIRST_STEP_ROWS = 2  # tokens of a request that the first draft step reads: the last one, and the one before it that the draft may lack
 PROBE_EVERY = 16  # rounds from one such request to the next: the draft must first read all that the request said meanwhile
 EXPLORED_ONE_IN = (
-    16  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
+    32  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
 )
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
 MOST_PROBES = 6  # proposals after which it is not either
