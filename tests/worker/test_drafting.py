@@ -9,7 +9,9 @@ import pytest
 from worker_svc.engine.drafting import (
     ADVANTAGE,
     ASKED_EVERY,
+    CHOSEN_EVERY,
     EXPLORED_ONE_IN,
+    FEW_IN,
     FIRST_STEP_ROWS,
     MOST_PROBES,
     PROBE_AFTER,
@@ -145,6 +147,28 @@ def test_where_no_draft_pays_it_is_not_asked_again_in_every_round() -> None:
     assert answers[:-1] == [0] * (ASKED_EVERY - 1) and answers[-1] > 0
 
 
+def test_a_choice_holds_for_some_rounds_and_nobody_begins_meanwhile() -> None:
+    """To choose takes as long as many a row, and what it rests on changes more slowly."""
+    chooser = lengths_for(**MEMORY_BOUND)
+    requests, caps = [experienced(90, 100) for _ in range(FEW_IN)], [8] * FEW_IN
+    first = chooser.lengths(requests, caps)
+    assert min(first) > 0
+    requests[0].observe(0, 0)  # drafted nothing, for some reason of its own
+    costly = CostTable([1, 1000], [1.0, 1000.0])
+    chooser.set_verify(costly)  # from now on a row costs what a token is worth
+    held = [chooser.lengths(requests, caps) for _ in range(CHOSEN_EVERY - 1)]
+    assert held == [[0, *first[1:]]] * (CHOSEN_EVERY - 1)
+    assert chooser.lengths(requests, caps) != held[0]
+
+
+def test_one_of_many_that_came_waits_for_the_next_choice() -> None:
+    chooser = lengths_for(**MEMORY_BOUND)
+    requests, caps = [experienced(90, 100) for _ in range(FEW_IN)], [8] * FEW_IN
+    chosen = chooser.lengths(requests, caps)
+    assert chooser.lengths([*requests, Acceptance()], [*caps, 8]) == [*chosen, 0]
+    assert min(chooser.lengths([*requests, Acceptance(), Acceptance()], [*caps, 8, 8])) > 0, "two came"
+
+
 def test_where_a_request_came_or_went_it_is_asked_at_once() -> None:
     requests, caps = [experienced(70, 100) for _ in range(4)], [8] * 4
     for others in ([*requests[1:], experienced(70, 100)], requests[1:]):
@@ -215,14 +239,14 @@ def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_refuse
 
 
 def test_while_nobody_drafts_some_of_the_newcomers_show_whether_the_traffic_has_changed() -> None:
-    chooser = lengths_for(**COSTLY_ROWS)
+    chooser = lengths_for(verify=CostTable([1, 1000], [1.0, 1.5]), step=CostTable([1, 1000], [0.2, 0.6]))
     while chooser.prior.rate > 0.1:
         chooser.prior.observe(0, 1)
-    newcomers = [Acceptance() for _ in range(4 * EXPLORED_ONE_IN)]
+    newcomers = [Acceptance() for _ in range(2 * EXPLORED_ONE_IN)]
     caps = [8] * len(newcomers)
-    assert sum(chooser.lengths(newcomers, caps)) == 4
+    assert sum(chooser.lengths(newcomers, caps)) == 2
     rounds = 1
-    while sum(lengths := chooser.lengths(newcomers, caps)) <= 4:
+    while sum(lengths := chooser.lengths(newcomers, caps)) <= 2:
         rounds += 1
         for request, length in zip(newcomers, lengths, strict=True):
             chooser.observe_acceptance(request, length, length)

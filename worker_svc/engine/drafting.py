@@ -50,7 +50,7 @@ EXPLORED_ONE_IN = (
     32  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
 )
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
-MOST_PROBES = 6  # proposals after which it is not either
+MOST_PROBES = 16  # proposals after which it is not either
 
 
 @dataclass(slots=True)
@@ -384,8 +384,9 @@ class DraftLengths:
         """Whether they are those of the last choice, as far as that matters: one of many may have come or gone. What is found in the context
         differs from round to round.
         """
-        others = abs(len(requests) - self._count) + sum([not request.met for request in requests])
-        return others <= self._count // FEW_IN and not any(request.free for request in requests)
+        came = sum([not request.met for request in requests])
+        gone = abs(len(requests) - came - self._count)
+        return came + gone <= self._count // FEW_IN and not any(request.free for request in requests)
 
     def _settle(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
