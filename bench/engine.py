@@ -50,8 +50,8 @@ GOAL_BATCH = 1.7
 GOAL_VLLM = {1: 1.4, 4: 1.25, 16: 1.0, 64: 0.9}
 GOAL_FORWARD = 1.1
 FORWARD_BATCHES = (1, 4, 16)
-LEAST_PROMPTS = 16
-LEAST_OF_A_KIND = 8
+LEAST_PROMPTS = 48
+LEAST_OF_A_KIND = 32
 TEMPERATURES = (0.0, 0.8)
 BOTH = "both"
 SPECULATIVE, PLAIN = "ours, speculative", "ours, plain"
@@ -78,7 +78,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5, help="turns of every cell (default 5)")
     parser.add_argument(
         "--prompts", type=int, default=0,
-        help="prompts of a cell; 0: of the mix twice the batch, 16 at least, of one kind the batch, 8 at least; with --shape the batch, 4 at least",
+        help="prompts of a cell; 0: of the mix twice the batch, 48 at least, of one kind the batch, 32 at least; with --shape the batch, 4 at least",
     )  # fmt: skip
     parser.add_argument(
         "--dtype",

@@ -144,6 +144,12 @@ def test_what_is_no_number_is_seen_by_those_who_read_it_and_by_no_other_sequence
     assert not finite[sees:].any()
 
 
+multiplying = pytest.mark.skipif(
+    not kernels.MULTIPLIES, reason="products are left to others on this machine: no AVX-512"
+)
+
+
+@multiplying
 @pytest.mark.parametrize("columns", [32, 64, 96, 512, 1056])
 @pytest.mark.parametrize("width", [16, 100, 704])
 @pytest.mark.parametrize("biased", [False, True])
@@ -163,6 +169,7 @@ def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
     assert torch.equal(product(x[:, None].expand(-1, 2, -1)[:, 1]), whole)
 
 
+@multiplying
 def test_a_weight_that_is_no_whole_number_of_panels_is_left_to_others() -> None:
     assert kernels.multiply(random(64, 48))
     assert not kernels.multiply(random(48, 64))

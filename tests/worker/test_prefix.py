@@ -28,13 +28,7 @@ PROMPT = tuple(2 + (7 * n) % (VOCAB - 3) for n in range(41))
 FOUND = 40  # of these: whole blocks, but never the last token
 
 
-@pytest.fixture(params=["copied", "shared"])
-def how(request: pytest.FixtureRequest) -> str:
-    """A device that reads slices copies what it finds into one piece; another one reads it where it is."""
-    return str(request.param)
-
-
-def build(pair: tuple[Path, Path], device: str, how: str = "", **options: Any) -> SpeculativeEngine:
+def build(pair: tuple[Path, Path], device: str, **options: Any) -> SpeculativeEngine:
     options = {
         "slots": 4,
         "blocks": 160,
@@ -45,10 +39,7 @@ def build(pair: tuple[Path, Path], device: str, how: str = "", **options: Any) -
         "prefix_reuse_tokens": SIZE,
         **options,
     }
-    engine = load_engine(*pair, device=device, **options)
-    if how:
-        engine._pools[0].slices = how == "copied"
-    return engine
+    return load_engine(*pair, device=device, **options)
 
 
 def spec(name: str, prompt: Sequence[int] = PROMPT, **changes: Any) -> Specification:
@@ -61,10 +52,8 @@ def first_round(engine: Engine, name: str) -> RequestRound:
 
 
 @pytest.mark.parametrize("ended", ["finished", "cancelled", "evicted", "running"])
-def test_a_known_start_is_not_computed_again(
-    pair: tuple[Path, Path], device: str, how: str, ended: str
-) -> None:
-    engine = build(pair, device, how)
+def test_a_known_start_is_not_computed_again(pair: tuple[Path, Path], device: str, ended: str) -> None:
+    engine = build(pair, device)
     engine.add(spec("a"))
     report = first_round(engine, "a")
     assert (report.prefilled, report.cached) == (41, 0)
@@ -98,9 +87,9 @@ def test_nothing_is_reused_unless_it_is_asked_for_and_long_enough(
         assert reports[0].cached == cached
 
 
-def test_what_was_said_is_a_known_start_too(pair: tuple[Path, Path], device: str, how: str) -> None:
+def test_what_was_said_is_a_known_start_too(pair: tuple[Path, Path], device: str) -> None:
     """The next turn of a conversation: prompt and answer of the one before, and then something new."""
-    engine = build(pair, device, how)
+    engine = build(pair, device)
     output, *_ = finish_all(engine, [spec("a", max_tokens=20)])
     _, _, reports = finish_all(engine, [spec("b", [*PROMPT, *output["a"], 5, 6, 7])])
     assert (reports[0].cached, reports[0].prefilled) == (60, 4)
@@ -137,7 +126,7 @@ def without_reuse(pair: tuple[Path, Path], device: str) -> dict[str, list[int]]:
     ids=["one by one", "together", "evicted", "swapped, little room"],
 )
 def test_the_text_is_the_same_with_and_without_reuse(
-    pair: tuple[Path, Path], device: str, how: str, slots: int, draft_len: int, chunk: int, blocks: int, between: Between,
+    pair: tuple[Path, Path], device: str, slots: int, draft_len: int, chunk: int, blocks: int, between: Between,
     without_reuse: dict[str, list[int]],
 ) -> None:  # fmt: skip
     options = {
@@ -147,7 +136,7 @@ def test_the_text_is_the_same_with_and_without_reuse(
         "draft_len": draft_len,
         "prefill_chunk": chunk,
     }
-    output, _, reports = finish_all(build(pair, device, how, **options), families(), fitting(between))
+    output, _, reports = finish_all(build(pair, device, **options), families(), fitting(between))
     assert output == without_reuse
     assert sum(report.cached for report in reports) > 900
     assert max(report.cached for report in reports) >= 512
@@ -177,10 +166,10 @@ def fitting(between: Between) -> Between:
 
 
 def test_the_kv_is_bit_for_bit_that_of_another_way_to_compute_it(
-    pair: tuple[Path, Path], device: str, how: str
+    pair: tuple[Path, Path], device: str
 ) -> None:
     """What one request computed in chunks of 7, in company, is what the next would have computed in one go."""
-    engine = build(pair, device, how, prefill_chunk=7)
+    engine = build(pair, device, prefill_chunk=7)
     finish_all(engine, [spec("company", PROMPT[::-1], max_tokens=12), spec("a", max_tokens=12)])
     engine.add(spec("b", max_tokens=12))
     alone = build(pair, device, prefix_reuse_tokens=0)
@@ -191,11 +180,9 @@ def test_the_kv_is_bit_for_bit_that_of_another_way_to_compute_it(
     assert torch.equal(found, computed)
 
 
-def test_equal_prompts_at_the_same_time_are_computed_once(
-    pair: tuple[Path, Path], device: str, how: str
-) -> None:
+def test_equal_prompts_at_the_same_time_are_computed_once(pair: tuple[Path, Path], device: str) -> None:
     """`n` outputs of one prompt: the first computes it, chunk by chunk, and the others wait for it."""
-    engine = build(pair, device, how, prefill_chunk=16)
+    engine = build(pair, device, prefill_chunk=16)
     names = ["a", "b", "c", "d"]
     for number, name in enumerate(names):
         engine.add(spec(name, sampling=Sampling(0.8, seed=number)))
@@ -223,11 +210,11 @@ def test_whoever_waits_for_another_goes_on_when_that_one_leaves(pair: tuple[Path
 
 
 def test_a_cache_never_costs_an_admission_or_a_return_from_the_host(
-    pair: tuple[Path, Path], device: str, how: str
+    pair: tuple[Path, Path], device: str
 ) -> None:
     """A pool that fits two contexts: however full of old KV, it takes two, and one that comes back."""
     blocks = 2 * blocks_needed(41 + 6, 1, SIZE)
-    engine = build(pair, device, how, blocks=blocks)
+    engine = build(pair, device, blocks=blocks)
     for number in range(5):
         first, second = (spec(f"{number}{n}", [number + 9 * n, *PROMPT[1:]]) for n in range(2))
         finish_all(engine, [first, second])
@@ -259,18 +246,16 @@ def finish_all_of(engine: SpeculativeEngine, specs: Sequence[Specification]) -> 
         engine.drop(one.request_id)
 
 
-def test_who_shares_a_start_holds_the_same_blocks_or_its_own(
-    pair: tuple[Path, Path], device: str, how: str
-) -> None:
-    engine = build(pair, device, how, draft_len=0)
+def test_who_shares_a_start_holds_the_same_blocks(pair: tuple[Path, Path], device: str) -> None:
+    engine = build(pair, device, draft_len=0)
     for name in "abc":
         engine.add(spec(name))
         result = engine.round([name])
     held = [engine._sequences[name].target.blocks for name in "abc"]
     assert len(held[0]) == blocks_needed(41, 1, SIZE)
-    assert all((held[0][:10] == blocks[:10]) == (how == "shared") for blocks in held[1:])
+    assert all(held[0][:10] == blocks[:10] for blocks in held[1:])
     used = len({block for blocks in held for block in blocks})
-    assert used == (13 if how == "shared" else 33)
+    assert used == 13
     assert engine.capacity.target_blocks - result.free_target_blocks == used
     for name in "abc":
         engine.drop(name)
@@ -278,9 +263,9 @@ def test_who_shares_a_start_holds_the_same_blocks_or_its_own(
     assert engine._pools[0].allocator.cached_blocks == 10
 
 
-def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: str, how: str) -> None:
+def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: str) -> None:
     """Whoever tries is stopped before anything is computed."""
-    engine = build(pair, device, how)
+    engine = build(pair, device)
     engine.add(spec("a"))
     first_round(engine, "a")
     place = engine._sequences["a"].target
@@ -323,10 +308,8 @@ def test_a_start_that_broke_is_not_found(pair: tuple[Path, Path], device: str, t
         engine.drop("good")
 
 
-def test_what_was_found_is_told_by_the_round_that_succeeds(
-    pair: tuple[Path, Path], device: str, how: str
-) -> None:
-    engine = build(pair, device, how)
+def test_what_was_found_is_told_by_the_round_that_succeeds(pair: tuple[Path, Path], device: str) -> None:
+    engine = build(pair, device)
     finish_all(engine, [spec("a")])
     forward = engine._target.forward
 

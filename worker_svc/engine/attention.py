@@ -1,14 +1,12 @@
 """Attention of packed, ragged rows over a KV pool: what is built once per forward, and what runs in every layer.
 
 A forward takes *pieces*: consecutive tokens of one sequence, each with the position it starts at. Their tokens lie one after
-another in one row of shape [total]. Attention groups pieces into *segments* and runs SDPA once per segment:
+another in one row of shape [total]. On the CPU attention is usually that of `kernels`, which takes pieces as they are. Elsewhere pieces of equal
+length are grouped into *segments*, and SDPA runs once per segment:
 
-    query    [slots, key/value heads, group * tokens, head size]       the query heads of a group are folded into the rows
-    key      [slots, key/value heads, kv, head size]                   a view of the pool where slots lie at equal distances, else gathered
-    mask     [slots, 1, group * tokens, kv]                            additive, 0 or -inf; shared by all layers
-
-A call costs more than the few rows that it computes. So a segment of a view may have slots that no piece fills, between neighbours that are further
-apart than others, and pieces of fewer tokens than its longest: what is computed there is read by nobody.
+    query    [pieces, key/value heads, group * tokens, head size]      the query heads of a group are folded into the rows
+    key      [pieces, key/value heads, kv, head size]                  gathered from the pool; of a single piece a view
+    mask     [pieces, 1, group * tokens, kv]                           additive, 0 or -inf; shared by all layers
 
 Deterministic recipe (single precision, CPU): a row's result depends on the number of rows of its product (classes 1, 2-3, 4 and more)
 and on the padded number of keys. SDPA works through query rows in blocks of a multiple of 32. So: at least 4 folded query rows in each such
@@ -22,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -35,10 +32,6 @@ MIN_ROWS = 4  # rows from which products on the CPU are independent of the numbe
 UNFOLDED_FROM = 64  # tokens from which a piece is not folded: its mask would hold the same rows once per head of the group
 GRANULE = 16  # keys that are read are a multiple of it
 KV_GRANULE = 64  # pieces whose keys come to the same multiple of this, or a power of two times as much, may share a segment
-# Keys of one piece that take as long to read as one segment more takes to call (measured: 14 us).
-SEGMENT_KEYS = 256
-UNEVEN_KEYS = 128  # the same for putting queries into their slots, and back
-UNEVEN_UP_TO = 16  # tokens up to which a piece may share a segment with longer and shorter ones
 TRIED_EVERY = 29  # `exact_spans` tries what every so many-th token of a tile finds: a prime, so that all distances to a multiple of 16 occur
 QUERY_BLOCK = 32  # SDPA on the CPU takes a multiple of so many query rows at a time
 
@@ -53,28 +46,16 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """Pieces at consecutive rows of the packed forward whose attention is one call."""
+    """Pieces of equal length at consecutive rows of the packed forward, whose attention is one call."""
 
     first: int  # packed row of the first token
-    total: int  # packed rows
-    slots: int  # of the call; as many as pieces, or more
-    count: int  # tokens of each slot
+    pieces: int
+    count: int  # tokens of each piece
     spare: int  # query rows that are added and mean nothing, for the deterministic recipe
-    kv: int  # keys that attention reads for each slot
-    base: int  # first pool row, and
-    stride: int  # distance in pool rows from slot to slot, for a view
-    index: torch.Tensor | None  # pool rows [slots * kv] to gather, otherwise
-    mask: torch.Tensor | None  # [slots, 1, rows, kv]; None where every key counts for every row
-    uneven: Uneven | None  # None: slots and pieces are the same, and all have `count` tokens
-
-
-@dataclass(slots=True)
-class Uneven:
-    """Which query goes where in a segment with empty slots, or with pieces of different lengths."""
-
-    rows: torch.Tensor  # [slots * count]: packed row of each; of one that means nothing, any
-    back: torch.Tensor  # [total * heads]: where the output of each query head of each packed row lies
-    heads: torch.Tensor | None = None  # [slots * rows]: which query head each row is; made in the first layer
+    kv: int  # keys that attention reads for each piece
+    base: int  # pool row of the first key of a single piece in one run of blocks
+    index: torch.Tensor | None  # pool rows [pieces * kv] to gather, otherwise
+    mask: torch.Tensor | None  # [pieces, 1, rows, kv]; None where every key counts for every row
 
 
 @dataclass(slots=True)
@@ -116,11 +97,7 @@ class Planner:
         self._spans = spans
         self._min_rows = min_rows  # packed rows at least; the rest is padding
         self._device = pool.device
-        # A view with a batch dimension spares a copy, which is what matters on the CPU; elsewhere few calls matter more.
-        self._views = pool.slices
         self._keys = torch.arange(pool.total_rows, device=pool.device)
-        self._kv_heads = torch.arange(pool.keys[0].shape[1], device=pool.device)
-        self._in_group = torch.arange(group, device=pool.device)
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
         self._never = torch.full((), -torch.inf, dtype=dtype, device=pool.device)
 
@@ -167,22 +144,17 @@ class Planner:
             plan.write_first += 1
         for segment in plan.segments:
             if segment.mask is None:
-                if segment.slots > 1:
-                    return False
                 segment.kv += 1
             else:
                 segment.mask = self._mask(plan.positions, segment)
         return True
 
     def _mask(self, positions: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """Additive mask [slots, 1, folded rows, kv] of rows at the plan's positions."""
-        if segment.uneven is None:
-            own = positions[segment.first : segment.first + segment.total]
-        else:
-            own = positions.index_select(0, segment.uneven.rows)
+        """Additive mask [pieces, 1, folded rows, kv] of rows at the plan's positions."""
+        own = positions[segment.first : segment.first + segment.pieces * segment.count]
         mask = torch.where(
-            self._keys[: segment.kv] <= own.view(segment.slots, 1, segment.count, 1), self._zero, self._never
-        )  # [slots, 1, count, kv]
+            self._keys[: segment.kv] <= own.view(segment.pieces, 1, segment.count, 1), self._zero, self._never
+        )  # [pieces, 1, count, kv]
         if segment.count == 1:  # a single row serves all heads of the group by broadcasting
             return mask.expand(-1, -1, self._group + segment.spare, -1)
         if segment.count < UNFOLDED_FROM and self._group > 1:
@@ -192,42 +164,23 @@ class Planner:
     def _arrange(
         self, pieces: Sequence[Piece], ends: Sequence[int]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Packed order of the pieces, and where its segments begin and end in it.
+        """Packed order of the pieces, and where its segments begin and end in it: equal lengths, and about as many keys."""
+        keys = [(piece.tokens, self._class(end)) for piece, end in zip(pieces, ends, strict=True)]
+        order = sorted(range(len(pieces)), key=keys.__getitem__)
+        runs: list[tuple[int, int]] = []
+        for at, i in enumerate(order):
+            if at and keys[i] == keys[order[at - 1]] and pieces[i].tokens < UNFOLDED_FROM:
+                runs[-1] = (runs[-1][0], at + 1)
+            else:
+                runs.append((at, at + 1))
+        return order, runs
 
-        A view needs slots at equal distances. So of pieces with different lengths either those of one class of lengths are put together, and
-        read few keys, or neighbours in the pool are, and there are few segments: whatever costs less.
-        """
-        if len(pieces) == 1:
-            return [0], [(0, 1)]
-        best: tuple[int, list[int], list[tuple[int, int]]] | None = None
-        tried: list[list[int]] = []
-        for least in (KV_GRANULE, 2 * KV_GRANULE, 4 * KV_GRANULE) if self._views else (KV_GRANULE,):
-            classes = [self._class(end, least) for end in ends]
-            if classes in tried:
-                continue
-            tried.append(classes)
-            # Neighbours in the pool become neighbours in the batch.
-            keys = [
-                (self._shared(piece), at, piece.place.base is None, piece.place.base or 0)
-                for piece, at in zip(pieces, classes, strict=True)
-            ]
-            order = sorted(range(len(pieces)), key=keys.__getitem__)
-            cost, runs = self._runs([pieces[i] for i in order], [keys[i] for i in order])
-            if best is None or cost < best[0]:
-                best = cost, order, runs
-        assert best is not None
-        return best[1], best[2]
-
-    def _shared(self, piece: Piece) -> int:
-        """Pieces for which this is the same may share a segment: those of as many tokens, and all that have few."""
-        return 0 if self._views and piece.tokens <= UNEVEN_UP_TO else piece.tokens
-
-    def _class(self, end: int, least: int) -> int:
+    def _class(self, end: int) -> int:
         """Contexts of this many tokens may share a segment if this is the same: the keys that they read at most."""
-        granule = least
+        granule = KV_GRANULE
         while granule * 2 < end and granule < KV_TILE:
             granule *= 2
-        granule = min(granule, max(least, 2 * KV_GRANULE)) if end <= KV_TILE else granule
+        granule = min(granule, 2 * KV_GRANULE) if end <= KV_TILE else granule
         return self._span(-(-end // granule) * granule)
 
     def _span(self, end: int, single_row: bool = False) -> int:
@@ -238,36 +191,7 @@ class Planner:
             return self._spans[bisect_left(self._spans, end)]
         if single_row:
             return end  # one that may see every key needs no mask
-        granule = GRANULE if self._views else KV_GRANULE
-        return -(-end // granule) * granule
-
-    def _runs(
-        self, pieces: Sequence[Piece], keys: Sequence[tuple[int, int, bool, int]]
-    ) -> tuple[int, list[tuple[int, int]]]:
-        """What the segments of a packed order cost, in keys, and where they begin and end. `keys` are those of `_arrange`."""
-        cost, runs, begin = 0, [], 0
-        while begin < len(pieces):
-            _, span, scattered, base = keys[begin]
-            end, slots, stride = begin + 1, 1, 0
-            even = True
-            while (
-                end < len(pieces) and keys[end][:3] == keys[begin][:3] and pieces[end].tokens < UNFOLDED_FROM
-            ):
-                if self._views and not scattered:
-                    closer = gcd(stride, keys[end][3] - keys[end - 1][3])
-                    wider = (keys[end][3] - base) // closer + 1
-                    if (wider - slots - 1) * span > SEGMENT_KEYS:
-                        break
-                    slots, stride = wider, closer
-                else:
-                    slots += 1
-                even = even and pieces[end].tokens == pieces[begin].tokens
-                end += 1
-            even = even and slots == end - begin
-            cost += slots * span + SEGMENT_KEYS + (0 if even else UNEVEN_KEYS)
-            runs.append((begin, end))
-            begin = end
-        return cost, runs
+        return -(-end // KV_GRANULE) * KV_GRANULE
 
     def _segment(
         self,
@@ -277,51 +201,16 @@ class Planner:
         first_row: Sequence[int],
         positions: torch.Tensor,
     ) -> Segment:
-        counts = [pieces[i].tokens for i in members]
-        count, slots = max(counts), len(members)
-        bases = [pieces[i].place.base for i in members]
-        view = all(base is not None for base in bases) and (self._views or len(members) == 1)
-        base = bases[0] or 0
-        stride, index = 0, None
-        if view:
-            ahead = [(other or 0) - base for other in bases]
-            stride = gcd(*ahead)
-            slots = ahead[-1] // stride + 1 if stride else 1
-        else:
+        count, base = pieces[members[0]].tokens, pieces[members[0]].place.base
+        index = None
+        if len(members) > 1 or base is None:
             index = torch.cat([self._rows(pieces[i].place, span) for i in members])
         folded = count if count >= UNFOLDED_FROM else count * self._group
         spare = _spare_rows(folded) if self._spans is not None else 0
-        uneven = None
-        if slots > len(members) or min(counts) < count:
-            at = [step // stride for step in ahead] if view else range(len(members))
-            uneven = self._uneven(slots, count, folded + spare, at, counts, [first_row[i] for i in members])
-        segment = Segment(
-            first_row[members[0]], sum(counts), slots, count, spare, span, base, stride, index, None, uneven
-        )
-        if count > 1 or uneven is not None or any(pieces[i].start + 1 != span for i in members):
+        segment = Segment(first_row[members[0]], len(members), count, spare, span, base or 0, index, None)
+        if count > 1 or any(pieces[i].start + 1 != span for i in members):
             segment.mask = self._mask(positions, segment)
         return segment
-
-    def _uneven(
-        self,
-        slots: int,
-        count: int,
-        rows: int,
-        at: Sequence[int],
-        counts: Sequence[int],
-        first_row: Sequence[int],
-    ) -> Uneven:
-        """Piece i, of `counts[i]` tokens from packed row `first_row[i]` on, fills slot `at[i]`; a slot has `rows` query rows."""
-        source = [first_row[0]] * (slots * count)
-        back: list[int] = []
-        for slot, tokens, row in zip(at, counts, first_row, strict=True):
-            begin = slot * count
-            source[begin : begin + count] = [row + min(token, tokens - 1) for token in range(count)]
-            back.extend(range(slot * rows, slot * rows + tokens))
-        # Of query head g of a group: g * count rows further; outputs of one row lie by key/value head.
-        own = torch.tensor(back, device=self._device)[:, None, None] + self._in_group * count
-        heads = own * self._kv_heads.numel() + self._kv_heads[:, None]  # [total, kv_heads, group]
-        return Uneven(torch.tensor(source, device=self._device), heads.flatten())
 
     def _rows(self, place: Place, span: int) -> torch.Tensor:
         rows = place.rows(self._device)
@@ -475,15 +364,10 @@ def _attend_segment(
     heads, size = query.shape[1:]
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    slots, count, spare = segment.slots, segment.count, segment.spare
-    k = _entries(keys, segment)  # [slots, kv_heads, kv, size]
+    pieces, count, spare = segment.pieces, segment.count, segment.spare
+    k = _entries(keys, segment)  # [pieces, kv_heads, kv, size]
     v = _entries(values, segment)
-    if segment.uneven is not None:
-        q = _into_slots(query, segment, segment.uneven, kv_heads)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, scale=scale)
-        out = out.transpose(1, 2).reshape(-1, size).index_select(0, segment.uneven.back)
-        return out.view(segment.total, heads, size)
-    q = query[segment.first : segment.first + segment.total]
+    q = query[segment.first : segment.first + pieces * count]
     if count >= UNFOLDED_FROM:
         # One piece. The query heads of a group become the batch; keys are shared along it without a copy.
         q = q.view(count, kv_heads, group, size).permute(2, 1, 0, 3)  # [group, kv_heads, count, size]
@@ -495,43 +379,22 @@ def _attend_segment(
     if count == 1 and 0 < spare <= behind:
         # What lies behind a group's heads, the next group's or whatever else, serves as spare rows without a copy.
         q = q.as_strided(
-            (slots, kv_heads, group + spare, size), (q.stride(0), group * size, size, 1), q.storage_offset()
+            (pieces, kv_heads, group + spare, size), (q.stride(0), group * size, size, 1), q.storage_offset()
         )
     else:
-        q = q.view(slots, count, kv_heads, group, size)
-        q = q.permute(0, 2, 3, 1, 4).reshape(slots, kv_heads, group * count, size)
+        q = q.view(pieces, count, kv_heads, group, size)
+        q = q.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, group * count, size)
         q = pad(q, (0, 0, 0, spare)) if spare else q
     out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, scale=scale)
     if spare:
         out = out[:, :, : group * count]
-    out = out.reshape(slots, kv_heads, group, count, size)
-    return out.permute(0, 3, 1, 2, 4).reshape(slots * count, heads, size)
-
-
-def _into_slots(query: torch.Tensor, segment: Segment, uneven: Uneven, kv_heads: int) -> torch.Tensor:
-    """Queries of an uneven segment: `query` [total, heads, size] to [slots, kv_heads, folded rows and spare ones, size]."""
-    heads, size = query.shape[1:]
-    if query.stride(1) != size or query.stride(2) != 1 or query.stride(0) % size:
-        query = query.contiguous()
-    row = query.stride(0) // size  # heads from row to row: keys and values may lie between them
-    if uneven.heads is None:
-        of_rows = (uneven.rows * row).view(segment.slots, 1, 1, segment.count)
-        of_heads = torch.arange(heads, device=query.device).view(kv_heads, heads // kv_heads, 1)
-        uneven.heads = pad((of_rows + of_heads).flatten(2), (0, segment.spare)).flatten()
-    every = query.as_strided(((query.shape[0] - 1) * row + heads, size), (size, 1), query.storage_offset())
-    return every.index_select(0, uneven.heads).view(segment.slots, kv_heads, -1, size)
+    out = out.reshape(pieces, kv_heads, group, count, size)
+    return out.permute(0, 3, 1, 2, 4).reshape(pieces * count, heads, size)
 
 
 def _entries(pool: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """Keys or values of a segment, [slots, heads, kv, size]: a view where possible."""
+    """Keys or values of a segment, [pieces, heads, kv, size]."""
     heads, size = pool.shape[1:]
-    if segment.index is not None:
-        return (
-            pool.index_select(0, segment.index).view(segment.slots, segment.kv, heads, size).transpose(1, 2)
-        )
-    row = pool.stride(0)
-    return pool.as_strided(
-        (segment.slots, heads, segment.kv, size),
-        (segment.stride * row, size, row, 1),
-        pool.storage_offset() + segment.base * row,
-    )
+    if segment.index is None:
+        return pool[segment.base : segment.base + segment.kv].transpose(0, 1)[None]
+    return pool.index_select(0, segment.index).view(segment.pieces, segment.kv, heads, size).transpose(1, 2)

@@ -9,7 +9,7 @@ A block is `block_size` tokens of one pool. At any time it is
 Cached blocks count as free wherever space is counted. A block gets its name when it is full of committed tokens, and is never written
 again while somebody owns it: so only a block with a name has several owners, and every other one has a single writer.
 
-`BlockAllocator` prefers neighbours, because a request whose blocks follow one another can be read as a slice instead of being gathered.
+`BlockAllocator` prefers neighbours, because a context in one run of memory is read faster, and by SDPA as a view instead of being gathered.
 """
 
 from __future__ import annotations

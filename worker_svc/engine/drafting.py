@@ -33,6 +33,9 @@ UNEVEN = 0.06  # where attention has no kernel of its own, a verification of une
 # estimates that look best are too high, and a request may end sooner. Our choice.
 EARNS = 3.0
 ASKED_EVERY = 8  # rounds, while no draft promises more than none
+FALLING = (
+    2  # depths one after the other that promise less than the one before: still deeper ones are not looked at
+)
 FEW_IN = 8  # one request more or less in so many does not change the choice
 CHOSEN_EVERY = 4  # rounds of the same requests, while some draft: what a proposal is worth and costs changes more slowly than that
 # Weight of one measurement for the points of a cost table next to it, and for all of them. A machine has slower and faster minutes, which
@@ -200,20 +203,21 @@ class _Worth:
     A request drafts its k-th token if a ** k exceeds the threshold. So by falling a, those who draft k tokens are a prefix of those who may.
     """
 
-    def __init__(self, rates: Sequence[float], caps: Sequence[int], deepest: int) -> None:
-        order = sorted(range(len(rates)), key=rates.__getitem__, reverse=True)
+    def __init__(self, rates: Sequence[float], caps: Sequence[int]) -> None:
+        self._rates, self._caps = rates, caps
+        self._order = sorted(range(len(rates)), key=rates.__getitem__, reverse=True)
         self._worths: list[list[float]] = []  # [k - 1]: -(a ** k) of those whose cap is k or more, ascending
         self._sums: list[list[float]] = []  # [k - 1][n]: a ** k of the first n of them together
-        for k in range(1, deepest + 1):
-            order = [i for i in order if caps[i] >= k]
-            worths = [rates[i] ** k for i in order]
-            self._worths.append([-worth for worth in worths])
-            self._sums.append([0.0, *accumulate(worths)])
 
     def at(self, depth: int, threshold: float) -> tuple[list[int], float]:
         """(requests that draft a k-th token for each k up to `depth`, expected tokens of all their proposals)."""
+        for k in range(len(self._worths) + 1, depth + 1):
+            self._order = [i for i in self._order if self._caps[i] >= k]
+            worths = [self._rates[i] ** k for i in self._order]
+            self._worths.append([-worth for worth in worths])
+            self._sums.append([0.0, *accumulate(worths)])
         counts = [bisect.bisect_left(worths, -threshold) for worths in self._worths[:depth]]
-        return counts, sum(sums[count] for sums, count in zip(self._sums, counts, strict=False))
+        return counts, sum([sums[count] for sums, count in zip(self._sums, counts, strict=False)])
 
 
 class _WorthOfOne:
@@ -334,12 +338,13 @@ class DraftLengths:
                 [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
                 for kind in (False, True)
             )
-            drafted = _Worth(rates, own, deepest)
-            found = _Worth(rates, given, deepest) if any(given) else None
+            drafted = _Worth(rates, own)
+            found = _Worth(rates, given) if any(given) else None
         kept = best if self._depth == 0 else None
+        before, falling = 0.0, 0  # goodput at the depth before, and for how many depths it has been falling
         for depth in range(1, deepest + 1):
             # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
-            row_s, price = rows_s[depth - 1], best.goodput
+            row_s, price, here = rows_s[depth - 1], best.goodput, 0.0
             for least, least_found in ((price * (row_s + another_s), price * row_s), (0.0, 0.0)):
                 counts, tokens = drafted.at(depth, least)
                 proposed = sum(counts)
@@ -352,10 +357,15 @@ class DraftLengths:
                 if 0 < proposed < count * depth:
                     seconds += self.uneven * verify(rows + proposed, keys)
                 choice = _Choice((count + tokens) / seconds, depth, least, least_found)
+                here = max(here, choice.goodput)
                 if depth == self._depth and (kept is None or choice.goodput > kept.goodput):
                     kept = choice
                 if choice.goodput > best.goodput:
                     best = choice
+            falling = falling + 1 if here < before else 0
+            before = here
+            if falling == FALLING and depth >= (self._depth or 0):
+                break
         if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS):
             best = kept
         best_lengths = [

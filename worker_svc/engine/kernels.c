@@ -330,8 +330,8 @@ INLINE void multiply_rows(int most, int panels, const float *x, int64_t rows, in
     }
 }
 
-/* Few rows take more panels at a time, so that there are enough sums to work on at once. `most4`, `most2`, `most1`: rows that fit the registers with
-   4, 2 and 1 panels. */
+/* Few rows take more panels at a time, so that there are enough sums to work on at once. `most4`, `most2`, `most1`: rows whose sums fit the registers
+   with 4, 2 and 1 panels. Blocks for other machines than those with 32 registers of 16 numbers were not tried: these leave products to others. */
 INLINE void multiply_all(int most4, int most2, int most1, const float *x, int64_t rows, int64_t in, const float *w,
                          const float *bias, float *out, int64_t columns) {
     int64_t panels = columns / PANEL, done = 0;
@@ -343,27 +343,18 @@ INLINE void multiply_all(int most4, int most2, int most1, const float *x, int64_
         multiply_rows(most1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
 }
 
-FOR_EACH_LEVEL
-static void product_16(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {
-    multiply_all(0, 1, 3, x, rows, in, w, bias, out, columns); /* 16 registers of 8 numbers */
-}
-
 #ifdef HAS_LEVELS
 __attribute__((target("arch=x86-64-v4")))
-static void product_32(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {
-    multiply_all(2, 6, 14, x, rows, in, w, bias, out, columns); /* 32 registers of 16 */
-}
-#endif
-
 static void product(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {
-#ifdef HAS_LEVELS
-    if (__builtin_cpu_supports("x86-64-v4")) {
-        product_32(x, rows, in, w, bias, out, columns);
-        return;
-    }
-#endif
-    product_16(x, rows, in, w, bias, out, columns);
+    multiply_all(2, 6, 14, x, rows, in, w, bias, out, columns);
 }
+
+static int multiplies(void) { return __builtin_cpu_supports("x86-64-v4"); }
+#else
+static void product(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {}
+
+static int multiplies(void) { return 0; }
+#endif
 
 /* ---- between products ---- */
 
@@ -511,11 +502,17 @@ static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t 
 static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[7];
     if (!expects(count, 7) || !integers(given, n, 7)) return NULL;
+    if (!multiplies()) {
+        PyErr_SetString(PyExc_NotImplementedError, "no products on this machine");
+        return NULL;
+    }
     Py_BEGIN_ALLOW_THREADS
     product(AT(const float, n[0]), n[1], n[2], AT(const float, n[3]), AT(const float, n[4]), AT(float, n[5]), n[6]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
+
+static PyObject *py_multiplies(PyObject *module, PyObject *none) { return PyBool_FromLong(multiplies()); }
 
 static PyObject *py_turn(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[8];
@@ -553,6 +550,7 @@ static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL,
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "x, rows, in, weight, bias or 0, out, columns"},
+    {"multiplies", py_multiplies, METH_NOARGS, "whether products are done here on this machine"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
      "qkv, pieces, how many, heads, key/value heads, size, turns, pool"},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},

@@ -17,6 +17,7 @@ except ImportError:  # built without a C compiler
     _kernels = None  # type: ignore[assignment]
 
 BUILT = _kernels is not None
+MULTIPLIES = BUILT and _kernels.multiplies()
 LANES = 16
 MOST_HEAD_SIZE = 256
 PANEL = 32  # outputs of a product whose weights lie together
@@ -39,6 +40,7 @@ def multiply(weight: torch.Tensor) -> bool:
     """Whether `Product` takes this weight."""
     return (
         BUILT
+        and MULTIPLIES
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.shape[0] % PANEL == 0

@@ -10,9 +10,8 @@ a model computes something that is not finite, because 0 * nan would leak throug
 
 The length of a sequence is the only truth about which of its entries count: rejected proposals are left behind and overwritten.
 
-Blocks that are full of committed tokens get a name (`remember`), and whoever comes with the same context start has it from
-there (`find`, `hold`). Where attention gathers, the blocks themselves, which are not written any more; where it reads slices, a copy
-in its own blocks, which cost nothing that it would not have had to hold anyway.
+Blocks that are full of committed tokens get a name (`remember`), and are not written any more: whoever comes with the same context start
+reads them where they are (`find`, `hold`).
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ class KVPool:
         self.block_size = block_size
         self.rows = blocks * block_size
         self.device = device
-        # Attention reads slices on the CPU, where that spares a copy in every layer of every round; elsewhere it gathers.
-        self.slices = device.type == "cpu"
-        self.allocator = BlockAllocator(blocks, max(1, region_tokens // block_size), together=self.slices)
+        # Blocks of a sequence that follow one another are read faster where memory is a cache's; a device gathers them anyway.
+        together = device.type == "cpu"
+        self.allocator = BlockAllocator(blocks, max(1, region_tokens // block_size), together=together)
         # One tile that slices may run into, and one row for padding.
         self.total_rows = self.rows + KV_TILE + 1
         self.padding_row = self.total_rows - 1
@@ -119,22 +118,15 @@ class KVPool:
 
         What was found for it is the start of its context then.
         """
-        copies: list[tuple[Place, torch.Tensor]] = []
         # All of it first: the blocks may be among those that are handed out below.
         for place, _, _ in wanted:
-            if place.found and self.slices:
-                source = self.new_place()
-                source.set_blocks(place.found)
-                copies.append((place, self._storage[:, source.rows(self.device)]))
-            elif place.found:
+            if place.found:
                 self.allocator.share(place.found)
                 place.set_blocks(place.found)
                 place.length, place.named = place.found_tokens, len(place.found)
             place.found = []
         for place, needed, expected in wanted:
             self._grow(place, needed, expected)
-        for place, entries in copies:
-            self.copy_in(place, entries)
 
     def _grow(self, place: Place, needed: int, expected: int) -> None:
         missing = self.missing(place, needed)
