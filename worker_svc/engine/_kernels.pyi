@@ -1,5 +1,6 @@
 """Of kernels.c. Tensors are addresses, sizes are counted in numbers; nothing is checked that kernels.py checks."""
 
+def usable() -> bool: ...
 def attend(
     query: int,
     query_row: int,
@@ -14,7 +15,6 @@ def attend(
     scale: float,
     /,
 ) -> None: ...
-def multiplies() -> bool: ...
 def product(x: int, rows: int, width: int, weight: int, bias: int, out: int, columns: int, /) -> None: ...
 def turn(
     qkv: int,

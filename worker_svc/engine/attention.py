@@ -65,21 +65,20 @@ class Plan:
     total: int  # packed rows, padding included
     order: list[int]  # the pieces in packed order, as indices into what the caller passed
     first_row: list[int]  # packed row of the first token of each piece, by the caller's index
-    positions: torch.Tensor  # [total] int64
-    write_rows: torch.Tensor  # [total] int64: pool row that each packed row's key and value go to
+    positions: torch.Tensor  # [total] int64, and
+    write_rows: (
+        torch.Tensor
+    )  # [total] int64: pool row that each packed row's key and value go to; empty where nobody asks
     segments: list[Segment]
     padding: int  # rows at the end that belong to nobody
     write_first: int | None  # where all other rows are written one after another: the pool row of the first
-    pieces: torch.Tensor | None = (
-        None  # [pieces, 5]: in place of segments, where attention is that of `kernels`
-    )
-    scattered: list[torch.Tensor] = field(
-        default_factory=list
-    )  # pool rows that `pieces` has the addresses of
+    # In place of segments where attention is that of `kernels`: [pieces, PIECE_NUMBERS] int64, and the pool rows that it has the addresses of.
+    pieces: torch.Tensor | None = None
+    scattered: list[torch.Tensor] = field(default_factory=list)
 
 
 class Planner:
-    """Builds plans for one pool."""
+    """Builds plans for one pool whose attention is SDPA's."""
 
     def __init__(
         self,
@@ -248,16 +247,16 @@ class KernelPlanner:
         padding = max(0, self._min_rows - total)
         positions, write = self._flat_rows(pieces, padding) if self._flat else (_NO_ROWS, _NO_ROWS)
         return Plan(
-            total + padding,
-            list(range(len(pieces))),
-            first_row,
-            positions,
-            write,
-            [],
-            padding,
-            None,
-            torch.tensor(table, dtype=torch.int64).view(-1, kernels.PIECE_NUMBERS),
-            scattered,
+            total=total + padding,
+            order=list(range(len(pieces))),
+            first_row=first_row,
+            positions=positions,
+            write_rows=write,
+            segments=[],
+            padding=padding,
+            write_first=None,
+            pieces=torch.tensor(table, dtype=torch.int64).view(-1, kernels.PIECE_NUMBERS),
+            scattered=scattered,
         )
 
     def _flat_rows(self, pieces: Sequence[Piece], padding: int) -> tuple[torch.Tensor, torch.Tensor]:

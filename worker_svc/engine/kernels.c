@@ -3,8 +3,8 @@
    Every number that is computed for a row depends on that row and on the keys and values it sees, in an order that only its own position decides:
    not on the other rows of the call, nor on how many there are. That is what makes a request's text independent of its batch.
 
-   Written with the vector extensions of GCC and Clang, 16 lanes wide: they become whatever the machine has. On x86 with glibc each entry
-   point is compiled for three levels of the instruction set, and the best one is taken when the module is loaded. */
+   Written with the vector extensions of GCC and Clang, 16 lanes wide, for x86 with AVX-512. `usable` tells whether this machine has it; elsewhere such
+   vectors live in memory, and everything here is slower than what torch does. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -32,11 +32,12 @@ enum {
 };
 
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define HAS_LEVELS
-#define FOR_EACH_LEVEL __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#ifdef __x86_64__
+#define AVX512 __attribute__((target("arch=x86-64-v4")))
+#define USABLE __builtin_cpu_supports("x86-64-v4")
 #else
-#define FOR_EACH_LEVEL
+#define AVX512
+#define USABLE 0
 #endif
 
 /* ---- vectors ---- */
@@ -268,7 +269,7 @@ INLINE void attend_all(const float *query, int64_t query_row, float *out, const 
     }
 }
 
-FOR_EACH_LEVEL
+AVX512
 static void attend(const float *query, int64_t query_row, float *out, const Piece *pieces, int64_t count, int64_t heads,
                    int64_t kv_heads, const Layer *given) {
     Layer layer = *given; /* what is constant below becomes code of its own */
@@ -331,7 +332,7 @@ INLINE void multiply_rows(int most, int panels, const float *x, int64_t rows, in
 }
 
 /* Few rows take more panels at a time, so that there are enough sums to work on at once. `most4`, `most2`, `most1`: rows whose sums fit the registers
-   with 4, 2 and 1 panels. Blocks for other machines than those with 32 registers of 16 numbers were not tried: these leave products to others. */
+   with 4, 2 and 1 panels. */
 INLINE void multiply_all(int most4, int most2, int most1, const float *x, int64_t rows, int64_t in, const float *w,
                          const float *bias, float *out, int64_t columns) {
     int64_t panels = columns / PANEL, done = 0;
@@ -343,25 +344,17 @@ INLINE void multiply_all(int most4, int most2, int most1, const float *x, int64_
         multiply_rows(most1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
 }
 
-#ifdef HAS_LEVELS
-__attribute__((target("arch=x86-64-v4")))
+AVX512
 static void product(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {
     multiply_all(2, 6, 14, x, rows, in, w, bias, out, columns);
 }
-
-static int multiplies(void) { return __builtin_cpu_supports("x86-64-v4"); }
-#else
-static void product(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {}
-
-static int multiplies(void) { return 0; }
-#endif
 
 /* ---- between products ---- */
 
 /* Rotate queries in place, and keys on their way to the pool; values go there as they are.
    qkv [rows, heads + 2 * kv_heads, size], the two numbers that rotate together side by side; turns [positions, 2, size]: cosines, and sines
    with the sign of the first of the two reversed; pool [pool rows, 2, kv_heads, size]. */
-FOR_EACH_LEVEL
+AVX512
 static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
                  const float *turns, float *pool) {
     for (const Piece *piece = pieces; piece < pieces + count; piece++)
@@ -383,7 +376,7 @@ static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, 
 }
 
 /* x += y, and out = x divided by its root mean square; x, y, out [rows, size]. Without y: x as it is. */
-FOR_EACH_LEVEL
+AVX512
 static void add_norm(float *x, const float *y, float *out, int64_t rows, int64_t size, float epsilon) {
     for (int64_t row = 0; row < rows; row++, x += size, out += size) {
         floats squares = {0};
@@ -402,7 +395,7 @@ static void add_norm(float *x, const float *y, float *out, int64_t rows, int64_t
 }
 
 /* out = silu(gate) * up; both [rows, 2 * size], gates first; out [rows, size]. */
-FOR_EACH_LEVEL
+AVX512
 static void gated(const float *both, float *out, int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++, both += 2 * size, out += size)
         for (int64_t c = 0; c < size; c += LANES) {
@@ -439,7 +432,7 @@ INLINE floats logarithm(floats x) {
 #define V_MAX 0x1.fffffep-1f
 
 /* Standard Gumbel noise [rows, vocabulary] of the numbers that counter.py defines; weyl: one number per token id. */
-FOR_EACH_LEVEL
+AVX512
 static void gumbel(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out) {
     for (int64_t row = 0; row < rows; row++, out += vocabulary) {
         const words low = (words){0} + (uint32_t)keys[row], high = (words){0} + (uint32_t)(keys[row] >> 32);
@@ -482,6 +475,8 @@ static int expects(Py_ssize_t given, Py_ssize_t wanted) {
 
 #define AT(type, number) ((type *)(intptr_t)(number))
 
+static PyObject *py_usable(PyObject *module, PyObject *none) { return PyBool_FromLong(USABLE); }
+
 static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[10];
     if (!expects(count, 11) || !integers(given, n, 10)) return NULL;
@@ -502,17 +497,11 @@ static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t 
 static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[7];
     if (!expects(count, 7) || !integers(given, n, 7)) return NULL;
-    if (!multiplies()) {
-        PyErr_SetString(PyExc_NotImplementedError, "no products on this machine");
-        return NULL;
-    }
     Py_BEGIN_ALLOW_THREADS
     product(AT(const float, n[0]), n[1], n[2], AT(const float, n[3]), AT(const float, n[4]), AT(float, n[5]), n[6]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
-
-static PyObject *py_multiplies(PyObject *module, PyObject *none) { return PyBool_FromLong(multiplies()); }
 
 static PyObject *py_turn(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[8];
@@ -550,7 +539,7 @@ static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL,
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "x, rows, in, weight, bias or 0, out, columns"},
-    {"multiplies", py_multiplies, METH_NOARGS, "whether products are done here on this machine"},
+    {"usable", py_usable, METH_NOARGS, "whether this machine has what the others need"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
      "qkv, pieces, how many, heads, key/value heads, size, turns, pool"},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},

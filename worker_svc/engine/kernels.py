@@ -1,7 +1,7 @@
 """Attention, and the steps between products, in C (kernels.c): for one thread on the CPU.
 
 What a row comes to depends on its own sequence alone, bit for bit: not on other rows, on how many there are, nor on where blocks lie. Where this does
-not serve (other devices, more threads, heads of odd sizes, no C compiler when the package was built), torch's operators do.
+not serve (other devices, CPUs without AVX-512, more threads, heads of odd sizes, no C compiler when the package was built), torch's operators do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ except ImportError:  # built without a C compiler
     _kernels = None  # type: ignore[assignment]
 
 BUILT = _kernels is not None
-MULTIPLIES = BUILT and _kernels.multiplies()
+USABLE = BUILT and _kernels.usable()
 LANES = 16
 MOST_HEAD_SIZE = 256
 PANEL = 32  # outputs of a product whose weights lie together
@@ -27,7 +27,7 @@ PIECE_NUMBERS = 5  # of a piece in kernels.c
 def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether attention of such a model is done here."""
     return (
-        BUILT
+        USABLE
         and device.type == "cpu"
         and dtype in (torch.float32, torch.bfloat16)
         and head_size % LANES == 0
@@ -39,8 +39,7 @@ def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
 def multiply(weight: torch.Tensor) -> bool:
     """Whether `Product` takes this weight."""
     return (
-        BUILT
-        and MULTIPLIES
+        USABLE
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.shape[0] % PANEL == 0

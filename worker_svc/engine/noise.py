@@ -43,7 +43,7 @@ class Noise:
 
     def gumbel(self, keys: Sequence[int]) -> torch.Tensor:
         """Standard Gumbel noise, float32 [rows, vocab]; `keys` are those of `counter.row_key`."""
-        if kernels.BUILT and self._weyl.device.type == "cpu":
+        if kernels.USABLE and self._weyl.device.type == "cpu":
             return kernels.gumbel(keys, self._weyl)
         v = self.bits(keys).to(torch.float32)
         # Signed bits b stand for the unsigned number b + 2**32 * (b < 0); as v only has to be uniform, 0 <= b < 2**31 must
