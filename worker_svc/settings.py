@@ -114,7 +114,7 @@ class WorkerSettings(ServingSettings, LinkSettings):
     prefix_reuse_tokens: int = field(
         64,
         help="KV of an earlier request is reused where a prompt begins with at least so many of the same tokens; smaller: more "
-        "copies for less; 0: never, so that nobody can tell by times or by cached_prompt_tokens what others asked",
+        "to look up for less; 0: never, so that nobody can tell by times or by cached_prompt_tokens what others asked",
         minimum=0,
     )
 
