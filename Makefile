@@ -33,7 +33,7 @@ $(VENV)/.torch: choice
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
 # Order matters: the pinned and hashed packages bring all that torch needs, so that torch comes alone.
-$(STAMP): $(VENV)/.torch constraints.txt pyproject.toml setup.py worker_svc/engine/kernels.c
+$(STAMP): $(VENV)/.torch constraints.txt pyproject.toml setup.py $(wildcard worker_svc/engine/kernels*.[ch])
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core compiled ahead of time, by mypyc."""
 
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from setuptools import Extension, setup
 
 KERNELS = Extension(
     "worker_svc.engine._kernels",
-    ["worker_svc/engine/kernels.c"],
+    [f"worker_svc/engine/kernels{part}.c" for part in ("", "_avx2", "_avx512")],
+    depends=["worker_svc/engine/kernels.h", "worker_svc/engine/kernels_body.h"],
     extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
@@ -30,4 +32,6 @@ def compiled_core() -> list[Any]:
     )
 
 
-setup(ext_modules=[KERNELS, *compiled_core()])
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+setup(ext_modules=[*([KERNELS] if X86 else []), *compiled_core()])

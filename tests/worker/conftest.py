@@ -31,7 +31,7 @@ def by_kernels_and_by_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     from worker_svc.engine import kernels
 
     if request.param == "kernels" and not kernels.USABLE:
-        pytest.skip("no AVX-512, or built without a C compiler")
+        pytest.skip("no AVX2, or built without a C compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "USABLE", request.param == "kernels")
         yield

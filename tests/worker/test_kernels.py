@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,21 @@ from worker_svc.engine.kv import KVPool, Place
 COULD_BE_BUILT = shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists()
 pytestmark = pytest.mark.skipif(
     not kernels.USABLE and (kernels.BUILT or not COULD_BE_BUILT),
-    reason="no AVX-512, no C compiler, or no headers of Python",
+    reason="no AVX2, no C compiler, or no headers of Python",
 )
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=[16, 8], ids=["AVX-512", "AVX2"])
+def width(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test runs for each width of vectors that this machine has."""
+    if kernels._kernels.use(request.param) < request.param:
+        pytest.skip("not on this machine")
+    yield
+    kernels._kernels.use(16)
+
+
 CONTEXTS = ((0, 1), (0, 7), (15, 1), (16, 2), (99, 5), (127, 3), (250, 17), (600, 40))  # start, tokens
 
 

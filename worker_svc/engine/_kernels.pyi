@@ -1,6 +1,6 @@
 """Of kernels.c. Tensors are addresses, sizes are counted in numbers; nothing is checked that kernels.py checks."""
 
-def usable() -> bool: ...
+def use(most: int, /) -> int: ...
 def attend(
     query: int,
     query_row: int,

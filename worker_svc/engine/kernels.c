@@ -1,463 +1,11 @@
-/* What a small model's forward on the CPU spends its time on besides products: attention over the KV pool, and the steps between products.
-
-   Every number that is computed for a row depends on that row and on the keys and values it sees, in an order that only its own position decides:
-   not on the other rows of the call, nor on how many there are. That is what makes a request's text independent of its batch.
-
-   Written with the vector extensions of GCC and Clang, 16 lanes wide, for x86 with AVX-512. `usable` tells whether this machine has it; elsewhere such
-   vectors live in memory, and everything here is slower than what torch does. */
+/* The module worker_svc.engine._kernels. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "kernels.h"
 
-typedef float floats __attribute__((vector_size(64)));
-typedef float floats_anywhere __attribute__((vector_size(64), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t halves_anywhere __attribute__((vector_size(32), aligned(2)));
-
-enum {
-    LANES = 16,
-    TILE = 128,     /* keys that are looked at before the running softmax is brought up to date */
-    ROWS = 16,      /* query rows that share one reading of the keys */
-    TOGETHER = 4,   /* query rows, and */
-    WIDE = 4,       /* vectors of each, whose weighted values are summed in registers */
-    MOST_SIZE = 256, /* numbers of a head */
-    LINE = 64,         /* bytes of a cache line */
-    READ_AHEAD = 1 << 19, /* bytes of a context; half of what a core's own cache often holds */
-    PANEL = 32       /* outputs of a product whose weights lie together */
-};
-
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __x86_64__
-#define AVX512 __attribute__((target("arch=x86-64-v4")))
-#define USABLE __builtin_cpu_supports("x86-64-v4")
-#else
-#define AVX512
-#define USABLE 0
-#endif
-
-/* ---- vectors ---- */
-
-INLINE floats load(const float *from) { return *(const floats_anywhere *)from; }
-INLINE void store(float *to, floats what) { *(floats_anywhere *)to = what; }
-INLINE floats all(float x) { return (floats){0} + x; }
-INLINE floats pick(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
-
-/* 16 numbers of the pool: bfloat16 is the upper half of a float. */
-INLINE floats load_entry(const char *entry, int at, int half) {
-    if (!half) return load((const float *)entry + at);
-    words wide = __builtin_convertvector(*(const halves_anywhere *)((const uint16_t *)entry + at), words);
-    return (floats)(wide << 16);
-}
-
-INLINE float largest(floats v) {
-    float most = v[0];
-    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
-    return most;
-}
-
-INLINE float total(floats v) {
-    float part[8];
-    for (int i = 0; i < 8; i++) part[i] = v[i] + v[i + 8];
-    for (int i = 0; i < 4; i++) part[i] += part[i + 4];
-    return (part[0] + part[2]) + (part[1] + part[3]);
-}
-
-/* e^x to about 1e-7 of itself, 0 below the smallest normal number: 2^n times a polynomial on half a power of two around 0
-   (coefficients: S. Moshier, Cephes, expf). */
-INLINE floats exponential(floats x) {
-    ints vanishes = x < -87.0f;
-    x = pick(vanishes, all(-87.0f), x);
-    x = pick(x > 88.0f, all(88.0f), x);
-    floats shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: the integer lies in the lowest bits */
-    floats n = shifted - 12582912.0f;
-    floats rest = x - n * 0.693359375f;
-    rest = rest + n * 2.12194440e-4f;
-    floats y = all(1.9875691500e-4f);
-    y = y * rest + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * (rest * rest) + rest + 1.0f;
-    floats power = (floats)(((ints)shifted - 0x4B400000 + 127) << 23);
-    return pick(vanishes, (floats){0}, y * power);
-}
-
-/* Lane k of the result is the sum of the lanes of v[k]. */
-INLINE floats sums(const floats *v) {
-#define HALVE(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-    floats a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++)
-        a[i] = HALVE(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-               HALVE(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    for (int i = 0; i < 4; i++)
-        b[i] = HALVE(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               HALVE(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    for (int i = 0; i < 2; i++)
-        c[i] = HALVE(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               HALVE(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    return HALVE(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           HALVE(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-#undef HALVE
-}
-
-/* ---- attention ---- */
-
-/* Consecutive tokens of one sequence. As int64 in memory, one after another. */
-typedef struct {
-    int64_t row;         /* packed row of the first */
-    int64_t tokens;
-    int64_t start;       /* position of the first in the context */
-    int64_t base;        /* pool row of the context's first token, where its blocks follow one another */
-    const int64_t *rows; /* otherwise pool rows of the context's tokens */
-} Piece;
-_Static_assert(sizeof(Piece) == 5 * sizeof(int64_t), "the caller writes five numbers per piece");
-
-/* The pool of one layer, and the heads. Distances in bytes. */
-typedef struct {
-    const char *entries;
-    int64_t row;   /* from one pool row to the next */
-    int64_t value; /* from a key to its value */
-    int size;      /* numbers of a head */
-    int half;      /* bfloat16 */
-    float scale;
-} Layer;
-
-INLINE const char *entry(const Layer *layer, const Piece *piece, int64_t at) {
-    return layer->entries + (piece->base >= 0 ? piece->base + at : piece->rows[at]) * layer->row;
-}
-
-/* weighted[r] += sum over keys of weight[r][key] * value[key], for a few rows and vectors that fit the registers. */
-INLINE void add_values(int rows, int wide, float (*weighted)[MOST_SIZE], float (*weight)[TILE], const char *const *keys,
-                       int count, const Layer *layer, int at) {
-    floats sum[TOGETHER][WIDE];
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < wide; j++) sum[r][j] = load(weighted[r] + at + j * LANES);
-    for (int i = 0; i < count; i++) {
-        const char *value = keys[i] + layer->value;
-        for (int j = 0; j < wide; j++) {
-            floats part = load_entry(value, at + j * LANES, layer->half);
-            for (int r = 0; r < rows; r++) sum[r][j] += part * weight[r][i];
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < wide; j++) store(weighted[r] + at + j * LANES, sum[r][j]);
-}
-
-INLINE void add_values_wide(int wide, int rows, float (*weighted)[MOST_SIZE], float (*weight)[TILE],
-                            const char *const *keys, int count, const Layer *layer, int at) {
-    switch (rows) {
-    case 1: add_values(1, wide, weighted, weight, keys, count, layer, at); break;
-    case 2: add_values(2, wide, weighted, weight, keys, count, layer, at); break;
-    case 3: add_values(3, wide, weighted, weight, keys, count, layer, at); break;
-    default: add_values(4, wide, weighted, weight, keys, count, layer, at);
-    }
-}
-
-/* Up to ROWS query rows of one key/value head; row r sees the first sees[r] keys. Softmax over tiles of keys (M. Milakov and
-   N. Gimelshein, "Online normalizer calculation for softmax", 2018). */
-INLINE void attend_block(int rows, const float *const *query, float *const *out, const int64_t *sees, const Piece *piece,
-                         int64_t head, const Layer *layer) {
-    const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int size = layer->size;
-    float weight[ROWS][TILE] __attribute__((aligned(64)));
-    float weighted[ROWS][MOST_SIZE] __attribute__((aligned(64)));
-    float most[ROWS], sum[ROWS];
-    const char *keys[TILE];
-    int64_t last = sees[rows - 1];
-    for (int r = 0; r < rows; r++) {
-        most[r] = -INFINITY;
-        sum[r] = 0;
-        memset(weighted[r], 0, (size_t)size * sizeof(float));
-    }
-    for (int64_t begin = 0; begin < last; begin += TILE) {
-        const int count = last - begin < TILE ? (int)(last - begin) : TILE;
-        const int padded = (count + LANES - 1) / LANES * LANES;
-        for (int i = 0; i < padded; i++) {
-            int64_t at = begin + (i < count ? i : count - 1); /* what lies behind is not read */
-            keys[i] = entry(layer, piece, at) + head;
-        }
-        for (int at = 0; at < padded; at += LANES)
-            for (int r = 0; r < rows; r++) {
-                floats dot[LANES], part = load(query[r]);
-                for (int i = 0; i < LANES; i++) dot[i] = load_entry(keys[at + i], 0, layer->half) * part;
-                for (int c = LANES; c < size; c += LANES) {
-                    part = load(query[r] + c);
-                    for (int i = 0; i < LANES; i++) dot[i] += load_entry(keys[at + i], c, layer->half) * part;
-                }
-                int64_t seen = sees[r] - begin - at;
-                floats score = sums(dot) * layer->scale;
-                store(weight[r] + at, pick(lane < (int32_t)(seen < LANES ? seen : LANES), score, all(-INFINITY)));
-            }
-        for (int r = 0; r < rows; r++) {
-            if (sees[r] <= begin) { /* weights 0, whatever they were multiplied with */
-                memset(weight[r], 0, (size_t)padded * sizeof(float));
-                continue;
-            }
-            floats high = all(-INFINITY);
-            for (int at = 0; at < padded; at += LANES) {
-                floats score = load(weight[r] + at);
-                high = pick(score > high, score, high);
-            }
-            float now = largest(high);
-            if (now == -INFINITY) now = 0; /* no number among them: let that be seen */
-            if (now > most[r]) {
-                float shrink = exponential(all(most[r] - now))[0];
-                sum[r] *= shrink;
-                for (int c = 0; c < size; c += LANES) store(weighted[r] + c, load(weighted[r] + c) * shrink);
-                most[r] = now;
-            }
-            floats together = {0};
-            for (int at = 0; at < padded; at += LANES) {
-                floats share = exponential(load(weight[r] + at) - most[r]);
-                store(weight[r] + at, share);
-                together += share;
-            }
-            sum[r] += total(together);
-        }
-        for (int first = 0; first < rows; first += TOGETHER) {
-            int some = rows - first < TOGETHER ? rows - first : TOGETHER;
-            int c = 0;
-            for (; c + WIDE * LANES <= size; c += WIDE * LANES)
-                add_values_wide(WIDE, some, weighted + first, weight + first, keys, count, layer, c);
-            for (; c < size; c += LANES)
-                add_values_wide(1, some, weighted + first, weight + first, keys, count, layer, c);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < size; c += LANES) store(out[r] + c, load(weighted[r] + c) / sum[r]);
-}
-
-/* Read a context once in the order of its addresses, so that it lies in the cache when it is read head by head: memory is more than twice as fast
-   that way (measured on an AMD Zen 4: 25 against 11 GB/s), and prefetch instructions do not make up for it. */
-INLINE void read_ahead(const Piece *piece, const Layer *layer) {
-    int64_t count = piece->start + piece->tokens, most = READ_AHEAD / layer->row;
-    floats read = {0};
-    for (int64_t i = 0; i < (count < most ? count : most); i++) {
-        const char *line = entry(layer, piece, i);
-        for (int64_t c = 0; c < layer->row; c += LINE) read += load((const float *)(line + c));
-    }
-    volatile float used = read[0];
-    (void)used;
-}
-
-/* query: distance in floats from packed row to packed row; out [rows, heads, size]. */
-INLINE void attend_all(const float *query, int64_t query_row, float *out, const Piece *pieces, int64_t count,
-                       int64_t heads, int64_t kv_heads, const Layer *layer) {
-    const int64_t group = heads / kv_heads;
-    for (int64_t p = 0; p < count; p++) {
-        read_ahead(&pieces[p], layer);
-        for (int64_t h = 0; h < kv_heads; h++)
-            for (int64_t first = 0; first < pieces[p].tokens * group; first += ROWS) {
-                const float *queries[ROWS];
-                float *outs[ROWS];
-                int64_t sees[ROWS], left = pieces[p].tokens * group - first;
-                int rows = left < ROWS ? (int)left : ROWS;
-                for (int r = 0; r < rows; r++) {
-                    int64_t token = (first + r) / group, head = h * group + (first + r) % group;
-                    queries[r] = query + (pieces[p].row + token) * query_row + head * layer->size;
-                    outs[r] = out + ((pieces[p].row + token) * heads + head) * layer->size;
-                    sees[r] = pieces[p].start + token + 1;
-                }
-                attend_block(rows, queries, outs, sees, &pieces[p], h * layer->size * (layer->half ? 2 : 4), layer);
-            }
-    }
-}
-
-AVX512
-static void attend(const float *query, int64_t query_row, float *out, const Piece *pieces, int64_t count, int64_t heads,
-                   int64_t kv_heads, const Layer *given) {
-    Layer layer = *given; /* what is constant below becomes code of its own */
-    if (layer.size == 64 && !layer.half) {
-        layer.size = 64, layer.half = 0;
-        attend_all(query, query_row, out, pieces, count, heads, kv_heads, &layer);
-    } else if (layer.half) {
-        layer.half = 1;
-        attend_all(query, query_row, out, pieces, count, heads, kv_heads, &layer);
-    } else {
-        layer.half = 0;
-        attend_all(query, query_row, out, pieces, count, heads, kv_heads, &layer);
-    }
-}
-
-/* ---- products ---- */
-
-/* out = x @ w.T + bias for a few rows and panels whose sums fit the registers. x [rows, in]; w [panels, in, PANEL]. Each output is summed up in
-   the order of `in`, whatever the block. */
-INLINE void multiply(int rows, int panels, const float *x, int64_t in, const float *w, const float *bias, float *out,
-                     int64_t columns) {
-    floats sum[14][8];
-    const int vectors = panels * PANEL / LANES;
-#pragma GCC unroll 14
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < vectors; j++) sum[r][j] = bias ? load(bias + j * LANES) : (floats){0};
-    for (int64_t k = 0; k < in; k++) {
-        floats part[8];
-#pragma GCC unroll 8
-        for (int j = 0; j < vectors; j++) part[j] = load(w + (j / 2 * in + k) * PANEL + j % 2 * LANES);
-#pragma GCC unroll 14
-        for (int r = 0; r < rows; r++) {
-            floats own = all(x[r * in + k]);
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; j++) sum[r][j] += own * part[j];
-        }
-    }
-#pragma GCC unroll 14
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < vectors; j++) store(out + r * columns + j * LANES, sum[r][j]);
-}
-
-/* All rows against `panels` neighbouring panels, in equal blocks of `most` rows at most. */
-INLINE void multiply_rows(int most, int panels, const float *x, int64_t rows, int64_t in, const float *w, const float *bias,
-                          float *out, int64_t columns) {
-    int64_t blocks = (rows + most - 1) / most;
-    for (int64_t at = 0, first = 0, next; at < blocks; at++, first = next) {
-        next = rows * (at + 1) / blocks;
-        const float *own = x + first * in;
-        float *to = out + first * columns;
-#define ROWS_ARE(n) case n: if (n <= most) multiply(n, panels, own, in, w, bias, to, columns); break;
-        switch (next - first) {
-            ROWS_ARE(1) ROWS_ARE(2) ROWS_ARE(3) ROWS_ARE(4) ROWS_ARE(5) ROWS_ARE(6) ROWS_ARE(7)
-            ROWS_ARE(8) ROWS_ARE(9) ROWS_ARE(10) ROWS_ARE(11) ROWS_ARE(12) ROWS_ARE(13) ROWS_ARE(14)
-        }
-#undef ROWS_ARE
-    }
-}
-
-/* Few rows take more panels at a time, so that there are enough sums to work on at once. `most4`, `most2`, `most1`: rows whose sums fit the registers
-   with 4, 2 and 1 panels. */
-INLINE void multiply_all(int most4, int most2, int most1, const float *x, int64_t rows, int64_t in, const float *w,
-                         const float *bias, float *out, int64_t columns) {
-    int64_t panels = columns / PANEL, done = 0;
-    for (; rows <= most4 && done + 4 <= panels; done += 4)
-        multiply_rows(most4, 4, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
-    for (; rows <= most2 && done + 2 <= panels; done += 2)
-        multiply_rows(most2, 2, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
-    for (; done < panels; done++)
-        multiply_rows(most1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
-}
-
-AVX512
-static void product(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {
-    multiply_all(2, 6, 14, x, rows, in, w, bias, out, columns);
-}
-
-/* ---- between products ---- */
-
-/* Rotate queries in place, and keys on their way to the pool; values go there as they are.
-   qkv [rows, heads + 2 * kv_heads, size], the two numbers that rotate together side by side; turns [positions, 2, size]: cosines, and sines
-   with the sign of the first of the two reversed; pool [pool rows, 2, kv_heads, size]. */
-AVX512
-static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
-                 const float *turns, float *pool) {
-    for (const Piece *piece = pieces; piece < pieces + count; piece++)
-        for (int64_t token = 0, at = piece->start; token < piece->tokens; token++, at++) {
-            float *own = qkv + (piece->row + token) * (heads + 2 * kv_heads) * size;
-            const float *cosines = turns + at * 2 * size, *sines = cosines + size;
-            float *to_pool = pool + (piece->base >= 0 ? piece->base + at : piece->rows[at]) * 2 * kv_heads * size;
-            for (int64_t head = 0; head < heads + kv_heads; head++) {
-                const float *from = own + head * size;
-                float *to = head < heads ? own + head * size : to_pool + (head - heads) * size;
-                for (int64_t c = 0; c < size; c += LANES) {
-                    floats x = load(from + c);
-                    floats other = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-                    store(to + c, x * load(cosines + c) + other * load(sines + c));
-                }
-            }
-            memcpy(to_pool + kv_heads * size, own + (heads + kv_heads) * size, (size_t)(kv_heads * size) * sizeof(float));
-        }
-}
-
-/* x += y, and out = x divided by its root mean square; x, y, out [rows, size]. Without y: x as it is. */
-AVX512
-static void add_norm(float *x, const float *y, float *out, int64_t rows, int64_t size, float epsilon) {
-    for (int64_t row = 0; row < rows; row++, x += size, out += size) {
-        floats squares = {0};
-        for (int64_t c = 0; c < size; c += LANES) {
-            floats value = load(x + c);
-            if (y) {
-                value += load(y + c);
-                store(x + c, value);
-            }
-            squares += value * value;
-        }
-        if (y) y += size;
-        float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
-        for (int64_t c = 0; c < size; c += LANES) store(out + c, load(x + c) * factor);
-    }
-}
-
-/* out = silu(gate) * up; both [rows, 2 * size], gates first; out [rows, size]. */
-AVX512
-static void gated(const float *both, float *out, int64_t rows, int64_t size) {
-    for (int64_t row = 0; row < rows; row++, both += 2 * size, out += size)
-        for (int64_t c = 0; c < size; c += LANES) {
-            floats gate = load(both + c);
-            store(out + c, gate / (exponential(-gate) + 1.0f) * load(both + size + c));
-        }
-}
-
-/* ---- noise ---- */
-
-/* The natural logarithm of x > 0, normal, to about 1e-7 (coefficients: S. Moshier, Cephes, logf). */
-INLINE floats logarithm(floats x) {
-    ints bits = (ints)x;
-    ints exponent = ((bits - 0x3F3504F3) >> 23); /* so that what is left lies between the roots of 1/2 and 2 */
-    floats rest = (floats)(bits - (exponent << 23)) - 1.0f;
-    floats n = __builtin_convertvector(exponent, floats);
-    floats y = all(7.0376836292e-2f);
-    y = y * rest - 1.1514610310e-1f;
-    y = y * rest + 1.1676998740e-1f;
-    y = y * rest - 1.2420140846e-1f;
-    y = y * rest + 1.4249322787e-1f;
-    y = y * rest - 1.6668057665e-1f;
-    y = y * rest + 2.0000714765e-1f;
-    y = y * rest - 2.4999993993e-1f;
-    y = y * rest + 3.3333331174e-1f;
-    floats square = rest * rest;
-    y = y * rest * square + n * -2.12194440e-4f - 0.5f * square;
-    return rest + y + n * 0.693359375f;
-}
-
-/* Of counter.py. */
-#define MIX_A 0x7FEB352Du
-#define MIX_B 0x846CA68Bu
-#define V_MAX 0x1.fffffep-1f
-
-/* Standard Gumbel noise [rows, vocabulary] of the numbers that counter.py defines; weyl: one number per token id. */
-AVX512
-static void gumbel(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out) {
-    for (int64_t row = 0; row < rows; row++, out += vocabulary) {
-        const words low = (words){0} + (uint32_t)keys[row], high = (words){0} + (uint32_t)(keys[row] >> 32);
-        for (int64_t id = 0; id < vocabulary; id += LANES) {
-            int64_t left = vocabulary - id;
-            words x = {0};
-            memcpy(&x, weyl + id, (size_t)(left < LANES ? left : LANES) * sizeof(uint32_t));
-            x ^= low;
-            x = (x ^ (x >> 16)) * MIX_A;
-            x = (x ^ (x >> 15)) + high;
-            x *= MIX_B;
-            x ^= x >> 16;
-            floats v = __builtin_convertvector((ints)x, floats) * 0x1p-32f + 0x1p-33f;
-            v = pick(v < 0.0f, v + 1.0f, v);
-            v = pick(v > V_MAX, all(V_MAX), v);
-            /* -log(1 - v): what 1 - v is rounded by is made good (W. Kahan). */
-            floats u = 1.0f - v, lost = 1.0f - u;
-            floats exponential_noise = pick(lost == 0.0f, v, -logarithm(u) * (v / lost));
-            floats noise = -logarithm(exponential_noise);
-            memcpy(out + id, &noise, (size_t)(left < LANES ? left : LANES) * sizeof(float));
-        }
-    }
-}
-
-/* ---- Python: addresses and numbers, checked by the caller (kernels.py) ---- */
+/* Arguments are addresses and numbers, checked by the caller (kernels.py). */
 
 static int integers(PyObject *const *given, int64_t *to, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -473,9 +21,20 @@ static int expects(Py_ssize_t given, Py_ssize_t wanted) {
     return 0;
 }
 
+static const Kernels *kernels; /* set by `use`; nothing else is called before */
+
 #define AT(type, number) ((type *)(intptr_t)(number))
 
-static PyObject *py_usable(PyObject *module, PyObject *none) { return PyBool_FromLong(USABLE); }
+/* Numbers of the widest vectors that this machine has kernels for, at most `most`; these are used from now on. 0: there are none. */
+static PyObject *py_use(PyObject *module, PyObject *most) {
+    long limit = PyLong_AsLong(most), lanes = 0;
+    if (limit == -1 && PyErr_Occurred()) return NULL;
+#ifdef __x86_64__
+    if (limit >= 8 && __builtin_cpu_supports("x86-64-v3")) kernels = &kernels_avx2, lanes = 8;
+    if (limit >= 16 && __builtin_cpu_supports("x86-64-v4")) kernels = &kernels_avx512, lanes = 16;
+#endif
+    return PyLong_FromLong(lanes);
+}
 
 static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[10];
@@ -483,13 +42,13 @@ static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t 
     double scale = PyFloat_AsDouble(given[10]);
     if (scale == -1.0 && PyErr_Occurred()) return NULL;
     int64_t bytes = n[9] ? 2 : 4;
-    if (n[8] % LANES || n[8] > MOST_SIZE || n[6] % n[7]) {
+    if (n[8] % GRAIN || n[8] > MOST_SIZE || n[6] % n[7]) {
         PyErr_SetString(PyExc_ValueError, "heads of this shape are not served");
         return NULL;
     }
     Layer layer = {AT(const char, n[3]), 2 * n[7] * n[8] * bytes, n[7] * n[8] * bytes, (int)n[8], (int)n[9], (float)scale};
     Py_BEGIN_ALLOW_THREADS
-    attend(AT(const float, n[0]), n[1], AT(float, n[2]), AT(const Piece, n[4]), n[5], n[6], n[7], &layer);
+    kernels->attend(AT(const float, n[0]), n[1], AT(float, n[2]), AT(const Piece, n[4]), n[5], n[6], n[7], &layer);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -498,7 +57,7 @@ static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t
     int64_t n[7];
     if (!expects(count, 7) || !integers(given, n, 7)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    product(AT(const float, n[0]), n[1], n[2], AT(const float, n[3]), AT(const float, n[4]), AT(float, n[5]), n[6]);
+    kernels->product(AT(const float, n[0]), n[1], n[2], AT(const float, n[3]), AT(const float, n[4]), AT(float, n[5]), n[6]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -506,7 +65,7 @@ static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t
 static PyObject *py_turn(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[8];
     if (!expects(count, 8) || !integers(given, n, 8)) return NULL;
-    turn(AT(float, n[0]), AT(const Piece, n[1]), n[2], n[3], n[4], n[5], AT(const float, n[6]), AT(float, n[7]));
+    kernels->turn(AT(float, n[0]), AT(const Piece, n[1]), n[2], n[3], n[4], n[5], AT(const float, n[6]), AT(float, n[7]));
     Py_RETURN_NONE;
 }
 
@@ -514,7 +73,7 @@ static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t 
     int64_t n[5];
     if (!expects(count, 5) || !integers(given, n, 5)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    gumbel(AT(const uint64_t, n[0]), n[1], AT(const uint32_t, n[2]), n[3], AT(float, n[4]));
+    kernels->gumbel(AT(const uint64_t, n[0]), n[1], AT(const uint32_t, n[2]), n[3], AT(float, n[4]));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -524,14 +83,14 @@ static PyObject *py_add_norm(PyObject *module, PyObject *const *given, Py_ssize_
     if (!expects(count, 6) || !integers(given, n, 5)) return NULL;
     double epsilon = PyFloat_AsDouble(given[5]);
     if (epsilon == -1.0 && PyErr_Occurred()) return NULL;
-    add_norm(AT(float, n[0]), AT(const float, n[1]), AT(float, n[2]), n[3], n[4], (float)epsilon);
+    kernels->add_norm(AT(float, n[0]), AT(const float, n[1]), AT(float, n[2]), n[3], n[4], (float)epsilon);
     Py_RETURN_NONE;
 }
 
 static PyObject *py_gated(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[4];
     if (!expects(count, 4) || !integers(given, n, 4)) return NULL;
-    gated(AT(const float, n[0]), AT(float, n[1]), n[2], n[3]);
+    kernels->gated(AT(const float, n[0]), AT(float, n[1]), n[2], n[3]);
     Py_RETURN_NONE;
 }
 
@@ -539,7 +98,7 @@ static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL,
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "x, rows, in, weight, bias or 0, out, columns"},
-    {"usable", py_usable, METH_NOARGS, "whether this machine has what the others need"},
+    {"use", py_use, METH_O, "choose kernels with vectors of so many numbers at most; returns how many they have, 0: none"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
      "qkv, pieces, how many, heads, key/value heads, size, turns, pool"},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},

@@ -1,11 +1,12 @@
-"""Attention, and the steps between products, in C (kernels.c): for one thread on the CPU.
+"""Attention, and the steps between products, in C (kernels_body.h): for one thread on the CPU.
 
 What a row comes to depends on its own sequence alone, bit for bit: not on other rows, on how many there are, nor on where blocks lie. Where this does
-not serve (other devices, CPUs without AVX-512, more threads, heads of odd sizes, no C compiler when the package was built), torch's operators do.
+not serve (other devices, CPUs without AVX2, more threads, heads of odd sizes, no C compiler when the package was built), torch's operators do.
 """
 
 from __future__ import annotations
 
+import platform
 from array import array
 from collections.abc import Sequence
 
@@ -17,11 +18,12 @@ except ImportError:  # built without a C compiler
     _kernels = None  # type: ignore[assignment]
 
 BUILT = _kernels is not None
-USABLE = BUILT and _kernels.usable()
-LANES = 16
+MISSED = not BUILT and platform.machine().lower() in ("x86_64", "amd64")  # they could have been built
+USABLE = BUILT and _kernels.use(16) > 0  # the widest vectors that this machine has
+GRAIN = 16  # sizes of heads and of norms are multiples of it
 MOST_HEAD_SIZE = 256
 PANEL = 32  # outputs of a product whose weights lie together
-PIECE_NUMBERS = 5  # of a piece in kernels.c
+PIECE_NUMBERS = 5  # of a piece in kernels.h
 
 
 def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -30,7 +32,7 @@ def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
         USABLE
         and device.type == "cpu"
         and dtype in (torch.float32, torch.bfloat16)
-        and head_size % LANES == 0
+        and head_size % GRAIN == 0
         and head_size <= MOST_HEAD_SIZE
         and torch.get_num_threads() == 1
     )

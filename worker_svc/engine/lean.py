@@ -129,7 +129,7 @@ class LeanModel:
         self.by_kernels = (
             by_kernels
             and self._embedding.dtype == torch.float32
-            and not any(width % kernels.LANES for width in widths)
+            and not any(width % kernels.GRAIN for width in widths)
         )
         if self.by_kernels:
             self._rotations = kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float())

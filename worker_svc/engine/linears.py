@@ -8,7 +8,7 @@ with AVX-512, torch 2.13, one thread; ratios from there):
                   of these, and for the smallest
     packed        oneDNN's own layout: independent at any number of rows in float32; a forward of 4 to 128 rows takes 0.85 of what it does
                   transposed; fastest for large matrices and for bfloat16
-    kernel        float32 with AVX-512, our own (kernels.c): independent at any number of rows; a forward of the demo's target takes 0.3 (1 row), 0.5 (4),
+    kernel        float32, our own (kernels_body.h): independent at any number of rows; a forward of the demo's target takes 0.3 (1 row), 0.5 (4),
                   0.8 (16), 1.0 (64) and 1.08 (200) of what it does packed
 
 `packed` uses operators that are private to torch, so everything is tried out on the spot and what does not hold is not used.

@@ -135,7 +135,7 @@ class PackedModel:
             )
         all_by_kernels = self._lean is not None and self._lean.by_kernels
         self._min_rows = (store.least_rows if all_by_kernels else MIN_ROWS) if self.deterministic else 1
-        if self.device.type == "cpu" and not kernels.BUILT:
+        if self.device.type == "cpu" and kernels.MISSED:
             logging.getLogger(__name__).warning(
                 "the %s model runs by torch's operators, at half the speed: this package was built without a C compiler",
                 self.role,

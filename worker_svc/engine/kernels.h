@@ -1,0 +1,51 @@
+/* What a small model's forward on the CPU spends its time on besides products: attention over the KV pool, and the steps between products.
+
+   Every number that is computed for a row depends on that row and on the keys and values it sees, in an order that only its own position decides:
+   not on the other rows of the call, nor on how many there are. That is what makes a request's text independent of its batch.
+
+   Written with the vector extensions of GCC and Clang (kernels_body.h), and compiled for two widths of vectors (kernels_avx2.c, kernels_avx512.c): one that is
+   wider than the machine's registers would live in memory. kernels.c is what Python sees. */
+
+#pragma once
+
+#include <stdint.h>
+
+/* Consecutive tokens of one sequence. As int64 in memory, one after another. */
+typedef struct {
+    int64_t row;         /* packed row of the first */
+    int64_t tokens;
+    int64_t start;       /* position of the first in the context */
+    int64_t base;        /* pool row of the context's first token, where its blocks follow one another */
+    const int64_t *rows; /* otherwise pool rows of the context's tokens */
+} Piece;
+_Static_assert(sizeof(Piece) == 5 * sizeof(int64_t), "the caller writes five numbers per piece");
+
+/* The pool of one layer, and the heads. Distances in bytes. */
+typedef struct {
+    const char *entries;
+    int64_t row;   /* from one pool row to the next */
+    int64_t value; /* from a key to its value */
+    int size;      /* numbers of a head */
+    int half;      /* bfloat16 */
+    float scale;
+} Layer;
+
+/* The kernels for one width; see kernels_body.h for their arguments. */
+typedef struct {
+    void (*attend)(const float *query, int64_t query_row, float *out, const Piece *pieces, int64_t count, int64_t heads,
+                   int64_t kv_heads, const Layer *layer);
+    void (*product)(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns);
+    void (*turn)(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
+                 const float *turns, float *pool);
+    void (*add_norm)(float *x, const float *y, float *out, int64_t rows, int64_t size, float epsilon);
+    void (*gated)(const float *both, float *out, int64_t rows, int64_t size);
+    void (*gumbel)(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out);
+} Kernels;
+
+extern const Kernels kernels_avx2, kernels_avx512;
+
+enum {
+    GRAIN = 16,      /* sizes of heads and of norms are multiples of it */
+    MOST_SIZE = 256, /* numbers of a head */
+    PANEL = 32       /* outputs of a product whose weights lie together */
+};
