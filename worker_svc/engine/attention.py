@@ -65,10 +65,9 @@ class Plan:
     total: int  # packed rows, padding included
     order: list[int]  # the pieces in packed order, as indices into what the caller passed
     first_row: list[int]  # packed row of the first token of each piece, by the caller's index
-    positions: torch.Tensor  # [total] int64, and
-    write_rows: (
-        torch.Tensor
-    )  # [total] int64: pool row that each packed row's key and value go to; empty where nobody asks
+    # Of each packed row, int64 [total]; both empty where nobody asks.
+    positions: torch.Tensor
+    write_rows: torch.Tensor  # pool row that its key and value go to
     segments: list[Segment]
     padding: int  # rows at the end that belong to nobody
     write_first: int | None  # where all other rows are written one after another: the pool row of the first

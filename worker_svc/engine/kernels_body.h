@@ -107,8 +107,11 @@ INLINE floats sums(const floats *v) {
 
 /* ---- attention ---- */
 
+/* Where the token at this position of a piece's context lies in the pool. */
+INLINE int64_t pool_row(const Piece *piece, int64_t at) { return piece->base >= 0 ? piece->base + at : piece->rows[at]; }
+
 INLINE const char *entry(const Layer *layer, const Piece *piece, int64_t at) {
-    return layer->entries + (piece->base >= 0 ? piece->base + at : piece->rows[at]) * layer->row;
+    return layer->entries + pool_row(piece, at) * layer->row;
 }
 
 /* weighted[r] += sum over keys of weight[r][key] * value[key], for a few rows and vectors that fit the registers. */
@@ -254,7 +257,8 @@ static void attend(const float *query, int64_t query_row, float *out, const Piec
                    int64_t kv_heads, const Layer *given) {
     Layer layer = *given; /* what is constant below becomes code of its own */
     if (layer.size == 64 && !layer.half) {
-        layer.size = 64, layer.half = 0;
+        layer.size = 64;
+        layer.half = 0;
         attend_all(query, query_row, out, pieces, count, heads, kv_heads, &layer);
     } else if (layer.half) {
         layer.half = 1;
@@ -349,7 +353,7 @@ static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, 
         for (int64_t token = 0, at = piece->start; token < piece->tokens; token++, at++) {
             float *own = qkv + (piece->row + token) * (heads + 2 * kv_heads) * size;
             const float *cosines = turns + at * 2 * size, *sines = cosines + size;
-            float *to_pool = pool + (piece->base >= 0 ? piece->base + at : piece->rows[at]) * 2 * kv_heads * size;
+            float *to_pool = pool + pool_row(piece, at) * 2 * kv_heads * size;
             for (int64_t head = 0; head < heads + kv_heads; head++) {
                 const float *from = own + head * size;
                 float *to = head < heads ? own + head * size : to_pool + (head - heads) * size;

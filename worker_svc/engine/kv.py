@@ -99,7 +99,7 @@ class KVPool:
         return Place(self.block_size)
 
     def missing(self, place: Place, needed: int) -> int:
-        """Blocks to take so that `place` holds `needed`. What was found for it counts as if it had to be copied."""
+        """Blocks to take so that `place` holds `needed`. What was found for it counts as if it were nobody else's."""
         return max(0, needed - len(place.blocks))
 
     def find(self, place: Place, names: Sequence[bytes], least_tokens: int) -> None:

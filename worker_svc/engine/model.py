@@ -103,6 +103,7 @@ class PackedModel:
         self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
         # Whether attention is done by `kernels`: any pieces together cost what they cost one by one.
         self.by_kernels = kernels.serve(self.device, self.dtype, self.shape.head_size)
+        self._all_by_kernels = False  # and all between the embedding and the last product
         self._max_length = max_length
         self._lean: LeanModel | None = None
         self._spans: tuple[int, ...] | None = (KV_TILE,) if deterministic else None
@@ -133,8 +134,8 @@ class PackedModel:
                 dtype=self.dtype,
                 device=self.device,
             )
-        all_by_kernels = self._lean is not None and self._lean.by_kernels
-        self._min_rows = (store.least_rows if all_by_kernels else MIN_ROWS) if self.deterministic else 1
+        self._all_by_kernels = self._lean is not None and self._lean.by_kernels
+        self._min_rows = (store.least_rows if self._all_by_kernels else MIN_ROWS) if self.deterministic else 1
         if self.device.type == "cpu" and kernels.MISSED:
             logging.getLogger(__name__).warning(
                 "the %s model runs by torch's operators, at half the speed: this package was built without a C compiler",
@@ -163,8 +164,7 @@ class PackedModel:
         """Use this pool from now on."""
         self.pool = pool
         if self.by_kernels:
-            flat = self._lean is None or not self._lean.by_kernels
-            self.planner = KernelPlanner(pool, min_rows=self._min_rows, flat=flat)
+            self.planner = KernelPlanner(pool, min_rows=self._min_rows, flat=not self._all_by_kernels)
             return
         self.planner = Planner(
             pool,
@@ -181,9 +181,8 @@ class PackedModel:
         """
         wanted = logit_rows
         if wanted is not None and wanted.numel() < self._min_rows:
-            wanted = wanted.repeat(self._min_rows)[
-                : self._min_rows
-            ]  # the output layer is a product like any other
+            # The output layer is a product like any other.
+            wanted = wanted.repeat(self._min_rows)[: self._min_rows]
         if self._lean is not None:
             logits = self._lean.forward(ids, plan, self.pool, wanted)
         else:
