@@ -8,14 +8,14 @@ import pytest
 
 from worker_svc.engine.drafting import (
     ADVANTAGE,
-    ASKED_EVERY,
-    CHOSEN_EVERY,
-    EXPLORED_ONE_IN,
+    EXPLORED_SHARE,
     FEW_IN,
+    FEW_WHILE_NONE_IN,
     FIRST_STEP_ROWS,
+    HELD_AT_FIRST,
+    HELD_AT_MOST,
     MOST_PROBES,
     PROBE_AFTER,
-    PROBE_EVERY,
     PROBE_MISSES,
     UNEVEN,
     Acceptance,
@@ -138,13 +138,20 @@ def test_what_rides_along_makes_no_proposal_cheap() -> None:
     assert lengths_for(**costs).lengths(requests, caps, other_rows=900) == alone
 
 
-def test_where_no_draft_pays_it_is_not_asked_again_in_every_round() -> None:
+def test_an_answer_that_stays_the_same_is_asked_for_more_and_more_seldom() -> None:
     chooser = lengths_for(**COMPUTE_BOUND)
     requests, caps = [experienced(70, 100)] * 4, [8] * 4
-    assert chooser.lengths(requests, caps) == [0] * 4
+    rounds, held = 0, HELD_AT_FIRST
+    while held < HELD_AT_MOST:
+        rounds, held = rounds + held, 2 * held
+    for _ in range(rounds + HELD_AT_MOST + 1):  # the last of them is asked
+        assert chooser.lengths(requests, caps) == [0] * 4
     chooser.set_verify(MEMORY_BOUND["verify"])
-    answers = [max(chooser.lengths(requests, caps)) for _ in range(ASKED_EVERY)]
-    assert answers[:-1] == [0] * (ASKED_EVERY - 1) and answers[-1] > 0
+    answers = [max(chooser.lengths(requests, caps)) for _ in range(HELD_AT_MOST)]
+    assert answers[:-1] == [0] * (HELD_AT_MOST - 1) and answers[-1] > 0
+    chooser.set_verify(COMPUTE_BOUND["verify"])
+    answers = [max(chooser.lengths(requests, caps)) for _ in range(HELD_AT_FIRST)]
+    assert min(answers[:-1]) > 0 == answers[-1], "another answer is asked for again soon"
 
 
 def test_a_choice_holds_for_some_rounds_and_nobody_begins_meanwhile() -> None:
@@ -156,26 +163,43 @@ def test_a_choice_holds_for_some_rounds_and_nobody_begins_meanwhile() -> None:
     requests[0].observe(0, 0)  # drafted nothing, for some reason of its own
     costly = CostTable([1, 1000], [1.0, 1000.0])
     chooser.set_verify(costly)  # from now on a row costs what a token is worth
-    held = [chooser.lengths(requests, caps) for _ in range(CHOSEN_EVERY - 1)]
-    assert held == [[0, *first[1:]]] * (CHOSEN_EVERY - 1)
+    held = [chooser.lengths(requests, caps) for _ in range(HELD_AT_FIRST - 1)]
+    assert held == [[0, *first[1:]]] * (HELD_AT_FIRST - 1)
     assert chooser.lengths(requests, caps) != held[0]
 
 
-def test_one_of_many_that_came_waits_for_the_next_choice() -> None:
-    chooser = lengths_for(**MEMORY_BOUND)
+def test_one_of_many_that_came_drafts_by_the_last_choice_if_it_earns_what_its_draft_must_read() -> None:
+    chooser = lengths_for(**COSTLY_ROWS)
     requests, caps = [experienced(90, 100) for _ in range(FEW_IN)], [8] * FEW_IN
     chosen = chooser.lengths(requests, caps)
-    assert chooser.lengths([*requests, Acceptance()], [*caps, 8]) == [*chosen, 0]
-    assert min(chooser.lengths([*requests, Acceptance(), Acceptance()], [*caps, 8, 8])) > 0, "two came"
+    assert min(chosen) > 0
+    chooser.set_verify(COMPUTE_BOUND["verify"])  # from now on a row costs what a token is worth
+    late, early = Acceptance(), Acceptance()
+    behind = [0.0] * FEW_IN
+    assert chooser.lengths([*requests, late], [*caps, 8], 0, [*behind, 100.0]) == [*chosen, 0]
+    *others, its = chooser.lengths([*requests, early], [*caps, 8], 0, [*behind, 0.0])
+    assert others == chosen and 0 < its <= max(chosen)
+    asked = chooser.lengths([*requests, late, Acceptance()], [*caps, 8, 8])
+    assert max(asked[:FEW_IN]) == 0, "two came"
 
 
-def test_where_a_request_came_or_went_it_is_asked_at_once() -> None:
+def test_where_others_came_or_many_went_it_is_asked_at_once() -> None:
     requests, caps = [experienced(70, 100) for _ in range(4)], [8] * 4
-    for others in ([*requests[1:], experienced(70, 100)], requests[1:]):
+    for others in ([experienced(70, 100) for _ in range(4)], requests[3:]):
         chooser = lengths_for(**COMPUTE_BOUND)
         assert chooser.lengths(requests, caps) == [0] * 4
         chooser.set_verify(MEMORY_BOUND["verify"])
         assert min(chooser.lengths(others, caps[: len(others)])) > 0
+
+
+def test_while_nobody_drafts_one_of_many_more_changes_nothing() -> None:
+    chooser = lengths_for(**COMPUTE_BOUND)
+    requests = [experienced(70, 100) for _ in range(2 * FEW_WHILE_NONE_IN)]
+    assert not any(chooser.lengths(requests, [8] * len(requests)))
+    chooser.set_verify(MEMORY_BOUND["verify"])
+    some = requests[: len(requests) - len(requests) // FEW_WHILE_NONE_IN]
+    assert not any(chooser.lengths(some, [8] * len(some)))
+    assert min(chooser.lengths(some[1:], [8] * len(some[1:]))) > 0, "too many went"
 
 
 def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> None:
@@ -230,28 +254,59 @@ def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_refuse
     assert chooser.lengths(requests, caps) == [0, 1, 0], "its draft may still be reading"
     for _ in range(PROBE_MISSES):
         assert chooser.lengths(requests, caps) == [0, 1, 0]
-        first.observe(0, 1)
+        chooser.observe_acceptance(first, 0, 1)
     waits = PROBE_MISSES + 2
     while chooser.lengths(requests, caps) == [0, 0, 0]:
         waits += 1
-    assert PROBE_EVERY <= waits < PROBE_EVERY + ASKED_EVERY
     assert chooser.lengths(requests, caps) == [1, 0, 0]
+    plain_s = chooser.rest(3) + chooser.verify(3)
+    probe_s = PROBE_MISSES * (chooser.step(1) + chooser.verify_drafted(4) - chooser.verify(3))
+    assert probe_s <= EXPLORED_SHARE * plain_s * waits, (
+        "what a probe takes is a small share of the time to the next"
+    )
+    assert EXPLORED_SHARE * plain_s * (waits - HELD_AT_MOST) <= probe_s
 
 
-def test_while_nobody_drafts_some_of_the_newcomers_show_whether_the_traffic_has_changed() -> None:
+def test_the_one_that_has_least_to_read_is_probed() -> None:
+    chooser = lengths_for(**COMPUTE_BOUND)
+    requests = [silent() for _ in range(3)]
+    assert chooser.lengths(requests, [8] * 3, 0, [2.0, 1.0, 3.0]) == [0, 1, 0]
+
+
+def test_newcomers_show_whether_the_traffic_has_changed() -> None:
     chooser = lengths_for(verify=CostTable([1, 1000], [1.0, 1.5]), step=CostTable([1, 1000], [0.2, 0.6]))
     while chooser.prior.rate > 0.1:
         chooser.prior.observe(0, 1)
-    newcomers = [Acceptance() for _ in range(2 * EXPLORED_ONE_IN)]
+    newcomers = [Acceptance() for _ in range(16)]
     caps = [8] * len(newcomers)
-    assert sum(chooser.lengths(newcomers, caps)) == 2
+    assert sum(chooser.lengths(newcomers, caps)) == 1
     rounds = 1
-    while sum(lengths := chooser.lengths(newcomers, caps)) <= 2:
+    while sum(lengths := chooser.lengths(newcomers, caps)) <= 1:
         rounds += 1
         for request, length in zip(newcomers, lengths, strict=True):
             chooser.observe_acceptance(request, length, length)
-    assert rounds <= MOST_PROBES, "all that these proposed was accepted: now the others draft too"
+    assert rounds <= MOST_PROBES, "all that it proposed was accepted: now the others draft too"
     assert min(lengths) > 0
+
+
+def test_after_a_surprise_the_next_newcomer_is_probed_at_once() -> None:
+    def probes(accepted: int) -> int:
+        """Newcomers that are probed, one at a time, each asked for ten rounds."""
+        chooser = lengths_for(**COMPUTE_BOUND)
+        while chooser.prior.rate > 0.1:
+            chooser.prior.observe(0, 1)
+        found = 0
+        for _ in range(5):
+            newcomer, asked = Acceptance(), False
+            for _ in range(10):
+                (length,) = chooser.lengths([newcomer], [8])
+                asked = asked or length > 0
+                chooser.observe_acceptance(newcomer, accepted, length)
+            found += asked
+        return found
+
+    assert probes(accepted=0) == 1
+    assert probes(accepted=1) > 1
 
 
 def test_a_draft_that_must_read_more_than_it_can_earn_does_not_begin() -> None:

@@ -32,12 +32,16 @@ UNEVEN = 0.06  # where attention has no kernel of its own, a verification of une
 # What a draft reads of a context must be earned back so many times: one or two proposals are made for every two tokens that are to come,
 # estimates that look best are too high, and a request may end sooner. Our choice.
 EARNS = 3.0
-ASKED_EVERY = 8  # rounds, while no draft promises more than none
 FALLING = (
     2  # depths one after the other that promise less than the one before: still deeper ones are not looked at
 )
-FEW_IN = 8  # one request more or less in so many does not change the choice
-CHOSEN_EVERY = 4  # rounds of the same requests, while some draft: what a proposal is worth and costs changes more slowly than that
+FEW_IN = 4  # one request that came or went in so many does not change the choice. Our choice, like the next
+FEW_WHILE_NONE_IN = (
+    2  # while nobody drafts: for those who come there is no other evidence than for those who were there
+)
+# Rounds for which a choice holds: what a proposal is worth and costs changes slowly, and to choose takes as long as a row. At first the
+# former; each time that the next choice says the same, twice as many, up to the latter. Our choice.
+HELD_AT_FIRST, HELD_AT_MOST = 4, 32
 # Weight of one measurement for the points of a cost table next to it, and for all of them. A machine has slower and faster minutes, which
 # all points share: a table that follows them only where it is measured takes whatever was not tried of late for slow.
 STEP_NEAR, STEP_ALL = 0.04, 0.06
@@ -48,10 +52,8 @@ PROBE_AFTER = (
     64  # rounds without a proposal after which a request gets one, so that its estimate can move again
 )
 FIRST_STEP_ROWS = 2  # tokens of a request that the first draft step reads: the last one, and the one before it that the draft may lack
-PROBE_EVERY = 16  # rounds from one such request to the next: the draft must first read all that the request said meanwhile
-EXPLORED_ONE_IN = (
-    32  # requests that come while nobody drafts: these show whether the traffic has changed. Our choice
-)
+EXPLORED_SHARE = 0.005  # of the time goes into probing: newcomers and silent requests show whether the traffic has changed. Our choice
+SURPRISE = 0.1  # who is probed is found to accept so much more than the others: then the next one is probed at once. Our choice
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
 MOST_PROBES = 16  # proposals after which it is not either
 
@@ -249,12 +251,14 @@ class DraftLengths:
     verify_drafted: CostTable = field(init=False)  # after draft steps, which leave other things in the caches
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
-    _until_probe: int = 0  # rounds
+    _until_probe: float = 0.0  # rounds
     _drafts: bool = False  # whether it had anybody draft
     _least: float = 0.0  # what a proposal had to be worth in the last choice
+    _row_costs: float = 0.0  # tokens that a row of verification was worth in it
+    _reading_costs: float = 0.0  # and a token of a context that the draft reads
     _until_asked: int = 0  # rounds of the same requests in which the last choice holds
+    _held: int = HELD_AT_FIRST  # rounds in which it holds in all
     _count: int = 0  # requests of the last choice
-    _until_explored: int = 0  # requests that come while nobody drafts
 
     def __post_init__(self) -> None:
         self.set_verify(self.verify)
@@ -284,17 +288,31 @@ class DraftLengths:
         `behind`: of each request, tokens that the draft must read first, for each token that is to come. A draft that would not
         earn them does not begin.
         """
+        behind = behind or [0.0] * len(caps)
         if self._until_asked and self._knows(requests):
             # To find the answer takes as long as many a row. Without proposals nothing is learnt that could change it soon.
             self._until_asked -= 1
-            self._until_probe = max(0, self._until_probe - 1)
-            return self._as_before(requests, caps)
+            self._until_probe -= 1
+            return self._as_before(requests, caps, behind)
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
-        deepest = max(caps, default=0)
-        if deepest == 0:
-            return list(caps)
+        if not any(caps):
+            return caps
+        chosen = self._choose(requests, caps, other_rows, behind, keys)
+        self._choose_probe(requests, caps, chosen, behind, keys)
+        return self._settle(requests, caps, chosen)
+
+    def _choose(
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        other_rows: int,
+        behind: Sequence[float],
+        keys: int,
+    ) -> list[int]:
+        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0."""
+        deepest = max(caps)
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
         count, rows, drafting = len(caps), len(caps) + other_rows, len(caps) - sum(free)
@@ -306,15 +324,13 @@ class DraftLengths:
         def round_s(proposed: int) -> float:  # but for its draft steps, and for what rides along
             return self.rest(rows + proposed) + verify(rows + proposed, keys) - rode_s
 
-        probed = caps
-        if behind:
-            row_s = (round_s(count) - round_s(0)) / count
-            price, read_s = count / plain_s, self._read_s()
-            earns = [
-                no_step or not late or rate > price * (row_s + read_s * (1.0 + EARNS * late))
-                for late, no_step, rate in zip(behind, free, rates, strict=True)
-            ]
-            caps = [cap if begins else 0 for cap, begins in zip(caps, earns, strict=True)]
+        price = count / plain_s
+        self._row_costs = price * (round_s(count) - round_s(0)) / count
+        self._reading_costs = price * self._read_s()
+        caps = [
+            cap if no_step or self._earns(rate, late) else 0
+            for cap, late, no_step, rate in zip(caps, behind, free, rates, strict=True)
+        ]
 
         @cache
         def step(going: int, each: int = 1) -> float:
@@ -326,9 +342,10 @@ class DraftLengths:
         best = _Choice((1 + ADVANTAGE) * count / plain_s, 0, 0.0, 0.0)
         rows_s = [(round_s(count * depth) - round_s(0)) / (count * depth) for depth in range(1, deepest + 1)]
         highest = max((rate for rate, cap in zip(rates, caps, strict=True) if cap), default=0.0)
-        if highest <= best.goodput * (min(rows_s) + (0.0 if any(free) else another_s)):
-            # Not even the likeliest proposal is worth it, at any depth: the usual answer under load, without asking everybody.
-            return self._settle(requests, probed, [0] * count)
+        if highest <= best.goodput * (min(rows_s) + (0.0 if any(free) else step(drafting) / drafting)):
+            # Not even the likeliest proposal is worth it, at any depth, in the fullest step: the usual answer under load, without
+            # asking everybody.
+            return [0] * count
         drafted: _Worth | _WorthOfOne
         found: _Worth | None = None
         if count == 1 and not free[0]:
@@ -368,48 +385,54 @@ class DraftLengths:
                 break
         if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS):
             best = kept
-        best_lengths = [
+        self._least = best.least
+        return [
             _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
             for rate, cap, no_step in zip(rates, caps, free, strict=True)
         ]
-        self._least = best.least
-        return self._settle(requests, probed, best_lengths)
 
-    def _as_before(self, requests: Sequence[Acceptance], caps: Sequence[int]) -> list[int]:
-        """Lengths by the last choice: who drafts goes on, nobody begins."""
+    def _earns(self, rate: float, late: float) -> bool:
+        """Whether a draft that lacks so many tokens, for each one that is to come, earns what it must read."""
+        return not late or rate > self._row_costs + self._reading_costs * (1.0 + EARNS * late)
+
+    def _as_before(
+        self, requests: Sequence[Acceptance], caps: Sequence[int], behind: Sequence[float]
+    ) -> list[int]:
+        """Lengths by the last choice: who drafts goes on, and of the others only who came meanwhile begins."""
         if not self._drafts:
             return [0] * len(caps)
-        depth = self._depth or 0
-        return [
-            max(
-                0
-                if request.silent_rounds or not request.met
-                else _length(self.rate(request), min(cap, depth), self._least),
-                min(cap, int(request.probed)),
-            )
-            for request, cap in zip(requests, caps, strict=True)
-        ]
+        depth, lengths = self._depth or 0, []
+        for request, cap, late in zip(requests, caps, behind, strict=True):
+            length, rate = 0, self.rate(request)
+            if not request.silent_rounds and (request.met or self._earns(rate, late)):
+                length = _length(rate, min(cap, depth), self._least)
+                request.met = request.met or length > 0
+            lengths.append(max(length, min(cap, int(request.probed))))
+        return lengths
 
     def _knows(self, requests: Sequence[Acceptance]) -> bool:
-        """Whether they are those of the last choice, as far as that matters: one of many may have come or gone. What is found in the context
-        differs from round to round.
+        """Whether they are those of the last choice, as far as that matters: some of many may have come or gone. What is found in the
+        context differs from round to round.
         """
         came = sum([not request.met for request in requests])
         gone = abs(len(requests) - came - self._count)
-        return came + gone <= self._count // FEW_IN and not any(request.free for request in requests)
+        few = self._count // (FEW_IN if self._drafts else FEW_WHILE_NONE_IN)
+        return max(came, gone) <= few and not any(request.free for request in requests)
 
     def _settle(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
         """Remember the choice, and give who is probed its proposal."""
-        self._depth, self._count = max(lengths), len(lengths)
-        self._choose_probe(requests, caps, lengths)
+        same, self._depth, self._count = max(lengths) == self._depth, max(lengths), len(lengths)
+        for request, cap in zip(requests, caps, strict=True):
+            request.met = request.met or cap > 0
         probed = [
             max(length, min(cap, 1)) if request.probed else length
             for length, cap, request in zip(lengths, caps, requests, strict=True)
         ]
         self._drafts = any(probed)
-        self._until_asked = (CHOSEN_EVERY if self._drafts else ASKED_EVERY) - 1
+        self._held = min(2 * self._held, HELD_AT_MOST) if same and probed == lengths else HELD_AT_FIRST
+        self._until_asked = self._held - 1
         return probed
 
     def _read_s(self) -> float:
@@ -418,27 +441,41 @@ class DraftLengths:
         return (self.step(many) - self.step(1)) / (many - 1) if many > 1 else 0.0
 
     def _choose_probe(
-        self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        lengths: Sequence[int],
+        behind: Sequence[float],
+        keys: int,
     ) -> None:
-        idle = [r for r, cap, length in zip(requests, caps, lengths, strict=True) if cap and not length]
-        for request in idle:
-            if not (request.met or request.tested or request.free):
-                self._until_explored -= 1
-                if self._until_explored < 0:
-                    self._until_explored = EXPLORED_ONE_IN - 1
-                    request.probe()
-        self._until_probe = max(0, self._until_probe - 1)
-        silent = [request for request in idle if request.silent_rounds >= PROBE_AFTER]
-        if silent and not self._until_probe:
-            max(silent, key=lambda request: request.silent_rounds).probe()
-            self._until_probe = PROBE_EVERY
-        for request, cap in zip(requests, caps, strict=True):
-            request.met = request.met or cap > 0
+        """When it is time: of those who draft nothing and came just now, or did not for long, probe the one whose draft has least to read."""
+        self._until_probe -= 1
+        if self._until_probe > 0:
+            return
+        idle = [
+            i
+            for i, request in enumerate(requests)
+            if caps[i]
+            and not lengths[i]
+            and (request.silent_rounds >= PROBE_AFTER or not (request.met or request.tested or request.free))
+        ]
+        if not idle:
+            return
+        at = min(idle, key=lambda i: (behind[i], -requests[i].silent_rounds))
+        requests[at].probe()
+        count = len(requests)
+        plain_s = self.rest(count) + self.verify(count, keys)
+        row_s = max(0.0, self.verify_drafted(count + 1, keys) - self.verify(count, keys))
+        probe_s = self._read_s() * keys / count + PROBE_MISSES * (self.step(1) + row_s)
+        self._until_probe = probe_s / (EXPLORED_SHARE * plain_s)
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
         """What verification said of one request's proposals: `tested` were compared, the first `accepted` kept."""
+        probed = acceptance.probed
         acceptance.observe(accepted, tested)
         if tested:
+            if probed and self.rate(acceptance) > (acceptance.prior or self.prior).rate + SURPRISE:
+                self._until_probe = 0.0
             (acceptance.prior or self.prior).observe(accepted, tested)
 
     def observe_costs(
