@@ -14,8 +14,10 @@ MAX_LENGTH = 512
 PEER_BATCH = 16
 MIXED = "mixed"
 RAMP = "ramp"
-SLICE_S = 0.1
-"""CPU seconds after which another one of our engines has its turn: a shared machine that is slower for a while is so for both."""
+MAX_DRAFT_LEN = 8
+BLOCK_SIZE = 16
+SLICE_S = 0.03
+"""CPU seconds after which another mode of our engine has its turn: a shared machine that is slower for a while is so for both."""
 FEW = 4
 """Requests that run together at the foot of the ramp, at most, when the draft lengths there are told."""
 
@@ -90,47 +92,63 @@ def counted(
 
 
 class Ours:
-    """Our engine at one batch size."""
+    """Our engine at one batch size. Its modes share the weights and the pool: what one of them computes with is in the caches for the next."""
 
-    def __init__(
-        self, options: argparse.Namespace, batch: int, draft_len: Any, drafter: Any = "auto"
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, batch: int, modes: int = 2) -> None:
+        """Room for the requests of so many modes, each of which runs `batch` of them."""
         from worker_svc.engine.engine import load_engine
+        from worker_svc.engine.interface import blocks_needed
 
         self._engine = load_engine(
             options.target,
             options.draft,
             dtype=options.dtype,
             slots=batch,
+            blocks=modes * batch * blocks_needed(MAX_LENGTH, MAX_DRAFT_LEN, BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
             max_length=MAX_LENGTH,
-            draft_len=draft_len,
-            drafter=drafter,
+            max_draft_len=MAX_DRAFT_LEN,
             synthetic_acceptance=options.acceptance,
         )
         self._limit = options.tokens
         self._ends = options.ends
 
-    def slices(self, cell: Cell) -> Generator[None, None, Outcome]:
+    def mode(
+        self, name: str, draft_len: int | None, drafter: str | None = None
+    ) -> Callable[[Cell], Generator[None, None, Outcome]]:
+        """One way to run it: always so many proposals, or (None) as many as pay; `drafter` as a request names it."""
+        # Each learns for itself what drafts are worth and cost.
+        lengths = replace(copy.deepcopy(self._engine.lengths), fixed=draft_len)
+        return lambda cell: self._slices(name, lengths, drafter, cell)
+
+    def _slices(
+        self, name: str, lengths: Any, drafter: str | None, cell: Cell
+    ) -> Generator[None, None, Outcome]:
         """First come, first served, as a worker alone would; pauses after every `SLICE_S`, and no pause counts."""
-        from worker_svc.engine.interface import Sampling, Specification
+        from worker_svc.engine.interface import Drafter, Sampling, Specification
 
         engine = self._engine
         waiting = [
-            Specification(str(at), one.ids, (), Sampling(one.temperature, seed=one.number), self._limit)
+            Specification(
+                f"{name}-{at}", one.ids, (), Sampling(one.temperature, seed=one.number), self._limit,
+                drafter=None if drafter is None else Drafter(drafter),
+            )
             for at, one in enumerate(cell.requests)
-        ]
+        ]  # fmt: skip
+        outputs: dict[str, list[int]] = {spec.request_id: [] for spec in waiting}
         waiting.reverse()
-        outputs: list[list[int]] = [[] for _ in waiting]
         running: list[str] = []
         decode: list[float] = []
         drafting: list[tuple[int, int]] = []  # running requests and what they drafted, by round
         accepted = tested = 0
         wall_s = cpu_s = 0.0
+        engine.lengths = lengths
         wall, cpu = time.monotonic(), time.process_time()
         while waiting or running:
             if time.process_time() - cpu > SLICE_S:
                 wall_s, cpu_s = wall_s + time.monotonic() - wall, cpu_s + time.process_time() - cpu
                 yield
+                engine.lengths = lengths
                 wall, cpu = time.monotonic(), time.process_time()
             while waiting and len(running) < cell.at_once(len(cell.requests) - len(waiting)):
                 spec = waiting.pop()
@@ -142,7 +160,7 @@ class Ours:
                 decode.append(time.process_time() - began)
             drafting.append((len(running), sum(step.drafted for step in result.requests)))
             for step in result.requests:
-                outputs[int(step.request_id)].extend(step.tokens)
+                outputs[step.request_id].extend(step.tokens)
                 accepted += sum(step.accepted_by_position)
                 tested += len(step.tested_by_position)
                 if step.finish is not None:
@@ -153,7 +171,7 @@ class Ours:
         wall_s, cpu_s = wall_s + time.monotonic() - wall, cpu_s + time.process_time() - cpu
         told = {"draft_len": _per_request(drafting), "accepted_of_tested": accepted / max(1, tested)}
         return replace(
-            counted(outputs, self._limit, self._ends, cpu_s, wall_s),
+            counted(list(outputs.values()), self._limit, self._ends, cpu_s, wall_s),
             decode_s=statistics.median(decode) if decode else None,
             told=told | (ramp_told(drafting) if cell.kind == RAMP else {}),
         )

@@ -44,9 +44,6 @@ class Vllm:
                 "model": setup["draft"],
                 "num_speculative_tokens": setup["draft_len"],
             }
-            if setup["acceptance"] is not None:
-                speculative["rejection_sample_method"] = "synthetic"
-                speculative["synthetic_acceptance_rate"] = setup["acceptance"]
         self._engine = vllm.LLM(
             model=setup["target"],
             dtype=setup["dtype"],

@@ -2,7 +2,7 @@
 
 One pair of models, one precision, one thread each. What is generated lies in cells: prompts of all kinds in equal parts, or of one kind alone;
 temperature 0 or 0.8; so many at a time; each until the end token or `--tokens`. Cells take turns, and so do the engines within a cell, peers each
-time in another order; ours with and without speculation come last, in turn, a tenth of a second each. What is counted is CPU time, so a busy
+time in another order; ours with and without speculation come last, a slice by each in turn, again and again for some seconds. What is counted is CPU time, so a busy
 machine slows all of them alike. A speed is tokens per CPU second; ratios are paired by turn, and a goal is met by the lower end of the interval.
 
 Peers: transformers' `generate` one by one; its assisted generation, with a constant draft length of 4 and as it comes; its left-padded batch of
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ GOAL_BATCH = 1.7
 GOAL_VLLM = {1: 1.4, 4: 1.25, 16: 1.0, 64: 0.9}
 GOAL_FORWARD = 1.1
 FORWARD_BATCHES = (1, 4, 16)
+CELL_S, LEAST_PASSES = 2.0, 3
+"""CPU seconds that the modes of our engine take in a turn over a cell, in as many passes: they are compared more closely than the peers are."""
 LEAST_PROMPTS = 48
 LEAST_OF_A_KIND = 32
 TEMPERATURES = (0.0, 0.8)
@@ -173,16 +175,16 @@ def _random_texts(
 
 @dataclass
 class Config:
-    """One way to generate, and what came of it: an outcome of every turn, by cell."""
+    """One way to generate, and what came of it: an outcome of every turn, by cell; of ours as many as there were passes."""
 
     name: str
     run: Callable[[Cell], Outcome | Generator[None, None, Outcome]]
-    """Our engines go on in slices, in turn."""
+    """Modes of our engine go on in slices, in turn."""
     takes: Callable[[Cell], bool]
     outcomes: dict[tuple[str, float, int], list[Outcome]] = field(default_factory=dict)
 
     def series(self, kind: str, temperatures: Sequence[float], batch: int) -> list[Outcome]:
-        """An outcome of every turn, the temperatures together. Empty if it was not measured there."""
+        """All outcomes, in order, the temperatures together. Empty if it was not measured there."""
         parts = [self.outcomes.get((kind, temperature, batch), []) for temperature in temperatures]
         return [_together(turn) for turn in zip(*parts, strict=True)] if all(parts) else []
 
@@ -199,6 +201,18 @@ def _together(parts: Sequence[Outcome]) -> Outcome:
     )
 
 
+def _paired(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
+    """Outcome by outcome; where there are several of ours to a turn, together beside what the other did in it."""
+    several = len(ours) // len(theirs)
+    turns = [ours[at : at + several] for at in range(0, len(ours), several)]
+    decodes = [[one.decode_s for one in turn if one.decode_s is not None] for turn in turns]
+    together = [
+        replace(_together(turn), decode_s=statistics.median(decode) if decode else None)
+        for turn, decode in zip(turns, decodes, strict=True)
+    ]
+    return list(zip(together, theirs, strict=True))
+
+
 def _means(told: Sequence[dict[str, float]]) -> dict[str, float]:
     names = {name for one in told for name in one}
     return {name: statistics.fmean(one[name] for one in told if name in one) for name in sorted(names)}
@@ -208,14 +222,19 @@ def ours(options: argparse.Namespace) -> list[Config]:
     """Our engine: at each batch size without speculation and with it."""
     found = []
     for batch in options.batch:
+        engine = Ours(options, batch, modes=2 + options.lookup)
         for name, draft_len, drafter in (
-            (PLAIN, 0, "auto"),
-            (SPECULATIVE, "auto", "auto"),
-            *((("ours, look-up", "auto", "lookup"),) if options.lookup else ()),
+            (PLAIN, 0, None),
+            (SPECULATIVE, None, None),
+            *((("ours, look-up", None, "lookup"),) if options.lookup else ()),
         ):
-            engine = Ours(options, batch, draft_len, drafter)
-            found.append(Config(name, engine.slices, lambda cell, batch=batch: cell.batch == batch))
+            run = engine.mode(name, draft_len, drafter)
+            found.append(Config(name, run, _of_batch(batch)))
     return found
+
+
+def _of_batch(batch: int) -> Callable[[Cell], bool]:
+    return lambda cell: cell.batch == batch
 
 
 def transformers_modes(options: argparse.Namespace) -> list[Config]:
@@ -269,9 +288,10 @@ def measure(configs: list[Config], cells: Sequence[Cell], turns: int) -> None:
     """One turn that does not count, then the turns that do."""
     rng = random.Random(0)
     began = time.monotonic()
+    passes: dict[tuple[str, int], int] = {}  # by kind and batch size
     for turn in range(turns + 1):
         for cell in rng.sample(list(cells), len(cells)):
-            sliced: list[tuple[Config, Generator[None, None, Outcome]]] = []
+            sliced: list[Config] = []
             outcomes: list[tuple[Config, Outcome]] = []
             for config in rng.sample(configs, len(configs)):
                 if not config.takes(cell):
@@ -287,15 +307,27 @@ def measure(configs: list[Config], cells: Sequence[Cell], turns: int) -> None:
                 if isinstance(run, Outcome):
                     outcomes.append((config, run))
                 else:
-                    sliced.append((config, run))
-            done = in_turn(run for _, run in sliced)
-            outcomes += ((config, outcome) for (config, _), outcome in zip(sliced, done, strict=True))
+                    sliced.append(config)
+            for _ in range(passes.get((cell.kind, cell.batch), 1) if turn else 1):
+                done = in_turn(_slices(config, cell) for config in sliced)
+                outcomes += zip(sliced, done, strict=True)
+                if sliced and not turn:
+                    needed = math.ceil(CELL_S / sum(outcome.cpu_s for outcome in done))
+                    passes[cell.kind, cell.batch] = max(
+                        needed, passes.get((cell.kind, cell.batch), LEAST_PASSES)
+                    )
             for config, outcome in outcomes:
                 if not outcome.tokens:
                     raise RuntimeError(f"{config.name} generated nothing")
                 if turn:
                     config.outcomes.setdefault(cell.key, []).append(outcome)
         progress(f"turn {turn}/{turns} done after {time.monotonic() - began:.0f} s")
+
+
+def _slices(config: Config, cell: Cell) -> Generator[None, None, Outcome]:
+    run = config.run(cell)
+    assert not isinstance(run, Outcome)
+    return run
 
 
 def rows_of(configs: Sequence[Config], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -331,7 +363,7 @@ def rows_of(configs: Sequence[Config], options: argparse.Namespace) -> list[dict
                 if config.name.startswith("ours") and others and not config.name.startswith(rivals):
                     _, best = max(others, key=lambda one: statistics.median(_speed(turn) for turn in one[1]))
                     ratio = ratio_interval(
-                        [(_speed(one), _speed(other)) for one, other in zip(found, best, strict=True)]
+                        [(_speed(one), _speed(other)) for one, other in _paired(found, best)]
                     )
                 _put(row, f"ratio_{label}", ratio)
             _put(row, "forward", _forward(config, found, here))
@@ -366,10 +398,7 @@ def _forward(
         return None
     best = min(others, key=lambda series: statistics.median(one.decode_s or math.inf for one in series))
     return ratio_interval(
-        [
-            (one.decode_s or math.nan, other.decode_s or math.nan)
-            for one, other in zip(found, best, strict=True)
-        ]
+        [(one.decode_s or math.nan, other.decode_s or math.nan) for one, other in _paired(found, best)]
     )
 
 
