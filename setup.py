@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 
 KERNELS = Extension(
     "worker_svc.engine._kernels",
-    [f"worker_svc/engine/kernels{part}.c" for part in ("", "_avx2", "_avx512")],
+    [f"worker_svc/engine/kernels{part}.c" for part in ("", "_avx2", "_avx512", "_bf16")],
     depends=["worker_svc/engine/kernels.h", "worker_svc/engine/kernels_body.h"],
     extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")],

@@ -25,15 +25,17 @@ static const Kernels *kernels; /* set by `use`; nothing else is called before */
 
 #define AT(type, number) ((type *)(intptr_t)(number))
 
-/* Numbers of the widest vectors that this machine has kernels for, at most `most`; these are used from now on. 0: there are none. */
+/* From now on use the best kernels that this machine can run, of the kinds up to `most`: 1 AVX2, 2 AVX-512, 3 that with bfloat16. Returns their kind,
+   0: there are none. */
 static PyObject *py_use(PyObject *module, PyObject *most) {
-    long limit = PyLong_AsLong(most), lanes = 0;
+    long limit = PyLong_AsLong(most), kind = 0;
     if (limit == -1 && PyErr_Occurred()) return NULL;
 #ifdef __x86_64__
-    if (limit >= 8 && __builtin_cpu_supports("x86-64-v3")) kernels = &kernels_avx2, lanes = 8;
-    if (limit >= 16 && __builtin_cpu_supports("x86-64-v4")) kernels = &kernels_avx512, lanes = 16;
+    if (limit >= 1 && __builtin_cpu_supports("x86-64-v3")) kernels = &kernels_avx2, kind = 1;
+    if (limit >= 2 && __builtin_cpu_supports("x86-64-v4")) kernels = &kernels_avx512, kind = 2;
+    if (limit >= 3 && kind == 2 && __builtin_cpu_supports("avx512bf16")) kernels = &kernels_bf16, kind = 3;
 #endif
-    return PyLong_FromLong(lanes);
+    return PyLong_FromLong(kind);
 }
 
 static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t count) {
@@ -48,24 +50,24 @@ static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t 
     }
     Layer layer = {AT(const char, n[3]), 2 * n[7] * n[8] * bytes, n[7] * n[8] * bytes, (int)n[8], (int)n[9], (float)scale};
     Py_BEGIN_ALLOW_THREADS
-    kernels->attend(AT(const float, n[0]), n[1], AT(float, n[2]), AT(const Piece, n[4]), n[5], n[6], n[7], &layer);
+    kernels->attend(AT(const float, n[0]), n[1], AT(void, n[2]), AT(const Piece, n[4]), n[5], n[6], n[7], &layer);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[7];
-    if (!expects(count, 7) || !integers(given, n, 7)) return NULL;
+    int64_t n[8];
+    if (!expects(count, 8) || !integers(given, n, 8)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    kernels->product(AT(const float, n[0]), n[1], n[2], AT(const float, n[3]), AT(const float, n[4]), AT(float, n[5]), n[6]);
+    kernels->product(AT(const void, n[0]), n[1], n[2], AT(const void, n[3]), AT(const float, n[4]), AT(float, n[5]), n[6], (int)n[7]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *py_turn(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[8];
-    if (!expects(count, 8) || !integers(given, n, 8)) return NULL;
-    kernels->turn(AT(float, n[0]), AT(const Piece, n[1]), n[2], n[3], n[4], n[5], AT(const float, n[6]), AT(float, n[7]));
+    int64_t n[9];
+    if (!expects(count, 9) || !integers(given, n, 9)) return NULL;
+    kernels->turn(AT(float, n[0]), AT(const Piece, n[1]), n[2], n[3], n[4], n[5], AT(const float, n[6]), AT(void, n[7]), (int)n[8]);
     Py_RETURN_NONE;
 }
 
@@ -79,31 +81,31 @@ static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t 
 }
 
 static PyObject *py_add_norm(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[5];
-    if (!expects(count, 6) || !integers(given, n, 5)) return NULL;
-    double epsilon = PyFloat_AsDouble(given[5]);
+    int64_t n[7];
+    if (!expects(count, 8) || !integers(given, n, 7)) return NULL;
+    double epsilon = PyFloat_AsDouble(given[7]);
     if (epsilon == -1.0 && PyErr_Occurred()) return NULL;
-    kernels->add_norm(AT(float, n[0]), AT(const float, n[1]), AT(float, n[2]), n[3], n[4], (float)epsilon);
+    kernels->add_norm(AT(float, n[0]), AT(const float, n[1]), AT(const float, n[2]), AT(void, n[3]), n[4], n[5], (float)epsilon, (int)n[6]);
     Py_RETURN_NONE;
 }
 
 static PyObject *py_gated(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[4];
-    if (!expects(count, 4) || !integers(given, n, 4)) return NULL;
-    kernels->gated(AT(const float, n[0]), AT(float, n[1]), n[2], n[3]);
+    int64_t n[5];
+    if (!expects(count, 5) || !integers(given, n, 5)) return NULL;
+    kernels->gated(AT(const float, n[0]), AT(void, n[1]), n[2], n[3], (int)n[4]);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL,
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
-    {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "x, rows, in, weight, bias or 0, out, columns"},
-    {"use", py_use, METH_O, "choose kernels with vectors of so many numbers at most; returns how many they have, 0: none"},
+    {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "x, rows, in, weight, bias or 0, out, columns, bfloat16?"},
+    {"use", py_use, METH_O, "choose the best kernels of the kinds up to this one; returns which kind, 0: none"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
-     "qkv, pieces, how many, heads, key/value heads, size, turns, pool"},
+     "qkv, pieces, how many, heads, key/value heads, size, turns, pool, bfloat16?"},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},
-    {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, out, rows, size, epsilon"},
-    {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size"},
+    {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, weight or 0, out, rows, size, bfloat16?, epsilon"},
+    {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size, bfloat16?"},
     {NULL, NULL, 0, NULL},
 };
 

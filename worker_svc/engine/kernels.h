@@ -3,8 +3,8 @@
    Every number that is computed for a row depends on that row and on the keys and values it sees, in an order that only its own position decides:
    not on the other rows of the call, nor on how many there are. That is what makes a request's text independent of its batch.
 
-   Written with the vector extensions of GCC and Clang (kernels_body.h), and compiled for two widths of vectors (kernels_avx2.c, kernels_avx512.c): one that is
-   wider than the machine's registers would live in memory. kernels.c is what Python sees. */
+   Written with the vector extensions of GCC and Clang (kernels_body.h), and compiled for three kinds of machine (kernels_avx2.c, kernels_avx512.c,
+   kernels_bf16.c): vectors that are wider than the registers would live in memory. kernels.c is what Python sees. */
 
 #pragma once
 
@@ -30,19 +30,19 @@ typedef struct {
     float scale;
 } Layer;
 
-/* The kernels for one width; see kernels_body.h for their arguments. */
+/* The kernels for one kind of machine; see kernels_body.h for their arguments. `half`: what is void is bfloat16, otherwise float. */
 typedef struct {
-    void (*attend)(const float *query, int64_t query_row, float *out, const Piece *pieces, int64_t count, int64_t heads,
+    void (*attend)(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
                    int64_t kv_heads, const Layer *layer);
-    void (*product)(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns);
+    void (*product)(const void *x, int64_t rows, int64_t in, const void *w, const float *bias, float *out, int64_t columns, int half);
     void (*turn)(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
-                 const float *turns, float *pool);
-    void (*add_norm)(float *x, const float *y, float *out, int64_t rows, int64_t size, float epsilon);
-    void (*gated)(const float *both, float *out, int64_t rows, int64_t size);
+                 const float *turns, void *pool, int half);
+    void (*add_norm)(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half);
+    void (*gated)(const float *both, void *out, int64_t rows, int64_t size, int half);
     void (*gumbel)(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out);
 } Kernels;
 
-extern const Kernels kernels_avx2, kernels_avx512;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_bf16;
 
 enum {
     GRAIN = 16,      /* sizes of heads and of norms are multiples of it */

@@ -1,11 +1,13 @@
-/* The kernels for one width of vectors. Whoever includes this says:
+/* The kernels for one kind of machine. Whoever includes this says:
 
        LANES        numbers of a vector, 8 or 16
+       DOTS         defined if an instruction adds up products of pairs of bfloat16
        TARGET       attribute of functions that are compiled for the machines that have it
        TABLE        name of the table of kernels
        WIDE         vectors of each of TOGETHER query rows whose weighted values are summed in registers
        WITH_4, WITH_2, WITH_1    rows of a product whose sums fit the registers with 4, 2 and 1 panels at a time */
 
+#include <immintrin.h>
 #include <math.h>
 #include <string.h>
 
@@ -15,6 +17,8 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float floats_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint16_t halves_anywhere __attribute__((vector_size(2 * LANES), aligned(2)));
 
 enum {
@@ -26,7 +30,7 @@ enum {
     VECTORS = PANEL / LANES
 };
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE TARGET static inline __attribute__((always_inline))
 
 /* ---- vectors ---- */
 
@@ -35,11 +39,22 @@ INLINE void store(float *to, floats what) { *(floats_anywhere *)to = what; }
 INLINE floats all(float x) { return (floats){0} + x; }
 INLINE floats pick(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
 
-/* LANES numbers of the pool: bfloat16 is the upper half of a float. */
-INLINE floats load_entry(const char *entry, int at, int half) {
-    if (!half) return load((const float *)entry + at);
-    words wide = __builtin_convertvector(*(const halves_anywhere *)((const uint16_t *)entry + at), words);
+/* LANES numbers, of bfloat16 if `half`: that is the upper half of a float. */
+INLINE floats load_from(const void *from, int64_t at, int half) {
+    if (!half) return load((const float *)from + at);
+    words wide = __builtin_convertvector(*(const halves_anywhere *)((const uint16_t *)from + at), words);
     return (floats)(wide << 16);
+}
+
+/* Rounded to the nearest bfloat16, the even one of two; what is no number stays none. */
+INLINE void store_to(void *to, int64_t at, floats what, int half) {
+    if (!half) {
+        store((float *)to + at, what);
+        return;
+    }
+    words bits = (words)what;
+    bits = (words)pick(what != what, (floats)(bits | 0x400000u), (floats)(bits + 0x7FFFu + (bits >> 16 & 1u)));
+    *(halves_anywhere *)((uint16_t *)to + at) = __builtin_convertvector(bits >> 16, halves);
 }
 
 INLINE float largest(floats v) {
@@ -123,7 +138,7 @@ INLINE void add_values(int rows, int wide, float (*weighted)[MOST_SIZE], float (
     for (int i = 0; i < count; i++) {
         const char *value = keys[i] + layer->value;
         for (int j = 0; j < wide; j++) {
-            floats part = load_entry(value, at + j * LANES, layer->half);
+            floats part = load_from(value, at + j * LANES, layer->half);
             for (int r = 0; r < rows; r++) sum[r][j] += part * weight[r][i];
         }
     }
@@ -143,7 +158,7 @@ INLINE void add_values_wide(int wide, int rows, float (*weighted)[MOST_SIZE], fl
 
 /* Up to ROWS query rows of one key/value head; row r sees the first sees[r] keys. Softmax over tiles of keys (M. Milakov and
    N. Gimelshein, "Online normalizer calculation for softmax", 2018). */
-INLINE void attend_block(int rows, const float *const *query, float *const *out, const int64_t *sees, const Piece *piece,
+INLINE void attend_block(int rows, const float *const *query, void *out, const int64_t *outs, const int64_t *sees, const Piece *piece,
                          int64_t head, const Layer *layer) {
     ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -168,10 +183,10 @@ INLINE void attend_block(int rows, const float *const *query, float *const *out,
         for (int at = 0; at < padded; at += LANES)
             for (int r = 0; r < rows; r++) {
                 floats dot[LANES], part = load(query[r]);
-                for (int i = 0; i < LANES; i++) dot[i] = load_entry(keys[at + i], 0, layer->half) * part;
+                for (int i = 0; i < LANES; i++) dot[i] = load_from(keys[at + i], 0, layer->half) * part;
                 for (int c = LANES; c < size; c += LANES) {
                     part = load(query[r] + c);
-                    for (int i = 0; i < LANES; i++) dot[i] += load_entry(keys[at + i], c, layer->half) * part;
+                    for (int i = 0; i < LANES; i++) dot[i] += load_from(keys[at + i], c, layer->half) * part;
                 }
                 int64_t seen = sees[r] - begin - at;
                 floats score = sums(dot) * layer->scale;
@@ -213,7 +228,7 @@ INLINE void attend_block(int rows, const float *const *query, float *const *out,
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < size; c += LANES) store(out[r] + c, load(weighted[r] + c) / sum[r]);
+        for (int c = 0; c < size; c += LANES) store_to(out, outs[r] + c, load(weighted[r] + c) / sum[r], layer->half);
 }
 
 /* Read a context once in the order of its addresses, so that it lies in the cache when it is read head by head: memory is more than twice as fast
@@ -229,8 +244,8 @@ INLINE void read_ahead(const Piece *piece, const Layer *layer) {
     (void)used;
 }
 
-/* query: distance in floats from packed row to packed row; out [rows, heads, size]. */
-INLINE void attend_all(const float *query, int64_t query_row, float *out, const Piece *pieces, int64_t count,
+/* query: distance in floats from packed row to packed row; out [rows, heads, size], of the pool's type. */
+INLINE void attend_all(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count,
                        int64_t heads, int64_t kv_heads, const Layer *layer) {
     const int64_t group = heads / kv_heads;
     for (int64_t p = 0; p < count; p++) {
@@ -238,22 +253,21 @@ INLINE void attend_all(const float *query, int64_t query_row, float *out, const 
         for (int64_t h = 0; h < kv_heads; h++)
             for (int64_t first = 0; first < pieces[p].tokens * group; first += ROWS) {
                 const float *queries[ROWS];
-                float *outs[ROWS];
-                int64_t sees[ROWS], left = pieces[p].tokens * group - first;
+                int64_t outs[ROWS], sees[ROWS], left = pieces[p].tokens * group - first;
                 int rows = left < ROWS ? (int)left : ROWS;
                 for (int r = 0; r < rows; r++) {
                     int64_t token = (first + r) / group, head = h * group + (first + r) % group;
                     queries[r] = query + (pieces[p].row + token) * query_row + head * layer->size;
-                    outs[r] = out + ((pieces[p].row + token) * heads + head) * layer->size;
+                    outs[r] = ((pieces[p].row + token) * heads + head) * layer->size;
                     sees[r] = pieces[p].start + token + 1;
                 }
-                attend_block(rows, queries, outs, sees, &pieces[p], h * layer->size * (layer->half ? 2 : 4), layer);
+                attend_block(rows, queries, out, outs, sees, &pieces[p], h * layer->size * (layer->half ? 2 : 4), layer);
             }
     }
 }
 
 TARGET
-static void attend(const float *query, int64_t query_row, float *out, const Piece *pieces, int64_t count, int64_t heads,
+static void attend(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
                    int64_t kv_heads, const Layer *given) {
     Layer layer = *given; /* what is constant below becomes code of its own */
     if (layer.size == 64 && !layer.half) {
@@ -271,9 +285,20 @@ static void attend(const float *query, int64_t query_row, float *out, const Piec
 
 /* ---- products ---- */
 
-/* out = x @ w.T + bias for a few rows and panels whose sums fit the registers. x [rows, in]; w [panels, in, PANEL]. Each output is summed up in
-   the order of `in`, whatever the block. */
-INLINE void multiply(int rows, int panels, const float *x, int64_t in, const float *w, const float *bias, float *out,
+/* sum += own * part, of floats, or of pairs of bfloat16. */
+INLINE floats add_product(floats sum, words own, words part, int half) {
+    if (!half) return sum + (floats)own * (floats)part;
+#ifdef DOTS
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)own, (__m512bh)part);
+#else
+    sum += (floats)(own << 16) * (floats)(part << 16);
+    return sum + (floats)(own & 0xFFFF0000u) * (floats)(part & 0xFFFF0000u);
+#endif
+}
+
+/* out = x @ w.T + bias for a few rows and panels whose sums fit the registers. A word is a float, or two neighbours in bfloat16: x [rows, in],
+   w [panels, in, PANEL], `in` counted in words. Each output is summed up in the order of `in`, whatever the block. */
+INLINE void multiply(int half, int rows, int panels, const uint32_t *x, int64_t in, const uint32_t *w, const float *bias, float *out,
                      int64_t columns) {
     floats sum[14][4 * VECTORS];
     const int vectors = panels * VECTORS;
@@ -282,14 +307,15 @@ INLINE void multiply(int rows, int panels, const float *x, int64_t in, const flo
 #pragma GCC unroll 16
         for (int j = 0; j < vectors; j++) sum[r][j] = bias ? load(bias + j * LANES) : (floats){0};
     for (int64_t k = 0; k < in; k++) {
-        floats part[4 * VECTORS];
+        words part[4 * VECTORS];
 #pragma GCC unroll 16
-        for (int j = 0; j < vectors; j++) part[j] = load(w + (j / VECTORS * in + k) * PANEL + j % VECTORS * LANES);
+        for (int j = 0; j < vectors; j++)
+            part[j] = *(const words_anywhere *)(w + (j / VECTORS * in + k) * PANEL + j % VECTORS * LANES);
 #pragma GCC unroll 14
         for (int r = 0; r < rows; r++) {
-            floats own = all(x[r * in + k]);
+            words own = (words){0} + x[r * in + k];
 #pragma GCC unroll 16
-            for (int j = 0; j < vectors; j++) sum[r][j] += own * part[j];
+            for (int j = 0; j < vectors; j++) sum[r][j] = add_product(sum[r][j], own, part[j], half);
         }
     }
 #pragma GCC unroll 14
@@ -299,14 +325,14 @@ INLINE void multiply(int rows, int panels, const float *x, int64_t in, const flo
 }
 
 /* All rows against `panels` neighbouring panels, in equal blocks of `most` rows at most. */
-INLINE void multiply_rows(int most, int panels, const float *x, int64_t rows, int64_t in, const float *w, const float *bias,
-                          float *out, int64_t columns) {
+INLINE void multiply_rows(int half, int most, int panels, const uint32_t *x, int64_t rows, int64_t in, const uint32_t *w,
+                          const float *bias, float *out, int64_t columns) {
     int64_t blocks = (rows + most - 1) / most;
     for (int64_t at = 0, first = 0, next; at < blocks; at++, first = next) {
         next = rows * (at + 1) / blocks;
-        const float *own = x + first * in;
+        const uint32_t *own = x + first * in;
         float *to = out + first * columns;
-#define ROWS_ARE(n) case n: if (n <= most) multiply(n, panels, own, in, w, bias, to, columns); break;
+#define ROWS_ARE(n) case n: if (n <= most) multiply(half, n, panels, own, in, w, bias, to, columns); break;
         switch (next - first) {
             ROWS_ARE(1) ROWS_ARE(2) ROWS_ARE(3) ROWS_ARE(4) ROWS_ARE(5) ROWS_ARE(6) ROWS_ARE(7)
             ROWS_ARE(8) ROWS_ARE(9) ROWS_ARE(10) ROWS_ARE(11) ROWS_ARE(12) ROWS_ARE(13) ROWS_ARE(14)
@@ -315,22 +341,24 @@ INLINE void multiply_rows(int most, int panels, const float *x, int64_t rows, in
     }
 }
 
-/* Few rows take more panels at a time, so that there are enough sums to work on at once. `most4`, `most2`, `most1`: rows whose sums fit the registers
-   with 4, 2 and 1 panels. */
-INLINE void multiply_all(int most4, int most2, int most1, const float *x, int64_t rows, int64_t in, const float *w,
-                         const float *bias, float *out, int64_t columns) {
+/* Few rows take more panels at a time, so that there are enough sums to work on at once. */
+INLINE void multiply_all(int half, const uint32_t *x, int64_t rows, int64_t in, const uint32_t *w, const float *bias, float *out,
+                         int64_t columns) {
     int64_t panels = columns / PANEL, done = 0;
-    for (; rows <= most4 && done + 4 <= panels; done += 4)
-        multiply_rows(most4, 4, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
-    for (; rows <= most2 && done + 2 <= panels; done += 2)
-        multiply_rows(most2, 2, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
+    for (; rows <= WITH_4 && done + 4 <= panels; done += 4)
+        multiply_rows(half, WITH_4, 4, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
+    for (; rows <= WITH_2 && done + 2 <= panels; done += 2)
+        multiply_rows(half, WITH_2, 2, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
     for (; done < panels; done++)
-        multiply_rows(most1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
+        multiply_rows(half, WITH_1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
 }
 
 TARGET
-static void product(const float *x, int64_t rows, int64_t in, const float *w, const float *bias, float *out, int64_t columns) {
-    multiply_all(WITH_4, WITH_2, WITH_1, x, rows, in, w, bias, out, columns);
+static void product(const void *x, int64_t rows, int64_t in, const void *w, const float *bias, float *out, int64_t columns, int half) {
+    if (half)
+        multiply_all(1, x, rows, in / 2, w, bias, out, columns);
+    else
+        multiply_all(0, x, rows, in, w, bias, out, columns);
 }
 
 /* ---- between products ---- */
@@ -348,29 +376,30 @@ INLINE floats neighbours_swapped(floats x) {
    with the sign of the first of the two reversed; pool [pool rows, 2, kv_heads, size]. */
 TARGET
 static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
-                 const float *turns, float *pool) {
+                 const float *turns, void *pool, int half) {
     for (const Piece *piece = pieces; piece < pieces + count; piece++)
         for (int64_t token = 0, at = piece->start; token < piece->tokens; token++, at++) {
             float *own = qkv + (piece->row + token) * (heads + 2 * kv_heads) * size;
             const float *cosines = turns + at * 2 * size, *sines = cosines + size;
-            float *to_pool = pool + pool_row(piece, at) * 2 * kv_heads * size;
-            for (int64_t head = 0; head < heads + kv_heads; head++) {
-                const float *from = own + head * size;
-                float *to = head < heads ? own + head * size : to_pool + (head - heads) * size;
-                for (int64_t c = 0; c < size; c += LANES) {
-                    floats x = load(from + c);
-                    floats other = neighbours_swapped(x);
-                    store(to + c, x * load(cosines + c) + other * load(sines + c));
+            int64_t in_pool = pool_row(piece, at) * 2 * kv_heads * size - heads * size; /* of head 0, if queries went there too */
+            for (int64_t head = 0; head < heads + kv_heads; head++)
+                for (int64_t c = head * size, of = 0; of < size; c += LANES, of += LANES) {
+                    floats x = load(own + c);
+                    x = x * load(cosines + of) + neighbours_swapped(x) * load(sines + of);
+                    if (head < heads)
+                        store(own + c, x);
+                    else
+                        store_to(pool, in_pool + c, x, half);
                 }
-            }
-            memcpy(to_pool + kv_heads * size, own + (heads + kv_heads) * size, (size_t)(kv_heads * size) * sizeof(float));
+            for (int64_t c = (heads + kv_heads) * size; c < (heads + 2 * kv_heads) * size; c += LANES)
+                store_to(pool, in_pool + c, load(own + c), half);
         }
 }
 
-/* x += y, and out = x divided by its root mean square; x, y, out [rows, size]. Without y: x as it is. */
+/* x += y, and out = x divided by its root mean square, times the weight; x, y, out [rows, size], weight [size]. Without y: x as it is. */
 TARGET
-static void add_norm(float *x, const float *y, float *out, int64_t rows, int64_t size, float epsilon) {
-    for (int64_t row = 0; row < rows; row++, x += size, out += size) {
+static void add_norm(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half) {
+    for (int64_t row = 0; row < rows; row++, x += size) {
         floats squares = {0};
         for (int64_t c = 0; c < size; c += LANES) {
             floats value = load(x + c);
@@ -382,17 +411,20 @@ static void add_norm(float *x, const float *y, float *out, int64_t rows, int64_t
         }
         if (y) y += size;
         float factor = 1.0f / sqrtf(total(squares) / (float)size + epsilon);
-        for (int64_t c = 0; c < size; c += LANES) store(out + c, load(x + c) * factor);
+        for (int64_t c = 0; c < size; c += LANES) {
+            floats normed = load(x + c) * factor;
+            store_to(out, row * size + c, weight ? normed * load(weight + c) : normed, half);
+        }
     }
 }
 
 /* out = silu(gate) * up; both [rows, 2 * size], gates first; out [rows, size]. */
 TARGET
-static void gated(const float *both, float *out, int64_t rows, int64_t size) {
-    for (int64_t row = 0; row < rows; row++, both += 2 * size, out += size)
+static void gated(const float *both, void *out, int64_t rows, int64_t size, int half) {
+    for (int64_t row = 0; row < rows; row++, both += 2 * size)
         for (int64_t c = 0; c < size; c += LANES) {
             floats gate = load(both + c);
-            store(out + c, gate / (exponential(-gate) + 1.0f) * load(both + size + c));
+            store_to(out, row * size + c, gate / (exponential(-gate) + 1.0f) * load(both + size + c), half);
         }
 }
 

@@ -3,12 +3,11 @@
 At a few rows a small model's forward is mostly the cost of calling operators. Here query, key and value are one product, gate and up are one,
 norms are a few operators and their weights part of the products behind them, and rotary embedding is one complex multiplication: the rows of
 the query and key weights are reordered so that the two numbers which rotate together lie side by side (dot products of query and key do not
-notice). In single precision on the CPU what lies between products is `kernels`', one call each. Only taken when `PackedModel.self_check` finds it equal to the plain forward.
+notice). On the CPU what lies between products is `kernels`', one call each, and in single precision whatever the weights are. Only taken when `PackedModel.self_check` finds it equal to the plain forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from worker_svc.engine import kernels
 from worker_svc.engine.attention import Plan, attend_rows
 from worker_svc.engine.kv import KVPool
-from worker_svc.engine.linears import LinearStore, Product
+from worker_svc.engine.linears import KernelLinear, LinearStore, Product
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 STATIC_ROPES = frozenset(
@@ -27,10 +26,19 @@ STATIC_ROPES = frozenset(
 )  # angles are a function of the position alone
 
 
-def _product(store: LinearStore, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """x @ weight.T + bias, in whatever layout the store chose. Not called as a module: that takes as long as a small product."""
+def _product(
+    store: LinearStore, weight: torch.Tensor, bias: torch.Tensor | None = None, *, single: bool
+) -> Product:
+    """x @ weight.T + bias, in whatever layout the store chose; `single`: in single precision. Not called as a module: that takes as long as a
+    small product.
+    """
     layer = store.store(weight, bias)
-    return partial(linear, weight=weight, bias=bias) if layer is None else layer.forward
+    if single and isinstance(layer, KernelLinear):
+        return layer.product
+    product = partial(linear, weight=weight, bias=bias) if layer is None else layer.forward
+    if single and weight.dtype != torch.float32:
+        return lambda x: product(x).float()
+    return product
 
 
 class _Norm:
@@ -39,33 +47,38 @@ class _Norm:
     """
 
     def __init__(self, norm: nn.Module) -> None:
-        self._weight: torch.Tensor = norm.weight  # type: ignore[assignment]
-        self._epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
-        self._by_hand = self._weight.device.type == "cpu"
-        self._least = torch.tensor(self._epsilon, dtype=torch.float32)
-        self._share = 1 / self._weight.numel()
+        self.epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
+        self._torch_weight: torch.Tensor = norm.weight  # type: ignore[assignment]
+        self.weight: torch.Tensor | None = (
+            self._torch_weight.float()
+        )  # None: it is part of the product behind
+        self._least = torch.tensor(self.epsilon, dtype=torch.float32)
+        self._share = 1 / self._torch_weight.numel()
+
+    def fold(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight [out, size] of the product behind, into which ours goes in single precision on the CPU."""
+        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return weight
+        self.weight = None
+        return weight * self._torch_weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [rows, size], normed."""
-        if not self._by_hand:
-            return rms_norm(x, (x.shape[-1],), self._weight, self._epsilon)  # type: ignore[no-any-return]
-        return self._unweighted(x.float()).to(x.dtype).mul_(self._weight)
-
-    def before(self, weight: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
-        """What to call ahead of a product with `weight` [out, size], and what its weight is to be: in single precision ours goes into it."""
-        if self._by_hand and weight.dtype == torch.float32:
-            return self._unweighted, weight * self._weight
-        return self, weight
-
-    def _unweighted(self, x: torch.Tensor) -> torch.Tensor:
-        squares = (x * x).sum(-1, keepdim=True)
-        return x * torch.add(self._least, squares, alpha=self._share).rsqrt_()
+        if x.device.type != "cpu":
+            return rms_norm(x, (x.shape[-1],), self._torch_weight, self.epsilon)
+        wide = x.float()
+        squares = (wide * wide).sum(-1, keepdim=True)
+        normed = wide * torch.add(self._least, squares, alpha=self._share).rsqrt_()
+        return normed if self.weight is None else normed.to(x.dtype).mul_(self._torch_weight)
 
 
 class _Layer:
     """The weights of one decoder layer, fused."""
 
-    def __init__(self, layer: Any, store: LinearStore, heads: int, kv_heads: int, size: int) -> None:
+    def __init__(
+        self, layer: Any, store: LinearStore, heads: int, kv_heads: int, size: int, *, by_kernels: bool
+    ) -> None:
+        product = partial(_product, store, single=by_kernels)
         attention, mlp = layer.self_attn, layer.mlp
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         turn = _side_by_side(size)
@@ -75,21 +88,23 @@ class _Layer:
             weights[at] = weights[at].view(count, size, -1)[:, turn].flatten(0, 1)
             if biases[at] is not None:
                 biases[at] = biases[at].view(count, size)[:, turn].flatten()
-        self.before, weight = _Norm(layer.input_layernorm).before(torch.cat(weights))
-        self.qkv = _product(store, weight, None if biases[0] is None else torch.cat(biases))
+        self.before = _Norm(layer.input_layernorm)
+        weight = self.before.fold(torch.cat(weights))
+        self.qkv = product(weight, None if biases[0] is None else torch.cat(biases))
         self.q_norm, self.k_norm = (
-            None if norm is None else (norm.weight[turn].clone(), norm.variance_epsilon)
+            None
+            if norm is None
+            else (norm.weight[turn].to(torch.float32 if by_kernels else weight.dtype), norm.variance_epsilon)
             for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
         )
-        self.out = _product(store, attention.o_proj.weight, attention.o_proj.bias)
+        self.out = product(attention.o_proj.weight, attention.o_proj.bias)
         both = [mlp.gate_proj, mlp.up_proj]
         bias = None if both[0].bias is None else torch.cat([part.bias for part in both])
         weight = torch.cat([part.weight for part in both])
-        self.between, weight = _Norm(layer.post_attention_layernorm).before(weight)
-        self.gate_up = _product(store, weight, bias)
-        self.down = _product(store, mlp.down_proj.weight, mlp.down_proj.bias)
+        self.between = _Norm(layer.post_attention_layernorm)
+        self.gate_up = product(self.between.fold(weight), bias)
+        self.down = product(mlp.down_proj.weight, mlp.down_proj.bias)
         self.scale: float = attention.scaling
-        self.epsilon: float = layer.input_layernorm.variance_epsilon
 
 
 class LeanModel:
@@ -112,25 +127,24 @@ class LeanModel:
         self._heads, self._kv_heads, self._size = heads, kv_heads, size
         decoder = model.model
         self._embedding = decoder.embed_tokens.weight
+        self._dtype: torch.dtype = self._embedding.dtype
+        widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
+        # Whether all that is computed is `kernels`', so that any number of rows will do.
+        self.by_kernels = by_kernels and not any(width % kernels.GRAIN for width in widths)
         self._layers: list[_Layer] = []
         for at in range(len(decoder.layers)):  # one by one, so that the weights are never in memory twice
-            self._layers.append(_Layer(decoder.layers[at], store, heads, kv_heads, size))
+            self._layers.append(
+                _Layer(decoder.layers[at], store, heads, kv_heads, size, by_kernels=self.by_kernels)
+            )
             decoder.layers[at] = nn.Identity()
         self._norm = _Norm(decoder.norm)
-        self._head = _product(store, model.lm_head.weight, model.lm_head.bias)
+        self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=self.by_kernels)
         model.lm_head = nn.Identity()
         positions = torch.arange(max_length, device=self._embedding.device)
         cos, sin = decoder.rotary_emb(
             self._embedding.float(), positions[None]
         )  # [1, max_length, size], halves alike
         half = size // 2
-        widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
-        # Whether all that is computed is `kernels`', so that any number of rows will do.
-        self.by_kernels = (
-            by_kernels
-            and self._embedding.dtype == torch.float32
-            and not any(width % kernels.GRAIN for width in widths)
-        )
         if self.by_kernels:
             self._rotations = kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float())
             return
@@ -195,24 +209,29 @@ class LeanModel:
         pool: KVPool,
         logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        heads, size, total = self._heads, self._size, plan.total
+        heads, size, total, dtype = self._heads, self._size, plan.total, self._dtype
         x = self._embedding.index_select(0, ids)  # [total, hidden]
+        if dtype != torch.float32:
+            x = x.float()
         y: torch.Tensor | None = None
         for at, layer in enumerate(self._layers):
-            qkv = layer.qkv(kernels.add_norm(x, y, layer.epsilon)).view(total, -1, size)
+            norm = layer.before
+            normed = kernels.add_norm(x, y, norm.weight, norm.epsilon, dtype)
+            qkv = layer.qkv(normed).view(total, -1, size)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = rms_norm(qkv[:, :heads], (size,), *layer.q_norm)
                 k = rms_norm(qkv[:, heads : heads + self._kv_heads], (size,), *layer.k_norm)
                 qkv = torch.cat([q, k, qkv[:, heads + self._kv_heads :]], 1)
             kernels.turn(qkv, heads, pieces, self._rotations, pool.layers[at])
             attended = kernels.attend(qkv[:, :heads], pool.layers[at], pieces, layer.scale)
-            normed = kernels.add_norm(x, layer.out(attended.view(total, heads * size)), layer.epsilon)
-            y = layer.down(kernels.gated(layer.gate_up(normed)))
+            y, norm = layer.out(attended.view(total, heads * size)), layer.between
+            normed = kernels.add_norm(x, y, norm.weight, norm.epsilon, dtype)
+            y = layer.down(kernels.gated(layer.gate_up(normed), dtype))
         if y is not None:
             x += y
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
-        return self._head(self._norm(x))
+        return self._head(kernels.add_norm(x, None, self._norm.weight, self._norm.epsilon, dtype))
 
 
 def _side_by_side(size: int) -> torch.Tensor:

@@ -69,7 +69,11 @@ class KernelLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.forward = kernels.Product(weight, bias)  # type: ignore[assignment]
+        self.product = kernels.Product(weight, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out]."""
+        return self.product(x).to(x.dtype)
 
 
 class LinearStore:
