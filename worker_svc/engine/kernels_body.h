@@ -307,6 +307,8 @@ INLINE void multiply(int half, int rows, int panels, const uint32_t *x, int64_t 
 #pragma GCC unroll 16
         for (int j = 0; j < vectors; j++) sum[r][j] = bias ? load(bias + j * LANES) : (floats){0};
     for (int64_t k = 0; k < in; k++) {
+        if (panels == 1) /* what is next, while there is so much to compute */
+            for (int at = 0; at < PANEL; at += LINE / 4) __builtin_prefetch(w + (in + k) * PANEL + at);
         words part[4 * VECTORS];
 #pragma GCC unroll 16
         for (int j = 0; j < vectors; j++)
