@@ -64,11 +64,11 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     device: str = field("cpu", help="cpu, cuda or cuda:N")
     dtype: Literal["float32", "bfloat16", "float16"] = field(
-        "float32", help="Arithmetic of both models; only float32 gives the same text on every machine"
+        "float32", help="Arithmetic of both models; only float32 gives the same text on every kind of machine"
     )
     deterministic: bool | None = field(
         None,
-        help="Text independent of batch and preemption, bit for bit; empty: wherever the dtype allows it",
+        help="Text independent of batch and preemption, bit for bit; empty: in float32. In bfloat16 it is possible with one thread of an x86 CPU",
     )
     threads: int = field(
         1, help="Threads of one operation on the CPU; more than the free cores makes it slower", minimum=1

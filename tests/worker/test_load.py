@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from tests.worker.drive import finish_all
 from tests.worker.pairs import VOCAB, llama_config, write_model
 from tests.worker.plain import MARGIN, PlainDecoder
+from worker_svc.engine import kernels
 from worker_svc.engine.engine import EngineOptions, load_engine
 from worker_svc.engine.interface import Engine, ModelError, Sampling, Specification
 from worker_svc.engine.model import PackedModel
@@ -189,6 +190,14 @@ def test_devices_and_types_that_do_not_exist(pair: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match="dtype must be"):
         load_engine(pair[0], dtype="int8")
     with pytest.raises(ValueError, match="deterministic needs"):
+        load_engine(pair[0], dtype="float16", deterministic=True, max_length=64)
+
+
+def test_bfloat16_is_not_called_deterministic_where_it_is_not(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "USABLE", False)
+    with pytest.raises(ModelError, match="deterministic in bfloat16 needs"):
         load_engine(pair[0], dtype="bfloat16", deterministic=True, max_length=64)
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from worker_svc.engine import counter
+from worker_svc.engine import counter, kernels
 from worker_svc.engine.adjusting import Adjustments
 from worker_svc.engine.attention import Piece
 from worker_svc.engine.blocks import name_blocks
@@ -92,7 +92,7 @@ class EngineOptions:
         512  # context tokens prefilled per round, all requests together: larger means fewer, longer rounds
     )
     draft_len: int | None = None  # always this many; None = by goodput
-    deterministic: bool = True  # the recipe of `attention`; for single precision
+    deterministic: bool = True  # equal seeds give equal text, whatever the batch
     host_bytes: int = 2 * 2**30  # swapped-out KV, at most
     drafter: Drafter | None = Drafter.MODEL  # for requests that name none; None = nobody speculates
     prefix_reuse_tokens: int = 0  # KV of an equal context start is reused from so many tokens on; 0 = never
@@ -1013,7 +1013,7 @@ def load_engine(
     """Load a model pair and make an engine of it. Raises ModelError in one sentence, or ValueError for a bad option.
 
     `blocks` is the size of either KV pool; without it, as many as `memory_bytes` hold for target and draft together, or else enough for
-    every slot to hold a context of `max_length`. `deterministic` None means: where the arithmetic allows it (float32). `lean` False
+    every slot to hold a context of `max_length`. `deterministic` None means: in float32; in bfloat16 it needs `kernels`. `lean` False
     runs models of the Llama family through transformers too. `drafter` auto: the draft model, without one look-ups in the context.
     `synthetic_acceptance` makes the text nonsense; no setting of the worker leads here.
     """
@@ -1032,8 +1032,8 @@ def load_engine(
     target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
     if deterministic is None:
         deterministic = torch_dtype == torch.float32
-    elif deterministic and torch_dtype != torch.float32:
-        raise ValueError("deterministic needs dtype float32")
+    elif deterministic and torch_dtype == torch.float16:
+        raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
     target = load_packed(
         target_path,
         role="target",
@@ -1044,6 +1044,11 @@ def load_engine(
         lean=lean,
         trust_remote_code=trust_remote_code,
     )
+    if deterministic and torch_dtype != torch.float32 and not (target.all_by_kernels and target.independent):
+        raise ModelError(
+            f"deterministic in {dtype} needs a target of the Llama family, of sizes that are multiples of {kernels.PANEL}, on one thread of an x86 CPU with AVX2 "
+            "and without AMX; leave the setting out, or use float32"
+        )
     draft = None
     tokenizer = load_tokenizer(target_path)
     if draft_path is not None:

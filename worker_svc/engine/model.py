@@ -103,7 +103,8 @@ class PackedModel:
         self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
         # Whether attention is done by `kernels`: any pieces together cost what they cost one by one.
         self.by_kernels = kernels.serve(self.device, self.dtype, self.shape.head_size)
-        self._all_by_kernels = False  # and all between the embedding and the last product
+        self.all_by_kernels = False  # and all between the embedding and the last product
+        self.independent = True  # False: a product's rows were found to depend on each other
         self._max_length = max_length
         self._lean: LeanModel | None = None
         self._spans: tuple[int, ...] | None = (KV_TILE,) if deterministic else None
@@ -134,14 +135,15 @@ class PackedModel:
                 dtype=self.dtype,
                 device=self.device,
             )
-        self._all_by_kernels = self._lean is not None and self._lean.by_kernels
-        self._min_rows = (store.least_rows if self._all_by_kernels else MIN_ROWS) if self.deterministic else 1
+        self.all_by_kernels = self._lean is not None and self._lean.by_kernels
+        self._min_rows = (store.least_rows if self.all_by_kernels else MIN_ROWS) if self.deterministic else 1
         if self.device.type == "cpu" and kernels.MISSED:
             logging.getLogger(__name__).warning(
                 "the %s model runs by torch's operators, at half the speed: this package was built without a C compiler",
                 self.role,
             )
-        if not store.independent:
+        self.independent = store.independent
+        if not self.independent:
             logging.getLogger(__name__).warning(
                 "the %s model's products depend on the batch on this machine: equal seeds may give different text",
                 self.role,
@@ -164,7 +166,7 @@ class PackedModel:
         """Use this pool from now on."""
         self.pool = pool
         if self.by_kernels:
-            self.planner = KernelPlanner(pool, min_rows=self._min_rows, flat=not self._all_by_kernels)
+            self.planner = KernelPlanner(pool, min_rows=self._min_rows, flat=not self.all_by_kernels)
             return
         self.planner = Planner(
             pool,
