@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._markdown import spread, table, verdict_of
-from bench._measured import carried, deciding, engine, policy_rows, served
+from bench._measured import carried, deciding, engine, memory_bound, policy_rows, served
 from bench._policy_tables import expected_text
 from bench.figures import draw_overview, draw_regime, named, ratios
 from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
@@ -30,7 +30,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
 FIGURES = ROOT / "docs" / "figures"
 GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`, `serve`, `control`, `engine` and `gateway`. Run them again to change it. -->"
-MEASURED = {"serve": served, "control": deciding, "engine": engine, "gateway": carried}
+MEASURED = {
+    "serve": served,
+    "control": deciding,
+    "engine": engine,
+    "memory-bound": memory_bound,
+    "gateway": carried,
+}
 """Benchmarks of real processes, and who writes the section of each."""
 LENGTH_ONLY = ("srpt-length", "sjf-length")
 """Policies that know predicted lengths and nothing of acceptance: the rivals that matter."""

@@ -342,6 +342,49 @@ def test_eos_ends_the_text_unless_it_is_ignored(spoken_pair: tuple[Path, Path], 
         assert 1 not in tokens[:-1]
 
 
+def test_nothing_is_proposed_behind_what_would_end_the_text(
+    spoken_pair: tuple[Path, Path], device: str
+) -> None:
+    """A draft that is the target itself: all that it proposes is accepted, and none of it lies behind the end."""
+    if device != "cpu":
+        pytest.skip("elsewhere the engine does not look at proposals before they are verified")
+    target = spoken_pair[0]
+    kinds = (Sampling(1.2), Sampling(1.2, top_k=30), Sampling(1.2, top_p=0.95), Sampling(1.2, min_p=0.01))
+    specs = [
+        spec(
+            f"r{n}",
+            sampling=replace(kinds[n % 4], seed=n),
+            max_tokens=60,
+            ignore_eos=n % 8 == 7,
+            logprobs=n % 3,
+        )
+        for n in range(40)
+    ]
+    engine = load_engine(target, target, device=device, slots=16, max_length=128, draft_len=4)
+    text, last, reports = finish_all(engine, specs)
+    plain, *_ = finish_all(load_engine(target, device=device, slots=16, max_length=128, draft_len=0), specs)
+
+    assert text == plain
+    assert sum(report.finish is FinishReason.STOP for report in last.values()) > 5
+    assert sum(report.drafted for report in reports) > 300
+    assert all(report.accepted == report.drafted <= len(report.tokens) for report in reports)
+    assert all(len(report.logprobs) in (0, len(report.tokens)) for report in reports)
+
+
+@pytest.mark.parametrize(("ignore_eos", "drafted"), [(False, 2), (True, 4)])
+def test_what_is_found_behind_an_end_is_not_proposed(
+    pair: tuple[Path, Path], device: str, ignore_eos: bool, drafted: int
+) -> None:
+    """Look-ups in a prompt that holds the end token, 1. The text says 9 for ever, and each time 5, 1 and more followed it before."""
+    always = Sampling(logit_bias=((9, 100.0),))
+    request = spec(
+        "a", prompt_ids=(9, 5, 1, 7, 8, 6) * 3, sampling=always, max_tokens=12, ignore_eos=ignore_eos
+    )
+    engine = load_engine(pair[0], device=device, drafter="lookup", max_length=128, draft_len=4)
+    _, _, reports = finish_all(engine, [request])
+    assert reports[1].drafted == drafted
+
+
 def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], device: str) -> None:
     """Not-a-number in one request's logits is its own error; the others never notice."""
     engine = load_engine(*pair, device=device, slots=3, max_length=64, draft_len=2)

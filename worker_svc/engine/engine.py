@@ -151,7 +151,7 @@ class _Step:
 class _Verified:
     """What the target's forward told."""
 
-    chosen: list[int]  # its choices, rows as in `_choice_rows`
+    chosen: dict[int, int]  # its choices, by row of `_choice_rows`
     proposed: dict[int, list[int]]  # the proposals by request
     sound: list[bool]  # which logits are finite: the choices', and those at the end of other chunks
     logprobs: dict[int, TokenLogprobs]  # by row, where a request asks for them
@@ -368,7 +368,10 @@ class SpeculativeEngine:
         reports = tuple(
             self._commit(
                 step,
-                verified.chosen[at : at + adjustments.usable.get(i, step.choices)],
+                [
+                    verified.chosen[at + j]
+                    for j in range(min(step.choices, adjustments.usable.get(i, step.choices)))
+                ],
                 verified.proposed.get(i, []),
                 failed.get(i),
                 [verified.logprobs[row] for row in range(at, at + step.choices) if row in verified.logprobs],
@@ -452,6 +455,7 @@ class SpeculativeEngine:
                 found[i] = sequence.lookup.propose(sequence.tokens, caps[i])
                 if sequence.format is not None:
                     found[i] = found[i][: sequence.format.valid(found[i])]
+                found[i] = found[i][: self._first_end(sequence, found[i])]
                 caps[i] = len(found[i])
         drafting = [i for i, cap in enumerate(caps) if cap > 0]
         # Requests that cannot draft cost rows, and nothing is decided for them. What is prefilled has to be done in any case.
@@ -614,6 +618,8 @@ class SpeculativeEngine:
         for j in range(depth):
             if j:
                 going = [at for at, i in enumerate(members) if steps[i].draft_len > j]
+                if not going:
+                    break
                 tokens = out[-1][1]
                 if len(going) < len(members):
                     members, tokens = [members[at] for at in going], tokens[going]
@@ -632,9 +638,24 @@ class SpeculativeEngine:
             choice_rows = [offsets[i] + j for i in members]
             at_rows = None if noise is None else noise[choice_rows][:, :vocab]
             adjusted = adjustments.apply(logits[:, :vocab], choice_rows)
-            out.append((list(members), choose_tokens(adjusted, rows.select(choice_rows), at_rows)))
-            adjustments.proposed(members, j, out[-1][1])
+            tokens = choose_tokens(adjusted, rows.select(choice_rows), at_rows)
+            out.append((list(members), tokens))
+            adjustments.proposed(members, j, tokens)
+            if self._device.type == "cpu":  # elsewhere to look at them takes longer than it saves
+                for i, token in zip(members, tokens.tolist(), strict=True):
+                    if self._ends(steps[i].sequence, token):
+                        steps[i].draft_len = j + 1
         return out, [len(indices) for indices, _ in out]
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        """Whether a proposal ends the text if it is accepted: whatever were proposed behind it would be lost either way."""
+        return token in self._eos_ids and not sequence.spec.ignore_eos
+
+    def _first_end(self, sequence: Sequence, proposals: SequenceOf[int]) -> int:
+        """How many of these proposals are of use."""
+        return next(
+            (at + 1 for at, token in enumerate(proposals) if self._ends(sequence, token)), len(proposals)
+        )
 
     def _draft_place(self, step: _Step) -> Place:
         assert step.sequence.draft is not None
@@ -660,7 +681,7 @@ class SpeculativeEngine:
         """The target's forward."""
         fed = [i for i, step in enumerate(steps) if step.fed]
         if not fed:
-            return _Verified([], {}, [], {})
+            return _Verified({}, {}, [], {})
         pieces = [Piece(steps[i].sequence.target, steps[i].start, steps[i].fed) for i in fed]
         plan = self._target.planner.plan(pieces)
         first_row = dict(zip(fed, plan.first_row, strict=True))
@@ -686,9 +707,11 @@ class SpeculativeEngine:
         )  # [choice rows and watched rows, vocab]
         finite = logits.sum(-1, dtype=torch.float32).isfinite()
         if not logit_rows:  # nothing but chunks in the middle of their contexts
-            return _Verified([], {}, finite.tolist(), {})
+            return _Verified({}, {}, finite.tolist(), {})
         logits = logits[: len(logit_rows)]
         choice_rows = [at + j for step, at in zip(steps, offsets, strict=True) for j in range(step.choices)]
+        if noise is not None and len(choice_rows) < len(noise):
+            rows, noise = rows.select(choice_rows), noise[choice_rows]
         chosen = choose_tokens(adjustments.apply(logits, choice_rows), rows, noise)
         parts = [chosen, finite.long()] if guesses is None else [chosen, finite.long(), guesses]
         values = torch.cat(parts).tolist()  # the round's only transfer to the host
@@ -709,7 +732,7 @@ class SpeculativeEngine:
             if step.sequence.spec.logprobs is not None
         ]
         return _Verified(
-            values[:count],
+            dict(zip(choice_rows, values[:count], strict=True)),
             by_request,
             [bool(value) for value in values[count : count + sound]],
             _logprobs(logits, chosen, told) if told else {},
@@ -733,27 +756,21 @@ class SpeculativeEngine:
         broken = {
             i for i, step in enumerate(steps) if step.fed and not target.is_finite(step.sequence.target)
         }
-        whole = _Verified([], proposed, [], {})
+        whole = _Verified({}, proposed, [], {})
         for i, step in enumerate(steps):
             for pool in self._pools:
                 pool.zero_what_is_not_finite()
-            at = list(range(offsets[i], offsets[i] + step.choices))
-            chosen = list(at)  # of a broken one nobody looks at them
+            rows_of_it = range(offsets[i], offsets[i] + step.choices)
+            whole.chosen.update(
+                zip(rows_of_it, rows_of_it, strict=True)
+            )  # of a broken one nobody looks at them
             if step.fed and i not in broken:
                 guesses = [([0], torch.tensor([token], device=self._device)) for token in proposed.get(i, [])]
-                alone = self._verify(
-                    [step],
-                    guesses,
-                    rows.select(at),
-                    None if noise is None else noise[at],
-                    adjustments,
-                    [offsets[i]],
-                )
+                alone = self._verify([step], guesses, rows, noise, adjustments, [offsets[i]])
                 if not all(alone.sound):
                     broken.add(i)
-                chosen = alone.chosen
+                whole.chosen.update(alone.chosen)
                 whole.logprobs.update(alone.logprobs)
-            whole.chosen.extend(chosen)
         for pool in self._pools:
             pool.zero_what_is_not_finite()
         return whole, broken

@@ -7,9 +7,10 @@ with AVX-512, torch 2.13, one thread; ratios from there):
     transposed    the same numbers as a [in, out] array: independent from 2 rows on for matrices up to about 1 M elements; fastest for single rows
                   of these, and for the smallest
     packed        oneDNN's own layout: independent at any number of rows in float32; a forward of 4 to 128 rows takes 0.85 of what it does
-                  transposed; fastest for large matrices and for bfloat16
-    kernel        float32, our own (kernels_body.h): independent at any number of rows; a forward of the demo's target takes 0.3 (1 row), 0.5 (4),
-                  0.8 (16), 1.0 (64) and 1.08 (200) of what it does packed
+                  transposed; fastest for large matrices
+    kernel        our own (kernels_body.h): independent at any number of rows, in bfloat16 too. float32: a forward of the demo's target takes 0.3 (1 row),
+                  0.4 (4), 0.7 (16), 0.9 (64) and 1.0 (200) of what it does packed. bfloat16, 1024 x 2816: 0.8 (1, 4), 0.6 (8), 0.8 (16), 0.9 (64), 1.0 (256);
+                  on machines without an instruction for it 0.7, 0.3, 0.2, 0.3, 0.4, 0.5
 
 `packed` uses operators that are private to torch, so everything is tried out on the spot and what does not hold is not used.
 """
