@@ -8,7 +8,7 @@ nothing to do with each other. Such partings are counted and bounded. Between tw
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from tests.worker.drive import Between, everybody, finish_all, rotate
 from tests.worker.pairs import MAX_LENGTH, VOCAB
 from tests.worker.plain import MARGIN, PlainDecoder, PlainText
 from worker_svc.engine import kernels
-from worker_svc.engine.drafting import Acceptance, DraftLengths
+from worker_svc.engine.drafting import Acceptance, DraftLengths, Outlook
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import Sampling, Specification
 
@@ -116,7 +116,7 @@ class AnyLengths(DraftLengths):
         requests: Sequence[Acceptance],
         caps: Sequence[int],
         other_rows: int = 0,
-        behind: Sequence[float] = (),
+        outlooks: Callable[[], Sequence[Outlook]] | None = None,
         keys: int = 0,
     ) -> list[int]:
         return [self._rng.randrange(cap + 1) for cap in caps]

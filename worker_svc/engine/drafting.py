@@ -15,7 +15,9 @@ request, acceptance is close to geometric; between requests it differs a lot.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -45,17 +47,54 @@ HELD_AT_FIRST, HELD_AT_MOST = 4, 32
 # Weight of one measurement for the points of a cost table next to it, and for all of them. A machine has slower and faster minutes, which
 # all points share: a table that follows them only where it is measured takes whatever was not tried of late for slow.
 STEP_NEAR, STEP_ALL = 0.04, 0.06
-CLIP = (
-    2.0  # a measurement this many times off its prediction may be an accident of the machine, and is clipped
-)
+FARTHEST = 0.25  # a measurement is taken to be off its prediction by so much of that at most: what is far off, most often above, is an accident
+# Drafts that promise less than so many times what is had without them pause for a round every so often: else nobody would know any more
+# what that is. Our choice.
+NEAR, PLAIN_AFTER = 1.5, 32
 PROBE_AFTER = (
     64  # rounds without a proposal after which a request gets one, so that its estimate can move again
 )
 FIRST_STEP_ROWS = 2  # tokens of a request that the first draft step reads: the last one, and the one before it that the draft may lack
 EXPLORED_SHARE = 0.005  # of the time goes into probing: newcomers and silent requests show whether the traffic has changed. Our choice
 SURPRISE = 0.1  # who is probed is found to accept so much more than the others: then the next one is probed at once. Our choice
+PROBE_LEARNS = 1 / 8  # weight of the newest round with a probe in what it takes longer
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
 MOST_PROBES = 16  # proposals after which it is not either
+
+
+TOKENS_TO_COME = (
+    128  # of a request, before any has ended: what a draft's reading of its context must pay for. Our choice
+)
+ENDED_KEPT = 64  # requests that ended of late, whose lengths tell how much the others will say
+
+
+class OutputLengths:
+    """How much a request is yet to say, from how much those said that ended of late."""
+
+    def __init__(self) -> None:
+        self._ended: deque[int] = deque(maxlen=ENDED_KEPT)
+        self._ascending: list[int] = [TOKENS_TO_COME]
+        self._sums: list[int] = [TOKENS_TO_COME, 0]  # [i]: of `_ascending` from i on
+
+    def observe(self, tokens: int) -> None:
+        """A request ended after so many."""
+        self._ended.append(tokens)
+        self._ascending = sorted(self._ended)
+        self._sums = [*accumulate(reversed(self._ascending), initial=0)][::-1]
+
+    def to_come(self, said: int) -> float:
+        """Expected tokens of one that said so many: what those who said more said on average from there on; as many again if nobody did."""
+        longer = bisect.bisect_right(self._ascending, said)
+        if longer == len(self._ascending):
+            return float(said)
+        return self._sums[longer] / (len(self._ascending) - longer) - said
+
+
+class Outlook(NamedTuple):
+    """What lies ahead of a request."""
+
+    to_come: float = math.inf  # tokens that it is expected to say
+    lacks: int = 0  # tokens of its context that the draft must read before it can propose
 
 
 @dataclass(slots=True)
@@ -164,7 +203,7 @@ class CostTable:
         expected = self(count, keys)
         if seconds <= 0:
             return 0.0
-        factor = min(max(seconds / expected, 1 / CLIP), CLIP) - 1.0
+        factor = min(max(seconds / expected - 1.0, -FARTHEST), FARTHEST)
         self.drift(factor)
         counts, points = self.counts, self.seconds
         above = min(bisect.bisect_left(counts, count), len(counts) - 1)
@@ -249,9 +288,14 @@ class DraftLengths:
     rest: CostTable = field(default_factory=lambda: default_costs()[2])
     uneven: float = UNEVEN  # of the time of a verification, if drafts are unequally long
     verify_drafted: CostTable = field(init=False)  # after draft steps, which leave other things in the caches
+    rest_drafted: CostTable = field(init=False)  # of a round with draft steps
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
     _until_probe: float = 0.0  # rounds
+    _probe_s: float = 0.0  # what a round takes longer in which only those who are probed draft
+    _is_near: bool = False  # whether the last choice promised less than NEAR times what is had without drafts
+    _since_plain: int = 0  # rounds since the last one in which nobody drafted that would have
+    _only_probes: bool = False  # whether the last choice had only those draft
     _drafts: bool = False  # whether it had anybody draft
     _least: float = 0.0  # what a proposal had to be worth in the last choice
     _row_costs: float = 0.0  # tokens that a row of verification was worth in it
@@ -262,11 +306,15 @@ class DraftLengths:
 
     def __post_init__(self) -> None:
         self.set_verify(self.verify)
+        self.set_rest(self.rest)
 
     def set_verify(self, verify: CostTable) -> None:
         """What verification costs, as measured without a draft."""
-        self.verify = verify
-        self.verify_drafted = verify.copy()
+        self.verify, self.verify_drafted = verify, verify.copy()
+
+    def set_rest(self, rest: CostTable) -> None:
+        """What a round costs besides, without a draft."""
+        self.rest, self.rest_drafted = rest, rest.copy()
 
     def rate(self, acceptance: Acceptance) -> float:
         """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
@@ -279,28 +327,50 @@ class DraftLengths:
         requests: Sequence[Acceptance],
         caps: Sequence[int],
         other_rows: int = 0,
-        behind: Sequence[float] = (),
+        outlooks: Callable[[], Sequence[Outlook]] | None = None,
         keys: int = 0,
     ) -> list[int]:
         """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification; `keys`: tokens of all
         contexts together.
 
-        `behind`: of each request, tokens that the draft must read first, for each token that is to come. A draft that would not
-        earn them does not begin.
+        `outlooks` tells of each request what lies ahead, and is asked only when that matters. A draft that would not earn what it must
+        read does not begin.
         """
-        behind = behind or [0.0] * len(caps)
+        if self._drafts and self._is_near and self._since_plain >= PLAIN_AFTER and not self._until_asked:
+            self._since_plain = 0
+            return [0] * len(caps)
+        self._since_plain += 1
         if self._until_asked and self._knows(requests):
             # To find the answer takes as long as many a row. Without proposals nothing is learnt that could change it soon.
             self._until_asked -= 1
-            self._until_probe -= 1
-            return self._as_before(requests, caps, behind)
+            lengths = self._as_before(requests, caps, outlooks)
+        else:
+            lengths = self._anew(requests, caps, other_rows, outlooks, keys)
+        self._until_probe -= 1
+        if self._only_probes and any(lengths):
+            count = len(lengths)
+            self._until_probe += self._probe_s / (
+                EXPLORED_SHARE * (self.rest(count) + self.verify(count, keys))
+            )
+        return lengths
+
+    def _anew(
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        other_rows: int,
+        outlooks: Callable[[], Sequence[Outlook]] | None,
+        keys: int,
+    ) -> list[int]:
+        self._only_probes = False
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
         if not any(caps):
-            return caps
+            return list(caps)
+        behind = _behind(len(caps), outlooks)
         chosen = self._choose(requests, caps, other_rows, behind, keys)
-        self._choose_probe(requests, caps, chosen, behind, keys)
+        self._choose_probe(requests, caps, chosen, behind)
         return self._settle(requests, caps, chosen)
 
     def _choose(
@@ -311,18 +381,18 @@ class DraftLengths:
         behind: Sequence[float],
         keys: int,
     ) -> list[int]:
-        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0."""
+        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0; `behind`: see there."""
         deepest = max(caps)
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
         count, rows, drafting = len(caps), len(caps) + other_rows, len(caps) - sum(free)
         plain_s = self.rest(count) + self.verify(count, keys)
-        verify = self.verify_drafted if drafting else self.verify
-        rode_s = self.rest(rows) + verify(rows, keys) - self.rest(count) - verify(count, keys)
+        verify, rest = (self.verify_drafted, self.rest_drafted) if drafting else (self.verify, self.rest)
+        rode_s = rest(rows) + verify(rows, keys) - rest(count) - verify(count, keys)
 
         @cache
         def round_s(proposed: int) -> float:  # but for its draft steps, and for what rides along
-            return self.rest(rows + proposed) + verify(rows + proposed, keys) - rode_s
+            return rest(rows + proposed) + verify(rows + proposed, keys) - rode_s
 
         price = count / plain_s
         self._row_costs = price * (round_s(count) - round_s(0)) / count
@@ -340,11 +410,16 @@ class DraftLengths:
             (step(drafting) - step(1)) / (drafting - 1) if drafting > 1 else 0.0
         )  # one request more in a step
         best = _Choice((1 + ADVANTAGE) * count / plain_s, 0, 0.0, 0.0)
-        rows_s = [(round_s(count * depth) - round_s(0)) / (count * depth) for depth in range(1, deepest + 1)]
+
+        def row_s(depth: int) -> float:  # of one, where everybody drafts so many
+            return (round_s(count * depth) - round_s(0)) / (count * depth)
+
         highest = max((rate for rate, cap in zip(rates, caps, strict=True) if cap), default=0.0)
-        if highest <= best.goodput * (min(rows_s) + (0.0 if any(free) else step(drafting) / drafting)):
-            # Not even the likeliest proposal is worth it, at any depth, in the fullest step: the usual answer under load, without
-            # asking everybody.
+        if highest <= best.goodput * (
+            min(row_s(1), row_s(deepest)) + (0.0 if any(free) else step(drafting) / drafting)
+        ):
+            # Not even the likeliest proposal is worth it, in the smallest round or the largest, in the fullest step: the usual answer
+            # under load, without asking everybody.
             return [0] * count
         drafted: _Worth | _WorthOfOne
         found: _Worth | None = None
@@ -361,8 +436,8 @@ class DraftLengths:
         before, falling = 0.0, 0  # goodput at the depth before, and for how many depths it has been falling
         for depth in range(1, deepest + 1):
             # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
-            row_s, price, here = rows_s[depth - 1], best.goodput, 0.0
-            for least, least_found in ((price * (row_s + another_s), price * row_s), (0.0, 0.0)):
+            one_s, price, here = row_s(depth), best.goodput, 0.0
+            for least, least_found in ((price * (one_s + another_s), price * one_s), (0.0, 0.0)):
                 counts, tokens = drafted.at(depth, least)
                 proposed = sum(counts)
                 if found is not None:
@@ -386,6 +461,7 @@ class DraftLengths:
         if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS):
             best = kept
         self._least = best.least
+        self._is_near = best.goodput < NEAR * count / plain_s
         return [
             _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
             for rate, cap, no_step in zip(rates, caps, free, strict=True)
@@ -396,11 +472,16 @@ class DraftLengths:
         return not late or rate > self._row_costs + self._reading_costs * (1.0 + EARNS * late)
 
     def _as_before(
-        self, requests: Sequence[Acceptance], caps: Sequence[int], behind: Sequence[float]
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        outlooks: Callable[[], Sequence[Outlook]] | None,
     ) -> list[int]:
         """Lengths by the last choice: who drafts goes on, and of the others only who came meanwhile begins."""
         if not self._drafts:
             return [0] * len(caps)
+        came = any(not request.met for request in requests)
+        behind = _behind(len(caps), outlooks) if came else [0.0] * len(caps)
         depth, lengths = self._depth or 0, []
         for request, cap, late in zip(requests, caps, behind, strict=True):
             length, rate = 0, self.rate(request)
@@ -414,10 +495,15 @@ class DraftLengths:
         """Whether they are those of the last choice, as far as that matters: some of many may have come or gone. What is found in the
         context differs from round to round.
         """
+        if any(request.free for request in requests):
+            return False
+        if not self._drafts:
+            # Of those who come and of whom nothing is known the same is expected as of those who were there.
+            came = sum([not request.met and request.tested > 0 for request in requests])
+            return came + abs(len(requests) - self._count) <= self._count // FEW_WHILE_NONE_IN
         came = sum([not request.met for request in requests])
         gone = abs(len(requests) - came - self._count)
-        few = self._count // (FEW_IN if self._drafts else FEW_WHILE_NONE_IN)
-        return max(came, gone) <= few and not any(request.free for request in requests)
+        return max(came, gone) <= self._count // FEW_IN
 
     def _settle(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
@@ -430,7 +516,7 @@ class DraftLengths:
             max(length, min(cap, 1)) if request.probed else length
             for length, cap, request in zip(lengths, caps, requests, strict=True)
         ]
-        self._drafts = any(probed)
+        self._drafts, self._only_probes = any(probed), any(probed) and not any(lengths)
         self._held = min(2 * self._held, HELD_AT_MOST) if same and probed == lengths else HELD_AT_FIRST
         self._until_asked = self._held - 1
         return probed
@@ -446,10 +532,8 @@ class DraftLengths:
         caps: Sequence[int],
         lengths: Sequence[int],
         behind: Sequence[float],
-        keys: int,
     ) -> None:
         """When it is time: of those who draft nothing and came just now, or did not for long, probe the one whose draft has least to read."""
-        self._until_probe -= 1
         if self._until_probe > 0:
             return
         idle = [
@@ -463,11 +547,7 @@ class DraftLengths:
             return
         at = min(idle, key=lambda i: (behind[i], -requests[i].silent_rounds))
         requests[at].probe()
-        count = len(requests)
-        plain_s = self.rest(count) + self.verify(count, keys)
-        row_s = max(0.0, self.verify_drafted(count + 1, keys) - self.verify(count, keys))
-        probe_s = self._read_s() * keys / count + PROBE_MISSES * (self.step(1) + row_s)
-        self._until_probe = probe_s / (EXPLORED_SHARE * plain_s)
+        self._until_probe = 1.0
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
         """What verification said of one request's proposals: `tested` were compared, the first `accepted` kept."""
@@ -493,10 +573,15 @@ class DraftLengths:
         took besides; `keys`: tokens of all its contexts together; `read`: rows of the first draft step; `uneven`: requests
         had different numbers of rows.
         """
+        if steps and self._only_probes:
+            plain = rows - sum(steps)
+            longer_s = verify_s + rest_s + draft_s - self.verify(plain, keys) - self.rest(plain)
+            weight = PROBE_LEARNS if self._probe_s else 1.0
+            self._probe_s += weight * (max(0.0, longer_s) - self._probe_s)
         own, other = (self.verify_drafted, self.verify) if steps else (self.verify, self.verify_drafted)
         slower = own.observe(rows, verify_s / (1 + self.uneven if uneven else 1), keys)
         other.drift(slower)
-        self.rest.observe(rows, rest_s)
+        (self.rest_drafted if steps else self.rest).observe(rows, rest_s)
         if not steps:
             self.step.drift(slower)
         else:
@@ -509,6 +594,11 @@ class DraftLengths:
                 mean = round(sum(later) / len(later))
                 context = keys * mean / first
                 self.step.observe(mean, self.step(mean, context) * times, context)
+
+
+def _behind(count: int, outlooks: Callable[[], Sequence[Outlook]] | None) -> list[float]:
+    """Of each request, tokens that the draft must read first, for each token that is to come."""
+    return [0.0] * count if outlooks is None else [one.lacks / max(1.0, one.to_come) for one in outlooks()]
 
 
 def _length(rate: float, most: int, least: float) -> int:

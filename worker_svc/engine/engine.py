@@ -26,7 +26,15 @@ from worker_svc.engine import counter, kernels
 from worker_svc.engine.adjusting import Adjustments
 from worker_svc.engine.attention import Piece
 from worker_svc.engine.blocks import name_blocks
-from worker_svc.engine.drafting import FIRST_STEP_ROWS, Acceptance, CostTable, DraftLengths, Prior
+from worker_svc.engine.drafting import (
+    FIRST_STEP_ROWS,
+    Acceptance,
+    CostTable,
+    DraftLengths,
+    Outlook,
+    OutputLengths,
+    Prior,
+)
 from worker_svc.engine.formats import Formats
 from worker_svc.engine.interface import (
     Capacity,
@@ -68,10 +76,6 @@ CALIBRATION_S = (
     1.0  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
 )
 CALIBRATION_TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
-TOKENS_TO_COME = (
-    128  # of a request, before any has ended: what a draft's reading of its context must pay for. Our choice
-)
-OUTPUT_FORGETS = 1 / 32  # weight of the newest request in the mean length of what requests said
 REST_OF_ROW_S = 1.5e-5  # what a row takes besides the forward, before that was measured
 LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
 CHUNKS_ARE_FEW = 8  # times as many rows: then a round tells what rows of requests and proposals cost
@@ -204,7 +208,7 @@ class SpeculativeEngine:
             self.lengths.uneven = 0.0
         self._least_feed = 1 if draft is not None and draft.by_kernels else FIRST_STEP_ROWS
         self._lookup_prior = Prior()
-        self._usual_output: float = TOKENS_TO_COME  # tokens, of requests that ended of late
+        self._output_lengths = OutputLengths()
         self._prefill_chunk = options.prefill_chunk  # less while memory is short
         self._rounds_with_chunk = 0
         self._noise = Noise(target.shape.vocab_size, self._device)
@@ -462,7 +466,7 @@ class SpeculativeEngine:
         plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
         lengths = self.lengths.lengths(
             [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain,
-            [self._behind(sequences[i]) for i in drafting], keys,
+            lambda: [self._outlook(sequences[i]) for i in drafting], keys,
         )  # fmt: skip
         steps = [_Step(sequence, chunk, 0, 0, []) for sequence, chunk in zip(sequences, chunks, strict=True)]
         left = self._prefill_chunk
@@ -481,15 +485,10 @@ class SpeculativeEngine:
                 left -= steps[i].catch_up if lag > FIRST_STEP_ROWS else 0
         return steps
 
-    def _behind(self, sequence: Sequence) -> float:
-        """Tokens that the draft lacks, for each token that the request may still say: as many as requests usually say, or as it said
-        itself if that is more, if its limit allows.
-        """
-        lag = sequence.draft_lag
-        if lag <= FIRST_STEP_ROWS:
-            return 0.0
-        left = sequence.spec.max_tokens - sequence.output_length
-        return (lag - FIRST_STEP_ROWS) / max(1, min(left, max(sequence.output_length, self._usual_output)))
+    def _outlook(self, sequence: Sequence) -> Outlook:
+        said = sequence.output_length
+        to_come = min(sequence.spec.max_tokens - said, self._output_lengths.to_come(said))
+        return Outlook(to_come, max(0, sequence.draft_lag - FIRST_STEP_ROWS))
 
     def _draft_cap(self, sequence: Sequence, chunk: int) -> int:
         """The longest useful draft: the request's own cap, and one less than what is left, because the target adds a token."""
@@ -835,7 +834,7 @@ class SpeculativeEngine:
         if end.finish is not None:
             sequence.finished = True
             self._release(sequence)
-            self._usual_output += OUTPUT_FORGETS * (sequence.output_length - self._usual_output)
+            self._output_lengths.observe(sequence.output_length)
         return RequestRound(
             request_id=request_id,
             position=position,
@@ -915,7 +914,7 @@ class SpeculativeEngine:
         self.lengths.set_verify(self._measure(self._target, 0, _ladder(slots * deepest), deadline))
         least, each = self.lengths.rest.seconds[0], REST_OF_ROW_S
         counts = self.lengths.verify.counts
-        self.lengths.rest = CostTable(counts, [least + each * count for count in counts])
+        self.lengths.set_rest(CostTable(counts, [least + each * count for count in counts]))
 
     def _measure(
         self, model: PackedModel, pool_at: int, counts: SequenceOf[int], deadline: float
