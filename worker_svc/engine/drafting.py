@@ -60,8 +60,6 @@ SURPRISE = 0.1  # who is probed is found to accept so much more than the others:
 PROBE_LEARNS = 1 / 8  # weight of the newest round with a probe in what it takes longer
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
 MOST_PROBES = 16  # proposals after which it is not either
-
-
 TOKENS_TO_COME = (
     128  # of a request, before any has ended: what a draft's reading of its context must pay for. Our choice
 )
@@ -294,7 +292,7 @@ class DraftLengths:
     _until_probe: float = 0.0  # rounds
     _probe_s: float = 0.0  # what a round takes longer in which only those who are probed draft
     _is_near: bool = False  # whether the last choice promised less than NEAR times what is had without drafts
-    _since_plain: int = 0  # rounds since the last one in which nobody drafted that would have
+    _since_plain: int = 0  # rounds since the last one in which nobody drafted
     _only_probes: bool = False  # whether the last choice had only those draft
     _drafts: bool = False  # whether it had anybody draft
     _least: float = 0.0  # what a proposal had to be worth in the last choice
@@ -339,13 +337,13 @@ class DraftLengths:
         if self._drafts and self._is_near and self._since_plain >= PLAIN_AFTER and not self._until_asked:
             self._since_plain = 0
             return [0] * len(caps)
-        self._since_plain += 1
         if self._until_asked and self._knows(requests):
             # To find the answer takes as long as many a row. Without proposals nothing is learnt that could change it soon.
             self._until_asked -= 1
             lengths = self._as_before(requests, caps, outlooks)
         else:
             lengths = self._anew(requests, caps, other_rows, outlooks, keys)
+        self._since_plain = self._since_plain + 1 if any(lengths) else 0
         self._until_probe -= 1
         if self._only_probes and any(lengths):
             count = len(lengths)
@@ -362,6 +360,7 @@ class DraftLengths:
         outlooks: Callable[[], Sequence[Outlook]] | None,
         keys: int,
     ) -> list[int]:
+        """What `lengths` says when the last choice does not hold any more."""
         self._only_probes = False
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
