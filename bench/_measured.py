@@ -110,6 +110,8 @@ def deciding(path: Path) -> Iterator[str]:
 
 def engine(path: Path) -> Iterator[str]:
     """Tokens per CPU second of the worker's engine and of others."""
+    from bench.engine import goals  # needs torch
+
     rows, source, about = _read(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
     yield from ("## The engine beside others", "")
@@ -125,15 +127,17 @@ def engine(path: Path) -> Iterator[str]:
             "ratio_openvino": "OpenVINO GenAI, temperature 0",
         },
     )  # fmt: skip
+    exact = about["dtype"] == "float32" and about["acceptance"] is None
     yield from _goals(
-        rows,
-        about,
+        goals(rows, exact=exact),
         "Most of them ask that speculation is never slower than 0.97 of our own plain decoding, for every kind of prompt alone, at every batch size",
     )
 
 
 def memory_bound(path: Path) -> Iterator[str]:
     """The same of a pair whose weights are larger than any cache."""
+    from bench.engine import goals
+
     rows, source, about = _read(path)
     yield from ("### Where weights come from memory", "")
     yield "A pair of random weights, 287 M and 15 M, larger than any cache, as real ones are on a GPU: there a forward of one token takes nearly as long as one of five. The text"
@@ -150,8 +154,7 @@ def memory_bound(path: Path) -> Iterator[str]:
         },
     )
     yield from _goals(
-        rows,
-        about,
+        goals(rows, memory_bound=True),
         "A forward is to take 1.1 of vLLM's at most, speculation 0.97 of plain decoding's speed at least",
     )
 
@@ -205,14 +208,7 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
     )
 
 
-def _goals(rows: Sequence[Row], about: Row, words: str) -> Iterator[str]:
-    from bench.engine import goals
-
-    judged = goals(
-        rows,
-        memory_bound=about["pair"] == "memory-bound",
-        exact=about["dtype"] == "float32" and about["acceptance"] is None,
-    )
+def _goals(judged: Sequence[Any], words: str) -> Iterator[str]:
     missed = [goal.text for goal in judged if not goal.met]
     yield (
         f"{len(judged) - len(missed)} of {len(judged)} goals are met, each by the end of its interval. {words}"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from bench._measured import carried, deciding, engine, served
+from bench._measured import carried, deciding, engine, memory_bound, served
 from bench.evidence import FIGURES, MEASURED, PAGE, Results, draw, main, newest, page, source_of
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
@@ -248,6 +248,35 @@ def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
     assert "temperature 0, up to so many at a time; torch 2.0, vllm 0.1." in text
     assert "- batch 1: 2.30 [2.10, 2.50] of assisted (goal 2.2)" in text
     assert "4 of 5 goals are met" in text
+
+
+def test_where_weights_come_from_memory_a_forward_is_compared_with_that_of_vllm(tmp_path):
+    mixed = {"kind": "mixed", "temperature": 0.0, "batch": 4, "identical": 0.0}
+    plain = {
+        "config": "ours, plain",
+        "tokens_per_cpu_s": 128.5,
+        "forward": 1.12,
+        "forward_low": 1.08,
+        "forward_high": 1.16,
+    }
+    drafted = {
+        "config": "ours, speculative",
+        "tokens_per_cpu_s": 161.5,
+        "ratio_plain": 1.26,
+        "ratio_plain_low": 1.24,
+        "ratio_plain_high": 1.28,
+    }
+    about = {"dtype": "bfloat16", "threads": 1, "acceptance": 0.7}
+    text = "\n".join(
+        memory_bound(results_of(tmp_path, "memory-bound", [mixed | plain, mixed | drafted], **about))
+    )
+    assert "| engine | batch 4 |" in text, "the text is nonsense: whose is the same is not told"
+    assert "| ours, speculative | 162 |" in text
+    assert "| time of a forward: vLLM's | 1.12 [1.08, 1.16] |" in text
+    assert "1 of 2 goals are met" in text
+    assert (
+        "- mixed at temperature 0.0, batch 4: a forward takes 1.12 [1.08, 1.16] of vllm's (goal 1.1)" in text
+    )
 
 
 def test_a_gateway_carries_so_much_or_too_little(tmp_path):
