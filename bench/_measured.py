@@ -183,15 +183,15 @@ def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
 
 
 def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
-    """Of the whole mix, by batch size: of both temperatures together where it was measured so, else at 0."""
-    from bench.engine import BOTH, MIXED
+    """Of the whole mix, by batch size, ours with speculation, a forward of ours without: both temperatures where it was measured so, else 0."""
+    from bench.engine import BOTH, MIXED, PLAIN, SPECULATIVE
 
     found = {
         (name, row["batch"], row["temperature"]): row
         for row in rows
         if row["kind"] == MIXED
         for name in labels
-        if row.get(name) is not None
+        if row["config"] == (PLAIN if name == "forward" else SPECULATIVE) and row.get(name) is not None
     }
     batches = sorted({row["batch"] for row in rows if row["kind"] == MIXED})
 

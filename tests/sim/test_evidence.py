@@ -237,6 +237,7 @@ def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
     rows = [
         row(ours, 1, 700.4, temperature="both", plain=(2.0, 1.8, 2.2), assisted=(2.3, 2.1, 2.5)),
         row(ours, 1, 700.4, plain=(2.1, 1.9, 2.3), vllm=(1.5, 1.45, 1.6)),
+        row("ours, look-up", 1, 500.0, vllm=(0.9, 0.8, 1.0)),
         row("vllm, compiled, plain", 1, 1368.5, identical=0.75),
         row("vllm, compiled, plain", 4, 2000.0),
     ]

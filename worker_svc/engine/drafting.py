@@ -95,6 +95,9 @@ class Outlook(NamedTuple):
     lacks: int = 0  # tokens of its context that the draft must read before it can propose
 
 
+Outlooks = Callable[[], Sequence[Outlook]]  # of all requests of a round, asked only when they matter
+
+
 @dataclass(slots=True)
 class Prior:
     """What is known of all requests together whose proposals come from one source."""
@@ -293,7 +296,6 @@ class DraftLengths:
     _probe_s: float = 0.0  # what a round takes longer in which only those who are probed draft
     _is_near: bool = False  # whether the last choice promised less than NEAR times what is had without drafts
     _since_plain: int = 0  # rounds since the last one in which nobody drafted
-    _only_probes: bool = False  # whether the last choice had only those draft
     _drafts: bool = False  # whether it had anybody draft
     _least: float = 0.0  # what a proposal had to be worth in the last choice
     _row_costs: float = 0.0  # tokens that a row of verification was worth in it
@@ -314,6 +316,11 @@ class DraftLengths:
         """What a round costs besides, without a draft."""
         self.rest, self.rest_drafted = rest, rest.copy()
 
+    @property
+    def _only_probes(self) -> bool:
+        """Whether the last choice had only those draft who are probed."""
+        return self._drafts and not self._depth
+
     def rate(self, acceptance: Acceptance) -> float:
         """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
         prior = (acceptance.prior or self.prior).rate
@@ -325,7 +332,7 @@ class DraftLengths:
         requests: Sequence[Acceptance],
         caps: Sequence[int],
         other_rows: int = 0,
-        outlooks: Callable[[], Sequence[Outlook]] | None = None,
+        outlooks: Outlooks | None = None,
         keys: int = 0,
     ) -> list[int]:
         """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification; `keys`: tokens of all
@@ -357,11 +364,10 @@ class DraftLengths:
         requests: Sequence[Acceptance],
         caps: Sequence[int],
         other_rows: int,
-        outlooks: Callable[[], Sequence[Outlook]] | None,
+        outlooks: Outlooks | None,
         keys: int,
     ) -> list[int]:
         """What `lengths` says when the last choice does not hold any more."""
-        self._only_probes = False
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
@@ -380,7 +386,7 @@ class DraftLengths:
         behind: Sequence[float],
         keys: int,
     ) -> list[int]:
-        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0; `behind`: see there."""
+        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0; `behind`: of `_behind`."""
         deepest = max(caps)
         rates = [self.rate(request) for request in requests]
         free = [request.free for request in requests]
@@ -474,7 +480,7 @@ class DraftLengths:
         self,
         requests: Sequence[Acceptance],
         caps: Sequence[int],
-        outlooks: Callable[[], Sequence[Outlook]] | None,
+        outlooks: Outlooks | None,
     ) -> list[int]:
         """Lengths by the last choice: who drafts goes on, and of the others only who came meanwhile begins."""
         if not self._drafts:
@@ -515,7 +521,7 @@ class DraftLengths:
             max(length, min(cap, 1)) if request.probed else length
             for length, cap, request in zip(lengths, caps, requests, strict=True)
         ]
-        self._drafts, self._only_probes = any(probed), any(probed) and not any(lengths)
+        self._drafts = any(probed)
         self._held = min(2 * self._held, HELD_AT_MOST) if same and probed == lengths else HELD_AT_FIRST
         self._until_asked = self._held - 1
         return probed
@@ -595,7 +601,7 @@ class DraftLengths:
                 self.step.observe(mean, self.step(mean, context) * times, context)
 
 
-def _behind(count: int, outlooks: Callable[[], Sequence[Outlook]] | None) -> list[float]:
+def _behind(count: int, outlooks: Outlooks | None) -> list[float]:
     """Of each request, tokens that the draft must read first, for each token that is to come."""
     return [0.0] * count if outlooks is None else [one.lacks / max(1.0, one.to_come) for one in outlooks()]
 

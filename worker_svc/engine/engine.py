@@ -459,7 +459,8 @@ class SpeculativeEngine:
                 found[i] = sequence.lookup.propose(sequence.tokens, caps[i])
                 if sequence.format is not None:
                     found[i] = found[i][: sequence.format.valid(found[i])]
-                found[i] = found[i][: self._first_end(sequence, found[i])]
+                end = cut(sequence.spec, sequence.output_length, found[i], self._eos_ids, None, ())
+                found[i] = found[i][: end.tokens]
                 caps[i] = len(found[i])
         drafting = [i for i, cap in enumerate(caps) if cap > 0]
         # Requests that cannot draft cost rows, and nothing is decided for them. What is prefilled has to be done in any case.
@@ -649,12 +650,6 @@ class SpeculativeEngine:
     def _ends(self, sequence: Sequence, token: int) -> bool:
         """Whether a proposal ends the text if it is accepted: whatever were proposed behind it would be lost either way."""
         return token in self._eos_ids and not sequence.spec.ignore_eos
-
-    def _first_end(self, sequence: Sequence, proposals: SequenceOf[int]) -> int:
-        """How many of these proposals are of use."""
-        return next(
-            (at + 1 for at, token in enumerate(proposals) if self._ends(sequence, token)), len(proposals)
-        )
 
     def _draft_place(self, step: _Step) -> Place:
         assert step.sequence.draft is not None

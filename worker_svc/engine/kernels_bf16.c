@@ -3,8 +3,4 @@
 #define DOTS
 #define TARGET __attribute__((target("arch=x86-64-v4,avx512bf16")))
 #define TABLE kernels_bf16
-#define WIDE 4
-#define WITH_4 2
-#define WITH_2 6
-#define WITH_1 14
 #include "kernels_body.h"

@@ -3,9 +3,7 @@
        LANES        numbers of a vector, 8 or 16
        DOTS         defined if an instruction adds up products of pairs of bfloat16
        TARGET       attribute of functions that are compiled for the machines that have it
-       TABLE        name of the table of kernels
-       WIDE         vectors of each of TOGETHER query rows whose weighted values are summed in registers
-       WITH_4, WITH_2, WITH_1    rows of a product whose sums fit the registers with 4, 2 and 1 panels at a time */
+       TABLE        name of the table of kernels */
 
 #include <immintrin.h>
 #include <math.h>
@@ -29,6 +27,14 @@ enum {
     READ_AHEAD = 1 << 19, /* bytes of a context; half of what a core's own cache often holds */
     VECTORS = PANEL / LANES
 };
+
+/* What fits the registers, of which there are 32 with 16 numbers, 16 with 8: vectors of each of TOGETHER query rows whose weighted values are summed
+   (WIDE), and rows of a product with 4, 2 and 1 panels at a time. */
+#if LANES == 16
+enum { WIDE = 4, WITH_4 = 2, WITH_2 = 6, WITH_1 = 14 };
+#else
+enum { WIDE = 2, WITH_4 = 0, WITH_2 = 1, WITH_1 = 3 };
+#endif
 
 #define INLINE TARGET static inline __attribute__((always_inline))
 
