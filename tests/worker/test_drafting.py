@@ -29,16 +29,16 @@ from worker_svc.engine.drafting import (
 )
 
 
-def lengths_for(*, verify: CostTable, step: CostTable, **more: int | None) -> DraftLengths:
-    return DraftLengths(8, verify=verify, step=step, **more)  # type: ignore[arg-type]
+def lengths_for(*, plain: CostTable, step: CostTable, **more: int | None) -> DraftLengths:
+    return DraftLengths(8, plain=plain, step=step, **more)  # type: ignore[arg-type]
 
 
-MEMORY_BOUND = {"verify": CostTable([1, 1000], [1.0, 1.1]), "step": CostTable([1, 1000], [0.05, 0.05])}
+MEMORY_BOUND = {"plain": CostTable([1, 1000], [1.0, 1.1]), "step": CostTable([1, 1000], [0.05, 0.05])}
 COMPUTE_BOUND = {
-    "verify": CostTable([1, 1001], [0.001, 1.001]),
+    "plain": CostTable([1, 1001], [0.001, 1.001]),
     "step": CostTable([1, 1001], [0.0005, 0.5005]),
 }
-COSTLY_ROWS = {"verify": CostTable([1, 1000], [1.0, 2.0]), "step": CostTable([1, 1000], [0.05, 5.0])}
+COSTLY_ROWS = {"plain": CostTable([1, 1000], [1.0, 2.0]), "step": CostTable([1, 1000], [0.05, 5.0])}
 
 
 def experienced(accepted: int, tested: int) -> Acceptance:
@@ -59,7 +59,7 @@ def test_rows_that_cost_as_much_as_tokens_do_not_draft() -> None:
 
 def test_a_request_that_accepts_more_drafts_more() -> None:
     good, bad = experienced(190, 200), experienced(20, 200)
-    costs = {"verify": CostTable([1, 101], [0.5, 3.0]), "step": CostTable([1, 101], [0.05, 0.5])}
+    costs = {"plain": CostTable([1, 101], [0.5, 3.0]), "step": CostTable([1, 101], [0.05, 0.5])}
     long, short = lengths_for(**costs).lengths([good, bad], [8, 8])
     assert long > short
 
@@ -75,22 +75,19 @@ def by_asking_each(
     """The module's rule, request by request and depth by depth."""
     rates, count = [chooser.rate(request) for request in requests], len(requests)
     drafting = [request for request in requests if not request.free]
-
-    verify, rest = (
-        (chooser.verify_drafted, chooser.rest_drafted) if drafting else (chooser.verify, chooser.rest)
-    )
+    costs = chooser.drafted if drafting else chooser.plain
 
     def round_s(proposals: int) -> float:
         """What rides along is there in any case: how much more the round takes than with that alone, and with our own rows alone."""
-        more = verify(count + proposals + other_rows, keys) - verify(count + other_rows, keys)
-        more += rest(count + proposals + other_rows) - rest(count + other_rows)
-        return more + verify(count, keys) + rest(count)
+        return (
+            costs(count + proposals + other_rows, keys) - costs(count + other_rows, keys) + costs(count, keys)
+        )
 
     def step(going: int, each: int = 1) -> float:
         return chooser.step(going * each, keys * going / count)
 
     another_s = (step(len(drafting)) - step(1)) / (len(drafting) - 1) if len(drafting) > 1 else 0.0
-    plain_s = chooser.rest(count) + chooser.verify(count, keys)
+    plain_s = chooser.plain(count, keys)
     best, lengths = (1 + ADVANTAGE) * count / plain_s, [0] * count
     for depth in range(1, max(caps) + 1):
         price = best
@@ -105,7 +102,7 @@ def by_asking_each(
             ]
             seconds = round_s(sum(tried))
             if len({*tried, 0}) > 2 or (0 in tried and sum(tried)) or 0 < max(tried) < depth:
-                seconds += UNEVEN * verify(count + sum(tried) + other_rows, keys)
+                seconds += UNEVEN * costs(count + sum(tried) + other_rows, keys)
             for k in range(1, depth + 1):
                 going = sum(n >= k for n, request in zip(tried, requests, strict=True) if not request.free)
                 seconds += step(going, FIRST_STEP_ROWS if k == 1 else 1) if going else 0.0
@@ -124,13 +121,12 @@ def test_the_lengths_are_those_of_the_rule(seed: int) -> None:
         request.free = rng.random() < (0.0, 0.3, 1.0)[seed % 3]
     caps = [rng.randrange(1, 9) for _ in requests]
     chooser = lengths_for(
-        verify=CostTable([1, 8, 400], sorted(rng.uniform(1, 4) for _ in range(3))),
+        plain=CostTable([1, 8, 400], sorted(rng.uniform(1, 4) for _ in range(3))),
         step=CostTable([1, 50], sorted(rng.uniform(0.02, 1) for _ in range(2))),
     )
-    chooser.set_rest(CostTable([1, 50], [0.1, rng.uniform(0.1, 2)]))
-    chooser.verify.key_s, chooser.step.key_s = rng.choice(((0.0, 0.0), (0.002, 0.0003)))
-    chooser.set_verify(chooser.verify)
-    chooser.verify_drafted.drift(rng.choice((0.0, 10.0)))
+    chooser.plain.key_s, chooser.step.key_s = rng.choice(((0.0, 0.0), (0.002, 0.0003)))
+    chooser.set_plain(chooser.plain)
+    chooser.drafted.drift(rng.choice((0.0, 10.0)))
     other_rows, keys = rng.choice((0, 30)), rng.choice((0, 100 * count))
     expected = by_asking_each(chooser, requests, caps, other_rows, keys)
     assert chooser.lengths(requests, caps, other_rows, keys=keys) == expected
@@ -138,7 +134,7 @@ def test_the_lengths_are_those_of_the_rule(seed: int) -> None:
 
 def test_what_rides_along_makes_no_proposal_cheap() -> None:
     """It takes a hundred times as long as the round, and has to be done in any case."""
-    costs = {"verify": CostTable([1, 1001], [0.5, 20.5]), "step": CostTable([1, 101], [0.02, 0.5])}
+    costs = {"plain": CostTable([1, 1001], [0.5, 20.5]), "step": CostTable([1, 101], [0.02, 0.5])}
     requests, caps = [experienced(60, 100)] * 4, [8] * 4
     alone = lengths_for(**costs).lengths(requests, caps)
     assert 0 < max(alone) < 8
@@ -153,10 +149,10 @@ def test_an_answer_that_stays_the_same_is_asked_for_more_and_more_seldom() -> No
         rounds, held = rounds + held, 2 * held
     for _ in range(rounds + HELD_AT_MOST + 1):  # the last of them is asked
         assert chooser.lengths(requests, caps) == [0] * 4
-    chooser.set_verify(MEMORY_BOUND["verify"])
+    chooser.set_plain(MEMORY_BOUND["plain"])
     answers = [max(chooser.lengths(requests, caps)) for _ in range(HELD_AT_MOST)]
     assert answers[:-1] == [0] * (HELD_AT_MOST - 1) and answers[-1] > 0
-    chooser.set_verify(COMPUTE_BOUND["verify"])
+    chooser.set_plain(COMPUTE_BOUND["plain"])
     answers = [max(chooser.lengths(requests, caps)) for _ in range(HELD_AT_FIRST)]
     assert min(answers[:-1]) > 0 == answers[-1], "another answer is asked for again soon"
 
@@ -169,7 +165,7 @@ def test_a_choice_holds_for_some_rounds_and_nobody_begins_meanwhile() -> None:
     assert min(first) > 0
     requests[0].observe(0, 0)  # drafted nothing, for some reason of its own
     costly = CostTable([1, 1000], [1.0, 1000.0])
-    chooser.set_verify(costly)  # from now on a row costs what a token is worth
+    chooser.set_plain(costly)  # from now on a row costs what a token is worth
     held = [chooser.lengths(requests, caps) for _ in range(HELD_AT_FIRST - 1)]
     assert held == [[0, *first[1:]]] * (HELD_AT_FIRST - 1)
     assert chooser.lengths(requests, caps) != held[0]
@@ -180,14 +176,14 @@ def test_one_of_many_that_came_drafts_by_the_last_choice_if_it_earns_what_its_dr
     requests, caps = [experienced(90, 100) for _ in range(FEW_IN)], [8] * FEW_IN
     chosen = chooser.lengths(requests, caps)
     assert min(chosen) > 0
-    chooser.set_verify(COMPUTE_BOUND["verify"])  # from now on a row costs what a token is worth
+    chooser.set_plain(COMPUTE_BOUND["plain"])  # from now on a row costs what a token is worth
     late, early = Acceptance(), Acceptance()
     ahead = [Outlook()] * FEW_IN
-    assert chooser.lengths([*requests, late], [*caps, 8], 0, lambda: [*ahead, Outlook(10, 1000)]) == [
+    assert chooser.lengths([*requests, late], [*caps, 8], 0, [*ahead, Outlook(10, 1000)].__getitem__) == [
         *chosen,
         0,
     ]
-    *others, its = chooser.lengths([*requests, early], [*caps, 8], 0, lambda: [*ahead, Outlook(10)])
+    *others, its = chooser.lengths([*requests, early], [*caps, 8], 0, [*ahead, Outlook(10)].__getitem__)
     assert others == chosen and 0 < its <= max(chosen)
     asked = chooser.lengths([*requests, late, Acceptance()], [*caps, 8, 8])
     assert max(asked[:FEW_IN]) == 0, "two came"
@@ -198,7 +194,7 @@ def test_where_others_came_or_many_went_it_is_asked_at_once() -> None:
     for others in ([experienced(70, 100) for _ in range(4)], requests[3:]):
         chooser = lengths_for(**COMPUTE_BOUND)
         assert chooser.lengths(requests, caps) == [0] * 4
-        chooser.set_verify(MEMORY_BOUND["verify"])
+        chooser.set_plain(MEMORY_BOUND["plain"])
         assert min(chooser.lengths(others, caps[: len(others)])) > 0
 
 
@@ -206,7 +202,7 @@ def test_while_nobody_drafts_one_of_many_more_changes_nothing() -> None:
     chooser = lengths_for(**COMPUTE_BOUND)
     requests = [experienced(70, 100) for _ in range(2 * FEW_WHILE_NONE_IN)]
     assert not any(chooser.lengths(requests, [8] * len(requests)))
-    chooser.set_verify(MEMORY_BOUND["verify"])
+    chooser.set_plain(MEMORY_BOUND["plain"])
     some = requests[: len(requests) - len(requests) // FEW_WHILE_NONE_IN]
     assert not any(chooser.lengths(some, [8] * len(some)))
     assert min(chooser.lengths(some[1:], [8] * len(some[1:]))) > 0, "too many went"
@@ -215,7 +211,7 @@ def test_while_nobody_drafts_one_of_many_more_changes_nothing() -> None:
 def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> None:
     """Rows are nearly free up to 16 and then cost what a token is worth; the hysteresis holds either side for a while."""
     chooser = lengths_for(
-        verify=CostTable([1, 16, 1000], [1.0, 1.1, 80.0]), step=CostTable([1, 100], [0.02, 0.4])
+        plain=CostTable([1, 16, 1000], [1.0, 1.1, 80.0]), step=CostTable([1, 100], [0.02, 0.4])
     )
     request = experienced(60, 100)
     sizes = [*range(1, 65), *range(63, 0, -1)]
@@ -229,9 +225,9 @@ def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> N
 
 
 def test_what_a_round_costs_besides_argues_for_longer_drafts() -> None:
-    costs = {"verify": CostTable([1, 101], [0.5, 3.0]), "step": CostTable([1, 101], [0.1, 0.5])}
+    costs = {"plain": CostTable([1, 101], [0.5, 3.0]), "step": CostTable([1, 101], [0.1, 0.5])}
     short, long = lengths_for(**costs), lengths_for(**costs)
-    long.set_rest(CostTable([1, 101], [1.0, 1.0]))
+    long.set_plain(CostTable([1, 101], [1.5, 4.0]))
     request = experienced(80, 100)
     assert long.lengths([request], [8]) > short.lengths([request], [8])
 
@@ -259,9 +255,9 @@ def one_round(chooser: DraftLengths, requests: list[Acceptance]) -> list[int]:
         len(requests) + sum(lengths),
         [sum(length > j for length in lengths) for j in range(max(lengths))],
     )
-    verify, rest = (chooser.verify_drafted, chooser.rest_drafted) if steps else (chooser.verify, chooser.rest)
+    costs = chooser.drafted if steps else chooser.plain
     draft_s = sum(chooser.step(going) for going in steps)
-    chooser.observe_costs(rows, verify(rows), steps, draft_s, rest(rows), read=steps[0] if steps else 0)
+    chooser.observe_costs(rows, costs(rows), steps, draft_s, read=steps[0] if steps else 0)
     return lengths
 
 
@@ -280,8 +276,8 @@ def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_refuse
     while one_round(chooser, requests) == [0, 0, 0]:
         waits += 1
     assert one_round(chooser, requests) == [1, 0, 0]
-    plain_s = chooser.rest(3) + chooser.verify(3)
-    longer_s = chooser.verify_drafted(4) + chooser.rest_drafted(4) + chooser.step(1) - plain_s
+    plain_s = chooser.plain(3)
+    longer_s = chooser.drafted(4) + chooser.step(1) - plain_s
     probe_s = (PROBE_MISSES + 2) * longer_s
     assert EXPLORED_SHARE * plain_s * waits == pytest.approx(probe_s, rel=0.3), (
         "what a probe takes is a small share of the time to the next"
@@ -291,11 +287,11 @@ def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_refuse
 def test_the_one_that_has_least_to_read_is_probed() -> None:
     chooser = lengths_for(**COMPUTE_BOUND)
     requests, ahead = [silent() for _ in range(3)], [Outlook(10, 20), Outlook(20, 20), Outlook(10, 30)]
-    assert chooser.lengths(requests, [8] * 3, 0, lambda: ahead) == [0, 1, 0]
+    assert chooser.lengths(requests, [8] * 3, 0, ahead.__getitem__) == [0, 1, 0]
 
 
 def test_newcomers_show_whether_the_traffic_has_changed() -> None:
-    chooser = lengths_for(verify=CostTable([1, 1000], [1.0, 1.5]), step=CostTable([1, 1000], [0.2, 0.6]))
+    chooser = lengths_for(plain=CostTable([1, 1000], [1.0, 1.5]), step=CostTable([1, 1000], [0.2, 0.6]))
     while chooser.prior.rate > 0.1:
         chooser.prior.observe(0, 1)
     newcomers = [Acceptance() for _ in range(16)]
@@ -334,7 +330,7 @@ def test_a_draft_that_must_read_more_than_it_can_earn_does_not_begin() -> None:
     def asked(first: Outlook) -> list[int]:
         requests = [experienced(60, 100) for _ in range(4)]
         ahead = [first, *[Outlook(100)] * 3]
-        return lengths_for(**COSTLY_ROWS).lengths(requests, [8] * 4, 0, lambda: ahead)
+        return lengths_for(**COSTLY_ROWS).lengths(requests, [8] * 4, 0, ahead.__getitem__)
 
     little, much = asked(Outlook(100, lacks=10)), asked(Outlook(100, lacks=10_000))
     assert min(little) > 0
@@ -345,7 +341,7 @@ def test_drafts_that_promise_little_pause_so_that_plain_rounds_stay_known() -> N
     def paused(requests: list[Acceptance], chooser: DraftLengths) -> int:
         return sum(not any(one_round(chooser, requests)) for _ in range(4 * PLAIN_AFTER))
 
-    near = {"verify": CostTable([1, 1000], [1.0, 1.1]), "step": CostTable([1, 1000], [0.4, 0.4])}
+    near = {"plain": CostTable([1, 1000], [1.0, 1.1]), "step": CostTable([1, 1000], [0.4, 0.4])}
     little, much = (
         paused([experienced(80, 100)], lengths_for(**near)),
         paused([experienced(95, 100)], lengths_for(**MEMORY_BOUND)),
@@ -400,39 +396,36 @@ def test_costs_follow_the_measurements_and_not_one_accident() -> None:
 
 def test_rounds_with_and_without_a_draft_are_told_apart() -> None:
     """A verification after a draft finds the caches full of the draft: here it takes twice as long."""
-    chooser = lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
-    chooser.set_rest(CostTable([1, 11], [0.1, 0.1]))
+    chooser = lengths_for(plain=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
     for _ in range(200):
-        chooser.observe_costs(6, 1.5, [], 0.0, rest_s=0.1)
-        chooser.observe_costs(6, 3.0, [3], 0.13, rest_s=0.2, read=6)
-    assert chooser.verify(6) == pytest.approx(1.5, rel=0.05)
-    assert chooser.verify_drafted(6) == pytest.approx(3.0, rel=0.05)
-    assert chooser.rest(6) == pytest.approx(0.1, rel=0.05)
-    assert chooser.rest_drafted(6) == pytest.approx(0.2, rel=0.05)
+        chooser.observe_costs(6, 1.5, [], 0.0)
+        chooser.observe_costs(6, 3.0, [3], 0.13, read=6)
+    assert chooser.plain(6) == pytest.approx(1.5, rel=0.05)
+    assert chooser.drafted(6) == pytest.approx(3.0, rel=0.05)
 
 
 def test_what_unequal_lengths_cost_is_not_taken_for_the_rows() -> None:
     even, uneven = (
-        lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
+        lengths_for(plain=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
         for _ in range(2)
     )
     for _ in range(100):
         even.observe_costs(6, 1.7, [3], 0.13, read=6)
         uneven.observe_costs(6, 1.7 * (1 + UNEVEN), [3], 0.13, read=6, uneven=True)
-    assert uneven.verify_drafted(6) == pytest.approx(even.verify_drafted(6))
+    assert uneven.drafted(6) == pytest.approx(even.drafted(6))
 
 
 def test_a_slower_machine_is_noticed_where_nothing_is_measured_too() -> None:
-    chooser = lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
+    chooser = lengths_for(plain=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
     for _ in range(100):
         chooser.observe_costs(6, 1.5 * 1.3, [], 0.0)
-    assert 1.02 * 1.5 < chooser.verify_drafted(6) < 1.3 * 1.5
+    assert 1.02 * 1.5 < chooser.drafted(6) < 1.3 * 1.5
 
 
 def test_the_first_draft_step_counts_by_what_it_reads() -> None:
     """Three requests read four tokens each and take two more steps: 12 rows, then 3 and 3."""
     table = CostTable([1, 3, 12], [1.0, 1.0, 1.0])
-    chooser = lengths_for(verify=CostTable([1, 11], [1.0, 2.0]), step=table)
+    chooser = lengths_for(plain=CostTable([1, 11], [1.0, 2.0]), step=table)
     for _ in range(300):
         chooser.observe_costs(6, 1.5, [3, 3, 3], 4.0 + 2 * 1.5, read=12)
         chooser.observe_costs(6, 1.5, [3], 4.0, read=12)

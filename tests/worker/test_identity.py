@@ -116,7 +116,7 @@ class AnyLengths(DraftLengths):
         requests: Sequence[Acceptance],
         caps: Sequence[int],
         other_rows: int = 0,
-        outlooks: Callable[[], Sequence[Outlook]] | None = None,
+        outlooks: Callable[[int], Outlook] | None = None,
         keys: int = 0,
     ) -> list[int]:
         return [self._rng.randrange(cap + 1) for cap in caps]

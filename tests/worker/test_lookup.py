@@ -38,7 +38,7 @@ def test_an_index_that_grows_finds_what_a_new_one_finds() -> None:
 
 def test_proposals_that_cost_no_step_are_longer() -> None:
     """A draft step so dear that the model does not pay; the same acceptance from look-ups does."""
-    costs = {"verify": CostTable([1, 100], [1.0, 1.5]), "step": CostTable([1, 100], [0.9, 0.9])}
+    costs = {"plain": CostTable([1, 100], [1.0, 1.5]), "step": CostTable([1, 100], [0.9, 0.9])}
     chooser = DraftLengths(6, **costs)
     model, looked_up = Acceptance(met=True), Acceptance(prior=Prior(), free=True)
     assert chooser.lengths([model], [6]) == [0]

@@ -4,12 +4,13 @@ Proposal j of request i is worth a_i ** j tokens (all before it must be accepted
 accepted. It costs a row of the verification and a row of draft step j; the first request to reach step j also pays for the step. The
 lengths maximise
 
-    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (rest(rows) + verify(rows) + sum_j step(rows of draft step j))
+    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (round(rows) + sum_j step(rows of draft step j))
 
 over "everybody up to g" and "everybody up to g, but nobody beyond the point where a proposal is worth less than it costs at that goodput".
-Drafts of equal length are verified a little faster than others. Zero is an answer like any other. `rest` is what a round costs besides: most of it buys nothing, so it argues for fewer and longer rounds. What rides
-along for others (`other_rows`) does not count: it has to be done anyway, and would make any number of proposals look cheap. Measured within a
-request, acceptance is close to geometric; between requests it differs a lot.
+Drafts of equal length are verified a little faster than others. Zero is an answer like any other. `round` is all that a round takes but for
+its draft steps: the forward of the target, and around it what buys nothing and argues for fewer and longer rounds. What rides along for others
+(`other_rows`) does not count: it has to be done anyway, and would make any number of proposals look cheap. Measured within a request,
+acceptance is close to geometric; between requests it differs a lot.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -94,8 +94,13 @@ class Outlook(NamedTuple):
     to_come: float = math.inf  # tokens that it is expected to say
     lacks: int = 0  # tokens of its context that the draft must read before it can propose
 
+    @property
+    def late(self) -> float:
+        """Tokens that the draft must read first, for each token that is to come."""
+        return self.lacks / max(1.0, self.to_come)
 
-Outlooks = Callable[[], Sequence[Outlook]]  # of all requests of a round, asked only when they matter
+
+Outlooks = Callable[[int], Outlook]  # of the request at a place, asked only where it matters
 
 
 @dataclass(slots=True)
@@ -221,13 +226,9 @@ class CostTable:
         return factor
 
 
-def default_costs() -> tuple[CostTable, CostTable, CostTable]:
-    """(verify by rows, draft step by rows, rest by rows) before anything was measured: a draft step costs a fifth, rows are nearly free."""
-    return (
-        CostTable([1, 65], [1e-2, 2e-2]),
-        CostTable([1, 65], [2e-3, 4e-3]),
-        CostTable([1, 65], [2e-4, 1e-3]),
-    )
+def default_costs() -> tuple[CostTable, CostTable]:
+    """(round by rows, draft step by rows) before anything was measured: a draft step costs a fifth, rows are nearly free."""
+    return CostTable([1, 65], [1e-2, 2e-2]), CostTable([1, 65], [2e-3, 4e-3])
 
 
 class _Choice(NamedTuple):
@@ -278,18 +279,74 @@ class _WorthOfOne:
         return [1] * length, tokens
 
 
+class _Costs:
+    """What rounds of the same requests take, by what they propose. A table is asked once for each count."""
+
+    def __init__(self, lengths: DraftLengths, count: int, drafting: int, other_rows: int, keys: int) -> None:
+        """`drafting` of so many take draft steps."""
+        self._count, self._drafting, self._rows, self._keys = count, drafting, count + other_rows, keys
+        self._round = lengths.drafted if drafting else lengths.plain
+        self._step, self._uneven = lengths.step, lengths.uneven
+        # What rides along for others has to be done in any case.
+        self._rode_s = self._round(self._rows, keys) - self._round(count, keys) if other_rows else 0.0
+        self._rounds: dict[int, float] = {}
+        self._steps: dict[tuple[int, int], float] = {}
+        self.plain_goodput = count / lengths.plain(count, keys)  # tokens per second without drafts
+
+    def _round_s(self, proposed: int) -> float:
+        """Without its draft steps."""
+        found = self._rounds.get(proposed)
+        if found is None:
+            found = self._rounds[proposed] = self._round(self._rows + proposed, self._keys) - self._rode_s
+        return found
+
+    def _step_s(self, going: int, each: int = 1) -> float:
+        found = self._steps.get((going, each))
+        if found is None:
+            context = self._keys * going / self._count
+            found = self._steps[going, each] = self._step(going * each, context)
+        return found
+
+    def row_s(self, depth: int) -> float:
+        """Of one proposal, where everybody drafts so many."""
+        return (self._round_s(self._count * depth) - self._round_s(0)) / (self._count * depth)
+
+    @property
+    def another_s(self) -> float:
+        """Of one request more in a draft step."""
+        many = self._drafting
+        return (self._step_s(many) - self._step_s(1)) / (many - 1) if many > 1 else 0.0
+
+    def least_s(self, deepest: int) -> float:
+        """What a proposal costs at least: in the smallest round or the largest, in the fullest step."""
+        row_s = min(self.row_s(1), self.row_s(deepest))
+        return row_s + (self._step_s(self._count) / self._count if self._drafting == self._count else 0.0)
+
+    def seconds(self, counts: Sequence[int], found: int, depth: int) -> float:
+        """A round with draft steps of so many requests each, and so many proposals that took none, up to `depth` of a request."""
+        proposed = sum(counts) + found
+        seconds = self._round_s(proposed) + sum([self._step_s(going) for going in counts[1:] if going])
+        if counts and counts[0]:
+            seconds += self._step_s(counts[0], FIRST_STEP_ROWS)
+        if self._uneven and 0 < proposed < self._count * depth:
+            seconds += self._uneven * self._round(self._rows + proposed, self._keys)
+        return seconds
+
+
 @dataclass
 class DraftLengths:
     """Chooses draft lengths and learns from what came of them."""
 
     max_draft_len: int
     fixed: int | None = None  # always this length, where the request allows it; None = by goodput
-    verify: CostTable = field(default_factory=lambda: default_costs()[0])
-    step: CostTable = field(default_factory=lambda: default_costs()[1])
-    rest: CostTable = field(default_factory=lambda: default_costs()[2])
-    uneven: float = UNEVEN  # of the time of a verification, if drafts are unequally long
-    verify_drafted: CostTable = field(init=False)  # after draft steps, which leave other things in the caches
-    rest_drafted: CostTable = field(init=False)  # of a round with draft steps
+    plain: CostTable = field(
+        default_factory=lambda: default_costs()[0]
+    )  # a round without draft steps, by rows
+    step: CostTable = field(default_factory=lambda: default_costs()[1])  # a draft step, by rows
+    uneven: float = UNEVEN  # of the time of a round, if drafts are unequally long
+    drafted: CostTable = field(
+        init=False
+    )  # a round but for its draft steps, which leave other things in the caches
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
     _until_probe: float = 0.0  # rounds
@@ -305,16 +362,11 @@ class DraftLengths:
     _count: int = 0  # requests of the last choice
 
     def __post_init__(self) -> None:
-        self.set_verify(self.verify)
-        self.set_rest(self.rest)
+        self.set_plain(self.plain)
 
-    def set_verify(self, verify: CostTable) -> None:
-        """What verification costs, as measured without a draft."""
-        self.verify, self.verify_drafted = verify, verify.copy()
-
-    def set_rest(self, rest: CostTable) -> None:
-        """What a round costs besides, without a draft."""
-        self.rest, self.rest_drafted = rest, rest.copy()
+    def set_plain(self, plain: CostTable) -> None:
+        """What a round takes, as measured without a draft."""
+        self.plain, self.drafted = plain, plain.copy()
 
     @property
     def _only_probes(self) -> bool:
@@ -323,9 +375,21 @@ class DraftLengths:
 
     def rate(self, acceptance: Acceptance) -> float:
         """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
-        prior = (acceptance.prior or self.prior).rate
-        rate = (PRIOR_STRENGTH * prior + acceptance.accepted) / (PRIOR_STRENGTH + acceptance.tested)
-        return min(max(rate, 0.01), 0.99)
+        return self._rates([acceptance])[0]
+
+    def _rates(self, requests: Sequence[Acceptance]) -> list[float]:
+        expected = PRIOR_STRENGTH * self.prior.rate
+        return [
+            min(
+                max(
+                    ((expected if one.prior is None else PRIOR_STRENGTH * one.prior.rate) + one.accepted)
+                    / (PRIOR_STRENGTH + one.tested),
+                    0.01,
+                ),
+                0.99,
+            )
+            for one in requests
+        ]
 
     def lengths(
         self,
@@ -354,9 +418,7 @@ class DraftLengths:
         self._until_probe -= 1
         if self._only_probes and any(lengths):
             count = len(lengths)
-            self._until_probe += self._probe_s / (
-                EXPLORED_SHARE * (self.rest(count) + self.verify(count, keys))
-            )
+            self._until_probe += self._probe_s / (EXPLORED_SHARE * self.plain(count, keys))
         return lengths
 
     def _anew(
@@ -373,9 +435,8 @@ class DraftLengths:
             return [min(self.fixed, cap) for cap in caps]
         if not any(caps):
             return list(caps)
-        behind = _behind(len(caps), outlooks)
-        chosen = self._choose(requests, caps, other_rows, behind, keys)
-        self._choose_probe(requests, caps, chosen, behind)
+        chosen = self._choose(requests, caps, other_rows, outlooks, keys)
+        self._choose_probe(requests, caps, chosen, outlooks)
         return self._settle(requests, caps, chosen)
 
     def _choose(
@@ -383,94 +444,78 @@ class DraftLengths:
         requests: Sequence[Acceptance],
         caps: Sequence[int],
         other_rows: int,
-        behind: Sequence[float],
+        outlooks: Outlooks | None,
         keys: int,
     ) -> list[int]:
-        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0; `behind`: of `_behind`."""
-        deepest = max(caps)
-        rates = [self.rate(request) for request in requests]
+        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0."""
+        count = len(caps)
+        rates = self._rates(requests)
         free = [request.free for request in requests]
-        count, rows, drafting = len(caps), len(caps) + other_rows, len(caps) - sum(free)
-        plain_s = self.rest(count) + self.verify(count, keys)
-        verify, rest = (self.verify_drafted, self.rest_drafted) if drafting else (self.verify, self.rest)
-        rode_s = rest(rows) + verify(rows, keys) - rest(count) - verify(count, keys)
-
-        @cache
-        def round_s(proposed: int) -> float:  # but for its draft steps, and for what rides along
-            return rest(rows + proposed) + verify(rows + proposed, keys) - rode_s
-
-        price = count / plain_s
-        self._row_costs = price * (round_s(count) - round_s(0)) / count
-        self._reading_costs = price * self._read_s()
-        caps = [
-            cap if no_step or self._earns(rate, late) else 0
-            for cap, late, no_step, rate in zip(caps, behind, free, rates, strict=True)
+        costs = _Costs(self, count, count - sum(free), other_rows, keys)
+        best = _Choice((1 + ADVANTAGE) * costs.plain_goodput, 0, 0.0, 0.0)
+        if max(rates) <= best.goodput * costs.least_s(max(caps)):
+            # Not even the likeliest proposal is worth it: the usual answer under load, without asking everybody.
+            return [0] * count
+        self._row_costs = costs.plain_goodput * costs.row_s(1)
+        self._reading_costs = costs.plain_goodput * self._read_s()
+        if outlooks is not None:
+            caps = [
+                cap if free[i] or self._earns(rates[i], outlooks(i).late) else 0 for i, cap in enumerate(caps)
+            ]
+        best = self._best(best, costs, rates, caps, free)
+        self._least = best.least
+        self._is_near = best.goodput < NEAR * costs.plain_goodput
+        return [
+            _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
+            for rate, cap, no_step in zip(rates, caps, free, strict=True)
         ]
 
-        @cache
-        def step(going: int, each: int = 1) -> float:
-            return self.step(going * each, keys * going / count)
-
-        another_s = (
-            (step(drafting) - step(1)) / (drafting - 1) if drafting > 1 else 0.0
-        )  # one request more in a step
-        best = _Choice((1 + ADVANTAGE) * count / plain_s, 0, 0.0, 0.0)
-
-        def row_s(depth: int) -> float:  # of one, where everybody drafts so many
-            return (round_s(count * depth) - round_s(0)) / (count * depth)
-
-        highest = max((rate for rate, cap in zip(rates, caps, strict=True) if cap), default=0.0)
-        if highest <= best.goodput * (
-            min(row_s(1), row_s(deepest)) + (0.0 if any(free) else step(drafting) / drafting)
-        ):
-            # Not even the likeliest proposal is worth it, in the smallest round or the largest, in the fullest step: the usual answer
-            # under load, without asking everybody.
-            return [0] * count
+    def _best(
+        self,
+        none: _Choice,
+        costs: _Costs,
+        rates: Sequence[float],
+        caps: Sequence[int],
+        free: Sequence[bool],
+    ) -> _Choice:
+        """The choice of the greatest goodput, at each depth with a price for proposals and without; `none`: to draft nothing."""
+        count = len(caps)
         drafted: _Worth | _WorthOfOne
         found: _Worth | None = None
         if count == 1 and not free[0]:
             drafted = _WorthOfOne(rates[0], caps[0])
-        else:
+        elif any(free):
             own, given = (
                 [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
                 for kind in (False, True)
             )
-            drafted = _Worth(rates, own)
-            found = _Worth(rates, given) if any(given) else None
-        kept = best if self._depth == 0 else None
-        before, falling = 0.0, 0  # goodput at the depth before, and for how many depths it has been falling
-        for depth in range(1, deepest + 1):
+            drafted, found = _Worth(rates, own), _Worth(rates, given)
+        else:
+            drafted = _Worth(rates, caps)
+        best, kept = none, none if self._depth == 0 else None
+        before, falling = 0.0, 0  # goodput at the depth before, and for how many depths it has not risen
+        for depth in range(1, max(caps) + 1):
             # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
-            one_s, price, here = row_s(depth), best.goodput, 0.0
-            for least, least_found in ((price * (one_s + another_s), price * one_s), (0.0, 0.0)):
+            row_s, price, here = costs.row_s(depth), best.goodput, 0.0
+            for least, least_found in ((price * (row_s + costs.another_s), price * row_s), (0.0, 0.0)):
                 counts, tokens = drafted.at(depth, least)
-                proposed = sum(counts)
+                more = 0
                 if found is not None:
-                    more, worth = found.at(depth, least_found)
-                    proposed, tokens = proposed + sum(more), tokens + worth
-                seconds = round_s(proposed) + sum([step(going) for going in counts[1:] if going])
-                if counts and counts[0]:
-                    seconds += step(counts[0], FIRST_STEP_ROWS)
-                if 0 < proposed < count * depth:
-                    seconds += self.uneven * verify(rows + proposed, keys)
-                choice = _Choice((count + tokens) / seconds, depth, least, least_found)
+                    found_counts, worth = found.at(depth, least_found)
+                    more, tokens = sum(found_counts), tokens + worth
+                choice = _Choice(
+                    (count + tokens) / costs.seconds(counts, more, depth), depth, least, least_found
+                )
                 here = max(here, choice.goodput)
                 if depth == self._depth and (kept is None or choice.goodput > kept.goodput):
                     kept = choice
                 if choice.goodput > best.goodput:
                     best = choice
-            falling = falling + 1 if here < before else 0
+            falling = falling + 1 if here <= before else 0
             before = here
             if falling == FALLING and depth >= (self._depth or 0):
                 break
-        if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS):
-            best = kept
-        self._least = best.least
-        self._is_near = best.goodput < NEAR * count / plain_s
-        return [
-            _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
-            for rate, cap, no_step in zip(rates, caps, free, strict=True)
-        ]
+        return kept if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS) else best
 
     def _earns(self, rate: float, late: float) -> bool:
         """Whether a draft that lacks so many tokens, for each one that is to come, earns what it must read."""
@@ -485,14 +530,14 @@ class DraftLengths:
         """Lengths by the last choice: who drafts goes on, and of the others only who came meanwhile begins."""
         if not self._drafts:
             return [0] * len(caps)
-        came = any(not request.met for request in requests)
-        behind = _behind(len(caps), outlooks) if came else [0.0] * len(caps)
         depth, lengths = self._depth or 0, []
-        for request, cap, late in zip(requests, caps, behind, strict=True):
-            length, rate = 0, self.rate(request)
-            if not request.silent_rounds and (request.met or self._earns(rate, late)):
+        for i, (request, cap, rate) in enumerate(zip(requests, caps, self._rates(requests), strict=True)):
+            length = 0
+            if not request.silent_rounds:
                 length = _length(rate, min(cap, depth), self._least)
-                request.met = request.met or length > 0
+                if length and not request.met:
+                    request.met = outlooks is None or self._earns(rate, outlooks(i).late)
+                    length *= request.met
             lengths.append(max(length, min(cap, int(request.probed))))
         return lengths
 
@@ -536,7 +581,7 @@ class DraftLengths:
         requests: Sequence[Acceptance],
         caps: Sequence[int],
         lengths: Sequence[int],
-        behind: Sequence[float],
+        outlooks: Outlooks | None,
     ) -> None:
         """When it is time: of those who draft nothing and came just now, or did not for long, probe the one whose draft has least to read."""
         if self._until_probe > 0:
@@ -550,13 +595,16 @@ class DraftLengths:
         ]
         if not idle:
             return
-        at = min(idle, key=lambda i: (behind[i], -requests[i].silent_rounds))
+        at = min(
+            idle,
+            key=lambda i: (0.0 if outlooks is None else outlooks(i).late, -requests[i].silent_rounds),
+        )
         requests[at].probe()
         self._until_probe = 1.0
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
         """What verification said of one request's proposals: `tested` were compared, the first `accepted` kept."""
-        probed = acceptance.probed
+        probed = tested and acceptance.probed
         acceptance.observe(accepted, tested)
         if tested:
             if probed and self.rate(acceptance) > (acceptance.prior or self.prior).rate + SURPRISE:
@@ -566,27 +614,24 @@ class DraftLengths:
     def observe_costs(
         self,
         rows: int,
-        verify_s: float,
+        round_s: float,
         steps: Sequence[int],
         draft_s: float,
-        rest_s: float = 0.0,
         keys: int = 0,
         read: int = 0,
         uneven: bool = False,
     ) -> None:
-        """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `rest_s` for what it
-        took besides; `keys`: tokens of all its contexts together; `read`: rows of the first draft step; `uneven`: requests
-        had different numbers of rows.
+        """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `round_s` for all but
+        them; `keys`: tokens of all its contexts together; `read`: rows of the first draft step; `uneven`: requests had different numbers
+        of rows.
         """
         if steps and self._only_probes:
-            plain = rows - sum(steps)
-            longer_s = verify_s + rest_s + draft_s - self.verify(plain, keys) - self.rest(plain)
+            longer_s = round_s + draft_s - self.plain(rows - sum(steps), keys)
             weight = PROBE_LEARNS if self._probe_s else 1.0
             self._probe_s += weight * (max(0.0, longer_s) - self._probe_s)
-        own, other = (self.verify_drafted, self.verify) if steps else (self.verify, self.verify_drafted)
-        slower = own.observe(rows, verify_s / (1 + self.uneven if uneven else 1), keys)
+        own, other = (self.drafted, self.plain) if steps else (self.plain, self.drafted)
+        slower = own.observe(rows, round_s / (1 + self.uneven if uneven else 1), keys)
         other.drift(slower)
-        (self.rest_drafted if steps else self.rest).observe(rows, rest_s)
         if not steps:
             self.step.drift(slower)
         else:
@@ -599,11 +644,6 @@ class DraftLengths:
                 mean = round(sum(later) / len(later))
                 context = keys * mean / first
                 self.step.observe(mean, self.step(mean, context) * times, context)
-
-
-def _behind(count: int, outlooks: Outlooks | None) -> list[float]:
-    """Of each request, tokens that the draft must read first, for each token that is to come."""
-    return [0.0] * count if outlooks is None else [one.lacks / max(1.0, one.to_come) for one in outlooks()]
 
 
 def _length(rate: float, most: int, least: float) -> int:

@@ -76,7 +76,10 @@ CALIBRATION_S = (
     1.0  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
 )
 CALIBRATION_TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
-REST_OF_ROW_S = 1.5e-5  # what a row takes besides the forward, before that was measured
+AROUND_S, AROUND_ROW_S = (
+    2e-4,
+    1.5e-5,
+)  # what a round takes besides the forward, and each of its rows, before that was measured
 LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
 CHUNKS_ARE_FEW = 8  # times as many rows: then a round tells what rows of requests and proposals cost
 CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
@@ -364,7 +367,7 @@ class SpeculativeEngine:
                 steps, verified.proposed, rows, noise, adjustments, offsets
             )
             failed.update(dict.fromkeys(broken, "the target's logits are not finite"))
-        ended, ended_clock = time.perf_counter(), self._clock()
+        ended = time.perf_counter()
 
         # Before anybody ends: who has ended is fed nothing.
         fed, chunk_rows = [step.fed for step in steps], sum(step.chunk for step in steps)
@@ -387,16 +390,14 @@ class SpeculativeEngine:
         prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
         if chunk_rows * CHUNKS_ARE_FEW <= all_rows > 0:
             # Rows of a chunk cost something else than proposals do. Under load there are a few of them in nearly every round.
-            rest_s = swap_clock - round_clock + draft_clock - swap_ended_clock + self._clock() - ended_clock
-            read = sum(step.catch_up for step in steps)
+            drafting_s, swapping_s = verify_clock - draft_clock, swap_ended_clock - swap_clock
             self.lengths.observe_costs(
                 all_rows,
-                ended_clock - verify_clock,
+                self._clock() - round_clock - swapping_s - drafting_s,
                 batches,
-                verify_clock - draft_clock,
-                rest_s,
+                drafting_s,
                 keys,
-                read,
+                sum(step.catch_up for step in steps),
                 uneven=min(fed) < max(fed),
             )
         free = [pool.allocator.free_blocks for pool in self._pools]
@@ -467,7 +468,7 @@ class SpeculativeEngine:
         plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
         lengths = self.lengths.lengths(
             [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain,
-            lambda: [self._outlook(sequences[i]) for i in drafting], keys,
+            lambda at: self._outlook(sequences[drafting[at]]), keys,
         )  # fmt: skip
         steps = [_Step(sequence, chunk, 0, 0, []) for sequence, chunk in zip(sequences, chunks, strict=True)]
         left = self._prefill_chunk
@@ -906,10 +907,15 @@ class SpeculativeEngine:
         if self._draft is not None:
             counts = _ladder(slots * FIRST_STEP_ROWS)
             self.lengths.step = self._measure(self._draft, 1, counts, deadline - budget_s / 2)
-        self.lengths.set_verify(self._measure(self._target, 0, _ladder(slots * deepest), deadline))
-        least, each = self.lengths.rest.seconds[0], REST_OF_ROW_S
-        counts = self.lengths.verify.counts
-        self.lengths.set_rest(CostTable(counts, [least + each * count for count in counts]))
+        forward = self._measure(self._target, 0, _ladder(slots * deepest), deadline)
+        around = [AROUND_S + AROUND_ROW_S * count for count in forward.counts]
+        self.lengths.set_plain(
+            CostTable(
+                forward.counts,
+                [sum(both) for both in zip(forward.seconds, around, strict=True)],
+                forward.key_s,
+            )
+        )
 
     def _measure(
         self, model: PackedModel, pool_at: int, counts: SequenceOf[int], deadline: float
