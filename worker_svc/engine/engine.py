@@ -127,6 +127,7 @@ class _Step:
     """What one request does in this round."""
 
     sequence: Sequence
+    known: int  # valid entries of the target's KV before the round
     chunk: int  # context tokens to prefill; 0 for a request whose KV covers all tokens but the last
     draft_len: int  # tokens to propose
     catch_up: int  # context tokens the draft is fed before it can propose (its own prefill); 0 = the draft is not used
@@ -137,20 +138,20 @@ class _Step:
     @property
     def start(self) -> int:
         """Position of the first token that the target is fed."""
-        return self.sequence.kv_length if self.chunk else len(self.sequence.tokens) - 1
+        return self.known if self.chunk else len(self.sequence.tokens) - 1
 
     @property
     def fed(self) -> int:
         """Rows of the target's forward. 0: no prefill budget was left for it."""
         if self.chunk:
             return self.chunk
-        return self.draft_len + 1 if self.sequence.kv_length == len(self.sequence.tokens) - 1 else 0
+        return self.draft_len + 1 if self.known == len(self.sequence.tokens) - 1 else 0
 
     @property
     def choices(self) -> int:
         """Rows at which the target chooses a token: none while context is missing."""
         if self.chunk:
-            return int(self.start + self.chunk == len(self.sequence.tokens))
+            return int(self.known + self.chunk == len(self.sequence.tokens))
         return self.fed
 
 
@@ -470,7 +471,10 @@ class SpeculativeEngine:
             [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain,
             lambda at: self._outlook(sequences[drafting[at]]), keys,
         )  # fmt: skip
-        steps = [_Step(sequence, chunk, 0, 0, []) for sequence, chunk in zip(sequences, chunks, strict=True)]
+        steps = [
+            _Step(sequence, sequence.kv_length, chunk, 0, 0, [])
+            for sequence, chunk in zip(sequences, chunks, strict=True)
+        ]
         left = self._prefill_chunk
         for i, length in zip(drafting, lengths, strict=True):
             if found[i]:
