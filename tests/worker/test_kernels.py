@@ -210,24 +210,81 @@ def test_bfloat16_is_left_to_torch_where_it_multiplies_tiles(monkeypatch: pytest
     assert not kernels.multiply(random(64, 48).bfloat16())
 
 
+# Steps of a decoder, one by one.
+
+
+def turn(
+    qkv: torch.Tensor, heads: int, pieces: torch.Tensor, turns: torch.Tensor, entries: torch.Tensor
+) -> None:
+    """Rotate the queries of `qkv` [total, heads + 2 * key/value heads, size] in place, and write rotated keys, and values, to the pool.
+
+    `turns` [positions, 2, size]: see `kernels.rotations`. float32, but for `entries`; that and `pieces` as in `kernels.attend`.
+    """
+    kernels._kernels.turn(
+        qkv.data_ptr(),
+        pieces.data_ptr(),
+        pieces.shape[0],
+        heads,
+        entries.shape[2],
+        qkv.shape[2],
+        turns.data_ptr(),
+        entries.data_ptr(),
+        entries.dtype == torch.bfloat16,
+    )
+
+
+def add_norm(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Add `y` to `x` [rows, size] in place, and return x divided by its root mean square, times `weight` [size], as `dtype`.
+
+    All arguments float32, contiguous.
+    """
+    out = torch.empty_like(x, dtype=dtype)
+    rows, size = x.shape
+    kernels._kernels.add_norm(
+        x.data_ptr(),
+        0 if y is None else y.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+        dtype == torch.bfloat16,
+        epsilon,
+    )
+    return out
+
+
+def gated(both: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """silu(gate) * up: `both` [rows, 2 * size], gates first, float32, contiguous, to [rows, size] of `dtype`."""
+    rows, size = both.shape
+    out = torch.empty((rows, size // 2), dtype=dtype)
+    kernels._kernels.gated(both.data_ptr(), out.data_ptr(), rows, size // 2, dtype == torch.bfloat16)
+    return out
+
+
 @DTYPES
 def test_steps_between_products_are_those_of_torch(dtype: torch.dtype) -> None:
     rounded = 1e-5 if dtype == torch.float32 else ROUNDED
     x, y, weight = random(5, 96), random(5, 96, seed=1), random(96, seed=3)
     total = x + y
-    normed = kernels.add_norm(x, y, None, 1e-5, dtype)
+    normed = add_norm(x, y, None, 1e-5, dtype)
     assert normed.dtype == dtype
     assert torch.equal(x, total)
     torch.testing.assert_close(normed.float(), rms_norm(total, (96,), None, 1e-5), rtol=rounded, atol=1e-6)
-    assert torch.equal(kernels.add_norm(x, None, None, 1e-5, dtype), normed)
-    weighted = kernels.add_norm(x, None, weight, 1e-5, dtype)
+    assert torch.equal(add_norm(x, None, None, 1e-5, dtype), normed)
+    weighted = add_norm(x, None, weight, 1e-5, dtype)
     torch.testing.assert_close(
         weighted.float(), rms_norm(total, (96,), weight, 1e-5), rtol=rounded, atol=1e-6
     )
     both = random(5, 192, seed=2) * 40
-    gated = kernels.gated(both, dtype)
-    assert gated.dtype == dtype
-    torch.testing.assert_close(gated.float(), silu(both[:, :96]) * both[:, 96:], rtol=rounded, atol=1e-6)
+    product = gated(both, dtype)
+    assert product.dtype == dtype
+    torch.testing.assert_close(product.float(), silu(both[:, :96]) * both[:, 96:], rtol=rounded, atol=1e-6)
 
 
 def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
@@ -239,7 +296,7 @@ def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
     values = bits.view(torch.float32)
     entries = torch.empty((tokens, 2, 1, size), dtype=torch.bfloat16)
     one_piece = torch.tensor([[0, tokens, 0, 0, 0]])
-    kernels.turn(torch.cat([values] * 3, 1), 1, one_piece, torch.zeros(tokens, 2, size), entries)
+    turn(torch.cat([values] * 3, 1), 1, one_piece, torch.zeros(tokens, 2, size), entries)
     written, by_torch = entries[:, 1].float(), values.bfloat16().float()
     assert torch.equal(written.isnan(), values.isnan())
     assert torch.equal(written.nan_to_num(0), by_torch.nan_to_num(0))
@@ -264,7 +321,7 @@ def test_queries_and_keys_turn_and_keys_and_values_are_written(dtype: torch.dtyp
             * torch.polar(torch.ones(()), angles[flat.positions])[:, None]
         ).flatten(2)
         values = qkv[:, heads + kv_heads :].clone()
-        kernels.turn(qkv, heads, flat.pieces, kernels.rotations(angles.cos(), angles.sin()), pool.layers[0])
+        turn(qkv, heads, flat.pieces, kernels.rotations(angles.cos(), angles.sin()), pool.layers[0])
         torch.testing.assert_close(qkv[:, :heads], turned[:, :heads])
         written = pool.layers[0][flat.write_rows]
         torch.testing.assert_close(

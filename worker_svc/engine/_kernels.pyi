@@ -30,6 +30,31 @@ def turn(
     half: int,
     /,
 ) -> None: ...
+def decode(
+    weights: int,
+    layers: int,
+    hidden: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    half: int,
+    turns: int,
+    x: int,
+    rows: int,
+    pieces: int,
+    count: int,
+    pool: int,
+    pool_layer: int,
+    wanted: int,
+    many: int,
+    norm: int,
+    out: int,
+    scratch: int,
+    epsilon: float,
+    scale: float,
+    /,
+) -> None: ...
 def gumbel(keys: int, rows: int, weyl: int, vocabulary: int, out: int, /) -> None: ...
 def add_norm(
     x: int, y: int, weight: int, out: int, rows: int, size: int, half: int, epsilon: float, /

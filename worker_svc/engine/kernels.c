@@ -71,15 +71,6 @@ static PyObject *py_turn(PyObject *module, PyObject *const *given, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[5];
-    if (!expects(count, 5) || !integers(given, n, 5)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    kernels->gumbel(AT(const uint64_t, n[0]), n[1], AT(const uint32_t, n[2]), n[3], AT(float, n[4]));
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
 static PyObject *py_add_norm(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[7];
     if (!expects(count, 8) || !integers(given, n, 7)) return NULL;
@@ -96,6 +87,32 @@ static PyObject *py_gated(PyObject *module, PyObject *const *given, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
+static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    int64_t n[5];
+    if (!expects(count, 5) || !integers(given, n, 5)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    kernels->gumbel(AT(const uint64_t, n[0]), n[1], AT(const uint32_t, n[2]), n[3], AT(float, n[4]));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_decode(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    int64_t n[20];
+    if (!expects(count, 22) || !integers(given, n, 20)) return NULL;
+    double epsilon = PyFloat_AsDouble(given[20]), scale = PyFloat_AsDouble(given[21]);
+    if (PyErr_Occurred()) return NULL;
+    Shape shape = {n[1], n[2], n[3], n[4], n[5], n[6], (int)n[7], (float)epsilon, (float)scale};
+    if (shape.size % GRAIN || shape.size > MOST_SIZE || shape.heads % shape.kv_heads) {
+        PyErr_SetString(PyExc_ValueError, "heads of this shape are not served");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    kernels->decode(AT(const Weights, n[0]), &shape, AT(const float, n[8]), AT(float, n[9]), n[10], AT(const Piece, n[11]), n[12], AT(char, n[13]),
+                    n[14], AT(const int64_t, n[15]), n[16], AT(const float, n[17]), AT(void, n[18]), AT(float, n[19]));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL,
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
@@ -106,6 +123,9 @@ static PyMethodDef methods[] = {
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},
     {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, weight or 0, out, rows, size, bfloat16?, epsilon"},
     {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size, bfloat16?"},
+    {"decode", (PyCFunction)(void (*)(void))py_decode, METH_FASTCALL,
+     "weights, layers, hidden, inner, heads, key/value heads, size, bfloat16?, turns, x, rows, pieces, how many, pool, bytes from layer to layer, "
+     "wanted rows, how many, weight of the last norm or 0, out, scratch, epsilon, scale"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -30,6 +30,27 @@ typedef struct {
     float scale;
 } Layer;
 
+/* The weights of one decoder layer, those of products as `product` has them. As int64 in memory, one after another. What may be missing is NULL. */
+typedef struct {
+    const float *before; /* of the norm; may be missing, like all of norms and all biases */
+    const void *qkv;
+    const float *qkv_bias, *q_norm, *k_norm;
+    const void *out;
+    const float *out_bias, *between;
+    const void *gate_up;
+    const float *gate_up_bias;
+    const void *down;
+    const float *down_bias;
+} Weights;
+_Static_assert(sizeof(Weights) == 12 * sizeof(int64_t), "the caller writes twelve addresses per layer");
+
+/* What all layers of a decoder have in common. */
+typedef struct {
+    int64_t layers, hidden, inner, heads, kv_heads, size;
+    int half; /* bfloat16 */
+    float epsilon, scale;
+} Shape;
+
 /* The kernels for one kind of machine; see kernels_body.h for their arguments. `half`: what is void is bfloat16, otherwise float. */
 typedef struct {
     void (*attend)(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
@@ -39,6 +60,8 @@ typedef struct {
                  const float *turns, void *pool, int half);
     void (*add_norm)(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half);
     void (*gated)(const float *both, void *out, int64_t rows, int64_t size, int half);
+    void (*decode)(const Weights *weights, const Shape *shape, const float *turns, float *x, int64_t rows, const Piece *pieces, int64_t count,
+                   char *pool, int64_t pool_layer, const int64_t *wanted, int64_t many, const float *norm, void *out, float *scratch);
     void (*gumbel)(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out);
 } Kernels;
 

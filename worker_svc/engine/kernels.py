@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -90,54 +91,34 @@ class Product:
     """x @ weight.T + bias, added up in single precision: `weight` [out, in] of which `multiply` is true."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._columns, self._width = weight.shape
-        self._half = weight.dtype == torch.bfloat16
-        in_word = PAIR if self._half else 1  # neighbours of `in` that lie together
-        panels = weight.reshape(self._columns // PANEL, PANEL, self._width // in_word, in_word)
+        self.columns, self.width = weight.shape
+        self.half = weight.dtype == torch.bfloat16
+        in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
+        panels = weight.reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
         self._weight = panels.transpose(1, 2).contiguous()
-        self._weight_at = self._weight.data_ptr()
+        self.weight_at = self._weight.data_ptr()
         self._bias = None if bias is None else bias.float().contiguous()
-        self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
+        self.bias_at = 0 if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] of the weight's type to float32 [..., out]."""
         if x.dim() != 2:
-            return self(x.reshape(-1, self._width)).view(*x.shape[:-1], self._columns)
+            return self(x.reshape(-1, self.width)).view(*x.shape[:-1], self.columns)
         if not x.is_contiguous():
             x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty((rows, self._columns))
+        out = torch.empty((rows, self.columns))
         _kernels.product(
             x.data_ptr(),
             rows,
-            self._width,
-            self._weight_at,
-            self._bias_at,
+            self.width,
+            self.weight_at,
+            self.bias_at,
             out.data_ptr(),
-            self._columns,
-            self._half,
+            self.columns,
+            self.half,
         )
         return out
-
-
-def turn(
-    qkv: torch.Tensor, heads: int, pieces: torch.Tensor, turns: torch.Tensor, entries: torch.Tensor
-) -> None:
-    """Rotate the queries of `qkv` [total, heads + 2 * key/value heads, size] in place, and write rotated keys, and values, to the pool.
-
-    `turns` [positions, 2, size]: see `rotations`. float32, but for `entries`; that and `pieces` as in `attend`.
-    """
-    _kernels.turn(
-        qkv.data_ptr(),
-        pieces.data_ptr(),
-        pieces.shape[0],
-        heads,
-        entries.shape[2],
-        qkv.shape[2],
-        turns.data_ptr(),
-        entries.data_ptr(),
-        entries.dtype == torch.bfloat16,
-    )
 
 
 def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -146,38 +127,77 @@ def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.stack([cos.repeat_interleave(2, 1), signed], 1).contiguous()
 
 
-def add_norm(
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Add `y` to `x` [rows, size] in place, and return x divided by its root mean square, times `weight` [size], as `dtype`.
+class LayerWeights(NamedTuple):
+    """Of one decoder layer; of norms None where the product behind has them. Norms are float32 [hidden], those of heads [size]."""
 
-    All arguments float32, contiguous.
-    """
-    out = torch.empty_like(x, dtype=dtype)
-    rows, size = x.shape
-    _kernels.add_norm(
-        x.data_ptr(),
-        0 if y is None else y.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        out.data_ptr(),
-        rows,
-        size,
-        dtype == torch.bfloat16,
-        epsilon,
-    )
-    return out
+    before: torch.Tensor | None
+    qkv: Product  # to queries, keys and values, heads one after the other
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Product
+    between: torch.Tensor | None
+    gate_up: Product
+    down: Product
 
 
-def gated(both: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """silu(gate) * up: `both` [rows, 2 * size], gates first, float32, contiguous, to [rows, size] of `dtype`."""
-    rows, size = both.shape
-    out = torch.empty((rows, size // 2), dtype=dtype)
-    _kernels.gated(both.data_ptr(), out.data_ptr(), rows, size // 2, dtype == torch.bfloat16)
-    return out
+class Decoder:
+    """All layers of a model of the Llama family in one call: at a few rows, calling takes as long as computing."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        norm: torch.Tensor | None,
+        turns: torch.Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        epsilon: float,
+        scale: float,
+    ) -> None:
+        """`norm`: weight of the last one; `turns`: of `rotations`; `epsilon` of all norms; `scale` of attention."""
+        hidden, inner = layers[0].out.columns, layers[0].down.width
+        self._held = (layers, norm, turns)  # their memory
+        addresses = [
+            [
+                _at(one.before), one.qkv.weight_at, one.qkv.bias_at, _at(one.q_norm), _at(one.k_norm), one.out.weight_at, one.out.bias_at,
+                _at(one.between), one.gate_up.weight_at, one.gate_up.bias_at, one.down.weight_at, one.down.bias_at,
+            ]
+            for one in layers
+        ]  # fmt: skip
+        self._weights = torch.tensor(addresses, dtype=torch.int64)
+        self._half = layers[0].qkv.half
+        self._hidden = hidden
+        self._row = max((heads + 2 * kv_heads) * size, 2 * inner) + hidden + max(hidden, heads * size, inner)
+        self._scratch = torch.empty(0)
+        self._norm_at = _at(norm)
+        self._head = (
+            self._weights.data_ptr(), len(layers), hidden, inner, heads, kv_heads, size, self._half, turns.data_ptr(),
+        )  # fmt: skip
+        self._epsilon, self._scale = epsilon, scale
+
+    def __call__(
+        self, x: torch.Tensor, pieces: torch.Tensor, pools: Sequence[torch.Tensor], wanted: torch.Tensor
+    ) -> torch.Tensor:
+        """Normed output [wanted, hidden] of the model's type, of these packed rows [wanted] int64; keys and values of all go to the pool.
+
+        `x` [total, hidden] float32, contiguous, is used up; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as there.
+        """
+        rows, many = x.shape[0], wanted.shape[0]
+        if rows * self._row > self._scratch.numel():
+            self._scratch = torch.empty(rows * self._row)
+        first = pools[0]
+        out = torch.empty((many, self._hidden), dtype=first.dtype)
+        apart = pools[1].data_ptr() - first.data_ptr() if len(pools) > 1 else 0
+        _kernels.decode(
+            *self._head, x.data_ptr(), rows, pieces.data_ptr(), pieces.shape[0], first.data_ptr(), apart,
+            wanted.data_ptr(), many, self._norm_at, out.data_ptr(), self._scratch.data_ptr(), self._epsilon, self._scale,
+        )  # fmt: skip
+        return out
+
+
+def _at(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def gumbel(keys: Sequence[int], weyl: torch.Tensor) -> torch.Tensor:

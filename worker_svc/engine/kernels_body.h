@@ -436,6 +436,48 @@ static void gated(const float *both, void *out, int64_t rows, int64_t size, int 
         }
 }
 
+/* Norm of each of `heads` neighbouring heads, in place: qkv, of which a row is `row` floats; weight [size]. */
+TARGET
+static void norm_heads(float *qkv, int64_t rows, int64_t row, int64_t heads, int64_t size, const float *weight, float epsilon) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t head = 0; head < heads; head++) {
+            float *own = qkv + r * row + head * size;
+            add_norm(own, NULL, weight, own, 1, size, epsilon, 0);
+        }
+}
+
+/* ---- a decoder ---- */
+
+/* All layers over packed rows, and the last norm. x [rows, hidden]: embeddings, used up; pool: of the first layer, `pool_layer` bytes from one to the
+   next; turns as in `turn`; out [many, hidden]: of the wanted rows; scratch: rows * (the wider of queries, keys and values together and twice `inner`,
+   + hidden + the widest of hidden, heads and `inner`) floats. */
+TARGET
+static void decode(const Weights *weights, const Shape *shape, const float *turns, float *x, int64_t rows, const Piece *pieces, int64_t count,
+                   char *pool, int64_t pool_layer, const int64_t *wanted, int64_t many, const float *norm, void *out, float *scratch) {
+    const int64_t hidden = shape->hidden, inner = shape->inner, heads = shape->heads, kv_heads = shape->kv_heads, size = shape->size;
+    const int64_t of_heads = (heads + 2 * kv_heads) * size, bytes = shape->half ? 2 : 4;
+    const int half = shape->half;
+    float *wide = scratch, *y = wide + rows * (of_heads > 2 * inner ? of_heads : 2 * inner);
+    void *narrow = y + rows * hidden; /* what products multiply with */
+    for (const Weights *own = weights; own < weights + shape->layers; own++, pool += pool_layer) {
+        const Layer layer = {pool, 2 * kv_heads * size * bytes, kv_heads * size * bytes, (int)size, half, shape->scale};
+        add_norm(x, own > weights ? y : NULL, own->before, narrow, rows, hidden, shape->epsilon, half);
+        product(narrow, rows, hidden, own->qkv, own->qkv_bias, wide, of_heads, half);
+        if (own->q_norm) norm_heads(wide, rows, of_heads, heads, size, own->q_norm, shape->epsilon);
+        if (own->k_norm) norm_heads(wide + heads * size, rows, of_heads, kv_heads, size, own->k_norm, shape->epsilon);
+        turn(wide, pieces, count, heads, kv_heads, size, turns, pool, half);
+        attend(wide, of_heads, narrow, pieces, count, heads, kv_heads, &layer); /* rows of no piece keep what they had: nobody reads them */
+        product(narrow, rows, heads * size, own->out, own->out_bias, y, hidden, half);
+        add_norm(x, y, own->between, narrow, rows, hidden, shape->epsilon, half);
+        product(narrow, rows, hidden, own->gate_up, own->gate_up_bias, wide, 2 * inner, half);
+        gated(wide, narrow, rows, inner, half);
+        product(narrow, rows, inner, own->down, own->down_bias, y, hidden, half);
+    }
+    for (int64_t c = 0; c < rows * hidden; c += LANES) store(x + c, load(x + c) + load(y + c));
+    for (int64_t i = 0; i < many; i++)
+        add_norm(x + wanted[i] * hidden, NULL, norm, (char *)out + i * hidden * bytes, 1, hidden, shape->epsilon, half);
+}
+
 /* ---- noise ---- */
 
 /* The natural logarithm of x > 0, normal, to about 1e-7 (coefficients: S. Moshier, Cephes, logf). */
@@ -489,4 +531,4 @@ static void gumbel(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int
     }
 }
 
-const Kernels TABLE = {attend, product, turn, add_norm, gated, gumbel};
+const Kernels TABLE = {attend, product, turn, add_norm, gated, decode, gumbel};

@@ -3,7 +3,8 @@
 At a few rows a small model's forward is mostly the cost of calling operators. Here query, key and value are one product, gate and up are one,
 norms are a few operators and their weights part of the products behind them, and rotary embedding is one complex multiplication: the rows of
 the query and key weights are reordered so that the two numbers which rotate together lie side by side (dot products of query and key do not
-notice). On the CPU what lies between products is `kernels`', one call each, and in single precision whatever the weights are. Only taken when `PackedModel.self_check` finds it equal to the plain forward.
+notice). On the CPU all layers are one call of `kernels`, and what lies between products is in single precision whatever the weights are. Only taken
+when `PackedModel.self_check` finds it equal to the plain forward.
 """
 
 from __future__ import annotations
@@ -106,6 +107,27 @@ class _Layer:
         self.down = product(mlp.down_proj.weight, mlp.down_proj.bias)
         self.scale: float = attention.scaling
 
+    @property
+    def epsilons(self) -> set[float]:
+        """Of its norms."""
+        heads = [norm[1] for norm in (self.q_norm, self.k_norm) if norm is not None]
+        return {self.before.epsilon, self.between.epsilon, *heads}
+
+    def for_kernels(self) -> kernels.LayerWeights | None:
+        """The same for `kernels.Decoder`. None if some product is not `kernels`'."""
+        qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
+        if not (
+            isinstance(qkv, kernels.Product)
+            and isinstance(out, kernels.Product)
+            and isinstance(gate_up, kernels.Product)
+            and isinstance(down, kernels.Product)
+        ):
+            return None
+        q_norm, k_norm = (None if norm is None else norm[0] for norm in (self.q_norm, self.k_norm))
+        return kernels.LayerWeights(
+            self.before.weight, qkv, q_norm, k_norm, out, self.between.weight, gate_up, down
+        )
+
 
 class LeanModel:
     """Runs a model of the Llama family on packed rows. `serves` says which.
@@ -128,14 +150,17 @@ class LeanModel:
         decoder = model.model
         self._embedding = decoder.embed_tokens.weight
         self._dtype: torch.dtype = self._embedding.dtype
+        layer_of = partial(_Layer, store=store, heads=heads, kv_heads=kv_heads, size=size)
         widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
-        # Whether all that is computed is `kernels`', so that any number of rows will do.
-        self.by_kernels = by_kernels and not any(width % kernels.GRAIN for width in widths)
+        # Whether all that is computed is `kernels`', so that any number of rows will do. Layers are alike.
+        self.by_kernels = (
+            by_kernels
+            and not any(width % kernels.GRAIN for width in widths)
+            and layer_of(decoder.layers[0], by_kernels=True).for_kernels() is not None
+        )
         self._layers: list[_Layer] = []
         for at in range(len(decoder.layers)):  # one by one, so that the weights are never in memory twice
-            self._layers.append(
-                _Layer(decoder.layers[at], store, heads, kv_heads, size, by_kernels=self.by_kernels)
-            )
+            self._layers.append(layer_of(decoder.layers[at], by_kernels=self.by_kernels))
             decoder.layers[at] = nn.Identity()
         self._norm = _Norm(decoder.norm)
         self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=self.by_kernels)
@@ -146,7 +171,13 @@ class LeanModel:
         )  # [1, max_length, size], halves alike
         half = size // 2
         if self.by_kernels:
-            self._rotations = kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float())
+            (epsilon,) = {self._norm.epsilon}.union(*(layer.epsilons for layer in self._layers))
+            (scale,) = {layer.scale for layer in self._layers}
+            weights = [found for layer in self._layers if (found := layer.for_kernels()) is not None]
+            self._decoder = kernels.Decoder(
+                weights, self._norm.weight, kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float()),
+                heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
+            )  # fmt: skip
             return
         turns = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())[
             :, None
@@ -174,7 +205,9 @@ class LeanModel:
     ) -> torch.Tensor:
         """Logits [rows, vocab]; arguments as in `PackedModel.forward`."""
         if self.by_kernels and plan.pieces is not None:
-            return self._forward_by_kernels(ids, plan, plan.pieces, pool, logit_rows)
+            x = self._embedding.index_select(0, ids)  # [total, hidden]
+            wanted = torch.arange(plan.total) if logit_rows is None else logit_rows
+            return self._head(self._decoder(x.float(), plan.pieces, pool.layers, wanted))
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads
         turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]
@@ -200,38 +233,6 @@ class LeanModel:
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
         return self._head(self._norm(x))
-
-    def _forward_by_kernels(
-        self,
-        ids: torch.Tensor,
-        plan: Plan,
-        pieces: torch.Tensor,
-        pool: KVPool,
-        logit_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        heads, size, total, dtype = self._heads, self._size, plan.total, self._dtype
-        x = self._embedding.index_select(0, ids)  # [total, hidden]
-        if dtype != torch.float32:
-            x = x.float()
-        y: torch.Tensor | None = None
-        for at, layer in enumerate(self._layers):
-            norm = layer.before
-            normed = kernels.add_norm(x, y, norm.weight, norm.epsilon, dtype)
-            qkv = layer.qkv(normed).view(total, -1, size)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q = rms_norm(qkv[:, :heads], (size,), *layer.q_norm)
-                k = rms_norm(qkv[:, heads : heads + self._kv_heads], (size,), *layer.k_norm)
-                qkv = torch.cat([q, k, qkv[:, heads + self._kv_heads :]], 1)
-            kernels.turn(qkv, heads, pieces, self._rotations, pool.layers[at])
-            attended = kernels.attend(qkv[:, :heads], pool.layers[at], pieces, layer.scale)
-            y, norm = layer.out(attended.view(total, heads * size)), layer.between
-            normed = kernels.add_norm(x, y, norm.weight, norm.epsilon, dtype)
-            y = layer.down(kernels.gated(layer.gate_up(normed), dtype))
-        if y is not None:
-            x += y
-        if logit_rows is not None:
-            x = x.index_select(0, logit_rows)
-        return self._head(kernels.add_norm(x, None, self._norm.weight, self._norm.epsilon, dtype))
 
 
 def _side_by_side(size: int) -> torch.Tensor:
