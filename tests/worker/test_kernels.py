@@ -47,11 +47,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def pool_for(kv_heads: int, size: int, dtype: torch.dtype) -> KVPool:
+def pool_for(kv_heads: int, size: int, dtype: torch.dtype, layers: int = 1) -> KVPool:
     pool = KVPool(
-        layers=1, heads=kv_heads, head_size=size, blocks=400, block_size=16, region_tokens=64, dtype=dtype, device=CPU
+        layers=layers, heads=kv_heads, head_size=size, blocks=400, block_size=16, region_tokens=64, dtype=dtype, device=CPU
     )  # fmt: skip
-    pool.layers[0].copy_(random(*pool.layers[0].shape))
+    for entries in pool.layers:
+        entries.copy_(random(*entries.shape))
     return pool
 
 
@@ -285,6 +286,77 @@ def test_steps_between_products_are_those_of_torch(dtype: torch.dtype) -> None:
     product = gated(both, dtype)
     assert product.dtype == dtype
     torch.testing.assert_close(product.float(), silu(both[:, :96]) * both[:, 96:], rtol=rounded, atol=1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("dressed", [False, True], ids=["plain", "with biases and norms"])
+def test_a_decoder_takes_its_steps_one_after_the_other(dressed: bool, dtype: torch.dtype) -> None:
+    """Each step is what the tests around here say; all in one call they come to the same bits."""
+    heads, kv_heads, size, hidden, inner, count = 4, 2, 32, 96, 160, 3
+    seeds = iter(range(1000))
+
+    def number(*shape: int) -> torch.Tensor:
+        return random(*shape, seed=next(seeds)) / hidden**0.5
+
+    def product(out: int, width: int) -> kernels.Product:
+        return kernels.Product(number(out, width).to(dtype), number(out).to(dtype) if dressed else None)
+
+    def norm(width: int) -> torch.Tensor | None:
+        return 1 + number(width) if dressed else None
+
+    layers = [
+        kernels.LayerWeights(
+            before=norm(hidden),
+            qkv=product((heads + 2 * kv_heads) * size, hidden),
+            q_norm=norm(size),
+            k_norm=norm(size),
+            out=product(hidden, heads * size),
+            between=norm(hidden),
+            gate_up=product(2 * inner, hidden),
+            down=product(hidden, inner),
+        )
+        for _ in range(count)
+    ]
+    last, angles, scale = norm(hidden), random(700, size // 2), size**-0.5
+    turns = kernels.rotations(angles.cos(), angles.sin())
+    pool = pool_for(kv_heads, size, dtype, layers=count)
+    before = [entries.clone() for entries in pool.layers]
+    pieces = [Piece(place, *at) for place, at in zip(places_for(pool, scattered=True), CONTEXTS, strict=True)]
+    plan = KernelPlanner(pool, min_rows=1, flat=False).plan(pieces)
+    assert plan.pieces is not None
+    embedded = random(plan.total, hidden)
+
+    def normed_heads(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return x
+        return add_norm(x.reshape(-1, size).contiguous(), None, weight, 1e-5).view(x.shape)
+
+    x, y = embedded.clone(), None
+    for weights, entries in zip(layers, pool.layers, strict=True):
+        qkv = weights.qkv(add_norm(x, y, weights.before, 1e-5, dtype)).view(plan.total, -1, size)
+        parts = qkv.split([heads, kv_heads, kv_heads], 1)
+        qkv = torch.cat(
+            [normed_heads(parts[0], weights.q_norm), normed_heads(parts[1], weights.k_norm), parts[2]], 1
+        )
+        turn(qkv, heads, plan.pieces, turns, entries)
+        attended = kernels.attend(qkv[:, :heads], entries, plan.pieces, scale)
+        y = weights.out(attended.view(plan.total, -1))
+        y = weights.down(gated(weights.gate_up(add_norm(x, y, weights.between, 1e-5, dtype)), dtype))
+    assert y is not None
+    normed = add_norm(x, y, last, 1e-5, dtype)
+    written = [entries.clone() for entries in pool.layers]
+
+    for entries, old in zip(pool.layers, before, strict=True):
+        entries.copy_(old)
+    decoder = kernels.Decoder(
+        layers, last, turns, heads=heads, kv_heads=kv_heads, size=size, epsilon=1e-5, scale=scale
+    )
+    wanted = torch.tensor([plan.total - 1, 0, 5, 5])
+    found = decoder(embedded.clone(), plan.pieces, pool.layers, wanted)
+    assert found.dtype == dtype and bool(found.float().isfinite().all())
+    assert torch.equal(found, normed[wanted])
+    for entries, expected_entries in zip(pool.layers, written, strict=True):
+        assert torch.equal(entries, expected_entries)
 
 
 def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:

@@ -128,7 +128,7 @@ def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 class LayerWeights(NamedTuple):
-    """Of one decoder layer; of norms None where the product behind has them. Norms are float32 [hidden], those of heads [size]."""
+    """Of one decoder layer. Norms are float32 [hidden], those of heads [size]; None where the product behind has the weight, or there is no norm of heads."""
 
     before: torch.Tensor | None
     qkv: Product  # to queries, keys and values, heads one after the other
@@ -166,13 +166,12 @@ class Decoder:
             for one in layers
         ]  # fmt: skip
         self._weights = torch.tensor(addresses, dtype=torch.int64)
-        self._half = layers[0].qkv.half
         self._hidden = hidden
         self._row = max((heads + 2 * kv_heads) * size, 2 * inner) + hidden + max(hidden, heads * size, inner)
         self._scratch = torch.empty(0)
         self._norm_at = _at(norm)
-        self._head = (
-            self._weights.data_ptr(), len(layers), hidden, inner, heads, kv_heads, size, self._half, turns.data_ptr(),
+        self._model = (
+            self._weights.data_ptr(), len(layers), hidden, inner, heads, kv_heads, size, layers[0].qkv.half, turns.data_ptr(),
         )  # fmt: skip
         self._epsilon, self._scale = epsilon, scale
 
@@ -190,7 +189,7 @@ class Decoder:
         out = torch.empty((many, self._hidden), dtype=first.dtype)
         apart = pools[1].data_ptr() - first.data_ptr() if len(pools) > 1 else 0
         _kernels.decode(
-            *self._head, x.data_ptr(), rows, pieces.data_ptr(), pieces.shape[0], first.data_ptr(), apart,
+            *self._model, x.data_ptr(), rows, pieces.data_ptr(), pieces.shape[0], first.data_ptr(), apart,
             wanted.data_ptr(), many, self._norm_at, out.data_ptr(), self._scratch.data_ptr(), self._epsilon, self._scale,
         )  # fmt: skip
         return out

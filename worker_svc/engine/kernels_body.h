@@ -37,6 +37,12 @@ enum { WIDE = 2, WITH_4 = 0, WITH_2 = 1, WITH_1 = 3 };
 #endif
 
 #define INLINE TARGET static inline __attribute__((always_inline))
+/* A step of a decoder: the same code for all who call it, so that it has the same bits alone and among others. */
+#ifdef __clang__
+#define STEP TARGET static __attribute__((noinline))
+#else
+#define STEP TARGET static __attribute__((noipa))
+#endif
 
 /* ---- vectors ---- */
 
@@ -272,9 +278,8 @@ INLINE void attend_all(const float *query, int64_t query_row, void *out, const P
     }
 }
 
-TARGET
-static void attend(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
-                   int64_t kv_heads, const Layer *given) {
+STEP void attend(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
+                 int64_t kv_heads, const Layer *given) {
     Layer layer = *given; /* what is constant below becomes code of its own */
     if (layer.size == 64 && !layer.half) {
         layer.size = 64;
@@ -361,8 +366,7 @@ INLINE void multiply_all(int half, const uint32_t *x, int64_t rows, int64_t in, 
         multiply_rows(half, WITH_1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
 }
 
-TARGET
-static void product(const void *x, int64_t rows, int64_t in, const void *w, const float *bias, float *out, int64_t columns, int half) {
+STEP void product(const void *x, int64_t rows, int64_t in, const void *w, const float *bias, float *out, int64_t columns, int half) {
     if (half)
         multiply_all(1, x, rows, in / 2, w, bias, out, columns);
     else
@@ -382,8 +386,7 @@ INLINE floats neighbours_swapped(floats x) {
 /* Rotate queries in place, and keys on their way to the pool; values go there as they are.
    qkv [rows, heads + 2 * kv_heads, size], the two numbers that rotate together side by side; turns [positions, 2, size]: cosines, and sines
    with the sign of the first of the two reversed; pool [pool rows, 2, kv_heads, size]. */
-TARGET
-static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
+STEP void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
                  const float *turns, void *pool, int half) {
     for (const Piece *piece = pieces; piece < pieces + count; piece++)
         for (int64_t token = 0, at = piece->start; token < piece->tokens; token++, at++) {
@@ -405,8 +408,7 @@ static void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, 
 }
 
 /* x += y, and out = x divided by its root mean square, times the weight; x, y, out [rows, size], weight [size]. Without y: x as it is. */
-TARGET
-static void add_norm(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half) {
+STEP void add_norm(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half) {
     for (int64_t row = 0; row < rows; row++, x += size) {
         floats squares = {0};
         for (int64_t c = 0; c < size; c += LANES) {
@@ -427,8 +429,7 @@ static void add_norm(float *x, const float *y, const float *weight, void *out, i
 }
 
 /* out = silu(gate) * up; both [rows, 2 * size], gates first; out [rows, size]. */
-TARGET
-static void gated(const float *both, void *out, int64_t rows, int64_t size, int half) {
+STEP void gated(const float *both, void *out, int64_t rows, int64_t size, int half) {
     for (int64_t row = 0; row < rows; row++, both += 2 * size)
         for (int64_t c = 0; c < size; c += LANES) {
             floats gate = load(both + c);
@@ -437,8 +438,7 @@ static void gated(const float *both, void *out, int64_t rows, int64_t size, int 
 }
 
 /* Norm of each of `heads` neighbouring heads, in place: qkv, of which a row is `row` floats; weight [size]. */
-TARGET
-static void norm_heads(float *qkv, int64_t rows, int64_t row, int64_t heads, int64_t size, const float *weight, float epsilon) {
+STEP void norm_heads(float *qkv, int64_t rows, int64_t row, int64_t heads, int64_t size, const float *weight, float epsilon) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t head = 0; head < heads; head++) {
             float *own = qkv + r * row + head * size;
