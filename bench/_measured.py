@@ -110,21 +110,11 @@ def deciding(path: Path) -> Iterator[str]:
 
 def engine(path: Path) -> Iterator[str]:
     """Tokens per CPU second of the worker's engine and of others."""
-    yield from ("## The engine beside others", "")
-    yield from _beside_others(path)
-
-
-def engine_avx2(path: Path) -> Iterator[str]:
-    """The same where vectors are half as wide."""
-    yield from ("### On a CPU that has AVX2 only", "")
-    yield from _beside_others(path)
-
-
-def _beside_others(path: Path) -> Iterator[str]:
     from bench.engine import goals  # needs torch
 
     rows, source, about = _read(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
+    yield from ("## The engine beside others", "")
     yield f"The same pair, prompts, precision ({about['dtype']}) and number of threads ({about['threads']}); tokens per second of CPU time, all kinds of prompts in"
     yield f"equal parts, temperature 0, up to so many at a time; {versions}. {source}."
     yield from _speeds(rows, texts=True)

@@ -571,7 +571,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dtype": options.dtype,
         "tokens": options.tokens,
         "turns": options.turns,
-        "cpu": torch.backends.cpu.get_capability(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         **versions,
     }
