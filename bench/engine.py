@@ -553,6 +553,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = cells_for(options)
         others, versions = other_engines(options, cells, folder, stack)
         configs = [*ours(options), *([] if options.no_peers else transformers_modes(options)), *others]
+        described = {
+            **about("engine", public(sys.argv[1:] if argv is None else argv)),
+            "pair": options.shape or ("demo" if options.target == DEMO / "target" else "own"),
+            "acceptance": options.acceptance,
+            "threads": options.threads,
+            "dtype": options.dtype,
+            "tokens": options.tokens,
+            "turns": options.turns,
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "torch": torch.__version__,
+            **versions,
+        }
         measure(configs, cells, options.turns)
     rows = rows_of(configs, options)
     tables(rows, options)
@@ -563,18 +575,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not goal.met and not goal.chief:
             print(f"missed: {goal.text}")
     met, summary = verdict(judged)
-    described = {
-        **about("engine", public(sys.argv[1:] if argv is None else argv)),
-        "pair": options.shape or ("demo" if options.target == DEMO / "target" else "own"),
-        "acceptance": options.acceptance,
-        "threads": options.threads,
-        "dtype": options.dtype,
-        "tokens": options.tokens,
-        "turns": options.turns,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        **versions,
-    }
     return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
 
 
