@@ -33,7 +33,7 @@ class Arrivals(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        transport.write(self._request)
+        self._transport.write(self._request)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(error or ConnectionError("the connection closed before the stream ended"))

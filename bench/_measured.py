@@ -161,7 +161,7 @@ def memory_bound(path: Path) -> Iterator[str]:
 
 def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
     """Of each engine; `texts`: and how many of its texts are ours."""
-    from bench.engine import MIXED  # needs torch
+    from bench._generating import MIXED
 
     mixed = [row for row in rows if row["kind"] == MIXED and row["temperature"] == 0.0]
     batches = sorted({row["batch"] for row in mixed})
@@ -184,7 +184,8 @@ def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
 
 def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
     """Of the whole mix, by batch size, ours with speculation, a forward of ours without: both temperatures where it was measured so, else 0."""
-    from bench.engine import BOTH, MIXED, PLAIN, SPECULATIVE
+    from bench._generating import MIXED
+    from bench.engine import BOTH, PLAIN, SPECULATIVE  # needs torch
 
     found = {
         (name, row["batch"], row["temperature"]): row

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +85,7 @@ class OpenVino:
         import openvino_genai
 
         self.version = str(openvino_genai.__version__)
-        self._tensor = lambda ids: openvino.Tensor(numpy.array([ids], dtype=numpy.int64))
+        self._tensor: Any = lambda ids: openvino.Tensor(numpy.array([ids], dtype=numpy.int64))
         precision = {"float32": "f32", "bfloat16": "bf16"}[setup["dtype"]]
         properties: dict[str, Any] = {
             "INFERENCE_NUM_THREADS": setup["threads"],
@@ -203,7 +204,8 @@ def main() -> None:
     if setup["task"] == "convert":
         convert(setup)
     else:
-        serve({"vllm": Vllm, "openvino": OpenVino}[setup["engine"]](setup), setup, channel)
+        engines: dict[str, Callable[[dict[str, Any]], PeerEngine]] = {"vllm": Vllm, "openvino": OpenVino}
+        serve(engines[setup["engine"]](setup), setup, channel)
 
 
 if __name__ == "__main__":

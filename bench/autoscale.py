@@ -216,7 +216,7 @@ def devices_for(curve: Sequence[tuple[float, float]], latency_s: float) -> float
     for (few, slow_s), (many, fast_s) in itertools.pairwise(curve):
         if fast_s <= latency_s <= slow_s:
             part = math.log(slow_s / latency_s) / math.log(slow_s / fast_s)
-            return few * (many / few) ** part
+            return float(few * (many / few) ** part)
     return None
 
 

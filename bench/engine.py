@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -422,7 +422,9 @@ class Goal:
     chief: bool  # of the whole mix; the others are told only where they are missed
 
 
-def goals(rows: Sequence[dict[str, Any]], *, memory_bound: bool = False, exact: bool = False) -> list[Goal]:
+def goals(
+    rows: Sequence[Mapping[str, Any]], *, memory_bound: bool = False, exact: bool = False
+) -> list[Goal]:
     """All goals that these rows can judge. `exact`: the same text with and without speculation is one of them."""
     found = []
     for row in rows:
@@ -450,7 +452,7 @@ def goals(rows: Sequence[dict[str, Any]], *, memory_bound: bool = False, exact: 
     return found
 
 
-def _told(row: dict[str, Any], name: str) -> str:
+def _told(row: Mapping[str, Any], name: str) -> str:
     return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
 
 

@@ -80,7 +80,8 @@ class Results:
 
     def ours(self, regime: str) -> Row:
         """What was found of `laps-sd`."""
-        return self._rows[regime, OURS]
+        found: Row = self._rows[regime, OURS]
+        return found
 
     def ratio(self, regime: str, rival: str) -> tuple[float, float, float] | None:
         """Mean latency of `laps-sd` over that of a rival, with its interval; None if it did not run there."""
@@ -287,8 +288,8 @@ def _goals(results: Results) -> Iterator[str]:
 
 def _is_everywhere(verdict: Row) -> bool:
     """Whether it is one of those that every regime has."""
-    return verdict["policy"] == OURS and (
-        verdict["of"] == "sd-index" or verdict["figure"] == "levels_at_work"
+    return bool(
+        verdict["policy"] == OURS and (verdict["of"] == "sd-index" or verdict["figure"] == "levels_at_work")
     )
 
 
@@ -572,10 +573,10 @@ def _data(results: Results) -> Iterator[str]:
     if used:
         yield "Recordings (public; not part of this repository):"
         yield from table(("file", "origin"), ((f"`{file}`", ORIGINS.get(file, "one's own")) for file in used))
-    machines = list(
+    modelled = list(
         {json.dumps(_costs(regime)): _costs(regime) for regime in results.regimes.values()}.values()
     )
-    for costs in machines:
+    for costs in modelled:
         yield (
             f"The machine is a model of a 7B-like target with a small draft on one GPU (our choice, not a measurement): a round of B sequences takes "
             f"{costs['round_s'] * 1e3:g} ms + {costs['verified_token_s'] * 1e3:g} ms × {costs['draft_len'] + 1} × B + {costs['context_token_s'] * 1e3:g} ms × context tokens "

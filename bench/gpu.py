@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class Stopwatch:
             return time.perf_counter()
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -201,7 +202,7 @@ class Bench:
 
     def blocks_for(self, batch: int, context: int) -> int:
         """KV blocks that each pool needs for this many requests of this length."""
-        return batch * -(-(context + self._growth) // BLOCK_SIZE)
+        return int(batch * -(-(context + self._growth) // BLOCK_SIZE))
 
     def build_engine(self) -> None:
         """Make an engine of the models; transformers cannot use them any more."""
@@ -342,7 +343,7 @@ class Bench:
 
     def _profiled(self, run: Sequence[str]) -> tuple[float, float | None]:
         """Seconds per round of the forwards' kernels, and of all kernels (None on the CPU, where all that is computed counts as such)."""
-        from torch.autograd import DeviceType
+        from torch.autograd import DeviceType  # type: ignore[attr-defined]
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
@@ -372,7 +373,7 @@ class Bench:
             for _ in range(SWAPS):
                 copy, took = self._seconds(lambda: pool.copy_out(place))
                 out_s.append(took)
-                _, took = self._seconds(lambda copy=copy: pool.copy_in(place, copy))
+                _, took = self._seconds(partial(pool.copy_in, place, copy))
                 in_s.append(took)
         finally:
             pool.release(place)

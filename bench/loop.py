@@ -180,7 +180,7 @@ async def through_the_stack(stack: LocalStack, options: argparse.Namespace) -> t
     async def one(stub: inference_pb2_grpc.InferenceStub, number: int, text: str) -> None:
         nonlocal ended
         sampling = pb.SamplingParams(max_tokens=options.tokens, temperature=0.8, seed=number, ignore_eos=True)
-        await stub.Generate(pb.GenerateRequest(text=text, sampling=sampling))
+        await stub.Generate(pb.GenerateRequest(text=text, sampling=sampling))  # type: ignore[misc]  # generated for blocking channels
         ended += 1
         if ended > options.requests - options.slots:
             full.set()  # fewer than `slots` are left from here on
