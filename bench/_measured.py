@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench._generating import MIXED
 from bench._markdown import spread, table
 from bench.control import GOAL_GROWTH, GOAL_MS
 
@@ -161,8 +162,6 @@ def memory_bound(path: Path) -> Iterator[str]:
 
 def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
     """Of each engine; `texts`: and how many of its texts are ours."""
-    from bench._generating import MIXED
-
     mixed = [row for row in rows if row["kind"] == MIXED and row["temperature"] == 0.0]
     batches = sorted({row["batch"] for row in mixed})
     by_place = {(row["config"], row["batch"]): row for row in mixed}
@@ -184,7 +183,6 @@ def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
 
 def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
     """Of the whole mix, by batch size, ours with speculation, a forward of ours without: both temperatures where it was measured so, else 0."""
-    from bench._generating import MIXED
     from bench.engine import BOTH, PLAIN, SPECULATIVE  # needs torch
 
     found = {

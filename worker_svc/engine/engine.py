@@ -912,14 +912,11 @@ class SpeculativeEngine:
             counts = _ladder(slots * FIRST_STEP_ROWS)
             self.lengths.step = self._measure(self._draft, 1, counts, deadline - budget_s / 2)
         forward = self._measure(self._target, 0, _ladder(slots * deepest), deadline)
-        around = [AROUND_S + AROUND_ROW_S * count for count in forward.counts]
-        self.lengths.set_plain(
-            CostTable(
-                forward.counts,
-                [sum(both) for both in zip(forward.seconds, around, strict=True)],
-                forward.key_s,
-            )
-        )
+        seconds = [
+            took + AROUND_S + AROUND_ROW_S * count
+            for count, took in zip(forward.counts, forward.seconds, strict=True)
+        ]
+        self.lengths.set_plain(CostTable(forward.counts, seconds, forward.key_s))
 
     def _measure(
         self, model: PackedModel, pool_at: int, counts: SequenceOf[int], deadline: float

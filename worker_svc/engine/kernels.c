@@ -23,6 +23,13 @@ static int expects(Py_ssize_t given, Py_ssize_t wanted) {
 
 static const Kernels *kernels; /* set by `use`; nothing else is called before */
 
+/* Whether heads of this shape are served; sets an error if not. */
+static int serves(int64_t heads, int64_t kv_heads, int64_t size) {
+    if (size % GRAIN == 0 && size <= MOST_SIZE && heads % kv_heads == 0) return 1;
+    PyErr_SetString(PyExc_ValueError, "heads of this shape are not served");
+    return 0;
+}
+
 #define AT(type, number) ((type *)(intptr_t)(number))
 
 /* From now on use the best kernels that this machine can run, of the kinds up to `most`: 1 AVX2, 2 AVX-512, 3 that with bfloat16. Returns their kind,
@@ -44,10 +51,7 @@ static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t 
     double scale = PyFloat_AsDouble(given[10]);
     if (scale == -1.0 && PyErr_Occurred()) return NULL;
     int64_t bytes = n[9] ? 2 : 4;
-    if (n[8] % GRAIN || n[8] > MOST_SIZE || n[6] % n[7]) {
-        PyErr_SetString(PyExc_ValueError, "heads of this shape are not served");
-        return NULL;
-    }
+    if (!serves(n[6], n[7], n[8])) return NULL;
     Layer layer = {AT(const char, n[3]), 2 * n[7] * n[8] * bytes, n[7] * n[8] * bytes, (int)n[8], (int)n[9], (float)scale};
     Py_BEGIN_ALLOW_THREADS
     kernels->attend(AT(const float, n[0]), n[1], AT(void, n[2]), AT(const Piece, n[4]), n[5], n[6], n[7], &layer);
@@ -102,10 +106,7 @@ static PyObject *py_decode(PyObject *module, PyObject *const *given, Py_ssize_t 
     double epsilon = PyFloat_AsDouble(given[20]), scale = PyFloat_AsDouble(given[21]);
     if (PyErr_Occurred()) return NULL;
     Shape shape = {n[1], n[2], n[3], n[4], n[5], n[6], (int)n[7], (float)epsilon, (float)scale};
-    if (shape.size % GRAIN || shape.size > MOST_SIZE || shape.heads % shape.kv_heads) {
-        PyErr_SetString(PyExc_ValueError, "heads of this shape are not served");
-        return NULL;
-    }
+    if (!serves(shape.heads, shape.kv_heads, shape.size)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     kernels->decode(AT(const Weights, n[0]), &shape, AT(const float, n[8]), AT(float, n[9]), n[10], AT(const Piece, n[11]), n[12], AT(char, n[13]),
                     n[14], AT(const int64_t, n[15]), n[16], AT(const float, n[17]), AT(void, n[18]), AT(float, n[19]));

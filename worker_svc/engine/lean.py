@@ -149,18 +149,23 @@ class LeanModel:
         self._heads, self._kv_heads, self._size = heads, kv_heads, size
         decoder = model.model
         self._embedding = decoder.embed_tokens.weight
-        self._dtype: torch.dtype = self._embedding.dtype
         layer_of = partial(_Layer, store=store, heads=heads, kv_heads=kv_heads, size=size)
         widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
-        # Whether all that is computed is `kernels`', so that any number of rows will do. Layers are alike.
-        self.by_kernels = (
-            by_kernels
-            and not any(width % kernels.GRAIN for width in widths)
-            and layer_of(decoder.layers[0], by_kernels=True).for_kernels() is not None
-        )
+        # Whether all that is computed is `kernels`', so that any number of rows will do.
+        self.by_kernels = by_kernels and not any(width % kernels.GRAIN for width in widths)
         self._layers: list[_Layer] = []
+        for_kernels: list[kernels.LayerWeights] = []
         for at in range(len(decoder.layers)):  # one by one, so that the weights are never in memory twice
-            self._layers.append(layer_of(decoder.layers[at], by_kernels=self.by_kernels))
+            layer = layer_of(decoder.layers[at], by_kernels=self.by_kernels)
+            if self.by_kernels:
+                weights = layer.for_kernels()
+                if weights is not None:
+                    for_kernels.append(weights)
+                else:
+                    assert at == 0, "layers are alike"
+                    self.by_kernels = False
+                    layer = layer_of(decoder.layers[at], by_kernels=False)
+            self._layers.append(layer)
             decoder.layers[at] = nn.Identity()
         self._norm = _Norm(decoder.norm)
         self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=self.by_kernels)
@@ -173,9 +178,8 @@ class LeanModel:
         if self.by_kernels:
             (epsilon,) = {self._norm.epsilon}.union(*(layer.epsilons for layer in self._layers))
             (scale,) = {layer.scale for layer in self._layers}
-            weights = [found for layer in self._layers if (found := layer.for_kernels()) is not None]
             self._decoder = kernels.Decoder(
-                weights, self._norm.weight, kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float()),
+                for_kernels, self._norm.weight, kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float()),
                 heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
             )  # fmt: skip
             return

@@ -72,44 +72,43 @@ def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device
     truncated = tuple(row for row, s in enumerate(settings) if id(s) in truncating) if truncating else ()
     if not truncating and len({(s.temperature, s.min_p) for s in distinct}) == 1:
         return _alike(settings[0].temperature, settings[0].min_p, vocab_size, torch.device(device))
-    table = torch.tensor([_column(s, vocab_size) for s in settings], dtype=torch.float64).to(device)
-    index = torch.tensor(truncated, dtype=torch.int64, device=device)
-    return _rows(
-        table, any(s.min_p > 0 and s.temperature > 0 for s in distinct), truncated, index, alike=False
-    )
+    return _rows(settings, vocab_size, device, truncated, alike=False)
 
 
 @lru_cache(maxsize=ALIKE_KEPT)
 def _alike(temperature: float, min_p: float, vocab_size: int, device: torch.device) -> Rows:
     """Where nothing truncates, most rounds have the settings of the round before."""
-    one = Sampling(temperature, min_p=min_p)
-    table = torch.tensor([_column(one, vocab_size)], dtype=torch.float64).to(device)
-    return _rows(table, min_p > 0, (), torch.empty(0, dtype=torch.int64, device=device), alike=True)
-
-
-def _column(s: Sampling, vocab_size: int) -> tuple[float, float, float, float, float]:
-    return (
-        1.0 / s.temperature if s.temperature > 0 else 1.0,
-        float(s.temperature > 0),
-        float(s.top_k if 0 < s.top_k < vocab_size else vocab_size),
-        s.top_p if s.top_p < 1 else 2.0,
-        math.log(s.min_p) if s.min_p > 0 and s.temperature > 0 else -math.inf,
-    )
+    return _rows([Sampling(temperature, min_p=min_p)], vocab_size, device, (), alike=True)
 
 
 def _rows(
-    table: torch.Tensor, any_min_p: bool, truncated: tuple[int, ...], index: torch.Tensor, *, alike: bool
+    settings: Sequence[Sampling],
+    vocab_size: int,
+    device: torch.device | str,
+    truncated: tuple[int, ...],
+    *,
+    alike: bool,
 ) -> Rows:
-    """`table` [rows, 5] as `_column` has them."""
+    columns = [
+        (
+            1.0 / s.temperature if s.temperature > 0 else 1.0,
+            float(s.temperature > 0),
+            float(s.top_k if 0 < s.top_k < vocab_size else vocab_size),
+            s.top_p if s.top_p < 1 else 2.0,
+            math.log(s.min_p) if s.min_p > 0 and s.temperature > 0 else -math.inf,
+        )
+        for s in settings
+    ]
+    table = torch.tensor(columns, dtype=torch.float64).to(device)  # [rows, 5]
     return Rows(
         inverse_temperature=table[:, 0:1].float(),
         noisy=table[:, 1:2].float(),
         top_k=table[:, 2:3].long(),
         top_p=table[:, 3:4].float(),
         log_min_p=table[:, 4:5].float(),
-        any_min_p=any_min_p,
+        any_min_p=any(s.min_p > 0 and s.temperature > 0 for s in settings),
         truncated=truncated,
-        truncated_index=index,
+        truncated_index=torch.tensor(truncated, dtype=torch.int64, device=device),
         plain=False,
         alike=alike,
     )
