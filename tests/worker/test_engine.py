@@ -512,6 +512,16 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
         assert torch.equal(old, new)
 
 
+def counting(call: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
+    """The same, but that it writes down how many ids it is given."""
+
+    def counted(ids: torch.Tensor, *more: Any) -> Any:
+        rows.append(ids.numel())
+        return call(ids, *more)
+
+    return counted
+
+
 def test_a_long_prompt_stalls_nobody(tmp_path: Path, device: str) -> None:
     """A prompt of 4000 tokens beside three running requests: these go on in every single round.
 
@@ -532,13 +542,8 @@ def test_a_long_prompt_stalls_nobody(tmp_path: Path, device: str) -> None:
     )
     rows: dict[str, list[int]] = {"target": [], "draft": []}
     for name, model in (("target", engine._target), ("draft", engine._draft)):
-        assert model is not None
-
-        def forward(ids: torch.Tensor, *more: Any, name: str = name, plain: Any = model.forward) -> Any:
-            rows[name].append(ids.numel())
-            return plain(ids, *more)
-
-        model.forward = forward  # type: ignore[method-assign]
+        for call in ("forward", "propose"):
+            setattr(model, call, counting(getattr(model, call), rows[name]))
     running = ["a", "b", "c"]
     for name in running:
         engine.add(spec(name, sampling=Sampling(0.8, seed=ord(name)), max_tokens=100))

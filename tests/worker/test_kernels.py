@@ -13,7 +13,10 @@ from torch.nn.functional import rms_norm, silu
 
 from worker_svc.engine import kernels
 from worker_svc.engine.attention import KernelPlanner, Piece, Plan
+from worker_svc.engine.interface import Sampling
 from worker_svc.engine.kv import KVPool, Place
+from worker_svc.engine.noise import Noise
+from worker_svc.engine.sampling import Rows, choose_tokens, rows_for
 
 # Where they could have been built and are not, these tests fail.
 COULD_BE_BUILT = shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -177,7 +180,7 @@ def test_what_is_no_number_is_seen_by_those_who_read_it_and_by_no_other_sequence
 
 
 @DTYPES
-@pytest.mark.parametrize("columns", [32, 64, 96, 512, 1056])
+@pytest.mark.parametrize("columns", [7, 32, 64, 96, 500, 512, 1056])
 @pytest.mark.parametrize("width", [16, 100, 704])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
@@ -200,7 +203,7 @@ def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
 def test_a_weight_of_another_shape_or_type_is_left_to_others() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert kernels.multiply(random(64, 48).to(dtype))
-        assert not kernels.multiply(random(48, 64).to(dtype)), "no whole number of panels"
+        assert kernels.multiply(random(48, 64).to(dtype)), "panels that are not whole are filled up"
         assert not kernels.multiply(random(64, 47).to(dtype)), "no whole number of pairs"
     assert not kernels.multiply(random(64, 48).half())
 
@@ -288,75 +291,230 @@ def test_steps_between_products_are_those_of_torch(dtype: torch.dtype) -> None:
     torch.testing.assert_close(product.float(), silu(both[:, :96]) * both[:, 96:], rtol=rounded, atol=1e-6)
 
 
+class Model:
+    """A small decoder of random weights: two kinds, with all that may be missing and without."""
+
+    heads, kv_heads, size, hidden, inner, tokens = 4, 2, 32, 96, 160, 203
+
+    def __init__(self, dtype: torch.dtype, *, dressed: bool, layers: int = 3) -> None:
+        self.dtype, self._dressed, self._seeds = dtype, dressed, iter(range(1000))
+        heads, kv_heads, size, hidden, inner = self.heads, self.kv_heads, self.size, self.hidden, self.inner
+        self.layers = [
+            kernels.LayerWeights(
+                before=self.norm(hidden),
+                qkv=self.product((heads + 2 * kv_heads) * size, hidden),
+                q_norm=self.norm(size),
+                k_norm=self.norm(size),
+                out=self.product(hidden, heads * size),
+                between=self.norm(hidden),
+                gate_up=self.product(2 * inner, hidden),
+                down=self.product(hidden, inner),
+            )
+            for _ in range(layers)
+        ]
+        self.last, self.head = self.norm(hidden), self.product(self.tokens, hidden)
+        self.embedding = random(self.tokens, hidden).to(dtype)
+        angles = random(700, size // 2)
+        self.turns, self.scale = kernels.rotations(angles.cos(), angles.sin()), size**-0.5
+        self.decoder = kernels.Decoder(
+            self.embedding, self.layers, self.last, self.head, self.turns,
+            heads=heads, kv_heads=kv_heads, size=size, epsilon=1e-5, scale=self.scale,
+        )  # fmt: skip
+        self.pool = pool_for(kv_heads, size, dtype, layers=layers)
+        self.planner = KernelPlanner(self.pool, min_rows=1, flat=False)
+        self.places = places_for(self.pool, scattered=True)
+
+    def number(self, *shape: int) -> torch.Tensor:
+        return random(*shape, seed=next(self._seeds)) / self.hidden**0.5
+
+    def product(self, out: int, width: int) -> kernels.Product:
+        bias = self.number(out).to(self.dtype) if self._dressed else None
+        return kernels.Product(self.number(out, width).to(self.dtype), bias)
+
+    def norm(self, width: int) -> torch.Tensor | None:
+        return 1 + self.number(width) if self._dressed else None
+
+    def pieces(self) -> Plan:
+        """Of all CONTEXTS."""
+        return self.planner.plan(
+            [Piece(place, *context) for place, context in zip(self.places, CONTEXTS, strict=True)]
+        )
+
+    def ids(self, count: int) -> torch.Tensor:
+        return torch.randint(self.tokens, (count,), generator=torch.Generator().manual_seed(1))
+
+
 @DTYPES
 @pytest.mark.parametrize("dressed", [False, True], ids=["plain", "with biases and norms"])
 def test_a_decoder_takes_its_steps_one_after_the_other(dressed: bool, dtype: torch.dtype) -> None:
     """Each step is what the tests around here say; all in one call they come to the same bits."""
-    heads, kv_heads, size, hidden, inner, count = 4, 2, 32, 96, 160, 3
-    seeds = iter(range(1000))
-
-    def number(*shape: int) -> torch.Tensor:
-        return random(*shape, seed=next(seeds)) / hidden**0.5
-
-    def product(out: int, width: int) -> kernels.Product:
-        return kernels.Product(number(out, width).to(dtype), number(out).to(dtype) if dressed else None)
-
-    def norm(width: int) -> torch.Tensor | None:
-        return 1 + number(width) if dressed else None
-
-    layers = [
-        kernels.LayerWeights(
-            before=norm(hidden),
-            qkv=product((heads + 2 * kv_heads) * size, hidden),
-            q_norm=norm(size),
-            k_norm=norm(size),
-            out=product(hidden, heads * size),
-            between=norm(hidden),
-            gate_up=product(2 * inner, hidden),
-            down=product(hidden, inner),
-        )
-        for _ in range(count)
-    ]
-    last, angles, scale = norm(hidden), random(700, size // 2), size**-0.5
-    turns = kernels.rotations(angles.cos(), angles.sin())
-    pool = pool_for(kv_heads, size, dtype, layers=count)
+    model = Model(dtype, dressed=dressed)
+    pool, size, heads, kv_heads = model.pool, model.size, model.heads, model.kv_heads
     before = [entries.clone() for entries in pool.layers]
-    pieces = [Piece(place, *at) for place, at in zip(places_for(pool, scattered=True), CONTEXTS, strict=True)]
-    plan = KernelPlanner(pool, min_rows=1, flat=False).plan(pieces)
+    plan = model.pieces()
     assert plan.pieces is not None
-    embedded = random(plan.total, hidden)
+    ids = model.ids(plan.total)
 
     def normed_heads(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
             return x
         return add_norm(x.reshape(-1, size).contiguous(), None, weight, 1e-5).view(x.shape)
 
-    x, y = embedded.clone(), None
-    for weights, entries in zip(layers, pool.layers, strict=True):
+    x, y = model.embedding[ids].float(), None
+    for weights, entries in zip(model.layers, pool.layers, strict=True):
         qkv = weights.qkv(add_norm(x, y, weights.before, 1e-5, dtype)).view(plan.total, -1, size)
         parts = qkv.split([heads, kv_heads, kv_heads], 1)
         qkv = torch.cat(
             [normed_heads(parts[0], weights.q_norm), normed_heads(parts[1], weights.k_norm), parts[2]], 1
         )
-        turn(qkv, heads, plan.pieces, turns, entries)
-        attended = kernels.attend(qkv[:, :heads], entries, plan.pieces, scale)
+        turn(qkv, heads, plan.pieces, model.turns, entries)
+        attended = kernels.attend(qkv[:, :heads], entries, plan.pieces, model.scale)
         y = weights.out(attended.view(plan.total, -1))
         y = weights.down(gated(weights.gate_up(add_norm(x, y, weights.between, 1e-5, dtype)), dtype))
     assert y is not None
-    normed = add_norm(x, y, last, 1e-5, dtype)
+    logits = model.head(add_norm(x, y, model.last, 1e-5, dtype))
     written = [entries.clone() for entries in pool.layers]
 
     for entries, old in zip(pool.layers, before, strict=True):
         entries.copy_(old)
-    decoder = kernels.Decoder(
-        layers, last, turns, heads=heads, kv_heads=kv_heads, size=size, epsilon=1e-5, scale=scale
-    )
     wanted = torch.tensor([plan.total - 1, 0, 5, 5])
-    found = decoder(embedded.clone(), plan.pieces, pool.layers, wanted)
-    assert found.dtype == dtype and bool(found.float().isfinite().all())
-    assert torch.equal(found, normed[wanted])
+    found = model.decoder(ids, plan.pieces, pool.layers, wanted)
+    assert found.shape == (4, model.tokens) and bool(found.isfinite().all())
+    assert torch.equal(found, logits[wanted])
     for entries, expected_entries in zip(pool.layers, written, strict=True):
         assert torch.equal(entries, expected_entries)
+
+
+@pytest.mark.parametrize("strange", [-1, Model.tokens, 2**40])
+def test_a_token_that_a_decoder_does_not_have_is_refused(strange: int) -> None:
+    model = Model(torch.float32, dressed=False, layers=1)
+    plan = model.planner.plan([Piece(model.places[1], 0, 1)])
+    assert plan.pieces is not None
+    ids, first, wanted = torch.tensor([strange]), [kernels.Draft(0, 0, 1, False)], torch.tensor([0])
+    with pytest.raises(IndexError, match="no such token"):
+        model.decoder(ids, plan.pieces, model.pool.layers, wanted)
+    with pytest.raises(IndexError, match="no such token"):
+        model.decoder.propose(ids, plan.pieces, model.pool.layers, first, None, model.tokens, [])
+
+
+SETTINGS = {
+    "greedy": [Sampling(0.0)],
+    "alike": [Sampling(0.7, seed=3)],
+    "different": [Sampling(0.7), Sampling(0.0), Sampling(1.3), Sampling(0.1)],
+}
+
+
+def choosing_for(settings: list[Sampling], rows: int, vocabulary: int) -> tuple[Rows, torch.Tensor | None]:
+    """Settings and noise of choice rows, settings in turn."""
+    found = rows_for([settings[row % len(settings)] for row in range(rows)], vocabulary, CPU)
+    return found, None if found.plain else Noise(vocabulary).gumbel([7 * row + 1 for row in range(rows)])
+
+
+def for_kernels(rows: Rows, noise: torch.Tensor | None) -> kernels.Choosing | None:
+    return None if noise is None else kernels.Choosing(rows.inverse_temperature, rows.noisy, noise)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 16, 203, 4096])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_tokens_are_chosen_as_torch_chooses_them(settings: list[Sampling], vocabulary: int) -> None:
+    """Bit by bit: whether all rows of a round can be chosen here depends on the other requests. Equal scores are many here."""
+    logits = (random(60, vocabulary + 3) * 3).round()[:, :vocabulary]
+    rows, noise = choosing_for(settings, 70, vocabulary)
+    choices = torch.randperm(70, generator=torch.Generator().manual_seed(2))[:60].tolist()
+    chosen = kernels.choose(logits, choices, for_kernels(rows, noise))
+    own_noise = None if noise is None else noise[choices]
+    assert chosen == choose_tokens(logits, rows.select(choices), own_noise).tolist()
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_row_that_is_no_number_somewhere_has_no_choice(settings: list[Sampling], broken: float) -> None:
+    rows, noise = choosing_for(settings, 8, 203)
+    for at in (0, 17, 202):
+        logits = random(8, 203)
+        logits[5, at] = broken
+        chosen = kernels.choose(logits, list(range(8)), for_kernels(rows, noise))
+        assert [row for row, token in enumerate(chosen) if token < 0] == [5]
+
+
+@DTYPES
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_draft_steps_in_one_call_are_those_taken_one_by_one(
+    settings: list[Sampling], dtype: torch.dtype
+) -> None:
+    """Requests of which some only read, of different lengths, of which some stop at ends."""
+    model, wishes, vocabulary = Model(dtype, dressed=True), [0, 3, 1, 5, 2, 5, 5, 0], 190
+    pieces, places = model.pieces(), model.places
+    for place, (start, tokens) in zip(places, CONTEXTS, strict=True):
+        more = -(-(start + tokens + max(wishes)) // 16) - len(place.blocks)
+        taken = {block for other in places for block in other.blocks}
+        place.set_blocks(
+            [*place.blocks, *[block for block in range(400) if block not in taken][: max(0, more)]]
+        )
+    pieces = model.pieces()
+    assert pieces.pieces is not None
+    before = [entries.clone() for entries in model.pool.layers]
+    ids, every = model.ids(pieces.total), sum(wishes)
+    rows, noise = choosing_for(settings, every, model.tokens)
+    firsts = [sum(wishes[:at]) for at in range(len(wishes))]
+
+    def restore() -> None:
+        for entries, old in zip(model.pool.layers, before, strict=True):
+            entries.copy_(old)
+
+    def one_by_one(ends: list[int]) -> list[list[int]]:
+        restore()
+        found: list[list[int]] = [[] for _ in wishes]
+        wanted = torch.tensor([first + count - 1 for first, (_, count) in zip(pieces.first_row, CONTEXTS, strict=True)])  # fmt: skip
+        assert pieces.pieces is not None
+        logits = model.decoder(ids, pieces.pieces, model.pool.layers, wanted)
+        going = [at for at, wish in enumerate(wishes) if wish]
+        logits = logits[going]
+        while going:
+            at_rows = [firsts[at] + len(found[at]) for at in going]
+            own_noise = None if noise is None else noise[at_rows][:, :vocabulary]
+            chosen = choose_tokens(logits[:, :vocabulary], rows.select(at_rows), own_noise).tolist()
+            for at, token in zip(going, chosen, strict=True):
+                found[at].append(token)
+            going = [
+                at for at in going if len(found[at]) < wishes[at] and not (at % 2 and found[at][-1] in ends)
+            ]
+            if not going:
+                break
+            plan = model.planner.plan(
+                [Piece(places[at], sum(CONTEXTS[at]) + len(found[at]) - 1, 1) for at in going]
+            )
+            assert plan.pieces is not None
+            logits = model.decoder(
+                torch.tensor([found[at][-1] for at in going]), plan.pieces, model.pool.layers, torch.arange(len(going))
+            )  # fmt: skip
+        return found
+
+    whole = one_by_one([])
+    ends = [whole[3][1], whole[6][0]]  # of a request that stops, and of one that does not
+    expected_drafts = one_by_one(ends)
+    assert len(expected_drafts[3]) == 2 and len(expected_drafts[6]) == wishes[6]
+    written = [entries.clone() for entries in model.pool.layers]
+    restore()
+    drafts = [kernels.Draft(at, firsts[at], wish, at % 2 == 1) for at, wish in enumerate(wishes) if wish]
+    proposed = model.decoder.propose(
+        ids, pieces.pieces, model.pool.layers, drafts, for_kernels(rows, noise), vocabulary, ends
+    )
+    assert proposed == [found for found in expected_drafts if found]
+    for entries, expected_entries in zip(model.pool.layers, written, strict=True):
+        assert torch.equal(entries, expected_entries)
+
+
+def test_a_draft_that_is_no_number_proposes_nothing() -> None:
+    model = Model(torch.float32, dressed=False)
+    plan = model.planner.plan([Piece(model.places[1], 3, 1), Piece(model.places[3], 0, 2)])
+    assert plan.pieces is not None
+    model.pool.layers[0][model.places[1].rows(CPU)[1]] = float("nan")
+    drafts = [kernels.Draft(0, 0, 3, True), kernels.Draft(1, 3, 2, True)]
+    broken, sound = model.decoder.propose(
+        model.ids(3), plan.pieces, model.pool.layers, drafts, None, model.tokens, []
+    )
+    assert broken == [] and len(sound) == 2
 
 
 def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:

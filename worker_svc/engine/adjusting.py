@@ -71,6 +71,11 @@ class Adjustments:
                     member.sequence
                 ).output
 
+    @property
+    def wanted(self) -> bool:
+        """Whether any request wants anything."""
+        return bool(self._members)
+
     def apply(self, logits: torch.Tensor, choice_rows: SequenceOf[int]) -> torch.Tensor:
         """`logits` [rows, vocabulary of the model] of these choice rows, adjusted; the argument stays as it is."""
         touched = [(at, row) for at, row in enumerate(choice_rows) if row in self._by_row]
@@ -98,7 +103,7 @@ class Adjustments:
 
     def proposed(self, members: SequenceOf[int], step: int, tokens: torch.Tensor) -> None:
         """Draft step `step` proposed `tokens` [members] for these requests of the round."""
-        if not self._members:
+        if not self.wanted:
             return
         at_rows: list[int] = []
         of_tokens: list[int] = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ import torch
 
 from worker_svc.engine import counter, kernels
 from worker_svc.engine.adjusting import Adjustments
-from worker_svc.engine.attention import Piece
+from worker_svc.engine.attention import Piece, Plan
 from worker_svc.engine.blocks import name_blocks
 from worker_svc.engine.drafting import (
     FIRST_STEP_ROWS,
@@ -153,6 +153,36 @@ class _Step:
         if self.chunk:
             return int(self.known + self.chunk == len(self.sequence.tokens))
         return self.fed
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """The rows at which the target chooses, requests in order: how, and where each request's begin."""
+
+    rows: Rows
+    noise: torch.Tensor | None  # [choice rows, vocab]; None if all are greedy
+    offsets: list[int]
+    adjustments: Adjustments
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether `kernels` can choose: among all tokens, by logits as the model says them."""
+        return self.rows.whole and not self.adjustments.wanted
+
+    @property
+    def for_kernels(self) -> kernels.Choosing | None:
+        """How they do."""
+        rows, noise = self.rows, self.noise
+        return None if noise is None else kernels.Choosing(rows.inverse_temperature, rows.noisy, noise)
+
+
+@dataclass(slots=True)
+class _Proposals:
+    """What is proposed, by request: known here, or where the device is elsewhere still there."""
+
+    host: dict[int, list[int]]
+    device: list[tuple[list[int], torch.Tensor]]  # per draft step, (requests, their proposals [requests])
+    batches: list[int]  # requests of each draft step of the model
 
 
 @dataclass(slots=True)
@@ -345,28 +375,18 @@ class SpeculativeEngine:
         for step in steps:
             self._swap_in(step.sequence)
         swap_ended, swap_ended_clock = time.perf_counter(), self._clock()
-        rows, noise, offsets = self._choice_rows(steps)
+        choices = self._choices(steps)
         draft_started, draft_clock = time.perf_counter(), self._clock()
-        adjustments = Adjustments(
-            (
-                (i, step.sequence, at, step.choices)
-                for i, (step, at) in enumerate(zip(steps, offsets, strict=True))
-            ),
-            self.capacity.vocab_size,
-            self._device,
-        )
         try:
-            proposals, batches = self._propose(steps, rows, noise, offsets, adjustments)
+            proposals = self._propose(steps, choices)
         finally:
-            adjustments.close()
+            choices.adjustments.close()
         self._synchronize()
         verify_started, verify_clock = time.perf_counter(), self._clock()
-        verified = self._verify(steps, proposals, rows, noise, adjustments, offsets)
-        failed = dict(adjustments.failed)
+        verified = self._verify(steps, proposals, choices)
+        failed = dict(choices.adjustments.failed)
         if not all(verified.sound):
-            verified, broken = self._verify_one_by_one(
-                steps, verified.proposed, rows, noise, adjustments, offsets
-            )
+            verified, broken = self._verify_one_by_one(steps, verified.proposed, choices)
             failed.update(dict.fromkeys(broken, "the target's logits are not finite"))
         ended = time.perf_counter()
 
@@ -378,13 +398,13 @@ class SpeculativeEngine:
                 step,
                 [
                     verified.chosen[at + j]
-                    for j in range(min(step.choices, adjustments.usable.get(i, step.choices)))
+                    for j in range(min(step.choices, choices.adjustments.usable.get(i, step.choices)))
                 ],
                 verified.proposed.get(i, []),
                 failed.get(i),
                 [verified.logprobs[row] for row in range(at, at + step.choices) if row in verified.logprobs],
             )
-            for i, (step, at) in enumerate(zip(steps, offsets, strict=True))
+            for i, (step, at) in enumerate(zip(steps, choices.offsets, strict=True))
         )
         self._grow_chunk()
         forward_s, draft_s = ended - verify_started, verify_started - draft_started
@@ -395,7 +415,7 @@ class SpeculativeEngine:
             self.lengths.observe_costs(
                 all_rows,
                 self._clock() - round_clock - swapping_s - drafting_s,
-                batches,
+                proposals.batches,
                 drafting_s,
                 keys,
                 sum(step.catch_up for step in steps),
@@ -547,55 +567,49 @@ class SpeculativeEngine:
                 pool.copy_in(place, copy)
         sequence.swapped = []
 
-    def _choice_rows(self, steps: SequenceOf[_Step]) -> tuple[Rows, torch.Tensor | None, list[int]]:
-        """Settings and noise of every row at which the target chooses, requests in order, and where each request's rows begin."""
+    def _choices(self, steps: SequenceOf[_Step]) -> _Choices:
         offsets: list[int] = []
         settings: list[Sampling] = []
         for step in steps:
             offsets.append(len(settings))
             settings.extend([step.sequence.spec.sampling] * step.choices)
         rows = rows_for(settings, self.capacity.vocab_size, self._device)
-        if rows.plain:
-            return rows, None, offsets
-        keys = [key for step in steps for key in step.sequence.row_keys(step.choices)]
-        return rows, self._noise.gumbel(keys), offsets
+        noise = None
+        if not rows.plain:
+            noise = self._noise.gumbel(
+                [key for step in steps for key in step.sequence.row_keys(step.choices)]
+            )
+        adjustments = Adjustments(
+            (
+                (i, step.sequence, at, step.choices)
+                for i, (step, at) in enumerate(zip(steps, offsets, strict=True))
+            ),
+            self.capacity.vocab_size,
+            self._device,
+        )
+        return _Choices(rows, noise, offsets, adjustments)
 
     # -- drafting -----------------------------------------------------------------------------------------------------------
 
-    def _propose(
-        self,
-        steps: SequenceOf[_Step],
-        rows: Rows,
-        noise: torch.Tensor | None,
-        offsets: SequenceOf[int],
-        adjustments: Adjustments,
-    ) -> tuple[list[tuple[list[int], torch.Tensor]], list[int]]:
-        """What is proposed: per draft step, (indices of the requests, their proposals [requests]); and the batch sizes of the model's steps."""
-        out, batches = self._propose_by_model(steps, rows, noise, offsets, adjustments)
-        for j in range(max((len(step.found) for step in steps), default=0)):
-            members = [i for i, step in enumerate(steps) if len(step.found) > j]
-            tokens = torch.tensor([steps[i].found[j] for i in members], device=self._device)
-            adjustments.proposed(members, j, tokens)
-            if j < len(out):
-                out[j] = (out[j][0] + members, torch.cat([out[j][1], tokens]))
-            else:
-                out.append((members, tokens))
-        return out, batches
+    def _propose(self, steps: SequenceOf[_Step], choices: _Choices) -> _Proposals:
+        """What the draft model and look-ups propose."""
+        found = {i: step.found for i, step in enumerate(steps) if step.found}
+        if choices.adjustments.wanted:
+            for j in range(max(map(len, found.values()), default=0)):
+                members = [i for i, ids in found.items() if len(ids) > j]
+                tokens = torch.tensor([found[i][j] for i in members], device=self._device)
+                choices.adjustments.proposed(members, j, tokens)
+        proposals = _Proposals(found, [], [])
+        self._propose_by_model(proposals, steps, choices)
+        return proposals
 
-    def _propose_by_model(
-        self,
-        steps: SequenceOf[_Step],
-        rows: Rows,
-        noise: torch.Tensor | None,
-        offsets: SequenceOf[int],
-        adjustments: Adjustments,
-    ) -> tuple[list[tuple[list[int], torch.Tensor]], list[int]]:
+    def _propose_by_model(self, proposals: _Proposals, steps: SequenceOf[_Step], choices: _Choices) -> None:
         """Run the draft. The proposal of a request at draft step j is chosen with the noise and the adjustments of its choice row j,
         which are also the target's.
         """
         fed = [i for i, step in enumerate(steps) if step.catch_up]
         if not fed or self._draft is None:
-            return [], []
+            return
         draft = self._draft
         vocab = min(draft.shape.vocab_size, self.capacity.vocab_size)
         pieces = []
@@ -613,19 +627,19 @@ class SpeculativeEngine:
             host_ids.extend(steps[fed[at]].sequence.tokens[start : start + count])
         ids = self._draft_ids(torch.tensor(host_ids, device=self._device))
         members = [fed[at] for at in plan.order if steps[fed[at]].draft_len]  # in packed order
+        if members and draft.proposes and choices.by_kernels:
+            self._propose_at_once(proposals, steps, choices, fed, ids, plan)
+            return
         last = [plan.first_row[at] + pieces[at].tokens - 1 for at in plan.order if steps[fed[at]].draft_len]
         logits = draft.forward(ids, plan, torch.tensor(last, dtype=torch.int64, device=self._device))
-        if not members:
-            return [], []
-        out: list[tuple[list[int], torch.Tensor]] = []
-        depth = max(steps[i].draft_len for i in members)
+        depth = max((steps[i].draft_len for i in members), default=0)
+        tokens = ids[:0]  # those of the step before
         step_plan = None
         for j in range(depth):
             if j:
                 going = [at for at, i in enumerate(members) if steps[i].draft_len > j]
                 if not going:
                     break
-                tokens = out[-1][1]
                 if len(going) < len(members):
                     members, tokens = [members[at] for at in going], tokens[going]
                     step_plan = None
@@ -640,21 +654,45 @@ class SpeculativeEngine:
                 for i in members:
                     self._draft_place(steps[i]).length += 1
                 logits = draft.forward(self._draft_ids(tokens), step_plan, None)[: len(members)]
-            choice_rows = [offsets[i] + j for i in members]
-            at_rows = None if noise is None else noise[choice_rows][:, :vocab]
-            adjusted = adjustments.apply(logits[:, :vocab], choice_rows)
-            tokens = choose_tokens(adjusted, rows.select(choice_rows), at_rows)
-            out.append((list(members), tokens))
-            adjustments.proposed(members, j, tokens)
-            if self._device.type == "cpu":  # elsewhere to look at them takes longer than it saves
-                for i, token in zip(members, tokens.tolist(), strict=True):
-                    if self._ends(steps[i].sequence, token):
-                        steps[i].draft_len = j + 1
-        return out, [len(indices) for indices, _ in out]
+            choice_rows = [choices.offsets[i] + j for i in members]
+            noise = None if choices.noise is None else choices.noise[choice_rows][:, :vocab]
+            adjusted = choices.adjustments.apply(logits[:, :vocab], choice_rows)
+            tokens = choose_tokens(adjusted, choices.rows.select(choice_rows), noise)
+            choices.adjustments.proposed(members, j, tokens)
+            proposals.batches.append(len(members))
+            if self._device.type != "cpu":  # to look at them takes longer than it saves
+                proposals.device.append((members, tokens))
+                continue
+            for i, token in zip(members, tokens.tolist(), strict=True):
+                proposals.host.setdefault(i, []).append(token)
+                if token in self._eos_ids and not steps[i].sequence.spec.ignore_eos:
+                    steps[i].draft_len = j + 1  # what were proposed behind an end would be lost either way
 
-    def _ends(self, sequence: Sequence, token: int) -> bool:
-        """Whether a proposal ends the text if it is accepted: whatever were proposed behind it would be lost either way."""
-        return token in self._eos_ids and not sequence.spec.ignore_eos
+    def _propose_at_once(
+        self,
+        proposals: _Proposals,
+        steps: SequenceOf[_Step],
+        choices: _Choices,
+        fed: SequenceOf[int],
+        ids: torch.Tensor,
+        plan: Plan,
+    ) -> None:
+        """All draft steps in one call: at a few rows, calling takes as long as computing."""
+        assert self._draft is not None
+        drafts = [
+            kernels.Draft(at, choices.offsets[i], step.draft_len, not step.sequence.spec.ignore_eos)
+            for at, i in enumerate(fed)
+            if (step := steps[i]).draft_len
+        ]
+        vocab = min(self._draft.shape.vocab_size, self.capacity.vocab_size)
+        told = self._draft.propose(ids, plan, drafts, choices.for_kernels, vocab, list(self._eos_ids))
+        for draft, tokens in zip(drafts, told, strict=True):
+            i = fed[draft.piece]
+            proposals.host[i] = tokens
+            steps[i].draft_len = len(tokens)
+            self._draft_place(steps[i]).length += max(0, len(tokens) - 1)
+        later = [sum([len(tokens) > j for tokens in told]) for j in range(1, max(map(len, told)))]
+        proposals.batches += [len(told), *later]
 
     def _draft_place(self, step: _Step) -> Place:
         assert step.sequence.draft is not None
@@ -671,11 +709,8 @@ class SpeculativeEngine:
     def _verify(
         self,
         steps: SequenceOf[_Step],
-        proposals: SequenceOf[tuple[list[int], torch.Tensor]],
-        rows: Rows,
-        noise: torch.Tensor | None,
-        adjustments: Adjustments,
-        offsets: SequenceOf[int],
+        proposals: _Proposals,
+        choices: _Choices,
     ) -> _Verified:
         """The target's forward."""
         fed = [i for i, step in enumerate(steps) if step.fed]
@@ -691,33 +726,38 @@ class SpeculativeEngine:
         for i, (_, start, count) in zip(fed, pieces, strict=True):
             step, row = steps[i], first_row[i]
             known = step.sequence.tokens[start : start + count]
-            host_ids[row : row + len(known)] = known  # proposals follow: they are on the device already
+            known += proposals.host.get(i, ())  # others are on the device already
+            host_ids[row : row + len(known)] = known
             logit_rows.extend(range(row + count - step.choices, row + count))
             if not step.choices:
                 watched.append(row + count - 1)
         ids = torch.tensor(host_ids, device=self._device)
         guesses = None
-        if proposals:
-            guesses = torch.cat([tokens for _, tokens in proposals])
-            at = [first_row[i] + 1 + j for j, (indices, _) in enumerate(proposals) for i in indices]
+        if proposals.device:
+            guesses = torch.cat([tokens for _, tokens in proposals.device])
+            at = [first_row[i] + 1 + j for j, (indices, _) in enumerate(proposals.device) for i in indices]
             ids[at] = guesses
         logits = self._target.forward(
             ids, plan, torch.tensor(logit_rows + watched, device=self._device)
         )  # [choice rows and watched rows, vocab]
-        finite = logits.sum(-1, dtype=torch.float32).isfinite()
-        if not logit_rows:  # nothing but chunks in the middle of their contexts
-            return _Verified({}, {}, finite.tolist(), {})
-        logits = logits[: len(logit_rows)]
-        choice_rows = [at + j for step, at in zip(steps, offsets, strict=True) for j in range(step.choices)]
-        if noise is not None and len(choice_rows) < len(noise):
-            rows, noise = rows.select(choice_rows), noise[choice_rows]
-        chosen = choose_tokens(adjustments.apply(logits, choice_rows), rows, noise)
-        parts = [chosen, finite.long()] if guesses is None else [chosen, finite.long(), guesses]
-        values = torch.cat(parts).tolist()  # the round's only transfer to the host
+        choice_rows = [
+            at + j for step, at in zip(steps, choices.offsets, strict=True) for j in range(step.choices)
+        ]
         count, sound = len(logit_rows), len(logit_rows) + len(watched)
-        by_request: dict[int, list[int]] = {}
+        if choices.by_kernels and kernels.choose_of(logits):
+            picked = kernels.choose(logits, choice_rows + [0] * len(watched), choices.for_kernels)
+            values = [*picked[:count], *[token >= 0 for token in picked]]
+        else:
+            finite = logits.sum(-1, dtype=torch.float32).isfinite()
+            rows, noise = choices.rows, choices.noise
+            if noise is not None and count < len(noise):
+                rows, noise = rows.select(choice_rows), noise[choice_rows]
+            chosen = choose_tokens(choices.adjustments.apply(logits[:count], choice_rows), rows, noise)
+            parts = [chosen, finite.long()] if guesses is None else [chosen, finite.long(), guesses]
+            values = torch.cat(parts).tolist()  # the round's only transfer to the host
+        by_request = proposals.host
         at_guess = count + sound
-        for indices, _ in proposals:
+        for indices, _ in proposals.device:
             for i in indices:
                 by_request.setdefault(i, []).append(values[at_guess])
                 at_guess += 1
@@ -725,7 +765,7 @@ class SpeculativeEngine:
             (at, offset + j, step.sequence.spec.logprobs)
             for at, (step, offset, j) in enumerate(
                 (step, offset, j)
-                for step, offset in zip(steps, offsets, strict=True)
+                for step, offset in zip(steps, choices.offsets, strict=True)
                 for j in range(step.choices)
             )
             if step.sequence.spec.logprobs is not None
@@ -734,17 +774,14 @@ class SpeculativeEngine:
             dict(zip(choice_rows, values[:count], strict=True)),
             by_request,
             [bool(value) for value in values[count : count + sound]],
-            _logprobs(logits, chosen, told) if told else {},
+            _logprobs(logits, values[:count], told) if told else {},
         )
 
     def _verify_one_by_one(
         self,
         steps: SequenceOf[_Step],
         proposed: dict[int, list[int]],
-        rows: Rows,
-        noise: torch.Tensor | None,
-        adjustments: Adjustments,
-        offsets: SequenceOf[int],
+        choices: _Choices,
     ) -> tuple[_Verified, set[int]]:
         """Do a verification again whose logits were not finite. Returns what it tells, and which requests are to blame.
 
@@ -759,13 +796,13 @@ class SpeculativeEngine:
         for i, step in enumerate(steps):
             for pool in self._pools:
                 pool.zero_what_is_not_finite()
-            rows_of_it = range(offsets[i], offsets[i] + step.choices)
+            rows_of_it = range(choices.offsets[i], choices.offsets[i] + step.choices)
             whole.chosen.update(
                 zip(rows_of_it, rows_of_it, strict=True)
             )  # of a broken one nobody looks at them
             if step.fed and i not in broken:
-                guesses = [([0], torch.tensor([token], device=self._device)) for token in proposed.get(i, [])]
-                alone = self._verify([step], guesses, rows, noise, adjustments, [offsets[i]])
+                guesses = _Proposals({0: [*proposed.get(i, [])]}, [], [])
+                alone = self._verify([step], guesses, replace(choices, offsets=[choices.offsets[i]]))
                 if not all(alone.sound):
                     broken.add(i)
                 whole.chosen.update(alone.chosen)
@@ -985,17 +1022,18 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _logprobs(
-    logits: torch.Tensor, chosen: torch.Tensor, told: SequenceOf[tuple[int, int, int]]
+    logits: torch.Tensor, chosen: SequenceOf[int], told: SequenceOf[tuple[int, int, int]]
 ) -> dict[int, TokenLogprobs]:
     """`logits` [rows, vocab], `chosen` [rows]; `told` (row, choice row, alternatives). By choice row."""
     index = torch.tensor([at for at, _, _ in told], device=logits.device)
+    ids = torch.tensor([[max(0, chosen[at])] for at, _, _ in told], device=logits.device)  # -1: not finite
     all_logprobs = logits[index].float().log_softmax(-1)
-    own = all_logprobs.gather(-1, chosen[index, None])[:, 0].tolist()
+    own = all_logprobs.gather(-1, ids)[:, 0].tolist()
     most = min(max(count for _, _, count in told), logits.shape[-1])
     best = all_logprobs.topk(most, dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
+    values, tokens = best.values.tolist(), best.indices.tolist()
     return {
-        row: TokenLogprobs(own[n], tuple(zip(ids[n][:count], values[n][:count], strict=True)))
+        row: TokenLogprobs(own[n], tuple(zip(tokens[n][:count], values[n][:count], strict=True)))
         for n, (_, row, count) in enumerate(told)
     }
 

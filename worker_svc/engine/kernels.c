@@ -100,18 +100,70 @@ static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-static PyObject *py_decode(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[20];
-    if (!expects(count, 22) || !integers(given, n, 20)) return NULL;
-    double epsilon = PyFloat_AsDouble(given[20]), scale = PyFloat_AsDouble(given[21]);
-    if (PyErr_Occurred()) return NULL;
-    Shape shape = {n[1], n[2], n[3], n[4], n[5], n[6], (int)n[7], (float)epsilon, (float)scale};
-    if (!serves(shape.heads, shape.kv_heads, shape.size)) return NULL;
+/* The decoder and packed rows that the first DECODER arguments tell. */
+enum { OF_DECODER = 15, OF_PACKED = 6, DECODER = OF_DECODER + 2 + OF_PACKED };
+
+static int decoder_of(PyObject *const *given, Decoder *decoder, Packed *packed) {
+    int64_t n[OF_DECODER], p[OF_PACKED];
+    if (!integers(given, n, OF_DECODER) || !integers(given + OF_DECODER + 2, p, OF_PACKED)) return 0;
+    double epsilon = PyFloat_AsDouble(given[OF_DECODER]), scale = PyFloat_AsDouble(given[OF_DECODER + 1]);
+    if (PyErr_Occurred()) return 0;
+    *decoder = (Decoder){AT(const Weights, n[0]), n[1], n[2], n[3], n[4], n[5], n[6], AT(const void, n[7]), n[8], AT(const float, n[9]),
+                         AT(const float, n[10]), AT(const void, n[11]), AT(const float, n[12]), n[13], n[14], (float)epsilon, (float)scale};
+    *packed = (Packed){AT(const int64_t, p[0]), p[1], AT(const Piece, p[2]), p[3], AT(char, p[4]), p[5]};
+    return serves(decoder->heads, decoder->kv_heads, decoder->size);
+}
+enum { OF_CHOOSING = 6 };
+
+static int choosing_of(PyObject *const *given, Choosing *choosing) {
+    int64_t n[OF_CHOOSING];
+    if (!integers(given, n, OF_CHOOSING)) return 0;
+    *choosing = (Choosing){AT(const float, n[0]), AT(const float, n[1]), n[2], AT(const float, n[3]), n[4], n[5]};
+    return 1;
+}
+
+static PyObject *done(int known) {
+    if (known) Py_RETURN_NONE;
+    PyErr_SetString(PyExc_IndexError, "the model has no such token");
+    return NULL;
+}
+
+static PyObject *py_forward(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    Decoder decoder;
+    Packed packed;
+    int64_t n[4];
+    int known;
+    if (!expects(count, DECODER + 4) || !decoder_of(given, &decoder, &packed) || !integers(given + DECODER, n, 4)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    kernels->decode(AT(const Weights, n[0]), &shape, AT(const float, n[8]), AT(float, n[9]), n[10], AT(const Piece, n[11]), n[12], AT(char, n[13]),
-                    n[14], AT(const int64_t, n[15]), n[16], AT(const float, n[17]), AT(void, n[18]), AT(float, n[19]));
+    known = kernels->forward(&decoder, &packed, AT(const int64_t, n[0]), n[1], AT(float, n[2]), AT(float, n[3]));
+    Py_END_ALLOW_THREADS
+    return done(known);
+}
+
+static PyObject *py_choose(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    Choosing choosing;
+    int64_t n[5];
+    if (!expects(count, OF_CHOOSING + 5) || !choosing_of(given, &choosing) || !integers(given + OF_CHOOSING, n, 5)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    kernels->choose(AT(const float, n[0]), n[1], n[2], AT(const int64_t, n[3]), &choosing, AT(int64_t, n[4]));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
+}
+
+static PyObject *py_propose(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    Decoder decoder;
+    Packed packed;
+    Choosing choosing;
+    int64_t n[8];
+    int known;
+    if (!expects(count, DECODER + OF_CHOOSING + 8) || !decoder_of(given, &decoder, &packed) || !choosing_of(given + DECODER, &choosing) ||
+        !integers(given + DECODER + OF_CHOOSING, n, 8))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    known = kernels->propose(&decoder, &packed, AT(const Draft, n[0]), n[1], &choosing, AT(const int64_t, n[2]), n[3], AT(int64_t, n[4]), n[5],
+                             AT(float, n[6]), AT(int64_t, n[7]));
+    Py_END_ALLOW_THREADS
+    return done(known);
 }
 
 static PyMethodDef methods[] = {
@@ -124,9 +176,11 @@ static PyMethodDef methods[] = {
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},
     {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, weight or 0, out, rows, size, bfloat16?, epsilon"},
     {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size, bfloat16?"},
-    {"decode", (PyCFunction)(void (*)(void))py_decode, METH_FASTCALL,
-     "weights, layers, hidden, inner, heads, key/value heads, size, bfloat16?, turns, x, rows, pieces, how many, pool, bytes from layer to layer, "
-     "wanted rows, how many, weight of the last norm or 0, out, scratch, epsilon, scale"},
+    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "a decoder, packed rows, wanted rows, how many, logits, scratch"},
+    {"choose", (PyCFunction)(void (*)(void))py_choose, METH_FASTCALL,
+     "how to choose, logits, floats from row to row, rows, choice rows, chosen"},
+    {"propose", (PyCFunction)(void (*)(void))py_propose, METH_FASTCALL,
+     "a decoder, packed rows, how to choose, drafts, how many, ends, how many, proposed, of each, scratch, work"},
     {NULL, NULL, 0, NULL},
 };
 

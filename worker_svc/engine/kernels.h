@@ -44,12 +44,48 @@ typedef struct {
 } Weights;
 _Static_assert(sizeof(Weights) == 12 * sizeof(int64_t), "the caller writes twelve addresses per layer");
 
-/* What all layers of a decoder have in common. */
+/* A decoder: its weights, and what all its layers have in common. */
 typedef struct {
+    const Weights *weights;
     int64_t layers, hidden, inner, heads, kv_heads, size;
-    int half; /* bfloat16 */
+    const void *embedding; /* [tokens, hidden] */
+    int64_t tokens;
+    const float *turns; /* see `turn` */
+    const float *norm;  /* weight of the last one; may be missing */
+    const void *head;   /* a product to logits */
+    const float *head_bias;
+    int64_t columns;
+    int64_t half; /* bfloat16 */
     float epsilon, scale;
-} Shape;
+} Decoder;
+
+/* Packed rows: the tokens of all pieces, and where their keys and values go. */
+typedef struct {
+    const int64_t *ids;
+    int64_t rows;
+    const Piece *pieces;
+    int64_t count;
+    char *pool; /* of the first layer */
+    int64_t pool_layer; /* bytes from one layer's to the next */
+} Packed;
+
+/* How tokens are chosen at choice rows. */
+typedef struct {
+    const float *inverse_temperature, *noisy; /* by choice row; noisy: 0 or 1 */
+    int64_t apart;                            /* floats from one choice row's to the next; 0: they are alike */
+    const float *noise;                       /* [choice rows, noise_row]; missing: all are greedy, and the others above are too */
+    int64_t noise_row;
+    int64_t vocabulary; /* tokens that may be chosen: the first so many */
+} Choosing;
+
+/* A request whose draft proposes. As int64 in memory, one after another. */
+typedef struct {
+    int64_t piece;  /* which of the pieces is its */
+    int64_t choice; /* choice row of its first proposal */
+    int64_t most;   /* proposals, at most */
+    int64_t stops;  /* whether an end is its last one */
+} Draft;
+_Static_assert(sizeof(Draft) == 4 * sizeof(int64_t), "the caller writes four numbers per draft");
 
 /* The kernels for one kind of machine; see kernels_body.h for their arguments. `half`: what is void is bfloat16, otherwise float. */
 typedef struct {
@@ -60,8 +96,10 @@ typedef struct {
                  const float *turns, void *pool, int half);
     void (*add_norm)(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half);
     void (*gated)(const float *both, void *out, int64_t rows, int64_t size, int half);
-    void (*decode)(const Weights *weights, const Shape *shape, const float *turns, float *x, int64_t rows, const Piece *pieces, int64_t count,
-                   char *pool, int64_t pool_layer, const int64_t *wanted, int64_t many, const float *norm, void *out, float *scratch);
+    int (*forward)(const Decoder *decoder, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch);
+    void (*choose)(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen);
+    int (*propose)(const Decoder *decoder, const Packed *packed, const Draft *drafts, int64_t many, const Choosing *choosing, const int64_t *ends,
+                   int64_t ends_count, int64_t *proposed, int64_t depth, float *scratch, int64_t *work);
     void (*gumbel)(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out);
 } Kernels;
 

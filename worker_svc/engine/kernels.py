@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 try:
     from worker_svc.engine import _kernels
@@ -50,7 +51,6 @@ def multiply(weight: torch.Tensor) -> bool:
         USABLE
         and weight.device.type == "cpu"
         and weight.dtype in DTYPES
-        and weight.shape[0] % PANEL == 0
         and weight.shape[1] % PAIR == 0
         and not (
             weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
@@ -91,19 +91,23 @@ class Product:
     """x @ weight.T + bias, added up in single precision: `weight` [out, in] of which `multiply` is true."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.columns, self.width = weight.shape
+        self.outputs, self.width = weight.shape
+        self.columns = -(-self.outputs // PANEL) * PANEL  # zeros behind, so that panels are whole
         self.half = weight.dtype == torch.bfloat16
         in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
+        if self.columns > self.outputs:
+            behind = (0, self.columns - self.outputs)
+            weight, bias = pad(weight, (0, 0, *behind)), None if bias is None else pad(bias, behind)
         panels = weight.reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
         self._weight = panels.transpose(1, 2).contiguous()
         self.weight_at = self._weight.data_ptr()
         self._bias = None if bias is None else bias.float().contiguous()
-        self.bias_at = 0 if self._bias is None else self._bias.data_ptr()
+        self.bias_at = _at(self._bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] of the weight's type to float32 [..., out]."""
         if x.dim() != 2:
-            return self(x.reshape(-1, self.width)).view(*x.shape[:-1], self.columns)
+            return self(x.reshape(-1, self.width)).reshape(*x.shape[:-1], self.outputs)
         if not x.is_contiguous():
             x = x.contiguous()
         rows = x.shape[0]
@@ -118,7 +122,7 @@ class Product:
             self.columns,
             self.half,
         )
-        return out
+        return out[:, : self.outputs]
 
 
 def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -140,13 +144,32 @@ class LayerWeights(NamedTuple):
     down: Product
 
 
+class Choosing(NamedTuple):
+    """How tokens are chosen at choice rows: the greatest of logits * inverse_temperature + noisy * noise."""
+
+    inverse_temperature: torch.Tensor  # float32 [choice rows, 1], or [1, 1] for all
+    noisy: torch.Tensor  # the same, 0 or 1
+    noise: torch.Tensor  # float32 [choice rows, vocabulary]
+
+
+class Draft(NamedTuple):
+    """A request whose draft proposes."""
+
+    piece: int  # which of the pieces is its
+    choice: int  # choice row of its first proposal
+    most: int  # proposals, at most; 1 or more
+    stops: bool  # whether an end is its last one
+
+
 class Decoder:
-    """All layers of a model of the Llama family in one call: at a few rows, calling takes as long as computing."""
+    """A model of the Llama family, from tokens to logits in one call: at a few rows, calling takes as long as computing."""
 
     def __init__(
         self,
+        embedding: torch.Tensor,
         layers: Sequence[LayerWeights],
         norm: torch.Tensor | None,
+        head: Product,
         turns: torch.Tensor,
         *,
         heads: int,
@@ -155,9 +178,10 @@ class Decoder:
         epsilon: float,
         scale: float,
     ) -> None:
-        """`norm`: weight of the last one; `turns`: of `rotations`; `epsilon` of all norms; `scale` of attention."""
+        """`embedding` [tokens, hidden] of the products' type, contiguous; `norm`: weight of the last one; `turns`: of `rotations`; `epsilon` of all
+        norms; `scale` of attention."""
         hidden, inner = layers[0].out.columns, layers[0].down.width
-        self._held = (layers, norm, turns)  # their memory
+        self._held = (embedding, layers, norm, head, turns)  # their memory
         addresses = [
             [
                 _at(one.before), one.qkv.weight_at, one.qkv.bias_at, _at(one.q_norm), _at(one.k_norm), one.out.weight_at, one.out.bias_at,
@@ -166,33 +190,103 @@ class Decoder:
             for one in layers
         ]  # fmt: skip
         self._weights = torch.tensor(addresses, dtype=torch.int64)
-        self._hidden = hidden
-        self._row = max((heads + 2 * kv_heads) * size, 2 * inner) + hidden + max(hidden, heads * size, inner)
+        self._head, self._hidden = head, hidden
+        self._row = (
+            max((heads + 2 * kv_heads) * size, 2 * inner) + 2 * hidden + max(hidden, heads * size, inner)
+        )
         self._scratch = torch.empty(0)
-        self._norm_at = _at(norm)
-        self._model = (
-            self._weights.data_ptr(), len(layers), hidden, inner, heads, kv_heads, size, layers[0].qkv.half, turns.data_ptr(),
+        self._decoder = (
+            self._weights.data_ptr(), len(layers), hidden, inner, heads, kv_heads, size, embedding.data_ptr(), embedding.shape[0],
+            turns.data_ptr(), _at(norm), head.weight_at, head.bias_at, head.columns, head.half, epsilon, scale,
         )  # fmt: skip
-        self._epsilon, self._scale = epsilon, scale
 
     def __call__(
-        self, x: torch.Tensor, pieces: torch.Tensor, pools: Sequence[torch.Tensor], wanted: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        pieces: torch.Tensor,
+        pools: Sequence[torch.Tensor],
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Normed output [wanted, hidden] of the model's type, of these packed rows [wanted] int64; keys and values of all go to the pool.
+        """Logits [wanted, outputs] float32 of these packed rows [wanted] int64; keys and values of all go to the pool.
 
-        `x` [total, hidden] float32, contiguous, is used up; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as there.
+        `ids` [total] int64; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as there. Raises IndexError for a token
+        that the model does not have.
         """
-        rows, many = x.shape[0], wanted.shape[0]
-        if rows * self._row > self._scratch.numel():
-            self._scratch = torch.empty(rows * self._row)
-        first = pools[0]
-        out = torch.empty((many, self._hidden), dtype=first.dtype)
-        apart = pools[1].data_ptr() - first.data_ptr() if len(pools) > 1 else 0
-        _kernels.decode(
-            *self._model, x.data_ptr(), rows, pieces.data_ptr(), pieces.shape[0], first.data_ptr(), apart,
-            wanted.data_ptr(), many, self._norm_at, out.data_ptr(), self._scratch.data_ptr(), self._epsilon, self._scale,
+        rows, many = ids.shape[0], wanted.shape[0]
+        logits = torch.empty((many, self._head.columns))
+        _kernels.forward(
+            *self._decoder, *_packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many)
         )  # fmt: skip
-        return out
+        return logits[:, : self._head.outputs]
+
+    def propose(
+        self,
+        ids: torch.Tensor,
+        pieces: torch.Tensor,
+        pools: Sequence[torch.Tensor],
+        drafts: Sequence[Draft],
+        choosing: Choosing | None,
+        vocabulary: int,
+        ends: Sequence[int],
+    ) -> list[list[int]]:
+        """Run one forward, choose at the last row of each draft's piece among the first `vocabulary` tokens, go on with what was chosen, and so on.
+
+        Arguments as in `__call__`; `choosing`: None for the greatest logits; `ends`: tokens that end a text. Returns the proposals of each draft: as
+        many as it may have, fewer behind an end, or where logits are no numbers.
+        """
+        many, depth = len(drafts), max(draft.most for draft in drafts)
+        table = array("q", [number for draft in drafts for number in draft])
+        ended, proposed = array("q", ends), array("q", bytes(8 * many * depth))
+        work = array("q", bytes(8 * many * (4 + PIECE_NUMBERS)))
+        _kernels.propose(
+            *self._decoder, *_packed(ids, pieces, pools), *_choosing(choosing, vocabulary),
+            table.buffer_info()[0], many, ended.buffer_info()[0], len(ended), proposed.buffer_info()[0], depth,
+            self._scratch_at(ids.shape[0], many, many * self._head.columns), work.buffer_info()[0],
+        )  # fmt: skip
+        rows = (proposed[at : at + depth].tolist() for at in range(0, many * depth, depth))
+        return [row[: row.index(-1)] if row[-1] < 0 else row for row in rows]
+
+    def _scratch_at(self, rows: int, many: int, more: int = 0) -> int:
+        """Address of as many floats as a forward takes, and so many more."""
+        needed = rows * self._row + many * self._hidden + more
+        if needed > self._scratch.numel():
+            self._scratch = torch.empty(needed)
+        return self._scratch.data_ptr()
+
+
+def _packed(
+    ids: torch.Tensor, pieces: torch.Tensor, pools: Sequence[torch.Tensor]
+) -> tuple[int, int, int, int, int, int]:
+    first = pools[0].data_ptr()
+    apart = pools[1].data_ptr() - first if len(pools) > 1 else 0
+    return ids.data_ptr(), ids.shape[0], pieces.data_ptr(), pieces.shape[0], first, apart
+
+
+def _choosing(how: Choosing | None, vocabulary: int) -> tuple[int, int, int, int, int, int]:
+    if how is None:
+        return 0, 0, 0, 0, 0, vocabulary
+    inverse, noisy, noise = how
+    apart = int(inverse.shape[0] > 1)
+    return inverse.data_ptr(), noisy.data_ptr(), apart, noise.data_ptr(), noise.stride(0), vocabulary
+
+
+def choose_of(logits: torch.Tensor) -> bool:
+    """Whether `choose` takes them."""
+    return USABLE and logits.device.type == "cpu" and logits.dtype == torch.float32
+
+
+def choose(logits: torch.Tensor, choices: Sequence[int], choosing: Choosing | None) -> list[int]:
+    """The token of each row of `logits` [rows, vocabulary] float32 on the CPU: the first of the greatest. -1 where they are not all finite.
+
+    `choices`: the choice row of each, whose settings and noise `choosing` has; None: greedy.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, chosen = array("q", choices), array("q", bytes(8 * len(choices)))
+    _kernels.choose(
+        *_choosing(choosing, logits.shape[1]), logits.data_ptr(), logits.stride(0), len(rows), rows.buffer_info()[0], chosen.buffer_info()[0]
+    )  # fmt: skip
+    return chosen.tolist()
 
 
 def _at(tensor: torch.Tensor | None) -> int:

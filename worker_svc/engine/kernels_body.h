@@ -448,34 +448,40 @@ STEP void norm_heads(float *qkv, int64_t rows, int64_t row, int64_t heads, int64
 
 /* ---- a decoder ---- */
 
-/* All layers over packed rows, and the last norm. x [rows, hidden]: embeddings, used up; pool: of the first layer, `pool_layer` bytes from one to the
-   next; turns as in `turn`; out [many, hidden]: of the wanted rows; scratch: rows * (the wider of queries, keys and values together and twice `inner`,
-   + hidden + the widest of hidden, heads and `inner`) floats. */
+/* Logits [many, columns] of the wanted rows; keys and values of all rows go to the pool. scratch: rows * (the wider of queries, keys and values
+   together and twice `inner`, + twice hidden + the widest of hidden, heads and `inner`) + many * hidden floats. 0: there is no such token. */
 TARGET
-static void decode(const Weights *weights, const Shape *shape, const float *turns, float *x, int64_t rows, const Piece *pieces, int64_t count,
-                   char *pool, int64_t pool_layer, const int64_t *wanted, int64_t many, const float *norm, void *out, float *scratch) {
-    const int64_t hidden = shape->hidden, inner = shape->inner, heads = shape->heads, kv_heads = shape->kv_heads, size = shape->size;
-    const int64_t of_heads = (heads + 2 * kv_heads) * size, bytes = shape->half ? 2 : 4;
-    const int half = shape->half;
-    float *wide = scratch, *y = wide + rows * (of_heads > 2 * inner ? of_heads : 2 * inner);
-    void *narrow = y + rows * hidden; /* what products multiply with */
-    for (const Weights *own = weights; own < weights + shape->layers; own++, pool += pool_layer) {
-        const Layer layer = {pool, 2 * kv_heads * size * bytes, kv_heads * size * bytes, (int)size, half, shape->scale};
-        add_norm(x, own > weights ? y : NULL, own->before, narrow, rows, hidden, shape->epsilon, half);
-        product(narrow, rows, hidden, own->qkv, own->qkv_bias, wide, of_heads, half);
-        if (own->q_norm) norm_heads(wide, rows, of_heads, heads, size, own->q_norm, shape->epsilon);
-        if (own->k_norm) norm_heads(wide + heads * size, rows, of_heads, kv_heads, size, own->k_norm, shape->epsilon);
-        turn(wide, pieces, count, heads, kv_heads, size, turns, pool, half);
-        attend(wide, of_heads, narrow, pieces, count, heads, kv_heads, &layer); /* rows of no piece keep what they had: nobody reads them */
-        product(narrow, rows, heads * size, own->out, own->out_bias, y, hidden, half);
-        add_norm(x, y, own->between, narrow, rows, hidden, shape->epsilon, half);
-        product(narrow, rows, hidden, own->gate_up, own->gate_up_bias, wide, 2 * inner, half);
+static int forward(const Decoder *own, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch) {
+    const int64_t hidden = own->hidden, inner = own->inner, heads = own->heads, kv_heads = own->kv_heads, size = own->size;
+    const int64_t of_heads = (heads + 2 * kv_heads) * size, rows = packed->rows, bytes = own->half ? 2 : 4;
+    const int half = (int)own->half;
+    float *x = scratch, *y = x + rows * hidden, *wide = y + rows * hidden, *normed = wide + rows * (of_heads > 2 * inner ? of_heads : 2 * inner);
+    void *narrow = normed + many * hidden; /* what products multiply with */
+    char *pool = packed->pool;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t id = packed->ids[row];
+        if (id < 0 || id >= own->tokens) return 0;
+        for (int64_t c = 0; c < hidden; c += LANES) store(x + row * hidden + c, load_from(own->embedding, id * hidden + c, half));
+    }
+    for (const Weights *weights = own->weights; weights < own->weights + own->layers; weights++, pool += packed->pool_layer) {
+        const Layer layer = {pool, 2 * kv_heads * size * bytes, kv_heads * size * bytes, (int)size, half, own->scale};
+        add_norm(x, weights > own->weights ? y : NULL, weights->before, narrow, rows, hidden, own->epsilon, half);
+        product(narrow, rows, hidden, weights->qkv, weights->qkv_bias, wide, of_heads, half);
+        if (weights->q_norm) norm_heads(wide, rows, of_heads, heads, size, weights->q_norm, own->epsilon);
+        if (weights->k_norm) norm_heads(wide + heads * size, rows, of_heads, kv_heads, size, weights->k_norm, own->epsilon);
+        turn(wide, packed->pieces, packed->count, heads, kv_heads, size, own->turns, pool, half);
+        attend(wide, of_heads, narrow, packed->pieces, packed->count, heads, kv_heads, &layer); /* rows of no piece: nobody reads them */
+        product(narrow, rows, heads * size, weights->out, weights->out_bias, y, hidden, half);
+        add_norm(x, y, weights->between, narrow, rows, hidden, own->epsilon, half);
+        product(narrow, rows, hidden, weights->gate_up, weights->gate_up_bias, wide, 2 * inner, half);
         gated(wide, narrow, rows, inner, half);
-        product(narrow, rows, inner, own->down, own->down_bias, y, hidden, half);
+        product(narrow, rows, inner, weights->down, weights->down_bias, y, hidden, half);
     }
     for (int64_t c = 0; c < rows * hidden; c += LANES) store(x + c, load(x + c) + load(y + c));
     for (int64_t i = 0; i < many; i++)
-        add_norm(x + wanted[i] * hidden, NULL, norm, (char *)out + i * hidden * bytes, 1, hidden, shape->epsilon, half);
+        add_norm(x + wanted[i] * hidden, NULL, own->norm, (char *)normed + i * hidden * bytes, 1, hidden, own->epsilon, half);
+    product(normed, many, hidden, own->head, own->head_bias, logits, own->columns, half);
+    return 1;
 }
 
 /* ---- noise ---- */
@@ -531,4 +537,96 @@ static void gumbel(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int
     }
 }
 
-const Kernels TABLE = {attend, product, turn, add_norm, gated, decode, gumbel};
+/* ---- choosing ---- */
+
+/* Of each row of logits, the token with the greatest logit / temperature + noise, the first of equals; -1 if not all logits are finite. choices: choice
+   row of each. Rounded after the division and after the sum, as sampling.py does it. */
+STEP void choose(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen) {
+    ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int64_t row = 0; row < rows; row++, logits += logits_row) {
+        const int64_t at = choices[row];
+        const int noisy = choosing->noise && choosing->noisy[at * choosing->apart] != 0;
+        const float *noise = noisy ? choosing->noise + at * choosing->noise_row : NULL;
+        const floats inverse = all(noisy ? choosing->inverse_temperature[at * choosing->apart] : 1.0f);
+        floats best = all(-INFINITY);
+        ints where = {0}, broken = {0};
+        for (int64_t id = 0; id < choosing->vocabulary; id += LANES) {
+            const int64_t left = choosing->vocabulary - id;
+            floats score = all(-INFINITY);
+            if (left >= LANES)
+                score = load(logits + id);
+            else
+                memcpy(&score, logits + id, (size_t)left * sizeof(float));
+            ints odd = score - score != 0.0f;
+            broken |= left >= LANES ? odd : odd & (lane < (int32_t)left);
+            if (noisy) {
+                floats own = {0};
+                if (left >= LANES)
+                    own = load(noise + id);
+                else
+                    memcpy(&own, noise + id, (size_t)left * sizeof(float));
+                score *= inverse;
+                __asm__("" : "+x"(score)); /* or it would be one operation with the sum, rounded once */
+                score += own;
+            }
+            ints better = score > best;
+            best = pick(better, score, best);
+            where = (better & (lane + (int32_t)id)) | (~better & where);
+        }
+        float most = best[0];
+        int32_t first = where[0], any = broken[0];
+        for (int i = 1; i < LANES; i++) {
+            if (best[i] > most || (best[i] == most && where[i] < first)) most = best[i], first = where[i];
+            any |= broken[i];
+        }
+        chosen[row] = any ? -1 : first;
+    }
+}
+
+static int is_one_of(int64_t id, const int64_t *ids, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] == id) return 1;
+    return 0;
+}
+
+/* Forward, choose, and again with what was chosen, until each draft has as many proposals as it may: proposed [many, depth], -1 behind the last.
+   The first forward is that of `packed`; drafts choose at the last row of their pieces. work: many * (4 + numbers of a piece) int64;
+   scratch: many * columns floats, and those of `forward`. 0: there is no such token. */
+TARGET
+static int propose(const Decoder *decoder, const Packed *packed, const Draft *drafts, int64_t many, const Choosing *choosing, const int64_t *ends,
+                   int64_t ends_count, int64_t *proposed, int64_t depth, float *scratch, int64_t *work) {
+    int64_t *going = work, *wanted = going + many, *choices = wanted + many, *ids = choices + many;
+    Piece *pieces = (Piece *)(ids + many);
+    Packed now = *packed;
+    for (int64_t i = 0; i < many; i++) {
+        const Piece *piece = packed->pieces + drafts[i].piece;
+        going[i] = i;
+        wanted[i] = piece->row + piece->tokens - 1;
+        choices[i] = drafts[i].choice;
+    }
+    for (int64_t i = 0; i < many * depth; i++) proposed[i] = -1;
+    for (int64_t step = 0; many; step++) {
+        int64_t left = 0;
+        if (!forward(decoder, &now, wanted, many, scratch, scratch + many * decoder->columns)) return 0;
+        choose(scratch, decoder->columns, many, choices, choosing, ids);
+        for (int64_t i = 0; i < many; i++) {
+            const Draft *draft = drafts + going[i];
+            const Piece *piece = packed->pieces + draft->piece;
+            const int64_t id = ids[i];
+            if (id < 0) continue; /* what is no number proposes nothing */
+            proposed[going[i] * depth + step] = id;
+            if (step + 1 == draft->most || (draft->stops && is_one_of(id, ends, ends_count))) continue;
+            pieces[left] = (Piece){left, 1, piece->start + piece->tokens + step, piece->base, piece->rows};
+            choices[left] = draft->choice + step + 1;
+            wanted[left] = left;
+            ids[left] = id;
+            going[left++] = going[i];
+        }
+        many = left;
+        now = (Packed){ids, left, pieces, left, packed->pool, packed->pool_layer};
+    }
+    return 1;
+}
+
+const Kernels TABLE = {attend, product, turn, add_norm, gated, forward, choose, propose, gumbel};

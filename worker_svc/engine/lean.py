@@ -114,13 +114,14 @@ class _Layer:
         return {self.before.epsilon, self.between.epsilon, *heads}
 
     def for_kernels(self) -> kernels.LayerWeights | None:
-        """The same for `kernels.Decoder`. None if some product is not `kernels`'."""
+        """The same for `kernels.Decoder`. None if some product is not `kernels`', or not of whole panels."""
         qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
         if not (
             isinstance(qkv, kernels.Product)
             and isinstance(out, kernels.Product)
             and isinstance(gate_up, kernels.Product)
             and isinstance(down, kernels.Product)
+            and all(one.outputs == one.columns for one in (qkv, out, gate_up, down))
         ):
             return None
         q_norm, k_norm = (None if norm is None else norm[0] for norm in (self.q_norm, self.k_norm))
@@ -151,8 +152,14 @@ class LeanModel:
         self._embedding = decoder.embed_tokens.weight
         layer_of = partial(_Layer, store=store, heads=heads, kv_heads=kv_heads, size=size)
         widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
+        self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=by_kernels)
+        model.lm_head = nn.Identity()
         # Whether all that is computed is `kernels`', so that any number of rows will do.
-        self.by_kernels = by_kernels and not any(width % kernels.GRAIN for width in widths)
+        self.by_kernels = (
+            by_kernels
+            and isinstance(self._head, kernels.Product)
+            and not any(width % kernels.GRAIN for width in widths)
+        )
         self._layers: list[_Layer] = []
         for_kernels: list[kernels.LayerWeights] = []
         for at in range(len(decoder.layers)):  # one by one, so that the weights are never in memory twice
@@ -168,18 +175,18 @@ class LeanModel:
             self._layers.append(layer)
             decoder.layers[at] = nn.Identity()
         self._norm = _Norm(decoder.norm)
-        self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=self.by_kernels)
-        model.lm_head = nn.Identity()
         positions = torch.arange(max_length, device=self._embedding.device)
         cos, sin = decoder.rotary_emb(
             self._embedding.float(), positions[None]
         )  # [1, max_length, size], halves alike
         half = size // 2
-        if self.by_kernels:
+        self.decoder: kernels.Decoder | None = None  # if all is computed by `kernels`
+        if self.by_kernels and isinstance(self._head, kernels.Product):
             (epsilon,) = {self._norm.epsilon}.union(*(layer.epsilons for layer in self._layers))
             (scale,) = {layer.scale for layer in self._layers}
-            self._decoder = kernels.Decoder(
-                for_kernels, self._norm.weight, kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float()),
+            self.decoder = kernels.Decoder(
+                self._embedding, for_kernels, self._norm.weight, self._head,
+                kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float()),
                 heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
             )  # fmt: skip
             return
@@ -208,10 +215,9 @@ class LeanModel:
         self, ids: torch.Tensor, plan: Plan, pool: KVPool, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Logits [rows, vocab]; arguments as in `PackedModel.forward`."""
-        if self.by_kernels and plan.pieces is not None:
-            x = self._embedding.index_select(0, ids)  # [total, hidden]
+        if self.decoder is not None and plan.pieces is not None:
             wanted = torch.arange(plan.total) if logit_rows is None else logit_rows
-            return self._head(self._decoder(x.float(), plan.pieces, pool.layers, wanted))
+            return self.decoder(ids, plan.pieces, pool.layers, wanted)
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads
         turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,26 @@ class PackedModel:
         else:
             logits = self._full_forward(ids, plan, wanted)
         return logits if logit_rows is None else logits[: logit_rows.numel()]
+
+    @property
+    def proposes(self) -> bool:
+        """Whether `propose` can be called."""
+        return self._lean is not None and self._lean.decoder is not None
+
+    def propose(
+        self,
+        ids: torch.Tensor,
+        plan: Plan,
+        drafts: Sequence[kernels.Draft],
+        choosing: kernels.Choosing | None,
+        vocabulary: int,
+        ends: Sequence[int],
+    ) -> list[list[int]]:
+        """All draft steps in one call, the first of them the forward of `ids` and `plan`; see `kernels.Decoder.propose`."""
+        assert self._lean is not None and self._lean.decoder is not None and plan.pieces is not None
+        return self._lean.decoder.propose(
+            ids, plan.pieces, self.pool.layers, drafts, choosing, vocabulary, ends
+        )
 
     def _full_forward(self, ids: torch.Tensor, plan: Plan, logit_rows: torch.Tensor | None) -> torch.Tensor:
         out = self.model(

@@ -42,6 +42,11 @@ class Rows:
     plain: bool  # all rows greedy: the tensors are empty and not looked at
     alike: bool  # no row truncates and all have the same settings: the tensors have one row for all
 
+    @property
+    def whole(self) -> bool:
+        """Whether every row chooses among all tokens."""
+        return not (self.truncated or self.any_min_p)
+
     def select(self, rows: Sequence[int]) -> Rows:
         """The settings of some of the rows, in the given order."""
         if self.plain or self.alike:
