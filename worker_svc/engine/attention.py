@@ -254,7 +254,7 @@ class KernelPlanner:
             segments=[],
             padding=padding,
             write_first=None,
-            pieces=torch.tensor(table, dtype=torch.int64).view(-1, kernels.PIECE_NUMBERS),
+            pieces=kernels.int64s(table).view(-1, kernels.PIECE_NUMBERS),
             scattered=scattered,
         )
 

@@ -371,18 +371,28 @@ class SpeculativeEngine:
         finally:
             for sequence in sequences:
                 sequence.target.found = []
-        swap_started, swap_clock = time.perf_counter(), self._clock()
-        for step in steps:
-            self._swap_in(step.sequence)
-        swap_ended, swap_ended_clock = time.perf_counter(), self._clock()
+        # Clocks of the CPU are read only where there is something to tell apart: each reading is a call of the system.
+        swap_started, swapping_s = time.perf_counter(), 0.0
+        coming = [step.sequence for step in steps if step.sequence.swapped]
+        if coming:
+            swapping_s = -self._clock()
+            for sequence in coming:
+                self._swap_in(sequence)
+            swapping_s += self._clock()
+        swap_ended = time.perf_counter()
         choices = self._choices(steps)
-        draft_started, draft_clock = time.perf_counter(), self._clock()
+        draft_started, drafting_s = time.perf_counter(), 0.0
+        drafts = any(step.draft_len or step.catch_up for step in steps)
+        if drafts:
+            drafting_s = -self._clock()
         try:
             proposals = self._propose(steps, choices)
         finally:
             choices.adjustments.close()
         self._synchronize()
-        verify_started, verify_clock = time.perf_counter(), self._clock()
+        if drafts:
+            drafting_s += self._clock()
+        verify_started = time.perf_counter()
         verified = self._verify(steps, proposals, choices)
         failed = dict(choices.adjustments.failed)
         if not all(verified.sound):
@@ -411,7 +421,6 @@ class SpeculativeEngine:
         prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
         if chunk_rows * CHUNKS_ARE_FEW <= all_rows > 0:
             # Rows of a chunk cost something else than proposals do. Under load there are a few of them in nearly every round.
-            drafting_s, swapping_s = verify_clock - draft_clock, swap_ended_clock - swap_clock
             self.lengths.observe_costs(
                 all_rows,
                 self._clock() - round_clock - swapping_s - drafting_s,
@@ -625,7 +634,7 @@ class SpeculativeEngine:
         for at in plan.order:
             _, start, count = pieces[at]
             host_ids.extend(steps[fed[at]].sequence.tokens[start : start + count])
-        ids = self._draft_ids(torch.tensor(host_ids, device=self._device))
+        ids = self._draft_ids(kernels.int64s(host_ids).to(self._device))
         members = [fed[at] for at in plan.order if steps[fed[at]].draft_len]  # in packed order
         if members and draft.proposes and choices.by_kernels:
             self._propose_at_once(proposals, steps, choices, fed, ids, plan)
@@ -731,14 +740,14 @@ class SpeculativeEngine:
             logit_rows.extend(range(row + count - step.choices, row + count))
             if not step.choices:
                 watched.append(row + count - 1)
-        ids = torch.tensor(host_ids, device=self._device)
+        ids = kernels.int64s(host_ids).to(self._device)
         guesses = None
         if proposals.device:
             guesses = torch.cat([tokens for _, tokens in proposals.device])
             at = [first_row[i] + 1 + j for j, (indices, _) in enumerate(proposals.device) for i in indices]
             ids[at] = guesses
         logits = self._target.forward(
-            ids, plan, torch.tensor(logit_rows + watched, device=self._device)
+            ids, plan, kernels.int64s(logit_rows + watched).to(self._device)
         )  # [choice rows and watched rows, vocab]
         choice_rows = [
             at + j for step, at in zip(steps, choices.offsets, strict=True) for j in range(step.choices)
