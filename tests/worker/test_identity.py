@@ -20,6 +20,7 @@ from worker_svc.engine import kernels
 from worker_svc.engine.drafting import Acceptance, DraftLengths, Outlook
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import Sampling, Specification
+from worker_svc.engine.model import PackedModel
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 
@@ -169,6 +170,18 @@ def test_two_runs_of_the_engine_never_differ(pair: tuple[Path, Path], device: st
             engine_for(pair, device, slots, draft_len, chunk=chunk, dtype=dtype), specifications(), between
         )
         assert other == first
+
+
+def test_proposals_may_stay_on_the_device_until_the_round_is_over(
+    pair: tuple[Path, Path], plain: dict[str, PlainText], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they do where a look at them takes longer than it saves."""
+    monkeypatch.setattr(PackedModel, "proposes", False)
+    engine = engine_for(pair, device, 8, CHANGING)
+    engine._looks = False
+    output, _, reports = finish_all(engine, specifications(), rotate("keep"))
+    assert_same(output, plain)
+    assert sum(report.accepted for report in reports) > 0
 
 
 def test_the_draft_does_not_matter(pair: tuple[Path, Path], device: str) -> None:

@@ -26,10 +26,10 @@ from worker_svc.engine import counter, kernels
 from worker_svc.engine.adjusting import Adjustments
 from worker_svc.engine.attention import Piece, Plan
 from worker_svc.engine.blocks import name_blocks
+from worker_svc.engine.calibration import measure_draft_steps, measure_rounds
 from worker_svc.engine.drafting import (
     FIRST_STEP_ROWS,
     Acceptance,
-    CostTable,
     DraftLengths,
     Outlook,
     OutputLengths,
@@ -75,11 +75,6 @@ NOISE_VERSION = "gumbel-1"  # enters the fingerprint: change it with `counter`
 CALIBRATION_S = (
     1.0  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
 )
-CALIBRATION_TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
-AROUND_S, AROUND_ROW_S = (
-    2e-4,
-    1.5e-5,
-)  # what a round takes besides the forward, and each of its rows, before that was measured
 LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
 CHUNKS_ARE_FEW = 8  # times as many rows: then a round tells what rows of requests and proposals cost
 CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
@@ -178,7 +173,7 @@ class _Choices:
 
 @dataclass(slots=True)
 class _Proposals:
-    """What is proposed, by request: known here, or where the device is elsewhere still there."""
+    """What is proposed, by request: known here, or still on the device."""
 
     host: dict[int, list[int]]
     device: list[tuple[list[int], torch.Tensor]]  # per draft step, (requests, their proposals [requests])
@@ -215,6 +210,8 @@ class SpeculativeEngine:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._device = target.device
+        # Whether proposals are looked at as they are made. Where the device is elsewhere that takes longer than it saves.
+        self._looks = self._device.type == "cpu"
         # A region holds a whole context where the pool is large enough for one per slot; then sequences stay in one piece.
         regions = options.target_blocks * options.block_size // KV_TILE
         region_tokens = KV_TILE if regions >= options.slots else options.block_size
@@ -669,7 +666,7 @@ class SpeculativeEngine:
             tokens = choose_tokens(adjusted, choices.rows.select(choice_rows), noise)
             choices.adjustments.proposed(members, j, tokens)
             proposals.batches.append(len(members))
-            if self._device.type != "cpu":  # to look at them takes longer than it saves
+            if not self._looks:
                 proposals.device.append((members, tokens))
                 continue
             for i, token in zip(members, tokens.tolist(), strict=True):
@@ -753,7 +750,7 @@ class SpeculativeEngine:
             at + j for step, at in zip(steps, choices.offsets, strict=True) for j in range(step.choices)
         ]
         count, sound = len(logit_rows), len(logit_rows) + len(watched)
-        if choices.by_kernels and kernels.choose_of(logits):
+        if guesses is None and choices.by_kernels and kernels.choose_of(logits):
             picked = kernels.choose(logits, choice_rows + [0] * len(watched), choices.for_kernels)
             values = [*picked[:count], *[token >= 0 for token in picked]]
         else:
@@ -948,79 +945,29 @@ class SpeculativeEngine:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    @torch.inference_mode()
     def calibrate(self, budget_s: float = CALIBRATION_S) -> None:
         """Forwards of every size that rounds have, before any `add`: the first request finds a device that has computed already, and
         the first draft lengths rest on what verified rows and draft steps cost. Each size at least twice, however small the budget."""
-        slots, deepest = self.options.slots, 1 + self.capacity.max_draft_len
-        deadline = time.perf_counter() + budget_s
+        slots, length, deadline = self.options.slots, self.options.max_length, time.monotonic() + budget_s
         if self._draft is not None:
-            counts = _ladder(slots * FIRST_STEP_ROWS)
-            self.lengths.step = self._measure(self._draft, 1, counts, deadline - budget_s / 2)
-        forward = self._measure(self._target, 0, _ladder(slots * deepest), deadline)
-        seconds = [
-            took + AROUND_S + AROUND_ROW_S * count
-            for count, took in zip(forward.counts, forward.seconds, strict=True)
-        ]
-        self.lengths.set_plain(CostTable(forward.counts, seconds, forward.key_s))
-
-    def _measure(
-        self, model: PackedModel, pool_at: int, counts: SequenceOf[int], deadline: float
-    ) -> CostTable:
-        """Seconds of a forward and a choice over about `counts` rows, and of a key: the least of several, as long as time allows."""
-        pool, slots = self._pools[pool_at], self.options.slots
-        short = min(64, self.options.max_length // 2)
-        long = min(KV_TILE, self.options.max_length) - 1
-        size = self.options.block_size
-        many = min(slots, pool.allocator.free_blocks // blocks_needed(long + 1, 1, size))
-        # Rows of up to `slots` sequences, as a round has them; and one row of each in short and in long contexts.
-        shapes = [
-            (-(-count // per), per, short) for count in counts for per in (-(-count // min(count, slots)),)
-        ]
-        shapes += [(many, 1, short), (many, 1, long)]
-        seconds: dict[tuple[int, int, int], float] = {}
-        for turn in range(CALIBRATION_TURNS):
-            for sequences, per, start in shapes:
-                if turn > 1 and sequences * per > FIRST_STEP_ROWS * slots:
-                    continue  # dear, and seldom asked for
-                held = blocks_needed(start + 1, per, size)
-                sequences = min(sequences, pool.allocator.free_blocks // held)
-                if sequences < 1:
-                    continue
-                took = self._forward_s(model, pool, sequences, per, start, held)
-                shape = (sequences, per, start)
-                seconds[shape] = min(took, seconds.get(shape, took))
-            if turn and time.perf_counter() > deadline:
-                break
-        key_s = 0.0
-        for (sequences, per, start), took in seconds.items():
-            before = seconds.get((sequences, per, short))
-            if start > short and before is not None:
-                key_s = max(0.0, (took - before) / (sequences * (start - short)))
-        by_rows = {
-            sequences * per: max(1e-6, took - key_s * sequences * (short + per))
-            for (sequences, per, start), took in seconds.items()
-            if start == short
-        }
-        if not by_rows:
-            return CostTable([1], [1e-3])
-        return CostTable(sorted(by_rows), [by_rows[rows] for rows in sorted(by_rows)], key_s)
-
-    def _forward_s(
-        self, model: PackedModel, pool: KVPool, sequences: int, per: int, start: int, held: int
-    ) -> float:
-        """Seconds of one forward of `per` tokens each after `start` in a context, and of the choices."""
-        places = [pool.new_place() for _ in range(sequences)]
-        pool.hold([(place, held, held) for place in places])
-        began = self._clock()
-        plan = model.planner.plan([Piece(place, start, per) for place in places])
-        ids = torch.zeros(plan.total, dtype=torch.int64, device=self._device)
-        logits = model.forward(ids, plan, torch.arange(sequences * per, device=self._device))
-        logits.argmax(-1).tolist()
-        took = self._clock() - began
-        for place in places:
-            pool.release(place)
-        return took
+            self.lengths.step = measure_draft_steps(
+                self._draft,
+                slots=slots,
+                max_length=length,
+                clock=self._clock,
+                deadline=deadline - budget_s / 2,
+            )
+        deepest = 1 + self.capacity.max_draft_len
+        self.lengths.set_plain(
+            measure_rounds(
+                self._target,
+                slots=slots,
+                deepest=deepest,
+                max_length=length,
+                clock=self._clock,
+                deadline=deadline,
+            )
+        )
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -1045,11 +992,6 @@ def _logprobs(
         row: TokenLogprobs(own[n], tuple(zip(tokens[n][:count], values[n][:count], strict=True)))
         for n, (_, row, count) in enumerate(told)
     }
-
-
-def _ladder(largest: int) -> list[int]:
-    """1, 2, 4 ... up to and including `largest`."""
-    return sorted({largest, *(2**i for i in range(largest.bit_length()))} - {0})
 
 
 def load_engine(

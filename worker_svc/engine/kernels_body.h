@@ -15,7 +15,8 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float floats_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t word __attribute__((may_alias)); /* what products read: a float, or a pair of bfloat16 */
+typedef uint32_t words_anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint16_t halves_anywhere __attribute__((vector_size(2 * LANES), aligned(2)));
 
@@ -309,7 +310,7 @@ INLINE floats add_product(floats sum, words own, words part, int half) {
 
 /* out = x @ w.T + bias for a few rows and panels whose sums fit the registers. A word is a float, or two neighbours in bfloat16: x [rows, in],
    w [panels, in, PANEL], `in` counted in words. Each output is summed up in the order of `in`, whatever the block. */
-INLINE void multiply(int half, int rows, int panels, const uint32_t *x, int64_t in, const uint32_t *w, const float *bias, float *out,
+INLINE void multiply(int half, int rows, int panels, const word *x, int64_t in, const word *w, const float *bias, float *out,
                      int64_t columns) {
     floats sum[14][4 * VECTORS];
     const int vectors = panels * VECTORS;
@@ -338,12 +339,12 @@ INLINE void multiply(int half, int rows, int panels, const uint32_t *x, int64_t 
 }
 
 /* All rows against `panels` neighbouring panels, in equal blocks of `most` rows at most. */
-INLINE void multiply_rows(int half, int most, int panels, const uint32_t *x, int64_t rows, int64_t in, const uint32_t *w,
+INLINE void multiply_rows(int half, int most, int panels, const word *x, int64_t rows, int64_t in, const word *w,
                           const float *bias, float *out, int64_t columns) {
     int64_t blocks = (rows + most - 1) / most;
     for (int64_t at = 0, first = 0, next; at < blocks; at++, first = next) {
         next = rows * (at + 1) / blocks;
-        const uint32_t *own = x + first * in;
+        const word *own = x + first * in;
         float *to = out + first * columns;
 #define ROWS_ARE(n) case n: if (n <= most) multiply(half, n, panels, own, in, w, bias, to, columns); break;
         switch (next - first) {
@@ -355,7 +356,7 @@ INLINE void multiply_rows(int half, int most, int panels, const uint32_t *x, int
 }
 
 /* Few rows take more panels at a time, so that there are enough sums to work on at once. */
-INLINE void multiply_all(int half, const uint32_t *x, int64_t rows, int64_t in, const uint32_t *w, const float *bias, float *out,
+INLINE void multiply_all(int half, const word *x, int64_t rows, int64_t in, const word *w, const float *bias, float *out,
                          int64_t columns) {
     int64_t panels = columns / PANEL, done = 0;
     for (; rows <= WITH_4 && done + 4 <= panels; done += 4)

@@ -74,7 +74,7 @@ class KernelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out]."""
-        return self.product(x).to(x.dtype)
+        return self.product(x).to(x.dtype).contiguous()
 
 
 class LinearStore:

@@ -34,6 +34,7 @@ REFUSED = {
     "s_aux": "attention sinks",
     "position_bias": "position biases inside attention",
 }
+CHECKED = 11  # tokens of the longest sequence of the check at loading, however short the contexts that are asked for
 SAME_TOKENS = 0.95  # of the smaller vocabulary: what makes two tokenizers compatible (our choice)
 HASHED_WHOLE_BYTES = 256 * 2**20  # larger weight files enter the fingerprint by samples
 SAMPLES, SAMPLE_BYTES = 64, 2**20
@@ -123,7 +124,7 @@ class PackedModel:
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
                 size=shape.head_size,
-                max_length=self._max_length,
+                max_length=max(self._max_length, CHECKED),
                 by_kernels=self.by_kernels,
             )
         else:
@@ -230,7 +231,7 @@ class PackedModel:
         Two sequences: prefilled in ragged chunks side by side, then one more token each.
         """
         generator = torch.Generator().manual_seed(0)
-        lengths, cuts = (11, 7), ((0, 5, 10, 11), (0, 6, 6, 7))
+        lengths, cuts = (CHECKED, 7), ((0, 5, 10, CHECKED), (0, 6, 6, 7))
         texts = [
             torch.randint(self.shape.vocab_size, (n,), generator=generator).to(self.device) for n in lengths
         ]

@@ -1,0 +1,84 @@
+"""What is measured before the first request: every size that rounds have, within the contexts that a model allows."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker_svc.engine import calibration
+from worker_svc.engine.calibration import STEPS_IN_A_CALL, TURNS, measure_draft_steps, measure_rounds
+from worker_svc.engine.engine import load_engine
+from worker_svc.engine.model import PackedModel
+
+pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
+
+SLOTS, DEEPEST, MAX_LENGTH = 6, 5, 64
+
+
+def models(pair: tuple[Path, Path], device: str, **options: Any) -> tuple[PackedModel, PackedModel]:
+    """Target and draft with their pools."""
+    engine = load_engine(
+        *pair, device=device, slots=SLOTS, max_draft_len=DEEPEST - 1, calibrate=False, **{"max_length": MAX_LENGTH, **options}
+    )  # fmt: skip
+    assert engine._draft is not None
+    return engine._target, engine._draft
+
+
+def seconds_by_reading(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Arguments by which whatever is measured takes one second, and there is time for all turns."""
+    readings = count()
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: 0.0)
+    return {"slots": SLOTS, "max_length": MAX_LENGTH, "clock": lambda: float(next(readings)), "deadline": 1.0}
+
+
+def test_rounds_are_measured_up_to_the_deepest_drafts_of_all(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = models(pair, device)
+    rounds = measure_rounds(target, deepest=DEEPEST, **seconds_by_reading(monkeypatch))
+    assert rounds.counts == [1, 2, 4, SLOTS, 8, 18, SLOTS * DEEPEST]
+    assert rounds.key_s == 0.0
+    assert rounds(4) == pytest.approx(1 + calibration.AROUND_S + 4 * calibration.AROUND_ROW_S)
+
+
+def test_draft_steps_that_are_one_call_are_measured_together(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that are not one by one; the first step, which reads more, always."""
+    _, draft = models(pair, device)
+    steps = measure_draft_steps(draft, **seconds_by_reading(monkeypatch))
+    assert steps.counts == [1, 2, 4, SLOTS, 8, 2 * SLOTS]
+    assert steps(4) == pytest.approx(1 / STEPS_IN_A_CALL if draft.proposes else 1.0)
+    assert steps(2 * SLOTS) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("max_length", [1, 2, 3, 5, 9])
+def test_no_measurement_leaves_the_contexts_that_there_can_be(
+    pair: tuple[Path, Path], device: str, max_length: int
+) -> None:
+    engine = load_engine(*pair, device=device, slots=SLOTS, max_length=max_length, max_draft_len=2)
+    assert engine.lengths.plain(1) > 0 and engine.lengths.step(1) > 0
+    engine.check()
+
+
+def test_where_time_is_over_each_size_was_measured_twice(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time a device does what it does once; how often more depends on the time."""
+    measured: list[float] = []
+    arguments = seconds_by_reading(monkeypatch)
+    readings = arguments["clock"]
+
+    def clock() -> float:
+        measured.append(readings())
+        return measured[-1]
+
+    _, draft = models(pair, device)
+    measure_draft_steps(draft, **{**arguments, "clock": clock, "deadline": -1.0})
+    hurried = len(measured)
+    measured.clear()
+    measure_draft_steps(draft, **{**arguments, "clock": clock})
+    assert len(measured) == TURNS / 2 * hurried

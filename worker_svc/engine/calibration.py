@@ -1,0 +1,134 @@
+"""What rows, draft steps and long contexts cost on this device, measured before the first request comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from worker_svc.engine import kernels
+from worker_svc.engine.attention import Piece
+from worker_svc.engine.drafting import FIRST_STEP_ROWS, CostTable
+from worker_svc.engine.interface import blocks_needed
+from worker_svc.engine.kv import KV_TILE, KVPool
+from worker_svc.engine.model import PackedModel
+
+TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
+SHORT = 64  # tokens of the contexts in which most is measured. Our choice
+STEPS_IN_A_CALL = (
+    4  # draft steps of one row each that are measured together, where they are one call. Our choice
+)
+# What a round takes besides the forward, and each of its rows, before that was measured.
+AROUND_S, AROUND_ROW_S = 2e-4, 1.5e-5
+
+Clock = Callable[[], float]  # seconds of computing
+
+
+def measure_rounds(
+    target: PackedModel, *, slots: int, deepest: int, max_length: int, clock: Clock, deadline: float
+) -> CostTable:
+    """Seconds of a round without draft steps, by rows; `deepest`: rows of a request, at most; `deadline` of the monotonic clock, but each size is
+    measured twice. The model has a pool attached."""
+    forward = _measure(target, _ladder(slots * deepest), slots, max_length, clock, deadline, proposes=False)
+    seconds = [
+        took + AROUND_S + AROUND_ROW_S * count
+        for count, took in zip(forward.counts, forward.seconds, strict=True)
+    ]
+    return CostTable(forward.counts, seconds, forward.key_s)
+
+
+def measure_draft_steps(
+    draft: PackedModel, *, slots: int, max_length: int, clock: Clock, deadline: float
+) -> CostTable:
+    """Seconds of a draft step, by rows. Arguments as in `measure_rounds`."""
+    counts = _ladder(slots * FIRST_STEP_ROWS)
+    return _measure(draft, counts, slots, max_length, clock, deadline, proposes=True)
+
+
+@torch.inference_mode()
+def _measure(
+    model: PackedModel,
+    counts: Sequence[int],
+    slots: int,
+    max_length: int,
+    clock: Clock,
+    deadline: float,
+    *,
+    proposes: bool,
+) -> CostTable:
+    """Seconds by about these counts of rows, and of a key: the least of several measurements, as long as time allows."""
+    steps = min(STEPS_IN_A_CALL, -(-max_length // 2)) if proposes and model.proposes else 1
+    short, long = min(SHORT, max_length // 2), min(KV_TILE, max_length) - steps
+    pool = model.pool
+    many = min(slots, _room(pool, long, 1, steps))
+    # Rows of up to `slots` sequences, as a round has them; and one row of each in short and in long contexts.
+    shapes = [(-(-count // per), per, short) for count in counts for per in (-(-count // min(count, slots)),)]
+    shapes += [(many, 1, short), (many, 1, long)]
+    seconds: dict[tuple[int, int, int], float] = {}
+    for turn in range(TURNS):
+        for sequences, per, start in shapes:
+            if turn > 1 and sequences * per > FIRST_STEP_ROWS * slots:
+                continue  # dear, and seldom asked for
+            sequences = min(sequences, _room(pool, start, per, steps))
+            if sequences < 1:
+                continue
+            together = steps if per == 1 else 1
+            took = _seconds(model, sequences, per, start, together, clock, proposes=proposes)
+            shape = (sequences, per, start)
+            seconds[shape] = min(took, seconds.get(shape, took))
+        if turn and time.monotonic() > deadline:
+            break
+    key_s = 0.0
+    for (sequences, per, start), took in seconds.items():
+        before = seconds.get((sequences, per, short))
+        if start > short and before is not None:
+            key_s = max(0.0, (took - before) / (sequences * (start - short)))
+    by_rows = {
+        sequences * per: max(1e-6, took - key_s * sequences * (short + per))
+        for (sequences, per, start), took in seconds.items()
+        if start == short
+    }
+    if not by_rows:
+        return CostTable([1], [1e-3])
+    return CostTable(sorted(by_rows), [by_rows[rows] for rows in sorted(by_rows)], key_s)
+
+
+def _held(pool: KVPool, start: int, per: int, steps: int) -> int:
+    """Blocks of a context of `start` tokens that `steps` times in turn is given `per` more, the first time, and one."""
+    return blocks_needed(start + steps, per, pool.block_size)
+
+
+def _room(pool: KVPool, start: int, per: int, steps: int) -> int:
+    """How many such contexts there is room for."""
+    return pool.allocator.free_blocks // _held(pool, start, per, steps)
+
+
+def _seconds(
+    model: PackedModel, sequences: int, per: int, start: int, steps: int, clock: Clock, *, proposes: bool
+) -> float:
+    """Of a forward of `per` tokens each after `start` in a context, and of the choices: at all rows, or where it `proposes` at the last of each;
+    the mean of so many draft steps if they are one call."""
+    pool, device = model.pool, model.device
+    places = [pool.new_place() for _ in range(sequences)]
+    held = _held(pool, start, per, steps)
+    pool.hold([(place, held, held) for place in places])
+    began = clock()
+    plan = model.planner.plan([Piece(place, start, per) for place in places])
+    ids = torch.zeros(plan.total, dtype=torch.int64, device=device)
+    if proposes and model.proposes:
+        drafts = [kernels.Draft(at, at, steps, False) for at in range(sequences)]
+        model.propose(ids, plan, drafts, None, model.shape.vocab_size, [])
+    else:
+        every = per if proposes else 1
+        rows = range(every - 1, sequences * per, every)
+        model.forward(ids, plan, kernels.int64s(rows).to(device)).argmax(-1).tolist()
+    took = clock() - began
+    for place in places:
+        pool.release(place)
+    return took / steps
+
+
+def _ladder(largest: int) -> list[int]:
+    """1, 2, 4 ... up to and including `largest`."""
+    return sorted({largest, *(2**i for i in range(largest.bit_length()))} - {0})
