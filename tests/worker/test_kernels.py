@@ -385,6 +385,45 @@ def test_a_decoder_takes_its_steps_one_after_the_other(dressed: bool, dtype: tor
         assert torch.equal(entries, expected_entries)
 
 
+@DTYPES
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_nobody_wants_of_the_last_layer_is_left_out_and_all_keys_are_written(
+    layers: int, dtype: torch.dtype
+) -> None:
+    """The last layer's rows are needed where logits are wanted; bits are those of all rows."""
+    model = Model(dtype, dressed=True, layers=layers)
+    before = [entries.clone() for entries in model.pool.layers]
+    plan = model.pieces()
+    assert plan.pieces is not None
+    ids = model.ids(plan.total)
+    every = model.decoder(ids, plan.pieces, model.pool.layers, torch.arange(plan.total))
+    written = [entries.clone() for entries in model.pool.layers]
+    ends = [first + tokens - 1 for first, (_, tokens) in zip(plan.first_row, CONTEXTS, strict=True)]
+    for wanted in (
+        [],
+        [0],
+        ends,
+        ends[::-1],
+        ends[2:5],
+        [ends[6] - 3, ends[6], ends[7] - 30, *ends[:2]],
+        [3, 3, 3],
+    ):
+        for entries, old in zip(model.pool.layers, before, strict=True):
+            entries.copy_(old)
+        some = model.decoder(ids, plan.pieces, model.pool.layers, torch.tensor(wanted, dtype=torch.int64))
+        assert torch.equal(some, every[wanted])
+        for entries, expected_entries in zip(model.pool.layers, written, strict=True):
+            assert torch.equal(entries, expected_entries)
+
+
+def test_a_row_that_is_in_no_piece_has_no_logits() -> None:
+    model = Model(torch.float32, dressed=False)
+    plan = model.planner.plan([Piece(model.places[1], 0, 2)])
+    assert plan.pieces is not None
+    with pytest.raises(IndexError, match="row"):
+        model.decoder(model.ids(3), plan.pieces, model.pool.layers, torch.tensor([2, 1]))
+
+
 @pytest.mark.parametrize("strange", [-1, Model.tokens, 2**40])
 def test_a_token_that_a_decoder_does_not_have_is_refused(strange: int) -> None:
     model = Model(torch.float32, dressed=False, layers=1)

@@ -572,9 +572,10 @@ class DraftLengths:
         return probed
 
     def _read_s(self) -> float:
-        """What the draft takes for one token more of a context that it reads."""
+        """What the draft takes for one token more of a context that it reads: as between a row for each request and as many as the first step may read."""
         many = self.step.counts[-1]
-        return (self.step(many) - self.step(1)) / (many - 1) if many > 1 else 0.0
+        one_each = max(1, many // FIRST_STEP_ROWS)
+        return (self.step(many) - self.step(one_each)) / (many - one_each) if many > 1 else 0.0
 
     def _choose_probe(
         self,

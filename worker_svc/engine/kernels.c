@@ -124,7 +124,7 @@ static int choosing_of(PyObject *const *given, Choosing *choosing) {
 
 static PyObject *done(int known) {
     if (known) Py_RETURN_NONE;
-    PyErr_SetString(PyExc_IndexError, "the model has no such token");
+    PyErr_SetString(PyExc_IndexError, "the model has no such token, or no piece has such a row");
     return NULL;
 }
 

@@ -210,12 +210,12 @@ class Decoder:
         """Logits [wanted, outputs] float32 of these packed rows [wanted] int64; keys and values of all go to the pool.
 
         `ids` [total] int64; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as there. Raises IndexError for a token
-        that the model does not have.
+        that the model does not have, and for a wanted row that is in no piece.
         """
         rows, many = ids.shape[0], wanted.shape[0]
         logits = torch.empty((many, self._head.columns))
         _kernels.forward(
-            *self._decoder, *_packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many)
+            *self._decoder, *_packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many, len(pieces))
         )  # fmt: skip
         return logits[:, : self._head.outputs]
 
@@ -241,14 +241,14 @@ class Decoder:
         _kernels.propose(
             *self._decoder, *_packed(ids, pieces, pools), *_choosing(choosing, vocabulary),
             table.buffer_info()[0], many, ended.buffer_info()[0], len(ended), proposed.buffer_info()[0], depth,
-            self._scratch_at(ids.shape[0], many, many * self._head.columns), work.buffer_info()[0],
+            self._scratch_at(ids.shape[0], many, len(pieces), many * self._head.columns), work.buffer_info()[0],
         )  # fmt: skip
         rows = (proposed[at : at + depth].tolist() for at in range(0, many * depth, depth))
         return [row[: row.index(-1)] if row[-1] < 0 else row for row in rows]
 
-    def _scratch_at(self, rows: int, many: int, more: int = 0) -> int:
+    def _scratch_at(self, rows: int, many: int, pieces: int, more: int = 0) -> int:
         """Address of as many floats as a forward takes, and so many more."""
-        needed = rows * self._row + many * self._hidden + more
+        needed = rows * self._row + many * (self._hidden + 2) + pieces * 2 * PIECE_NUMBERS + more
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed)
         return self._scratch.data_ptr()

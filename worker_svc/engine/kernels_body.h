@@ -449,15 +449,45 @@ STEP void norm_heads(float *qkv, int64_t rows, int64_t row, int64_t heads, int64
 
 /* ---- a decoder ---- */
 
-/* Logits [many, columns] of the wanted rows; keys and values of all rows go to the pool. scratch: rows * (the wider of queries, keys and values
-   together and twice `inner`, + twice hidden + the widest of hidden, heads and `inner`) + many * hidden floats. 0: there is no such token. */
+/* What the last layer is computed for, after the keys and values of all rows: of each piece the rows from the first wanted one on. Moves them to the
+   front of x and wide, writes the pieces that they make and where the wanted rows are now. Returns how many rows they are; 0: some are in no piece. */
+TARGET
+static int64_t leave_out(const Decoder *own, const Packed *packed, const int64_t *wanted, int64_t many, float *x, float *wide, Piece *pieces,
+                         int64_t *count, int64_t *found) {
+    const int64_t hidden = own->hidden, row = (own->heads + 2 * own->kv_heads) * own->size, queries = own->heads * own->size;
+    int64_t rows = 0, all_found = 0;
+    *count = 0;
+    for (const Piece *piece = packed->pieces; piece < packed->pieces + packed->count; piece++) {
+        const int64_t end = piece->row + piece->tokens;
+        int64_t first = end;
+        for (int64_t i = 0; i < many; i++)
+            if (wanted[i] >= piece->row && wanted[i] < first) first = wanted[i];
+        if (first == end) continue;
+        for (int64_t i = 0; i < many; i++)
+            if (wanted[i] >= first && wanted[i] < end) found[i] = rows + wanted[i] - first, all_found++;
+        pieces[(*count)++] = (Piece){rows, end - first, piece->start + first - piece->row, piece->base, piece->rows};
+        for (int64_t from = first; from < end; from++, rows++) {
+            memmove(x + rows * hidden, x + from * hidden, (size_t)hidden * sizeof(float));
+            memmove(wide + rows * row, wide + from * row, (size_t)queries * sizeof(float));
+        }
+    }
+    return all_found == many ? rows : 0;
+}
+
+/* Logits [many, columns] of the wanted rows, which are in pieces; keys and values of all rows go to the pool. scratch: rows * (the wider of queries,
+   keys and values together and twice `inner`, + twice hidden + the widest of hidden, heads and `inner`) + many * (hidden + 2) + pieces * 10 floats.
+   0: there is no such token, or row. */
 TARGET
 static int forward(const Decoder *own, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch) {
     const int64_t hidden = own->hidden, inner = own->inner, heads = own->heads, kv_heads = own->kv_heads, size = own->size;
-    const int64_t of_heads = (heads + 2 * kv_heads) * size, rows = packed->rows, bytes = own->half ? 2 : 4;
+    const int64_t of_heads = (heads + 2 * kv_heads) * size, bytes = own->half ? 2 : 4, widest = hidden > inner ? hidden : inner;
     const int half = (int)own->half;
+    int64_t rows = packed->rows, count = packed->count;
     float *x = scratch, *y = x + rows * hidden, *wide = y + rows * hidden, *normed = wide + rows * (of_heads > 2 * inner ? of_heads : 2 * inner);
     void *narrow = normed + many * hidden; /* what products multiply with */
+    Piece *last_pieces = (Piece *)((float *)narrow + rows * (widest > heads * size ? widest : heads * size));
+    int64_t *last_wanted = (int64_t *)(last_pieces + count);
+    const Piece *pieces = packed->pieces;
     char *pool = packed->pool;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t id = packed->ids[row];
@@ -470,8 +500,14 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
         product(narrow, rows, hidden, weights->qkv, weights->qkv_bias, wide, of_heads, half);
         if (weights->q_norm) norm_heads(wide, rows, of_heads, heads, size, weights->q_norm, own->epsilon);
         if (weights->k_norm) norm_heads(wide + heads * size, rows, of_heads, kv_heads, size, weights->k_norm, own->epsilon);
-        turn(wide, packed->pieces, packed->count, heads, kv_heads, size, own->turns, pool, half);
-        attend(wide, of_heads, narrow, packed->pieces, packed->count, heads, kv_heads, &layer); /* rows of no piece: nobody reads them */
+        turn(wide, pieces, count, heads, kv_heads, size, own->turns, pool, half);
+        if (weights + 1 == own->weights + own->layers && many < rows) {
+            rows = leave_out(own, packed, wanted, many, x, wide, last_pieces, &count, last_wanted);
+            if (!rows && many) return 0;
+            pieces = last_pieces;
+            wanted = last_wanted;
+        }
+        attend(wide, of_heads, narrow, pieces, count, heads, kv_heads, &layer);
         product(narrow, rows, heads * size, weights->out, weights->out_bias, y, hidden, half);
         add_norm(x, y, weights->between, narrow, rows, hidden, own->epsilon, half);
         product(narrow, rows, hidden, weights->gate_up, weights->gate_up_bias, wide, 2 * inner, half);
