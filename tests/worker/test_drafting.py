@@ -297,13 +297,39 @@ def test_newcomers_show_whether_the_traffic_has_changed() -> None:
     newcomers = [Acceptance() for _ in range(16)]
     caps = [8] * len(newcomers)
     assert sum(chooser.lengths(newcomers, caps)) == 1
-    rounds = 1
-    while sum(lengths := chooser.lengths(newcomers, caps)) <= 1:
-        rounds += 1
+    drafting = [1]
+    while min(lengths := chooser.lengths(newcomers, caps)) == 0:
+        drafting.append(sum(length > 0 for length in lengths))
+        assert len(drafting) <= MOST_PROBES, "all that was proposed was accepted, and others do not draft yet"
         for request, length in zip(newcomers, lengths, strict=True):
             chooser.observe_acceptance(request, length, length)
-    assert rounds <= MOST_PROBES, "all that it proposed was accepted: now the others draft too"
-    assert min(lengths) > 0
+    assert {1, 3, 7} <= set(drafting), "each time that surprises, twice as many are probed"
+
+
+def test_while_nobody_drafts_a_newcomer_is_probed_as_soon_as_it_is_time() -> None:
+    """However long the choice holds that nobody drafts."""
+    chooser = lengths_for(**COMPUTE_BOUND)
+    requests = [silent() for _ in range(8)]
+    while chooser._until_asked < HELD_AT_MOST - 1 or chooser._drafts:
+        for request, length in zip(requests, one_round(chooser, requests), strict=True):
+            chooser.observe_acceptance(request, 0, length)
+            request.silent_rounds = 1
+    chooser._until_probe = 3.0
+    requests[0] = Acceptance()
+    drafted = [one_round(chooser, requests)[0] for _ in range(4)]
+    assert drafted == [0, 0, 0, 1]
+
+
+def test_one_accident_does_not_make_probes_rare() -> None:
+    """What a round with a probe takes longer is a small part of what a round takes."""
+    chooser = lengths_for(**COMPUTE_BOUND)
+    assert one_round(chooser, [silent()]) == [1]
+    plain_s, expected_s = chooser.plain(1), chooser.drafted(2) - chooser.plain(1) + chooser.step(1)
+    assert chooser._probe_s == pytest.approx(expected_s)
+    for round_s in (100 * plain_s, 0.01 * plain_s):
+        chooser._probe_s = 0.0
+        chooser.observe_costs(2, round_s, [1], chooser.step(1), read=1)
+        assert expected_s / 2.5 < chooser._probe_s < 2.5 * expected_s
 
 
 def test_after_a_surprise_the_next_newcomer_is_probed_at_once() -> None:

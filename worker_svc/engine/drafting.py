@@ -56,8 +56,9 @@ PROBE_AFTER = (
 )
 FIRST_STEP_ROWS = 2  # tokens of a request that the first draft step reads: the last one, and the one before it that the draft may lack
 EXPLORED_SHARE = 0.005  # of the time goes into probing: newcomers and silent requests show whether the traffic has changed. Our choice
-SURPRISE = 0.1  # who is probed is found to accept so much more than the others: then the next one is probed at once. Our choice
+SURPRISE = 0.1  # who is probed is found to accept so much more than the others, or to be refused half as often: then others are probed at once. Our choice
 PROBE_LEARNS = 1 / 8  # weight of the newest round with a probe in what it takes longer
+PROBE_WITHIN = 2.0  # times what is expected or one so many times it: what such a round may be found to take longer. Our choice
 PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
 MOST_PROBES = 16  # proposals after which it is not either
 TOKENS_TO_COME = (
@@ -350,6 +351,8 @@ class DraftLengths:
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
     _until_probe: float = 0.0  # rounds
+    _probed_at_once: int = 1  # requests, the last time
+    _surprised: bool = False  # since then
     _probe_s: float = 0.0  # what a round takes longer in which only those who are probed draft
     _is_near: bool = False  # whether the last choice promised less than NEAR times what is had without drafts
     _since_plain: int = 0  # rounds since the last one in which nobody drafted
@@ -408,7 +411,8 @@ class DraftLengths:
         if self._drafts and self._is_near and self._since_plain >= PLAIN_AFTER and not self._until_asked:
             self._since_plain = 0
             return [0] * len(caps)
-        if self._until_asked and self._knows(requests):
+        due = not self._drafts and self._until_probe <= 0 and any(_is_new(request) for request in requests)
+        if self._until_asked and not due and self._knows(requests):
             # To find the answer takes as long as many a row. Without proposals nothing is learnt that could change it soon.
             self._until_asked -= 1
             lengths = self._as_before(requests, caps, outlooks)
@@ -584,23 +588,28 @@ class DraftLengths:
         lengths: Sequence[int],
         outlooks: Outlooks | None,
     ) -> None:
-        """When it is time: of those who draft nothing and came just now, or did not for long, probe the one whose draft has least to read."""
+        """When it is time: of those who draft nothing and came just now, or did not for long, probe the one whose draft has least to read. After a
+        surprise twice as many as before, whenever they came."""
         if self._until_probe > 0:
             return
+        surprised, self._surprised = self._surprised, False
+        self._probed_at_once = 2 * self._probed_at_once if surprised else 1
         idle = [
             i
             for i, request in enumerate(requests)
             if caps[i]
             and not lengths[i]
-            and (request.silent_rounds >= PROBE_AFTER or not (request.met or request.tested or request.free))
+            and (
+                request.silent_rounds >= PROBE_AFTER
+                or _is_new(request)
+                or (surprised and not request.tested and not request.free)
+            )
         ]
         if not idle:
             return
-        at = min(
-            idle,
-            key=lambda i: (0.0 if outlooks is None else outlooks(i).late, -requests[i].silent_rounds),
-        )
-        requests[at].probe()
+        idle.sort(key=lambda i: (0.0 if outlooks is None else outlooks(i).late, -requests[i].silent_rounds))
+        for i in idle[: self._probed_at_once]:
+            requests[i].probe()
         self._until_probe = 1.0
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
@@ -608,8 +617,9 @@ class DraftLengths:
         probed = tested and acceptance.probed
         acceptance.observe(accepted, tested)
         if tested:
-            if probed and self.rate(acceptance) > (acceptance.prior or self.prior).rate + SURPRISE:
-                self._until_probe = 0.0
+            others = (acceptance.prior or self.prior).rate
+            if probed and self.rate(acceptance) > others + min(SURPRISE, (1 - others) / 2):
+                self._until_probe, self._until_asked, self._surprised = 0.0, 0, True
             (acceptance.prior or self.prior).observe(accepted, tested)
 
     def observe_costs(
@@ -626,25 +636,38 @@ class DraftLengths:
         them; `keys`: tokens of all its contexts together; `read`: rows of the first draft step; `uneven`: requests had different numbers
         of rows.
         """
-        if steps and self._only_probes:
-            longer_s = round_s + draft_s - self.plain(rows - sum(steps), keys)
-            weight = PROBE_LEARNS if self._probe_s else 1.0
-            self._probe_s += weight * (max(0.0, longer_s) - self._probe_s)
+        told: list[float] = []
+        if steps:
+            first, later = steps[0], steps[1:]
+            told = [self.step(read, keys), *(self.step(going, keys * going / first) for going in later)]
+            if self._only_probes:
+                self._observe_probe(rows, round_s + draft_s, sum(steps), sum(told), keys)
         own, other = (self.drafted, self.plain) if steps else (self.plain, self.drafted)
         slower = own.observe(rows, round_s / (1 + self.uneven if uneven else 1), keys)
         other.drift(slower)
         if not steps:
             self.step.drift(slower)
-        else:
-            first, later = steps[0], steps[1:]
-            told = [self.step(read, keys), *(self.step(going, keys * going / first) for going in later)]
-            # How the time was divided is not known: the first step and the others are taken to be as much off as all together.
-            times = draft_s / sum(told)
-            self.step.observe(read, told[0] * times, keys)
-            if later:
-                mean = round(sum(later) / len(later))
-                context = keys * mean / first
-                self.step.observe(mean, self.step(mean, context) * times, context)
+            return
+        # How the time was divided is not known: the first step and the others are taken to be as much off as all together.
+        times = draft_s / sum(told)
+        self.step.observe(read, told[0] * times, keys)
+        if later:
+            mean = round(sum(later) / len(later))
+            context = keys * mean / first
+            self.step.observe(mean, self.step(mean, context) * times, context)
+
+    def _observe_probe(self, rows: int, took_s: float, proposed: int, draft_s: float, keys: int) -> None:
+        """A round in which only those draft who are probed: how much longer it took. Most of what it took is not the probe's, and goes up and down
+        by more than a probe takes: what is not near to what tables tell is an accident."""
+        without_s = self.plain(rows - proposed, keys)
+        expected_s = draft_s + max(0.0, self.drafted(rows, keys) - without_s)
+        longer_s = min(max(took_s - without_s, expected_s / PROBE_WITHIN), expected_s * PROBE_WITHIN)
+        self._probe_s += (PROBE_LEARNS if self._probe_s else 1.0) * (longer_s - self._probe_s)
+
+
+def _is_new(request: Acceptance) -> bool:
+    """Whether it came just now, and nothing is known of it."""
+    return not (request.met or request.tested or request.free)
 
 
 def _length(rate: float, most: int, least: float) -> int:

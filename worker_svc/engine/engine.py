@@ -178,6 +178,7 @@ class _Proposals:
     host: dict[int, list[int]]
     device: list[tuple[list[int], torch.Tensor]]  # per draft step, (requests, their proposals [requests])
     batches: list[int]  # requests of each draft step of the model
+    steps_s: float  # what these took, by `_clock`; what is around them does not grow with their number
 
 
 @dataclass(slots=True)
@@ -378,17 +379,12 @@ class SpeculativeEngine:
             swapping_s += self._clock()
         swap_ended = time.perf_counter()
         choices = self._choices(steps)
-        draft_started, drafting_s = time.perf_counter(), 0.0
-        drafts = any(step.draft_len or step.catch_up for step in steps)
-        if drafts:
-            drafting_s = -self._clock()
+        draft_started = time.perf_counter()
         try:
             proposals = self._propose(steps, choices)
         finally:
             choices.adjustments.close()
         self._synchronize()
-        if drafts:
-            drafting_s += self._clock()
         verify_started = time.perf_counter()
         verified = self._verify(steps, proposals, choices)
         failed = dict(choices.adjustments.failed)
@@ -420,9 +416,9 @@ class SpeculativeEngine:
             # Rows of a chunk cost something else than proposals do. Under load there are a few of them in nearly every round.
             self.lengths.observe_costs(
                 all_rows,
-                self._clock() - round_clock - swapping_s - drafting_s,
+                self._clock() - round_clock - swapping_s - proposals.steps_s,
                 proposals.batches,
-                drafting_s,
+                proposals.steps_s,
                 keys,
                 sum(step.catch_up for step in steps),
                 uneven=min(fed) < max(fed),
@@ -605,7 +601,7 @@ class SpeculativeEngine:
                 members = [i for i, ids in found.items() if len(ids) > j]
                 tokens = torch.tensor([found[i][j] for i in members], device=self._device)
                 choices.adjustments.proposed(members, j, tokens)
-        proposals = _Proposals(found, [], [])
+        proposals = _Proposals(found, [], [], 0.0)
         self._propose_by_model(proposals, steps, choices)
         return proposals
 
@@ -636,6 +632,7 @@ class SpeculativeEngine:
         if members and draft.proposes and choices.by_kernels:
             self._propose_at_once(proposals, steps, choices, fed, ids, plan)
             return
+        began = self._clock()
         last = [plan.first_row[at] + pieces[at].tokens - 1 for at in plan.order if steps[fed[at]].draft_len]
         logits = draft.forward(ids, plan, torch.tensor(last, dtype=torch.int64, device=self._device))
         depth = max((steps[i].draft_len for i in members), default=0)
@@ -673,6 +670,8 @@ class SpeculativeEngine:
                 proposals.host.setdefault(i, []).append(token)
                 if token in self._eos_ids and not steps[i].sequence.spec.ignore_eos:
                     steps[i].draft_len = j + 1  # what were proposed behind an end would be lost either way
+        self._synchronize()
+        proposals.steps_s = self._clock() - began
 
     def _propose_at_once(
         self,
@@ -691,7 +690,9 @@ class SpeculativeEngine:
             if (step := steps[i]).draft_len
         ]
         vocab = min(self._draft.shape.vocab_size, self.capacity.vocab_size)
+        began = self._clock()
         told = self._draft.propose(ids, plan, drafts, choices.for_kernels, vocab, list(self._eos_ids))
+        proposals.steps_s = self._clock() - began
         for draft, tokens in zip(drafts, told, strict=True):
             i = fed[draft.piece]
             proposals.host[i] = tokens
@@ -807,7 +808,7 @@ class SpeculativeEngine:
                 zip(rows_of_it, rows_of_it, strict=True)
             )  # of a broken one nobody looks at them
             if step.fed and i not in broken:
-                guesses = _Proposals({0: [*proposed.get(i, [])]}, [], [])
+                guesses = _Proposals({0: [*proposed.get(i, [])]}, [], [], 0.0)
                 alone = self._verify([step], guesses, replace(choices, offsets=[choices.offsets[i]]))
                 if not all(alone.sound):
                     broken.add(i)
