@@ -115,9 +115,10 @@ def engine(path: Path) -> Iterator[str]:
 
     rows, source, about = _read(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
+    cpu = f", on a CPU with {about['cpu']}" if "cpu" in about else ""
     yield from ("## The engine beside others", "")
     yield f"The same pair, prompts, precision ({about['dtype']}) and number of threads ({about['threads']}); tokens per second of CPU time, all kinds of prompts in"
-    yield f"equal parts, temperature 0, up to so many at a time; {versions}. {source}."
+    yield f"equal parts, temperature 0, up to so many at a time; {versions}{cpu}. {source}."
     yield from _speeds(rows, texts=True)
     yield "Ratios of our engine with speculation, paired by turn, with their 95 % intervals; against several modes of one engine, to the best of them."
     yield from _ratios(

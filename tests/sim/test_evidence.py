@@ -242,11 +242,12 @@ def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
         row("vllm, compiled, plain", 4, 2000.0),
     ]
     about = {"dtype": "float32", "threads": 1, "acceptance": None, "torch": "2.0", "vllm": "0.1"}
+    about["cpu"] = "AVX2"
     text = "\n".join(engine(results_of(tmp_path, "engine", rows, **about)))
     assert "| ours, speculative | 700 | – | 100% |" in text
     assert "| vllm, compiled, plain | 1,368 | 2,000 | 75% |" in text
     assert "| vLLM, temperature 0 | 1.50 [1.45, 1.60] | – |" in text
-    assert "temperature 0, up to so many at a time; torch 2.0, vllm 0.1." in text
+    assert "temperature 0, up to so many at a time; torch 2.0, vllm 0.1, on a CPU with AVX2." in text
     assert "- batch 1: 2.30 [2.10, 2.50] of assisted (goal 2.2)" in text
     assert "4 of 5 goals are met" in text
 
