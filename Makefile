@@ -66,18 +66,31 @@ test: setup ## Run the tests, two files at a time (no GPU, Docker or Redis neede
 test-long: setup ## Run the long tests: chaos, fuzzing, policies
 	$(BIN)/python -m pytest -m long $(ARGS)
 
-# As the scheduler's image has it. In a copy, so that here what is edited is what runs.
+# What is built otherwise than here is built in a copy, so that here what is edited is what runs.
+define copied
+	@rm -rf $(1) && mkdir -p $(1)
+	@git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --ignore-failed-read | tar --extract --directory=$(1)
+	@ln -s $(CURDIR)/$(VENV) $(1)/.venv
+endef
+
+# As the scheduler's image has it.
 COMPILED := build/compiled
 .PHONY: compiled
 compiled: setup ## Copy the tree into build/compiled and compile the scheduling core there (needs a C compiler)
-	@rm -rf $(COMPILED) && mkdir -p $(COMPILED)
-	@git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --ignore-failed-read | tar --extract --directory=$(COMPILED)
-	@ln -s $(CURDIR)/$(VENV) $(COMPILED)/.venv
+	$(call copied,$(COMPILED))
 	cd $(COMPILED) && COMPILE_CORE=1 .venv/bin/python setup.py --quiet build_ext --inplace
 
 .PHONY: test-compiled
 test-compiled: compiled ## Run the core's tests against the compiled core
 	cd $(COMPILED) && PYTHONPATH=$(CURDIR)/$(COMPILED) .venv/bin/python -m pytest -m "not long" tests/core tests/sim $(ARGS)
+
+SANITIZED := build/sanitized
+.PHONY: test-sanitized
+test-sanitized: setup ## Run the tests of the kernels in C with each access to memory checked (needs gcc)
+	$(call copied,$(SANITIZED))
+	cd $(SANITIZED) && CC=gcc CFLAGS="-fsanitize=address -fno-omit-frame-pointer" .venv/bin/python setup.py --quiet build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(CURDIR)/$(SANITIZED) \
+	  .venv/bin/python -m pytest -s tests/worker/test_kernels.py $(ARGS)
 
 .PHONY: coverage
 coverage: setup ## Measure lines and branches of the core, the store and the acceptance code that no test takes; there must be none

@@ -697,9 +697,9 @@ class SpeculativeEngine:
             i = fed[draft.piece]
             proposals.host[i] = tokens
             steps[i].draft_len = len(tokens)
-            self._draft_place(steps[i]).length += max(0, len(tokens) - 1)
-        later = [sum([len(tokens) > j for tokens in told]) for j in range(1, max(map(len, told)))]
-        proposals.batches += [len(told), *later]
+            self._draft_place(steps[i]).length += len(tokens) - 1
+        depth = max(map(len, told))
+        proposals.batches += [sum([len(tokens) > j for tokens in told]) for j in range(depth)]
 
     def _draft_place(self, step: _Step) -> Place:
         assert step.sequence.draft is not None

@@ -231,8 +231,8 @@ class Decoder:
     ) -> list[list[int]]:
         """Run one forward, choose at the last row of each draft's piece among the first `vocabulary` tokens, go on with what was chosen, and so on.
 
-        Arguments as in `__call__`; `choosing`: None for the greatest logits; `ends`: tokens that end a text. Returns the proposals of each draft: as
-        many as it may have, fewer behind an end, or where logits are no numbers.
+        Arguments as in `__call__`; `choosing`: None for the greatest logits; `ends`: tokens that end a text. Returns the proposals of each draft: one at
+        least, as many as it may have, or up to an end or to where logits are no numbers.
         """
         many, depth = len(drafts), max(draft.most for draft in drafts)
         table = array("q", [number for draft in drafts for number in draft])

@@ -651,9 +651,8 @@ static int propose(const Decoder *decoder, const Packed *packed, const Draft *dr
             const Draft *draft = drafts + going[i];
             const Piece *piece = packed->pieces + draft->piece;
             const int64_t id = ids[i];
-            if (id < 0) continue; /* what is no number proposes nothing */
-            proposed[going[i] * depth + step] = id;
-            if (step + 1 == draft->most || (draft->stops && is_one_of(id, ends, ends_count))) continue;
+            proposed[going[i] * depth + step] = id < 0 ? 0 : id; /* where logits are no numbers any token: the target refuses it, and that is noticed */
+            if (id < 0 || step + 1 == draft->most || (draft->stops && is_one_of(id, ends, ends_count))) continue;
             pieces[left] = (Piece){left, 1, piece->start + piece->tokens + step, piece->base, piece->rows};
             choices[left] = draft->choice + step + 1;
             wanted[left] = left;
