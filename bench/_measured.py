@@ -136,6 +136,24 @@ def engine(path: Path) -> Iterator[str]:
     )
 
 
+def engine_again(path: Path) -> Iterator[str]:
+    """Our engine against itself alone, with more turns than a run beside others has time for."""
+    from bench.engine import SPECULATIVE, goals
+
+    rows, source, about = _read(path)
+    batches = ", ".join(str(batch) for batch in sorted({row["batch"] for row in rows}))
+    least = min(
+        (row for row in rows if row["config"] == SPECULATIVE), key=lambda row: float(row["ratio_plain_low"])
+    )
+    yield from ("### Speculation beside plain decoding, once more", "")
+    yield f"Without others and with {about['turns']} turns, at batch {batches}, where speculation gains least and what it loses is soonest seen. {source}."
+    yield ""
+    yield from _goals(
+        goals(rows, exact=about["dtype"] == "float32"),
+        f"The least: {_told(least, 'ratio_plain')} for *{least['kind']}* at temperature {least['temperature']}",
+    )
+
+
 def memory_bound(path: Path) -> Iterator[str]:
     """The same of a pair whose weights are larger than any cache."""
     from bench.engine import goals
@@ -199,13 +217,17 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
         row = found.get((name, batch, BOTH)) or found.get((name, batch, 0.0))
         if row is None:
             return "–"
-        middle, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+        return _told(row, name)
 
     yield from table(
         ("beside", *(f"batch {batch}" for batch in batches)),
         ((words, *(ratio(name, batch) for batch in batches)) for name, words in labels.items()),
     )
+
+
+def _told(row: Row, name: str) -> str:
+    middle, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _goals(judged: Sequence[Any], words: str) -> Iterator[str]:

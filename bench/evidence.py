@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._markdown import spread, table, verdict_of
-from bench._measured import carried, deciding, engine, memory_bound, policy_rows, served
+from bench._measured import carried, deciding, engine, engine_again, memory_bound, policy_rows, served
 from bench._policy_tables import expected_text
 from bench.figures import draw_overview, draw_regime, named, ratios
 from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
@@ -34,6 +34,7 @@ MEASURED = {
     "serve": served,
     "control": deciding,
     "engine": engine,
+    "engine-again": engine_again,
     "memory-bound": memory_bound,
     "gateway": carried,
 }

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from bench._measured import carried, deciding, engine, memory_bound, served
+from bench._measured import carried, deciding, engine, engine_again, memory_bound, served
 from bench.evidence import FIGURES, MEASURED, PAGE, Results, draw, main, newest, page, source_of
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
@@ -219,6 +219,37 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     assert "1 of 2 rows meet both" in text
     assert "100 workers, 5000 queued" in text
     assert "2.50 ms of CPU time per report. One core so carries 20 workers whose rounds take 50 ms" in text
+
+
+def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
+    def row(kind, temperature, plain):
+        found = {
+            "config": "ours, speculative",
+            "kind": kind,
+            "temperature": temperature,
+            "batch": 16,
+            "identical": 1.0,
+        }
+        return found | dict(zip(("ratio_plain", "ratio_plain_low", "ratio_plain_high"), plain, strict=True))
+
+    rows = [
+        row("mixed", "both", (1.1, 1.05, 1.15)),
+        row("sort", 0.0, (0.98, 0.975, 0.99)),
+        row("prose", 0.8, (0.985, 0.96, 1.01)),
+        {
+            "config": "ours, plain",
+            "kind": "sort",
+            "temperature": 0.0,
+            "batch": 16,
+            "identical": 1.0,
+            "ratio_plain": None,
+        },
+    ]
+    about = {"dtype": "float32", "acceptance": None, "turns": 7}
+    text = "\n".join(engine_again(results_of(tmp_path, "engine-again", rows, **about)))
+    assert "with 7 turns, at batch 16" in text
+    assert "The least: 0.98 [0.96, 1.01] for *prose* at temperature 0.8. Missed:" in text
+    assert "4 of 5 goals are met" in text
 
 
 def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
