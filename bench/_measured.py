@@ -138,7 +138,7 @@ def engine(path: Path) -> Iterator[str]:
 
 def engine_again(path: Path) -> Iterator[str]:
     """Our engine against itself alone, with more turns than a run beside others has time for."""
-    from bench.engine import SPECULATIVE, goals
+    from bench.engine import SPECULATIVE, goals, told_ratio
 
     rows, source, about = _read(path)
     batches = ", ".join(str(batch) for batch in sorted({row["batch"] for row in rows}))
@@ -150,7 +150,7 @@ def engine_again(path: Path) -> Iterator[str]:
     yield ""
     yield from _goals(
         goals(rows, exact=about["dtype"] == "float32"),
-        f"The least: {_told(least, 'ratio_plain')} for *{least['kind']}* at temperature {least['temperature']}",
+        f"The least: {told_ratio(least, 'ratio_plain')} for *{least['kind']}* at temperature {least['temperature']}",
     )
 
 
@@ -202,7 +202,7 @@ def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
 
 def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
     """Of the whole mix, by batch size, ours with speculation, a forward of ours without: both temperatures where it was measured so, else 0."""
-    from bench.engine import BOTH, PLAIN, SPECULATIVE  # needs torch
+    from bench.engine import BOTH, PLAIN, SPECULATIVE, told_ratio  # needs torch
 
     found = {
         (name, row["batch"], row["temperature"]): row
@@ -217,17 +217,12 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
         row = found.get((name, batch, BOTH)) or found.get((name, batch, 0.0))
         if row is None:
             return "–"
-        return _told(row, name)
+        return told_ratio(row, name)
 
     yield from table(
         ("beside", *(f"batch {batch}" for batch in batches)),
         ((words, *(ratio(name, batch) for batch in batches)) for name, words in labels.items()),
     )
-
-
-def _told(row: Row, name: str) -> str:
-    middle, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _goals(judged: Sequence[Any], words: str) -> Iterator[str]:

@@ -444,15 +444,16 @@ def goals(
                 found.append(Goal(text, row["identical"] == 1, False))
         for name, goal in least.items():
             if row.get(name) is not None:
-                text = f"{at}: {_told(row, name)} of {name[6:].replace('_', ' ')} (goal {goal})"
+                text = f"{at}: {told_ratio(row, name)} of {name[6:].replace('_', ' ')} (goal {goal})"
                 found.append(Goal(text, row[f"{name}_low"] >= goal, whole or name == "ratio_vllm"))
         if memory_bound and row.get("forward") is not None and row["batch"] in FORWARD_BATCHES:
-            text = f"{at}: a forward takes {_told(row, 'forward')} of vllm's (goal {GOAL_FORWARD})"
+            text = f"{at}: a forward takes {told_ratio(row, 'forward')} of vllm's (goal {GOAL_FORWARD})"
             found.append(Goal(text, row["forward_high"] <= GOAL_FORWARD, True))
     return found
 
 
-def _told(row: Mapping[str, Any], name: str) -> str:
+def told_ratio(row: Mapping[str, Any], name: str) -> str:
+    """A ratio of a row, with its interval."""
     return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
 
 
@@ -469,7 +470,7 @@ def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """One table of the whole mix, with all rivals; one of each kind alone."""
 
     def ratio(row: dict[str, Any], name: str) -> str:
-        return "" if row[name] is None else _told(row, name)
+        return "" if row[name] is None else told_ratio(row, name)
 
     threads = f"{options.threads} thread{'s'[: options.threads > 1]}"
     labels = [label for label in RIVALS if any(row[f"ratio_{label}"] is not None for row in rows)]

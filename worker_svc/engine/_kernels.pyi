@@ -1,5 +1,16 @@
 """Of kernels.c. Tensors are addresses, sizes are counted in numbers; nothing is checked that kernels.py checks."""
 
+from typing import TypeAlias
+
+# weights, layers, hidden, inner, heads, kv_heads, size, embedding, tokens, turns, norm, head, head_bias, columns, half, epsilon, scale
+Decoder: TypeAlias = tuple[
+    int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, float, float
+]
+Packed: TypeAlias = tuple[int, int, int, int, int, int]  # ids, rows, pieces, count, pool, pool_layer
+Choosing: TypeAlias = tuple[
+    int, int, int, int, int, int
+]  # inverse_temperature, noisy, apart, noise, noise_row, vocabulary
+
 def use(most: int, /) -> int: ...
 def attend(
     query: int,
@@ -31,79 +42,15 @@ def turn(
     /,
 ) -> None: ...
 def forward(
-    weights: int,
-    layers: int,
-    hidden: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    embedding: int,
-    tokens: int,
-    turns: int,
-    norm: int,
-    head: int,
-    head_bias: int,
-    columns: int,
-    half: int,
-    epsilon: float,
-    scale: float,
-    ids: int,
-    rows: int,
-    pieces: int,
-    count: int,
-    pool: int,
-    pool_layer: int,
-    wanted: int,
-    many: int,
-    logits: int,
-    scratch: int,
-    /,
+    decoder: Decoder, packed: Packed, wanted: int, many: int, logits: int, scratch: int, /
 ) -> None: ...
 def choose(
-    inverse_temperature: int,
-    noisy: int,
-    apart: int,
-    noise: int,
-    noise_row: int,
-    vocabulary: int,
-    logits: int,
-    logits_row: int,
-    rows: int,
-    choices: int,
-    chosen: int,
-    /,
+    choosing: Choosing, logits: int, logits_row: int, rows: int, choices: int, chosen: int, /
 ) -> None: ...
 def propose(
-    weights: int,
-    layers: int,
-    hidden: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    embedding: int,
-    tokens: int,
-    turns: int,
-    norm: int,
-    head: int,
-    head_bias: int,
-    columns: int,
-    half: int,
-    epsilon: float,
-    scale: float,
-    ids: int,
-    rows: int,
-    pieces: int,
-    count: int,
-    pool: int,
-    pool_layer: int,
-    inverse_temperature: int,
-    noisy: int,
-    apart: int,
-    noise: int,
-    noise_row: int,
-    vocabulary: int,
+    decoder: Decoder,
+    packed: Packed,
+    choosing: Choosing,
     drafts: int,
     many: int,
     ends: int,

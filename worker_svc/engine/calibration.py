@@ -16,9 +16,8 @@ from worker_svc.engine.model import PackedModel
 
 TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
 SHORT = 64  # tokens of the contexts in which most is measured. Our choice
-STEPS_IN_A_CALL = (
-    4  # draft steps of one row each that are measured together, where they are one call. Our choice
-)
+# Draft steps of one row each that are measured together, where they are one call. Our choice.
+STEPS_IN_A_CALL = 4
 # What a round takes besides the forward, and each of its rows, before that was measured.
 AROUND_S, AROUND_ROW_S = 2e-4, 1.5e-5
 

@@ -234,6 +234,8 @@ class SpeculativeEngine:
             vocab_size=target.shape.vocab_size,
             device=str(self._device),
         )
+        # Tokens that both models have.
+        self._draft_vocab = 0 if draft is None else min(draft.shape.vocab_size, target.shape.vocab_size)
         self._formats = formats
         self.lengths = DraftLengths(self.capacity.max_draft_len, options.draft_len)
         if target.by_kernels:
@@ -612,8 +614,7 @@ class SpeculativeEngine:
         fed = [i for i, step in enumerate(steps) if step.catch_up]
         if not fed or self._draft is None:
             return
-        draft = self._draft
-        vocab = min(draft.shape.vocab_size, self.capacity.vocab_size)
+        draft, vocab = self._draft, self._draft_vocab
         pieces = []
         for i in fed:
             sequence, feed = steps[i].sequence, steps[i].catch_up
@@ -689,9 +690,10 @@ class SpeculativeEngine:
             for at, i in enumerate(fed)
             if (step := steps[i]).draft_len
         ]
-        vocab = min(self._draft.shape.vocab_size, self.capacity.vocab_size)
         began = self._clock()
-        told = self._draft.propose(ids, plan, drafts, choices.for_kernels, vocab, list(self._eos_ids))
+        told = self._draft.propose(
+            ids, plan, drafts, choices.for_kernels, self._draft_vocab, list(self._eos_ids)
+        )
         proposals.steps_s = self._clock() - began
         for draft, tokens in zip(drafts, told, strict=True):
             i = fed[draft.piece]
@@ -707,9 +709,8 @@ class SpeculativeEngine:
 
     def _draft_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids that the draft has rows for: padded vocabularies of one tokenizer may differ in size."""
-        assert self._draft is not None
-        limit = self._draft.shape.vocab_size
-        return ids if limit >= self.capacity.vocab_size else ids.clamp(max=limit - 1)
+        limit = self._draft_vocab
+        return ids if limit == self.capacity.vocab_size else ids.clamp(max=limit - 1)
 
     # -- verification -------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,25 @@
 
 /* Arguments are addresses and numbers, checked by the caller (kernels.py). */
 
+static int integer(PyObject *given, int64_t *to) {
+    *to = PyLong_AsLongLong(given);
+    return *to != -1 || !PyErr_Occurred();
+}
+
 static int integers(PyObject *const *given, int64_t *to, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        to[i] = PyLong_AsLongLong(given[i]);
-        if (to[i] == -1 && PyErr_Occurred()) return 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!integer(given[i], to + i)) return 0;
+    return 1;
+}
+
+/* The first integers of a tuple of so many numbers. */
+static int integers_of(PyObject *tuple, Py_ssize_t size, int64_t *to, Py_ssize_t count) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != size) {
+        PyErr_Format(PyExc_TypeError, "not a tuple of %zd numbers", size);
+        return 0;
     }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!integer(PyTuple_GetItem(tuple, i), to + i)) return 0;
     return 1;
 }
 
@@ -100,24 +114,28 @@ static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-/* The decoder and packed rows that the first DECODER arguments tell. */
-enum { OF_DECODER = 15, OF_PACKED = 6, DECODER = OF_DECODER + 2 + OF_PACKED };
+/* What comes as a tuple (_kernels.pyi) is a struct here. */
 
-static int decoder_of(PyObject *const *given, Decoder *decoder, Packed *packed) {
-    int64_t n[OF_DECODER], p[OF_PACKED];
-    if (!integers(given, n, OF_DECODER) || !integers(given + OF_DECODER + 2, p, OF_PACKED)) return 0;
-    double epsilon = PyFloat_AsDouble(given[OF_DECODER]), scale = PyFloat_AsDouble(given[OF_DECODER + 1]);
+static int decoder_of(PyObject *given, Decoder *decoder) {
+    int64_t n[15];
+    if (!integers_of(given, 17, n, 15)) return 0;
+    double epsilon = PyFloat_AsDouble(PyTuple_GetItem(given, 15)), scale = PyFloat_AsDouble(PyTuple_GetItem(given, 16));
     if (PyErr_Occurred()) return 0;
     *decoder = (Decoder){AT(const Weights, n[0]), n[1], n[2], n[3], n[4], n[5], n[6], AT(const void, n[7]), n[8], AT(const float, n[9]),
                          AT(const float, n[10]), AT(const void, n[11]), AT(const float, n[12]), n[13], n[14], (float)epsilon, (float)scale};
-    *packed = (Packed){AT(const int64_t, p[0]), p[1], AT(const Piece, p[2]), p[3], AT(char, p[4]), p[5]};
     return serves(decoder->heads, decoder->kv_heads, decoder->size);
 }
-enum { OF_CHOOSING = 6 };
 
-static int choosing_of(PyObject *const *given, Choosing *choosing) {
-    int64_t n[OF_CHOOSING];
-    if (!integers(given, n, OF_CHOOSING)) return 0;
+static int packed_of(PyObject *given, Packed *packed) {
+    int64_t n[6];
+    if (!integers_of(given, 6, n, 6)) return 0;
+    *packed = (Packed){AT(const int64_t, n[0]), n[1], AT(const Piece, n[2]), n[3], AT(char, n[4]), n[5]};
+    return 1;
+}
+
+static int choosing_of(PyObject *given, Choosing *choosing) {
+    int64_t n[6];
+    if (!integers_of(given, 6, n, 6)) return 0;
     *choosing = (Choosing){AT(const float, n[0]), AT(const float, n[1]), n[2], AT(const float, n[3]), n[4], n[5]};
     return 1;
 }
@@ -133,7 +151,7 @@ static PyObject *py_forward(PyObject *module, PyObject *const *given, Py_ssize_t
     Packed packed;
     int64_t n[4];
     int known;
-    if (!expects(count, DECODER + 4) || !decoder_of(given, &decoder, &packed) || !integers(given + DECODER, n, 4)) return NULL;
+    if (!expects(count, 6) || !decoder_of(given[0], &decoder) || !packed_of(given[1], &packed) || !integers(given + 2, n, 4)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     known = kernels->forward(&decoder, &packed, AT(const int64_t, n[0]), n[1], AT(float, n[2]), AT(float, n[3]));
     Py_END_ALLOW_THREADS
@@ -143,7 +161,7 @@ static PyObject *py_forward(PyObject *module, PyObject *const *given, Py_ssize_t
 static PyObject *py_choose(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     Choosing choosing;
     int64_t n[5];
-    if (!expects(count, OF_CHOOSING + 5) || !choosing_of(given, &choosing) || !integers(given + OF_CHOOSING, n, 5)) return NULL;
+    if (!expects(count, 6) || !choosing_of(given[0], &choosing) || !integers(given + 1, n, 5)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     kernels->choose(AT(const float, n[0]), n[1], n[2], AT(const int64_t, n[3]), &choosing, AT(int64_t, n[4]));
     Py_END_ALLOW_THREADS
@@ -156,8 +174,8 @@ static PyObject *py_propose(PyObject *module, PyObject *const *given, Py_ssize_t
     Choosing choosing;
     int64_t n[8];
     int known;
-    if (!expects(count, DECODER + OF_CHOOSING + 8) || !decoder_of(given, &decoder, &packed) || !choosing_of(given + DECODER, &choosing) ||
-        !integers(given + DECODER + OF_CHOOSING, n, 8))
+    if (!expects(count, 11) || !decoder_of(given[0], &decoder) || !packed_of(given[1], &packed) || !choosing_of(given[2], &choosing) ||
+        !integers(given + 3, n, 8))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     known = kernels->propose(&decoder, &packed, AT(const Draft, n[0]), n[1], &choosing, AT(const int64_t, n[2]), n[3], AT(int64_t, n[4]), n[5],

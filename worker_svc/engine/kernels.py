@@ -215,7 +215,7 @@ class Decoder:
         rows, many = ids.shape[0], wanted.shape[0]
         logits = torch.empty((many, self._head.columns))
         _kernels.forward(
-            *self._decoder, *_packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many, len(pieces))
+            self._decoder, _packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many, len(pieces))
         )  # fmt: skip
         return logits[:, : self._head.outputs]
 
@@ -239,7 +239,7 @@ class Decoder:
         ended, proposed = array("q", ends), array("q", bytes(8 * many * depth))
         work = array("q", bytes(8 * many * (4 + PIECE_NUMBERS)))
         _kernels.propose(
-            *self._decoder, *_packed(ids, pieces, pools), *_choosing(choosing, vocabulary),
+            self._decoder, _packed(ids, pieces, pools), _choosing(choosing, vocabulary),
             table.buffer_info()[0], many, ended.buffer_info()[0], len(ended), proposed.buffer_info()[0], depth,
             self._scratch_at(ids.shape[0], many, len(pieces), many * self._head.columns), work.buffer_info()[0],
         )  # fmt: skip
@@ -284,7 +284,7 @@ def choose(logits: torch.Tensor, choices: Sequence[int], choosing: Choosing | No
         logits = logits.contiguous()
     rows, chosen = array("q", choices), array("q", bytes(8 * len(choices)))
     _kernels.choose(
-        *_choosing(choosing, logits.shape[1]), logits.data_ptr(), logits.stride(0), len(rows), rows.buffer_info()[0], chosen.buffer_info()[0]
+        _choosing(choosing, logits.shape[1]), logits.data_ptr(), logits.stride(0), len(rows), rows.buffer_info()[0], chosen.buffer_info()[0]
     )  # fmt: skip
     return chosen.tolist()
 

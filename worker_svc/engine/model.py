@@ -196,7 +196,7 @@ class PackedModel:
     @property
     def proposes(self) -> bool:
         """Whether `propose` can be called."""
-        return self._lean is not None and self._lean.decoder is not None
+        return self.all_by_kernels
 
     def propose(
         self,
