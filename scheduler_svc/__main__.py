@@ -92,6 +92,7 @@ async def serve(settings: SchedulerSettings) -> None:
     leading = app.spawn(lead(), name="leadership")
 
     async def drain() -> None:
+        await leadership.write_back()
         leading.cancel()
         await leadership.resign()
 

@@ -67,6 +67,8 @@ class Clients:
         """Of all requests the record has ever accepted, as far as this leader knows."""
         self.brought_back_until_s = 0.0
         """The record was empty when this leader came: until then those who hold what it lost bring it back."""
+        self.ended_lately: deque[EndedLately] = deque(maxlen=MAX_ENDS_KEPT)
+        """The ends that the record may still lose, oldest first."""
         self.doubtful: set[str] = set()
         """Submissions that were refused because the record did not answer, and that it may hold all the same."""
         self._settings = settings
@@ -74,7 +76,6 @@ class Clients:
         self._timers = timers
         self._outage = outage
         self._confirm_lead = confirm_lead
-        self._ended: deque[EndedLately] = deque(maxlen=MAX_ENDS_KEPT)
         self._capacity_tokens = capacity_tokens
         self._retry_after_s = retry_after_s
         self._traces = traces
@@ -98,17 +99,20 @@ class Clients:
         self._traces.ended(live, commit.end, commit.detail, commit.story, now_s)
         del self.live[live.request_id]
         self.owe(live)
-        self.ended_lately(now_s)
-        self._ended.append(EndedLately(now_s, live, replace(commit, position=len(live.committed), tokens=())))
+        self.forget_old_ends(now_s)
+        self.ended_lately.append(
+            EndedLately(now_s, live, replace(commit, position=len(live.committed), tokens=()))
+        )
         metrics.observe_end(
             commit.end, live.facts, live.started_s, live.first_token_s, len(live.committed), now_s
         )
 
-    def ended_lately(self, now_s: float) -> Sequence[EndedLately]:
-        """The ends that a record may still lose, oldest first."""
-        while self._ended and self._ended[0].at_s < now_s - ENDS_KEPT_S:
-            self._ended.popleft()
-        return self._ended
+    def forget_old_ends(self, now_s: float) -> None:
+        """Drop the ends that the record can no longer lose. Only while the record answers: an outage can outlast ENDS_KEPT_S,
+        and what it lost is known afterwards.
+        """
+        while self.ended_lately and self.ended_lately[0].at_s < now_s - ENDS_KEPT_S:
+            self.ended_lately.popleft()
 
     def owe(self, live: Live) -> None:
         """It has tokens or an end that its attachments have not been sent."""

@@ -74,6 +74,18 @@ class Leadership:
             finally:
                 self._step_down("this scheduler no longer leads")
 
+    async def write_back(self) -> None:
+        """Before a graceful stop: write back what the record has lost, if it has. Waits at most two lease periods."""
+        if self.loop is None:
+            return
+        settled = asyncio.Event()
+        self.loop.put(LeadInDoubt(settled))
+        try:
+            async with asyncio.timeout(2 * self.settings.lease_s):
+                await settled.wait()
+        except TimeoutError:
+            log.warning("stopping without the record: what it has lost and only this leader holds is lost")
+
     async def resign(self) -> None:
         """Stop leading so that a standby takes over at once; part of a graceful stop."""
         self._step_down("this scheduler is stopping")
@@ -142,9 +154,11 @@ class Leadership:
         return loop
 
     async def _renew(self) -> None:
-        """Renews three times per lease. While Redis is away nobody else can lead either, so it keeps trying."""
+        """Renew three times per lease. While the record is away no other process can lead either, so it keeps trying, often enough
+        to be the first that finds the record again.
+        """
         while True:
-            await asyncio.sleep(self.settings.lease_s / 3)
+            await asyncio.sleep(self.settings.lease_s / (8 if self.outage.on else 3))
             try:
                 if not await self.store.renew_leadership():
                     raise Fenced("the lease was not renewed in time")

@@ -217,6 +217,8 @@ class Loop:
         self.timers.run_due(turn)
         if turn.lead_in_doubt:
             await self._confirm_lead()
+            for settled in turn.settled:
+                settled.set()
         if turn.submits:
             await self.clients.admit(turn)
         if turn.offers:
@@ -255,8 +257,10 @@ class Loop:
                 turn.departures.append(item)
             case DrainOrdered(worker_id):
                 self.roster.drain(turn, worker_id)
-            case LeadInDoubt():
+            case LeadInDoubt(settled):
                 turn.lead_in_doubt = True
+                if settled is not None:
+                    turn.settled.append(settled)
 
     def _heard_worker(self, turn: Turn, session: WorkerSession, message: worker_pb.WorkerMessage) -> None:
         entry = self.roster.workers.get(session.worker_id)
@@ -306,6 +310,7 @@ class Loop:
 
     async def _settle_claims(self) -> None:
         if not self.outage.on:
+            self.clients.forget_old_ends(self.clock())
             try:
                 await self.store.settle_claims()
             except StoreUnavailable as error:  # the next second tries again
@@ -411,6 +416,7 @@ class Loop:
                 try:
                     if await self.store.reclaim_leadership(newest_sequence=self.clients.newest_sequence):
                         await self._write_back()
+                        await self.store.reclaimed()
                         self._saved_priors = ""
                 except Fenced:
                     continue  # lost again amid it
@@ -437,7 +443,7 @@ class Loop:
             batch.restore(restored)
             await batch.execute()
             await self.store.claim_again(restored)
-        for ended in self.clients.ended_lately(self.clock()):
+        for ended in self.clients.ended_lately:
             batch = self.store.batch()
             restored = [ended.live.to_record()]
             batch.restore(restored)

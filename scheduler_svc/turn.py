@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from collections.abc import Awaitable, Callable
@@ -62,7 +63,9 @@ class DrainOrdered:
 
 @dataclass(frozen=True, slots=True)
 class LeadInDoubt:
-    """The renewal of the lease found that the record may have lost something."""
+    """The record may have lost something: compare, and write back what it lacks. Then set `settled`."""
+
+    settled: asyncio.Event | None = None
 
 
 Item = FromGateway | GatewayClosed | WorkerOpened | FromWorker | WorkerClosed | DrainOrdered | LeadInDoubt
@@ -82,6 +85,8 @@ class Turn:
     seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
     """Requests that were submitted again with more outputs shown than the record has, and those outputs."""
     lead_in_doubt: bool = False
+    settled: list[asyncio.Event] = field(default_factory=list)
+    """Set once the record holds what this leader holds."""
     """Leadership, and what the record holds, must be confirmed before anything else."""
     unknown_attaches: list[tuple[GatewaySession, gateway_pb.Attach]] = field(default_factory=list)
     """Attaches to requests that are not led here: the record is asked."""

@@ -55,6 +55,12 @@ class Keys:
         """string: random, made by the first leader; another one or none means the data was lost · TTL: SHARD_TTL_S."""
         return self.prefix + "incarnation"
 
+    def server(self) -> str:
+        """string: run id of the server that holds all that the last leader wrote; `behind` while a leader writes back what the record
+        lost; none after a leader resigned · TTL: SHARD_TTL_S.
+        """
+        return self.prefix + "server"
+
     def priors(self) -> str:
         """string: what the policy has learnt, opaque · TTL: SHARD_TTL_S."""
         return self.prefix + "priors"

@@ -29,6 +29,7 @@ def _load(name: str) -> Script:
 ACQUIRE = _load("acquire")
 RENEW = _load("renew")
 RECLAIM = _load("reclaim")
+RECLAIMED = _load("reclaimed")
 RESIGN = _load("resign")
 SUBMIT = _load("submit")
 COMMIT = _load("commit")
@@ -45,6 +46,7 @@ ALL = (
     ACQUIRE,
     RENEW,
     RECLAIM,
+    RECLAIMED,
     RESIGN,
     SUBMIT,
     COMMIT,

@@ -148,11 +148,12 @@ class Store:
         timeout_s: float = 2.0,
         wait_replicas: int = 0,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`open` makes the servers. `wait_replicas`: nothing counts as written before so many replicas have it.
 
         `timeout_s` bounds each exchange with the server, connecting included. `clock` gives Unix seconds: when tokens
-        came and requests ended.
+        came and requests ended. `monotonic` gives seconds: how long a standby has waited for the last leader.
         """
         self.keys = Keys(shard)
         self._servers = servers
@@ -162,6 +163,7 @@ class Store:
         self._timeout_s = timeout_s
         self._wait_replicas = wait_replicas
         self._clock = clock
+        self._monotonic = monotonic
         self._queue_keys = [
             self.keys.leader(),
             self.keys.unfinished(),
@@ -176,6 +178,7 @@ class Store:
             self.keys.incarnation(),
             self.keys.sequence(),
             self.keys.priors(),
+            self.keys.server(),
         ]
         self._leadership = ""
         # One at a time: a renewal that overtakes a reclaim would look like another leader's.
@@ -188,7 +191,10 @@ class Store:
         self.record_was_empty = False
         """There was nothing in the record when this process became its leader."""
         self._nonce = secrets.token_hex(8)
-        self._emptied_since_s: float | None = None
+        # Whether the record could not be reached since this process last saw a leader.
+        self._in_doubt = False
+        # When this standby found a record that may be older than what its last leader holds.
+        self._older_since_s: float | None = None
         # The run id of the server that holds all that this leader wrote.
         self._trusted_server: str | None = ""
         # Which idempotency key expires with which request. A leader has submitted or loaded whatever it ends, so this
@@ -212,6 +218,7 @@ class Store:
         sentinel_user: SentinelUser | None = None,
         wait_replicas: int = 0,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> Store:
         """Connects when first used. `url`: see `redis_url`; `tls`, `password_file`, `sentinel_user`: see `servers`.
 
@@ -234,6 +241,7 @@ class Store:
             timeout_s=timeout_s,
             wait_replicas=wait_replicas,
             clock=clock,
+            monotonic=monotonic,
         )
 
     async def ping(self) -> None:
@@ -258,21 +266,39 @@ class Store:
         return self._incarnation
 
     async def acquire_leadership(self, *, owner: str, lease_s: float) -> LeaderEpoch | None:
-        """Become the leader, unless somebody is: then None. `owner` is the address where peers find this process.
+        """Become the leader. None while another process leads.
 
-        Whoever leads already keeps its epoch. None also for two lease periods after a record that this process has seen
-        alive was found empty: its last leader, which can write everything back, goes first. Raises SchemaMismatch.
+        None also where the record may be older than what its last leader holds in memory, for `patience_s`: a leader that is alive writes
+        that back first. The record may be older when its server was restarted or replaced, when it lacks an epoch or the data that
+        this process has seen, or when this process could not reach it. Returns the epoch again if this process leads already.
+
+        `owner` is the address where peers find this process. Raises SchemaMismatch, StoreUnavailable.
         """
+        try:
+            return await self._acquire(owner, lease_s)
+        except StoreUnavailable:
+            self._in_doubt = True
+            raise
+
+    def patience_s(self, lease_s: float) -> float:
+        """How long a standby leaves a record that may be older to its last leader: two lease periods, and no less than three
+        exchanges, in which a leader that is alive finds the record again. Our choice.
+        """
+        return max(2 * lease_s, 3 * self._timeout_s)
+
+    async def _acquire(self, owner: str, lease_s: float) -> LeaderEpoch | None:
         try:
             if self._leadership and await self.renew_leadership():
                 return self._epoch
         except RecordBehind:
-            # Whatever it lost, this process has nothing to write back when it gets here.
+            # It leads without a working copy: there is nothing that it could write back.
             if await self.reclaim_leadership(newest_sequence=0):
+                await self.reclaimed()
                 return self._epoch
         lease_ms = math.ceil(lease_s * 1000)
         has_waited = (
-            self._emptied_since_s is not None and time.monotonic() - self._emptied_since_s >= 2 * lease_s
+            self._older_since_s is not None
+            and self._monotonic() - self._older_since_s >= self.patience_s(lease_s)
         )
         reply = await self._call(
             scripts.ACQUIRE,
@@ -285,17 +311,20 @@ class Store:
                 SCHEMA_VERSION,
                 self._next_incarnation,
                 self._highest_number,
-                "" if has_waited else self._incarnation or "",
+                self._incarnation or "",
+                int(self._in_doubt),
+                int(has_waited),
                 _SHARD_TTL_MS,
             ],
         )
         if reply[0] == b"schema":
             raise _schema_mismatch(reply[1])
-        if reply[0] == b"emptied":
-            if self._emptied_since_s is None:
-                self._emptied_since_s = time.monotonic()
+        if reply[0] == b"older":
+            if self._older_since_s is None:
+                self._older_since_s = self._monotonic()
             return None
-        self._emptied_since_s = None
+        self._older_since_s = None
+        self._in_doubt = False
         if reply[0] != b"ok":
             self._incarnation = reply[1].decode() or self._incarnation
             return None
@@ -325,13 +354,13 @@ class Store:
         if renewed[0] == 0:
             self._forget_leadership()
         elif renewed[0] == 2:
-            raise RecordBehind("the record was emptied, or set back to before this leadership")
+            raise RecordBehind("the record was emptied or set back, or its server was restarted or replaced")
         elif self._servers.run_id != self._trusted_server:
             raise RecordBehind("the server of the record was restarted, or another one answers in its place")
         return bool(renewed[0])
 
     async def reclaim_leadership(self, *, newest_sequence: int) -> bool:
-        """After RecordBehind: lead on, and then restore. False: somebody else leads by now.
+        """After RecordBehind: lead on, then restore, then call `reclaimed`. False: another process leads by now.
 
         `newest_sequence`: of all requests that were ever accepted; later ones get larger ones.
         """
@@ -361,6 +390,19 @@ class Store:
         self._lives_in(reply[1])
         return True
 
+    async def reclaimed(self) -> None:
+        """All that this leader holds is written back. Until then no standby leads before its patience is over.
+
+        Raises Fenced, and StoreUnavailable: then everything has to be written back again.
+        """
+        keys = [self.keys.leader(), self.keys.server()]
+        call = _Call(scripts.RECLAIMED, keys, [self._leadership, _SHARD_TTL_MS])
+        try:
+            await self._run([call], leading=True)
+        except StoreUnavailable:
+            self.distrust()
+            raise
+
     def distrust(self) -> None:
         """What was to be written back did not arrive: everything is fenced until the next `reclaim_leadership`."""
         self._trusted_server = None
@@ -375,10 +417,10 @@ class Store:
         leadership = self._leadership
         self._forget_leadership()
         if leadership:
-            await self._call(scripts.RESIGN, [self.keys.leader()], [leadership])
+            await self._call(scripts.RESIGN, [self.keys.leader(), self.keys.server()], [leadership])
 
     async def leader(self) -> Leader | None:
-        """Who leads the shard now, seen by anybody."""
+        """Return the leader of the shard, whichever process it is."""
         async with self._reached():
             found = await self._client.get(self.keys.leader())
         if found is None:

@@ -71,7 +71,7 @@ async def open_store(server: EmbeddedServer, client: redis_client.Redis) -> Asyn
     yield open_one
 
     last = open_one()
-    await client.delete(last.keys.leader(), last.keys.schema_version())
+    await client.delete(last.keys.leader(), last.keys.server(), last.keys.schema_version())
     await last.acquire_leadership(owner="the end:1", lease_s=60)
     await end_everything(last)
     await last.settle_claims()

@@ -87,6 +87,62 @@ async def trust_again(store: Store) -> None:
     assert await store.renew_leadership() is True
 
 
+async def test_a_restarted_server_is_left_to_the_last_leader_first_by_a_standby_that_saw_nothing(
+    own_server: EmbeddedServer, store: Store
+) -> None:
+    """The run id of the server tells it, so that a standby that has just been started knows it too."""
+    now_s = 0.0
+    own_server.kill()
+    await start_again(own_server, store)
+    standby = Store.open(own_server.url, store.keys.shard, timeout_s=0.3, monotonic=lambda: now_s)
+    lease_s = 0.001  # of the leader too: it has run out
+    assert await standby.acquire_leadership(owner="b:1", lease_s=lease_s) is None
+    await _no_lease(own_server, store)
+
+    assert await standby.acquire_leadership(owner="b:1", lease_s=lease_s) is None
+    with pytest.raises(RecordBehind):
+        await store.renew_leadership()
+    assert await store.reclaim_leadership(newest_sequence=0) is True
+    await store.reclaimed()
+    await _no_lease(own_server, store)
+    assert await standby.acquire_leadership(owner="b:1", lease_s=60) is not None
+    await standby.close()
+
+
+async def test_a_leader_that_never_comes_back_is_waited_for_no_longer_than_the_patience(
+    own_server: EmbeddedServer, store: Store
+) -> None:
+    now_s = 0.0
+    own_server.kill()
+    await start_again(own_server, store)
+    await _no_lease(own_server, store)
+    standby = Store.open(own_server.url, store.keys.shard, timeout_s=2.0, monotonic=lambda: now_s)
+    assert standby.patience_s(3.0) == standby.patience_s(0.5) == 6.0
+    assert standby.patience_s(10.0) == 20.0
+
+    assert await standby.acquire_leadership(owner="b:1", lease_s=3.0) is None
+    now_s = 5.99
+    assert await standby.acquire_leadership(owner="b:1", lease_s=3.0) is None
+    now_s = 6.0
+    assert await standby.acquire_leadership(owner="b:1", lease_s=3.0) is not None
+    await standby.close()
+
+
+async def test_a_leader_that_resigned_is_not_waited_for(own_server: EmbeddedServer, store: Store) -> None:
+    await store.resign()
+    own_server.stop()
+    await start_again(own_server, store)
+
+    standby = Store.open(own_server.url, store.keys.shard)
+    assert await standby.acquire_leadership(owner="b:1", lease_s=60) is not None
+    await standby.close()
+
+
+async def _no_lease(server: EmbeddedServer, store: Store) -> None:
+    async with redis_client.Redis.from_url(server.url) as client:
+        await client.delete(store.keys.leader())
+
+
 async def test_a_killed_server_is_unavailable_and_comes_back_with_what_was_committed(
     own_server: EmbeddedServer, store: Store, operator: redis_client.Redis
 ) -> None:

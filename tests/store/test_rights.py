@@ -76,6 +76,7 @@ async def use_everything(store: Store) -> None:
     assert await store.renew_leadership()
     store.distrust()
     assert await store.reclaim_leadership(newest_sequence=3)
+    await store.reclaimed()
     assert (await One(store).restore(held)).name == "GONE"
     assert await One(store).finish(a_finish("r2")) is OK
     assert await One(store).finish(a_finish("r3")) is OK

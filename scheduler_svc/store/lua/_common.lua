@@ -7,6 +7,21 @@
 --   * Numbers are stored as the caller wrote them.
 local OK, ALREADY, STALE, GONE = 0, 1, 2, 3
 
+-- Value of the key `server` while a leader writes back what the record has lost.
+local BEHIND = 'behind'
+
+-- Returns what tells one life of a server process from another; the same word always where the user may not run INFO.
+local function server_id()
+    local info = redis.pcall('INFO', 'server')
+    return type(info) == 'string' and string.match(info, 'run_id:(%x+)') or 'unknown'
+end
+
+-- Whether another process leads whose epoch is not older than the caller's.
+local function is_newer_leader(leader, leadership, number)
+    if not leader or leader == leadership then return false end
+    return tonumber(string.match(leader, '^(%d+):')) >= tonumber(number)
+end
+
 -- KEYS that every script about the queue begins with:
 --   [1] leader   [2] unfinished   [3] tenants   [4] reserved   [5..36] level 0..31
 local UNFINISHED, TENANTS, RESERVED, LEVEL_0, AFTER_QUEUE = 2, 3, 4, 5, 37

@@ -1,18 +1,22 @@
--- acquire: become the leader, if nobody is.
+-- acquire: become the leader if there is none and no earlier leader can hold more than the record.
 --   KEYS[1] leader           string  "epoch owner", lives as long as the lease
 --   KEYS[2] leader_count     string  number of the newest epoch
 --   KEYS[3] schema_version   string
 --   KEYS[4] incarnation      string
 --   KEYS[5] sequence         string
 --   KEYS[6] priors           string
---   ARGV    nonce, owner, lease_ms, schema_version, new_incarnation, above, known_incarnation, shard_ttl_ms
---             above: the new number is larger than this and than any before (the counter may have been lost)
---             known_incarnation: of the data as the caller last saw it; empty when it has not, or has waited long enough
+--   KEYS[7] server           string  run id of the server that holds all that the last leader wrote, or BEHIND
+--   ARGV    nonce, owner, lease_ms, schema_version, new_incarnation, newest_known, known_incarnation, in_doubt, has_waited, shard_ttl_ms
+--             newest_known: number of the newest epoch that the caller has seen; the new number is larger
+--             known_incarnation: of the data when the caller last saw it, or empty
+--             in_doubt: '1' when the caller could not reach the record since it last saw a leader
+--             has_waited: '1' when the last leader had its time to come back
 --   returns {'ok', epoch, incarnation} | {'taken', incarnation or ''} | {'schema', version on the record}
---           | {'emptied'} when the caller has seen data and there is none any more: the last leader goes first
+--           | {'older'}: the record may have lost the last of what was written. A leader that is alive holds it, and goes first.
 --           'ok' also when this very nonce leads: a retry.
 local nonce, owner, lease_ms, schema, new_incarnation = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local above, known_incarnation, shard_ttl_ms = tonumber(ARGV[6]), ARGV[7], ARGV[8]
+local newest_known, known_incarnation, in_doubt, has_waited = tonumber(ARGV[6]), ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
+local shard_ttl_ms = ARGV[10]
 
 local found = redis.call('GET', KEYS[3])
 if found and found ~= schema then return {'schema', found} end
@@ -24,13 +28,20 @@ if leader then
     redis.call('PEXPIRE', KEYS[1], lease_ms)
     return {'ok', mine, incarnation}
 end
-if known_incarnation ~= '' and not incarnation then return {'emptied'} end
 
-local number = math.max(tonumber(redis.call('GET', KEYS[2]) or 0), above) + 1
+local count = tonumber(redis.call('GET', KEYS[2]) or 0)
+local server, this_server = redis.call('GET', KEYS[7]), server_id()
+local may_be_older = known_incarnation ~= '' and not incarnation  -- it was emptied
+    or count < newest_known                                       -- it lacks an epoch that the caller has seen
+    or server and (server ~= this_server or in_doubt)             -- its server was restarted or replaced; no leader resigned
+if may_be_older and not has_waited then return {'older'} end
+
+local number = math.max(count, newest_known) + 1
 local epoch = string.format('%d:%s', number, nonce)
 redis.call('SET', KEYS[1], epoch .. ' ' .. owner, 'NX', 'PX', lease_ms)
 redis.call('SET', KEYS[2], string.format('%d', number))
 redis.call('SET', KEYS[3], schema)
 redis.call('SET', KEYS[4], new_incarnation, 'NX')
-for i = 2, 6 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
+redis.call('SET', KEYS[7], this_server)
+for i = 2, 7 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
 return {'ok', epoch, redis.call('GET', KEYS[4])}

@@ -159,6 +159,87 @@ async def test_what_a_crash_of_the_server_took_is_written_again(
         assert new.accepted.request_id == "r4"
 
 
+async def test_a_standby_leaves_a_record_that_lost_its_tail_to_the_leader_that_is_alive(
+    own_valkey: EmbeddedServer,
+    operator: redis_client.Redis,
+    start_own: StartScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The standby polls more often than the leader renews, and finds no lease. What the record lost: an end with its idempotency key,
+    a cancellation, and an accepted request. An outage can last longer than ends are kept for a record that answers.
+    """
+    leader = await start_own()
+    epoch = leader.leadership.epoch
+    standby = await start_scheduler(own_valkey.url, shard="s", lease_s=0.5)
+    async with gateway(leader.address) as client, worker(leader.address, slots=3) as gpu:
+        await client.submit("r0")
+        size = await written_size(own_valkey, operator)
+        await client.submit("r1", submission_id=1, idempotency_key="k", body_hash=b"b")
+        lease = (await gpu.assigned("r0", "r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", lease, 0, [10, 11], end=STOP)
+        await client.read("r1-client")
+        cancel = gateway_pb.CancelRequested(cancel_id=1, request_id="r0", tenant="anonymous")
+        await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+        assert (await client.next("cancel_reply")).cancelled
+        await client.submit("r2", submission_id=2, keep=True)
+
+        await written_size(own_valkey, operator)
+        own_valkey.kill()
+        os.truncate(commits_file(own_valkey), size)
+        await wait_until_async(lambda: leader.leadership.outage.on, description="the leader has noticed")
+        await wait_until_async(lambda: standby.leadership.outage.on, description="the standby has noticed")
+        monkeypatch.setattr(clients, "ENDS_KEPT_S", 0.0)
+        await asyncio.sleep(leader.settings.lease_s)  # the lease has to run out on the record's clock
+        own_valkey.start()
+
+        async def written_back() -> bool:
+            with contextlib.suppress(Exception):
+                return await leader.store.unfinished_ids() == ["r2"]
+            return False
+
+        await wait_until_async(written_back, description="the leader has written back")
+        ends = [await leader.store.read(request_id) for request_id in ("r0", "r1")]
+        assert [stored and (stored.end, stored.committed_ids) for stored in ends] == [
+            (End.CANCELLED, ()),
+            (End.STOP, (10, 11)),
+        ]
+        again = await client.submit("r3", submission_id=3, idempotency_key="k", body_hash=b"b")
+        assert again.accepted.request_id == "r1", "the key ran once"
+        assert (leader.leadership.epoch, standby.leadership.loop) == (epoch, None)
+    await standby.crash()
+
+
+async def test_a_leader_that_is_stopped_writes_back_first_what_the_record_has_lost(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own(lease_s=30.0)  # no renewal comes in between
+    async with gateway(first.address) as client:
+        size = await written_size(own_valkey, operator)
+        await client.submit("r1", keep=True)
+        await written_size(own_valkey, operator)
+    own_valkey.kill()
+    os.truncate(commits_file(own_valkey), size)
+    own_valkey.start()
+    await first.leadership.write_back()
+    await first.leadership.resign()
+
+    second = await start_own()
+    assert await second.store.unfinished_ids() == ["r1"]
+    await second.leadership.resign()
+    await second.leadership.write_back()  # it leads no more: nothing to do
+
+
+async def test_a_leader_that_is_stopped_does_not_wait_for_ever_for_the_record(
+    own_valkey: EmbeddedServer, start_own: StartScheduler
+) -> None:
+    leader = await start_own(lease_s=0.5)
+    own_valkey.kill()
+    with structlog.testing.capture_logs() as lines:
+        await leader.leadership.write_back()
+
+    assert any(line["event"].startswith("stopping without the record") for line in lines)
+
+
 async def test_a_request_whose_end_was_lost_long_ago_is_not_run_again(
     own_valkey: EmbeddedServer,
     operator: redis_client.Redis,
@@ -166,7 +247,7 @@ async def test_a_request_whose_end_was_lost_long_ago_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As from an old backup: the leader no longer holds it, and its client has had its end."""
-    monkeypatch.setattr(clients, "ENDS_KEPT_S", -1.0)
+    monkeypatch.setattr(clients, "MAX_ENDS_KEPT", 0)
     scheduler = await start_own(lease_s=30.0)
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
