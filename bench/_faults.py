@@ -2,7 +2,7 @@
 
 A plan says the kind of each fault, its moment, how long it lasts and a draw that picks its victim among those that can be hit at that
 moment. A component that is still down from an earlier fault is not hit again before it is back, and one of each pair stays up, unless
-the kind is a double fault: every line of docs/guarantees.md speaks of what a fault breaks while the rest lives.
+the kind names more: every line of docs/guarantees.md speaks of what a fault breaks while the rest lives.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc.aio
 import redis.asyncio as redis_client
@@ -25,6 +28,14 @@ from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
 PATIENCE_S = 2.0
 """How long a fault waits for something that it can hit."""
+LONG_PATIENCE_S = 20.0
+"""The same for faults that need several components up at once."""
+LONGEST_DELAY_S = 0.4
+"""Of each piece of data on a slow connection."""
+TAIL_S = 1.0
+"""What a record loses of its newest writes: the server syncs every second."""
+DISK_BYTES = 4096
+"""What a full disk still takes."""
 LONGEST_S = 8.0
 """Of a pause or a silence: longer than the lease, the links' silence and a worker's grace, so that both sides of each are met."""
 DOWN_S = 2.0
@@ -47,6 +58,10 @@ WEIGHTS = {
     "pause record": 4, "restart record": 3, "kill record": 3, "empty record": 4,
     "kill leader and record": 2, "kill leader while a worker drains": 2, "kill gateway and worker": 3,
     "empty record and kill leader": 1,
+    "lose tail of record": 5, "fill disk of record": 3, "fill memory of record": 3, "flush scripts of record": 2,
+    "delay worker": 3, "delay gateway": 3, "delay clients": 2, "delay leader from record": 3,
+    "half-open worker": 3, "half-open gateway": 2,
+    "kill schedulers": 2, "pause schedulers": 2, "kill gateways": 2, "pause gateways": 2, "kill everything": 2,
 }  # fmt: skip
 DOUBLE = frozenset(
     {
@@ -54,8 +69,15 @@ DOUBLE = frozenset(
         "kill leader while a worker drains",
         "kill gateway and worker",
         "empty record and kill leader",
+        "lose tail of record",
+        "kill schedulers",
+        "pause schedulers",
+        "kill gateways",
+        "pause gateways",
+        "kill everything",
     }
 )
+"""Need several components up at once."""
 KINDS = tuple(WEIGHTS)
 
 
@@ -142,6 +164,8 @@ class Hand:
         self._retired: set[str] = set()
         self._hit_at_s: dict[str, float] = {}
         self._emptied_at_s = float("-inf")
+        self._written: list[tuple[float, Path, int]] = []
+        """When the record's append-only file had which size."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.problems: list[str] = []
 
@@ -158,7 +182,15 @@ class Hand:
                     self.problems.append(
                         f"{name} died by itself, exit code {child.returncode}:\n{child.log_tail()}"
                     )
+            self._watch_the_file()
             await asyncio.sleep(ASK_S)
+
+    def _watch_the_file(self) -> None:
+        now_s = self._now()
+        with contextlib.suppress(OSError):
+            for path in (self._stack.dir / "valkey" / "appendonlydir").glob("*.incr.aof"):
+                self._written.append((now_s, path, path.stat().st_size))
+        self._written = [entry for entry in self._written if now_s - entry[0] <= TAIL_S]
 
     async def look(self) -> None:
         """Once."""
@@ -205,9 +237,9 @@ class Hand:
         began_s = self._now()
         while (victims := self._victims(fault)) is None:
             await asyncio.sleep(0.05)
-            if self._now() - began_s > PATIENCE_S:
+            if self._now() - began_s > (LONG_PATIENCE_S if fault.kind in DOUBLE else PATIENCE_S):
                 fault = dataclasses.replace(fault, kind=rng.choices(self._kinds, self._weights)[0])
-        if fault.kind.startswith("empty"):
+        if fault.kind.startswith(("empty", "lose")):
             self._emptied_at_s = self._now()
         carried = bool(self.picture.unfinished) and any(self._carries(name) for name in victims)
         done = Done(fault, victims, self._now(), carried)
@@ -263,8 +295,15 @@ class Hand:
                 chosen = [one(busy) if len(self.workers()) > max(2, self._workers // 2) else None]
             case ["empty", "record", "and", *_]:
                 chosen = [one(records), one(leaders)]
-            case ["empty", "record"]:
+            case ["empty", "record"] | ["lose", "tail", "of", "record"]:
                 chosen = [one(records) if leaders and not lately else None]
+            case ["kill", "everything"]:
+                up = [name for name in self._stack.children if name not in self.down | self._retired]
+                chosen = [*up] if leaders and records and gateways else [None]
+            case ["kill" | "pause", "schedulers"]:
+                chosen = [*self.schedulers()] if leaders else [None]
+            case ["kill" | "pause", "gateways"]:
+                chosen = [*gateways] or [None]
             case [*_, "leader", "from", "record"] | ["kill" | "pause" | "stop", "leader"]:
                 chosen = [one(leaders)]
             case ["kill", "leader", "and", "record"]:
@@ -278,7 +317,7 @@ class Hand:
                 chosen = [one(standbys)]
             case [_, "gateway" | "clients"]:
                 chosen = [one(gateways)]
-            case [_, "record"]:
+            case [_, "record"] | [_, _, "of", "record"]:
                 chosen = [one(records)]
             case _:
                 chosen = [one(busy)]
@@ -319,6 +358,23 @@ class Hand:
                 await self._empty()
                 await asyncio.sleep(down_s)
                 await self._start(victims[1])
+            case ["lose", "tail", "of", "record"]:
+                await self._lose_tail(fault)
+            case ["fill", "disk", "of", "record"]:
+                await self._fill_disk(fault)
+            case ["fill", "memory", "of", "record"]:
+                await self._fill_memory(fault)
+            case ["flush", "scripts", "of", "record"]:
+                async with redis_client.Redis.from_url(self._stack.redis_url) as record:
+                    await record.script_flush()
+            case ["half-open", _]:
+                await self._leave_half_open(victims[0], fault)
+            case ["kill", "everything"]:
+                for name in victims:
+                    self._kill(name)
+                await asyncio.sleep(down_s)
+                await self._start("valkey")
+                await asyncio.gather(*(self._start(name) for name in victims if name != "valkey"))
             case ["restart", "record"]:
                 self.expected_ends.add("valkey")
                 self._stack.children["valkey"].ask_to_stop()
@@ -339,13 +395,15 @@ class Hand:
                 await asyncio.sleep(down_s)
                 await asyncio.gather(*(self._start(name) for name in victims))
             case ["pause", *_]:
-                self._stack.pause(victims[0])
+                for name in victims:
+                    self._stack.pause(name)
                 await asyncio.sleep(fault.lasts_s)
-                self._stack.resume(victims[0])
+                for name in victims:
+                    self._stack.resume(name)
             case ["stop", *_]:
                 await self._terminate(victims[0])
                 await self._start(victims[0])
-            case ["cut" | "silence" | "half-silence" as how, *what]:
+            case ["cut" | "silence" | "half-silence" | "delay" as how, *what]:
                 await self._disturb(how, what, victims[0], fault)
 
     async def _disturb(self, how: str, what: list[str], victim: str, fault: Fault) -> None:
@@ -362,10 +420,53 @@ class Hand:
             return
         half: Direction = "up" if fault.draw < 0.5 else "down"
         for proxy in proxies:
-            proxy.hold(pid, BOTH if how == "silence" else (half,))
+            if how == "delay":
+                proxy.delay(pid, LONGEST_DELAY_S * fault.draw)
+            else:
+                proxy.hold(pid, BOTH if how == "silence" else (half,))
         await asyncio.sleep(fault.lasts_s)
         for proxy in proxies:
             proxy.release(pid)
+
+    async def _leave_half_open(self, victim: str, fault: Fault) -> None:
+        """Its machine is gone: the process ends, and its peers get no word of it until their connections are released."""
+        pid = self._stack.children[victim].pid or 0
+        proxies = [self._proxies[name] for name in self.schedulers()]
+        for proxy in proxies:
+            proxy.hold(pid, BOTH)
+        self._kill(victim)
+        await asyncio.sleep(DOWN_S * fault.lasts_s / LONGEST_S)
+        await self._start(victim)
+        await asyncio.sleep(fault.lasts_s)
+        for proxy in proxies:
+            proxy.release(pid)
+
+    async def _lose_tail(self, fault: Fault) -> None:
+        """Power loss of the record alone: its newest writes are gone, and it is away for a while."""
+        self._kill("valkey")
+        self._stack.children["valkey"].wait(5.0)
+        newest = max((entry for entry in self._written if entry[1].exists()), default=None)
+        if newest is not None:
+            path = newest[1]
+            size = min(entry[2] for entry in self._written if entry[1] == path)
+            os.truncate(path, min(size, path.stat().st_size))
+        await asyncio.sleep(fault.lasts_s)
+        await self._start("valkey")
+
+    async def _fill_disk(self, fault: Fault) -> None:
+        """The server can make no file larger, which it takes for a full disk."""
+        pid = self._stack.children["valkey"].pid or 0
+        sizes = [size for _, _, size in self._written] or [0]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (max(sizes) + DISK_BYTES, resource.RLIM_INFINITY))
+        await asyncio.sleep(fault.lasts_s)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def _fill_memory(self, fault: Fault) -> None:
+        async with redis_client.Redis.from_url(self._stack.redis_url) as record:
+            used = int((await record.info("memory"))["used_memory"])
+            await record.config_set("maxmemory", max(1, int(used * fault.draw)))
+            await asyncio.sleep(fault.lasts_s)
+            await record.config_set("maxmemory", 0)
 
     # -- with hands -----------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class Connection:
         self.gates: dict[Direction, asyncio.Event] = {direction: asyncio.Event() for direction in BOTH}
         self.writers: list[asyncio.StreamWriter] = []
         self.is_cut = False
+        self.delay_s = 0.0
+        """Of each piece of data, in either direction."""
         for gate in self.gates.values():
             gate.set()
 
@@ -58,7 +60,8 @@ class Connection:
             self.gates[direction].clear()
 
     def release(self) -> None:
-        """Everything passes again."""
+        """Everything passes again, at once."""
+        self.delay_s = 0.0
         for gate in self.gates.values():
             gate.set()
 
@@ -82,6 +85,7 @@ class Proxy:
         self.address = f"{HOST}:{self._socket.getsockname()[1]}"
         self.connections: set[Connection] = set()
         self._cut_off: dict[int, tuple[Direction, ...]] = {}
+        self._delayed_s: dict[int, float] = {}
         self._held: dict[int, list[Connection]] = {}
         self._server: asyncio.Server | None = None
         self._taking: set[asyncio.Task[None]] = set()
@@ -126,9 +130,19 @@ class Proxy:
         self._held.setdefault(pid, []).extend(connections)
         return len(connections)
 
+    def delay(self, pid: int, delay_s: float) -> int:
+        """Hold each piece of data between this process and the target for `delay_s`, on new connections too, until `release`."""
+        self._delayed_s[pid] = delay_s
+        connections = self.of(pid)
+        for connection in connections:
+            connection.delay_s = delay_s
+        self._held.setdefault(pid, []).extend(connections)
+        return len(connections)
+
     def release(self, pid: int) -> None:
         """The network is back."""
         self._cut_off.pop(pid, None)
+        self._delayed_s.pop(pid, None)
         for connection in self._held.pop(pid, []):  # not `of(pid)`: its own end of one may be gone by now
             connection.release()
 
@@ -138,6 +152,10 @@ class Proxy:
         for pid, directions in self._cut_off.items():
             if connection.port in ports_of(pid):
                 connection.hold(directions)
+                self._held.setdefault(pid, []).append(connection)
+        for pid, delay_s in self._delayed_s.items():
+            if connection.port in ports_of(pid):
+                connection.delay_s = delay_s
                 self._held.setdefault(pid, []).append(connection)
         self.connections.add(connection)
         try:
@@ -151,8 +169,8 @@ class Proxy:
             connection.cut()
         try:
             await asyncio.gather(
-                self._pump(reader, target_writer, connection.gates["up"]),
-                self._pump(target_reader, writer, connection.gates["down"]),
+                self._pump(reader, target_writer, connection, "up"),
+                self._pump(target_reader, writer, connection, "down"),
             )
         finally:
             self.connections.discard(connection)
@@ -160,11 +178,18 @@ class Proxy:
                 end.close()
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        connection: Connection,
+        direction: Direction,
     ) -> None:
+        gate = connection.gates[direction]
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 await gate.wait()
+                if connection.delay_s:
+                    await asyncio.sleep(connection.delay_s)
                 writer.write(data)
                 await writer.drain()
             await gate.wait()

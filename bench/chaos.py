@@ -2,8 +2,8 @@
 
 Two gateways, a leading and a standing-by scheduler, workers and a Valkey, each a process of its own; hundreds of seeded requests through
 resuming clients; and at seeded moments a fault: SIGKILL, SIGTERM, SIGSTOP until SIGCONT, a connection reset, a network that is silent in
-one direction or both, a record that is paused, restarted, killed or emptied, a drained worker, a smaller and a larger pool, and two at
-once. At the end the run fails unless
+one direction or both or slow, a peer that is gone without a word, a record that is paused, restarted, killed or emptied, that lost its
+newest writes, its scripts, its disk space or its memory, a drained worker, a smaller and a larger pool, a pair or everything at once. At the end the run fails unless
 
   * every accepted request ended exactly once, with no token missing, repeated or out of order, on the client's side and in the record;
   * at least 99.5 % ended successfully, the rest with an explicit error under a fault that may lose something (docs/guarantees.md);

@@ -114,6 +114,12 @@ class Clients:
         while self.ended_lately and self.ended_lately[0].at_s < now_s - ENDS_KEPT_S:
             self.ended_lately.popleft()
 
+    def ends_are_written_back(self, now_s: float) -> None:
+        """The record has them since now, and can lose them again."""
+        written = [replace(ended, at_s=now_s) for ended in self.ended_lately]
+        self.ended_lately.clear()
+        self.ended_lately.extend(written)
+
     def owe(self, live: Live) -> None:
         """It has tokens or an end that its attachments have not been sent."""
         for attachment in live.attachments.values():

@@ -450,6 +450,7 @@ class Loop:
             batch.commit([ended.commit])
             await batch.execute()
             await self.store.claim_again(restored)
+        self.clients.ends_are_written_back(self.clock())
         known = {*live, *self.clients.doubtful}
         unknown = [request_id for request_id in await self.store.unfinished_ids() if request_id not in known]
         for start in range(0, len(unknown), WRITE_BACK_TOGETHER):

@@ -277,7 +277,8 @@ class Store:
         try:
             return await self._acquire(owner, lease_s)
         except StoreUnavailable:
-            self._in_doubt = True
+            # The last leader cannot reach it either, as far as this process can see: its time begins again.
+            self._in_doubt, self._older_since_s = True, None
             raise
 
     def patience_s(self, lease_s: float) -> float:

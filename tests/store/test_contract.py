@@ -74,10 +74,10 @@ class Waiting:
     async def waits(self, *, briefly: bool = False) -> None:
         """It does not take over before its patience is over."""
         assert await self.takes_over() is None
-        self.now_s += self.store.patience_s(self.LEASE_S) - 0.01
+        self.now_s += self.store.patience_s(self.LEASE_S) - 1.0
         assert await self.takes_over() is None
         if not briefly:
-            self.now_s += 0.01
+            self.now_s += 1.0
 
 
 async def take_over(open_store: OpenStore, old: Store) -> Store:
@@ -799,6 +799,22 @@ class TestLeadership:
         assert await standby.takes_over() is None
         await client.delete(store.keys.leader())
         assert await standby.takes_over() is not None, "it has seen the leader since"
+
+    async def test_a_standby_waits_anew_after_each_time_it_could_not_reach_the_record(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A leader that came up while it waited, and that it has not seen, needs as much time as the one before."""
+        standby = Waiting(open_store)
+        await client.set(store.keys.server(), "an earlier process")
+        await client.delete(store.keys.leader())
+        await standby.waits(briefly=True)
+        with monkeypatch.context() as cut:
+            cut.setattr(standby.store, "_send", unreachable)
+            with pytest.raises(StoreUnavailable):
+                await standby.takes_over()
+
+        await standby.waits()
+        assert await standby.takes_over() is not None
 
     async def test_while_the_last_leader_writes_back_no_standby_leads(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis

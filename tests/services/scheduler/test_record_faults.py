@@ -209,6 +209,27 @@ async def test_a_standby_leaves_a_record_that_lost_its_tail_to_the_leader_that_i
     await standby.crash()
 
 
+async def test_an_end_that_was_written_back_is_kept_as_long_as_a_new_one(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    """The record can lose it once more."""
+    scheduler = await start_own()
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", lease, 0, [10], end=STOP)
+        await client.read("r1-client")
+        [before] = loop.clients.ended_lately
+        await operator.flushall()
+        await wait_until_async(lambda: scheduler.store.read("r1"), description="r1 is on the record again")
+
+        await wait_until_async(
+            lambda: loop.clients.ended_lately[0].at_s > before.at_s, description="its time begins again"
+        )
+
+
 async def test_a_leader_that_is_stopped_writes_back_first_what_the_record_has_lost(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
