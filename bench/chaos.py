@@ -183,6 +183,8 @@ async def record_problems(stack: LocalStack, outcomes: list[Outcome], hand: Hand
         requests = [key for key in keys if re.search(r":request:[^:]+$", key)]
         for key in requests:
             fields = await record.hgetall(key)
+            if not fields:
+                continue  # it ended so long ago that its key has expired since the scan
             request_id = key.rpartition(":")[2]
             outcome = by_id.get(request_id)
             if fields.get("state") != "ended":
