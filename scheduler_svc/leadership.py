@@ -54,6 +54,7 @@ class Leadership:
         self.sessions: set[WorkerSession | GatewaySession] = set()
         self.outage = Outage()
         self._on_lead = on_lead
+        self._waits = False
         self._traces = RequestTraces(tracing, shard=settings.shard, policy=settings.policy)
 
     async def run(self) -> None:
@@ -101,11 +102,21 @@ class Leadership:
                 self.outage.answered()
                 if epoch is not None:
                     return epoch
+                self._log_wait()
                 leader = await self.store.leader()
                 self.leader_address = leader.owner if leader is not None else ""
             except StoreUnavailable as error:
                 self.outage.began(error)
             await asyncio.sleep(self.settings.lease_s / 8)
+
+    def _log_wait(self) -> None:
+        if self.store.waits_for_last_leader != self._waits:
+            self._waits = self.store.waits_for_last_leader
+            if self._waits:
+                log.info(
+                    "waiting for the last leader: the record may lack what it holds",
+                    at_most_s=self.store.patience_s(self.settings.lease_s),
+                )
 
     async def _lead(self) -> None:
         renewing = asyncio.create_task(self._renew(), name="leadership renewal")

@@ -281,6 +281,11 @@ class Store:
             self._in_doubt, self._older_since_s = True, None
             raise
 
+    @property
+    def waits_for_last_leader(self) -> bool:
+        """Whether this standby found a record that may be older than what its last leader holds."""
+        return self._older_since_s is not None
+
     def patience_s(self, lease_s: float) -> float:
         """How long a standby leaves a record that may be older to its last leader: two lease periods, and no less than three
         exchanges, in which a leader that is alive finds the record again. Our choice.

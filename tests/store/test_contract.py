@@ -764,7 +764,9 @@ class TestLeadership:
         await client.delete(*await keys_of(client, store.keys.prefix))
 
         await standby.waits()
+        assert standby.store.waits_for_last_leader
         assert await standby.takes_over() is not None
+        assert not standby.store.waits_for_last_leader
         assert await store.reclaim_leadership(newest_sequence=0) is False
 
     async def test_a_standby_leaves_a_record_that_lacks_an_epoch_to_the_last_leader_first(
