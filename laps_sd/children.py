@@ -20,6 +20,8 @@ __all__ = ["Child", "ChildDied"]
 
 LOG_LINES = 15
 """Lines of a log that are shown when its process dies."""
+LOG_TAIL_BYTES = 64 * 1024
+"""The part of a log that they are looked for in."""
 
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="laps-sd-spawner")
 """Linux counts the end of the *thread* that started a child as its parent's death, so one thread starts them all."""
@@ -31,11 +33,9 @@ class ChildDied(StartupError):
     def __init__(self, child: Child, *, while_what: str) -> None:
         self.name = child.name
         self.returncode = child.returncode
-        code = child.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         tail = child.log_tail()
         said = f" Its last words:\n{tail}" if tail else " It said nothing."
-        super().__init__(f"{child.name} {how} {while_what}.{said}")
+        super().__init__(f"{child.name} {child.how_it_ended} {while_what}.{said}")
 
 
 class Child:
@@ -81,6 +81,17 @@ class Child:
         """How it ended; None while it runs, or before it was started."""
         return self._process.poll() if self._process is not None else None
 
+    @property
+    def how_it_ended(self) -> str:
+        """The end of a child that has ended, to follow its name: `was killed by SIGKILL`, `ended with exit code 1`."""
+        code = self.returncode or 0
+        if code >= 0:
+            return f"ended with exit code {code}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:  # a real-time signal
+            return f"was killed by signal {-code}"
+
     def signal(self, number: signal.Signals) -> None:
         """To the process and whatever it started; nothing if it has ended."""
         if self._process is not None and self._process.poll() is None:
@@ -111,6 +122,15 @@ class Child:
         """Everything it has written."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
+    def last_lines(self, count: int) -> list[str]:
+        """Return its last lines, without reading more than the end of a log that may be long."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
+                return log.read().decode(errors="replace").strip().splitlines()[-count:]
+        except OSError:
+            return []
+
     def log_tail(self) -> str:
         """The end of it."""
-        return "\n".join("  " + line for line in self.log_text().splitlines()[-LOG_LINES:])
+        return "\n".join("  " + line for line in self.last_lines(LOG_LINES))

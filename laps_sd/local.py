@@ -216,7 +216,11 @@ class LocalStack:
     @property
     def http_url(self) -> str:
         """The first gateway's HTTP server, for OpenAI's clients: http://host:port/v1."""
-        return f"http://{HOST}:{self._http_ports['gateway-0']}/v1"
+        return self.http_url_of("gateway-0")
+
+    def http_url_of(self, gateway: str) -> str:
+        """Return where a gateway serves OpenAI's clients."""
+        return f"http://{HOST}:{self._http_ports[gateway]}/v1"
 
     def metrics_url(self, name: str) -> str:
         """Where a component serves its metrics."""
@@ -354,6 +358,15 @@ class LocalStack:
     def wait_ready(self, name: str) -> None:
         """Returns once the component is ready."""
         self._wait_for({self._full(name)})
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether the component is ready now."""
+        name = self._full(name)
+        if name == "valkey":
+            return _answers_ping(self._valkey_port)
+        # Of several schedulers one leads and alone is ready; a gateway's readiness says that there is a leader.
+        standby = name.startswith("scheduler-") and self.options.schedulers > 1
+        return is_serving(self._addresses[name], "liveness" if standby else "readiness", tls=self.options.tls)
 
     # -- making -------------------------------------------------------------------------------------------------
 
@@ -540,7 +553,7 @@ class LocalStack:
                 # Before readiness, so that a child that answered and died is not taken for ready.
                 if not child.alive:
                     raise ChildDied(child, while_what="before it was ready")
-                if self._is_ready(name):
+                if self.is_ready(name):
                     waiting.remove(name)
                     self._progress(name, "ready", time.monotonic() - self._began)
             if waiting and time.monotonic() > deadline:
@@ -550,13 +563,6 @@ class LocalStack:
                 )
             if waiting:
                 time.sleep(EVERY_S)
-
-    def _is_ready(self, name: str) -> bool:
-        if name == "valkey":
-            return _answers_ping(self._valkey_port)
-        # Of several schedulers one leads and alone is ready; a gateway's readiness says that there is a leader.
-        standby = name.startswith("scheduler-") and self.options.schedulers > 1
-        return is_serving(self._addresses[name], "liveness" if standby else "readiness", tls=self.options.tls)
 
 
 class _PortPlan:

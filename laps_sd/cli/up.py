@@ -6,21 +6,26 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
+import grpc
 import typer
 from rich.console import Console
 from rich.status import Status
 
-from laps_sd.cli import generate
+from laps_sd.cli import dial, generate
 from laps_sd.config import PREFIX, unknown_sentences
 from laps_sd.local import LocalStack, Ports, Progress, StackOptions
+from laps_sd.supervisor import Supervisor
 
 DEMO_PROMPT = "Tell me a story about the harbour."
 DEMO_TOKENS = 200
 DEMO_SEED = 8
 LOOK_EVERY_S = 0.5
+ORDER = ("gateway", "scheduler", "worker", "valkey")
+"""Of what is shown: what a client needs first."""
 
 
 def up(
@@ -125,7 +130,11 @@ def up(
         bool, typer.Option("--verbose", help="Keep debug logs, and say where they are.")
     ] = False,
 ) -> None:
-    """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C."""
+    """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C.
+
+    A process that dies is started again on the same ports, at once the first time and after longer pauses (30 s at most) if
+    it dies again and again; one line says so. A worker that was drained stays away.
+    """
     console = Console(stderr=True, highlight=False)
     for sentence in unknown_sentences():
         console.print(f"laps-sd: {sentence}", soft_wrap=True)
@@ -158,14 +167,15 @@ def up(
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
         stack.start()
     try:
-        api_key = os.environ.get(f"{PREFIX}API_KEY")
-        # Where a key is needed and none is there, the first thing shown is not to be a refusal.
-        if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
-            _show_demo(console, stack, api_key)
-        _say_what_next(console, stack, verbose)
-        while True:
-            time.sleep(LOOK_EVERY_S)
-            stack.check()
+        with Supervisor(stack, say=_teller(console)) as supervisor:
+            api_key = os.environ.get(f"{PREFIX}API_KEY")
+            # Where a key is needed and none is there, the first thing shown is not to be a refusal.
+            if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
+                _show_demo(console, stack, api_key)
+            _say_what_next(console, stack, verbose)
+            while supervisor.failure is None:
+                time.sleep(LOOK_EVERY_S)
+            raise supervisor.failure
     except KeyboardInterrupt:
         console.print("\nstopping")
     finally:
@@ -189,27 +199,58 @@ def _reporter(console: Console, status: Status) -> Progress:
     return report
 
 
+def _teller(console: Console) -> Callable[[str], None]:
+    """Return what prints one line with the time of day before it: events of the night are read in the morning."""
+
+    def tell(sentence: str) -> None:
+        console.print(f"{time.strftime('%H:%M:%S')}  {sentence}", markup=False, soft_wrap=True)
+
+    return tell
+
+
 def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None:
     console.print(f"\n[bold]{DEMO_PROMPT}[/bold]")
     sys.stderr.flush()
-    generate.demo(
-        stack.gateway_address,
-        DEMO_PROMPT,
-        model=stack.options.model,
-        max_tokens=DEMO_TOKENS,
-        seed=DEMO_SEED,
-        api_key=api_key,
-    )
+    try:
+        generate.demo(
+            stack.gateway_address,
+            DEMO_PROMPT,
+            model=stack.options.model,
+            max_tokens=DEMO_TOKENS,
+            seed=DEMO_SEED,
+            api_key=api_key,
+        )
+    except grpc.RpcError as error:  # a gateway that was killed meanwhile, for one: it comes back
+        console.print(f"laps-sd: {dial.with_next_step(error)}", markup=False, soft_wrap=True)
+
+
+def _where(stack: LocalStack, name: str) -> str:
+    """Return what a component serves, and where."""
+    kind = name.split("-")[0]
+    if kind == "valkey":
+        return stack.redis_url
+    parts = []
+    if kind in ("gateway", "scheduler"):
+        parts.append(f"gRPC {stack.address(name)}")
+    if kind == "gateway":
+        parts.append(f"HTTP (OpenAI) {stack.http_url_of(name)}")
+    parts.append(f"metrics {stack.metrics_url(name)}")
+    if kind in ("scheduler", "worker") and stack.options.shards > 1:
+        parts.append(f"shard {stack.shard_of(name)}")
+    return ", ".join(parts)
 
 
 def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
+    console.print("\nListening:")
+    for name in sorted(stack.children, key=lambda name: ORDER.index(name.split("-")[0])):
+        console.print(
+            f"  {name:<12} process {stack.children[name].pid:<7}  {_where(stack, name)}",
+            markup=False,
+            soft_wrap=True,
+        )
     gateway = stack.gateway_address
-    elsewhere = "" if gateway == "127.0.0.1:50051" else f" --url {gateway}"
-    console.print(f"\nListening: gRPC {gateway}, HTTP (OpenAI) {stack.http_url}")
-    schedulers = stack.scheduler_address
-    if stack.options.shards > 1:
-        schedulers = ", ".join(f"{stack.address(name)} ({shard})" for name, shard in stack.schedulers.items())
-    console.print(f"Metrics: {stack.metrics_url('gateway')}, scheduler gRPC {schedulers}")
+    elsewhere = "" if gateway == dial.GATEWAY else f" --url {gateway}"
+    console.print("A process that is killed is started again on the same ports: try kill -9 NUMBER.")
     console.print("Try in another terminal:")
     console.print(
         f'  laps-sd generate "What is the capital of France?"{elsewhere}', markup=False, soft_wrap=True

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from laps_sd.client import Client
 from laps_sd.local import LocalStack
+from tests.helpers import wait_until
+from tests.system.up import Up
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -34,3 +39,25 @@ def test_the_prompts_of_the_readme_get_the_answers_that_it_shows(demo_stack: Loc
         for prompt, answer in shown:
             chat = [{"role": "user", "content": prompt}]
             assert client.generate(chat, temperature=0).text.strip() == answer
+
+
+def test_the_third_command_kills_a_worker_and_gets_its_answer() -> None:
+    [(command, answer)] = re.findall(r"^\$ (kill -9 .*)\n(.*)\n-- stop: 32 tokens", README, re.M)
+    with Up("--engine", "demo") as up:
+        before = up.pid("worker-0")
+        command = re.sub(r"kill -9 \d+", f"kill -9 {before}", command)
+        command = command.replace(".venv/bin/laps-sd", f"{sys.executable} -m laps_sd")
+        answered = subprocess.run(
+            command,
+            shell=True,
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"LAPS_SD_URL": up.grpc("gateway-0")},
+        )
+        assert answered.stdout == answer + "\n"
+        assert "-- stop: 32 tokens" in answered.stderr
+        for shown in re.findall(r"^\d\d:\d\d:\d\d  (worker-0 .*)$", README, re.M):
+            line = re.sub(r"[\d.]+", r"[\\d.]+", re.escape(shown).replace(r"\.", "."))
+            wait_until(lambda line=line: up.said(line), description=shown)
+        assert up.pid("worker-0") != before

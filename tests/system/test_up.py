@@ -1,0 +1,101 @@
+"""`laps-sd up` keeps its promise: any child may be killed; it comes back, and running streams end as if nothing was."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from laps_sd.client import Client, Delta, Ended
+from laps_sd.supervisor import Pauses, Supervisor
+from tests.conftest import StackMaker
+from tests.helpers import wait_until
+from tests.system.up import Up
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Up]:
+    with Up("--engine", "fake", environment={"LAPS_SD_FAKE_TIME_SCALE": "0.3"}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "gateway-0", "valkey"])
+def test_a_child_that_is_killed_comes_back_and_a_running_stream_ends_with_the_right_text(
+    up: Up, victim: str
+) -> None:
+    prompt, wanted = f"A story about a {victim}:", {"seed": 3, "max_tokens": 600, "ignore_eos": True}
+    before, ports = up.pid(victim), re.findall(r"127\.0\.0\.1:(\d+)", up.where(victim))
+    with Client(up.grpc("gateway-0")) as client:
+        undisturbed = client.generate(prompt, **wanted).text
+
+        text, end, tokens_at_the_kill = "", None, 0
+        for event in client.stream(prompt, **wanted):
+            if isinstance(event, Delta):
+                text += event.text
+                if not tokens_at_the_kill:
+                    tokens_at_the_kill = event.first_token + len(event.token_ids)
+                    up.kill(victim)
+            elif isinstance(event, Ended):
+                end = event
+        assert text == undisturbed
+        assert end is not None
+        assert end.usage.completion_tokens == 600
+        assert tokens_at_the_kill < 300, "the kill came too late to show anything"
+
+        [ready] = wait_until(lambda: up.said(rf"{victim} is ready again"), description="it is back")
+        [died] = up.said(rf"{victim} \(process {before}\) was killed by SIGKILL: starting it again in 0.2 s")
+        assert up.lines.index(died) < up.lines.index(ready)
+        assert up.pid(victim) != before
+        assert client.generate(prompt, **wanted).text == undisturbed
+    for port in ports:
+        socket.create_connection(("127.0.0.1", int(port)), 5).close()  # where it was before
+
+
+def test_a_child_that_dies_at_once_again_and_again_is_started_after_pauses_that_grow_up_to_a_bound(
+    make_stack: StackMaker,
+) -> None:
+    stack = make_stack()
+    worker, lines = stack.children["worker-0"], list[str]()
+    right = worker.environment["LAPS_SD_THREADS"]
+    with Supervisor(stack, say=lines.append, pauses=lambda: Pauses(first_s=0.1, longest_s=0.4)) as supervisor:
+        worker.environment["LAPS_SD_THREADS"] = "none"
+        stack.kill("worker-0")
+        wait_until(lambda: len(lines) >= 5, description="it was started four times in vain")
+
+        worker.environment["LAPS_SD_THREADS"] = right
+        wait_until(lambda: "is ready again" in lines[-1], description="it is back")
+        assert supervisor.failure is None
+
+    assert [line.rpartition(" starting it again in ")[2] for line in lines[:5]] == [
+        "0.1 s", "0.2 s", "0.4 s", "0.4 s", "0.4 s",
+    ]  # fmt: skip
+    assert "was killed by SIGKILL" in lines[0]
+    assert "ended with exit code 2 (laps-sd worker: LAPS_SD_THREADS must" in lines[1]
+    assert len([line for line in lines if not line.startswith("worker-0 ")]) == 0
+
+
+def test_the_first_pause_comes_again_after_a_run_that_was_long_enough() -> None:
+    pauses = Pauses(first_s=0.2, longest_s=30.0, steady_s=60.0)
+
+    assert [pauses.after(0.0) for _ in range(10)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]
+    assert pauses.after(59.9) == 30.0
+    assert pauses.after(60.0) == 0.2
+    assert pauses.after(1.0) == 0.4
+
+
+def test_a_worker_that_was_drained_is_not_started_again(make_stack: StackMaker) -> None:
+    stack = make_stack(workers=2)
+    lines: list[str] = []
+    with Supervisor(stack, say=lines.append):
+        stack.terminate("worker-0")
+        wait_until(lambda: lines, description="it is said")
+        stack.kill("worker-1")
+        wait_until(lambda: "worker-1 is ready again" in lines[-1], description="the other one is back")
+
+    assert "worker-0" in lines[0]
+    assert lines[0].endswith(
+        "ended with exit code 0: it was drained or asked to stop, and is not started again"
+    )
+    assert not stack.children["worker-0"].alive
