@@ -368,6 +368,10 @@ class LocalStack:
         standby = name.startswith("scheduler-") and self.options.schedulers > 1
         return is_serving(self._addresses[name], "liveness" if standby else "readiness", tls=self.options.tls)
 
+    def leads(self, scheduler: str) -> bool:
+        """Return whether this scheduler leads its shard now."""
+        return is_serving(self.address(scheduler), "readiness", tls=self.options.tls)
+
     # -- making -------------------------------------------------------------------------------------------------
 
     def _check_models(self) -> None:

@@ -33,6 +33,20 @@ def up(
     shards: Annotated[
         int, typer.Option(min=1, max=64, help="Shards: schedulers that share the requests among them.")
     ] = 1,
+    schedulers: Annotated[
+        int,
+        typer.Option(
+            min=1, max=16, help="Schedulers of each shard: one leads, the others take over when it dies."
+        ),
+    ] = 1,
+    gateways: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=16,
+            help="Gateways; clients may use any of them. The first has the ports below, the others free ones.",
+        ),
+    ] = 1,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -114,13 +128,13 @@ def up(
         ),
     ] = None,
     gateway_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="gRPC port of the gateway; 0: a free one.")
+        int, typer.Option(min=0, max=65535, help="gRPC port of the first gateway; 0: a free one.")
     ] = 50051,
     http_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="HTTP port of the gateway (OpenAI); 0: a free one.")
+        int, typer.Option(min=0, max=65535, help="HTTP port of the first gateway (OpenAI); 0: a free one.")
     ] = 8000,
     scheduler_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="gRPC port of the scheduler; 0: a free one.")
+        int, typer.Option(min=0, max=65535, help="gRPC port of the first scheduler; 0: a free one.")
     ] = 50052,
     metrics_port: Annotated[
         int, typer.Option(min=0, max=65000, help="First of one metrics port per process; 0: free ones.")
@@ -132,8 +146,7 @@ def up(
 ) -> None:
     """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C.
 
-    A process that dies is started again on the same ports, at once the first time and after longer pauses (30 s at most) if
-    it dies again and again; one line says so. A worker that was drained stays away.
+    A process that dies is started again on the same ports, after longer pauses (30 s at most) if it dies again and again.
     """
     console = Console(stderr=True, highlight=False)
     for sentence in unknown_sentences():
@@ -141,6 +154,8 @@ def up(
     options = StackOptions(
         workers=workers,
         shards=shards,
+        schedulers=schedulers,
+        gateways=gateways,
         policy=policy,
         engine=engine,
         target=target,
@@ -235,6 +250,8 @@ def _where(stack: LocalStack, name: str) -> str:
     if kind == "gateway":
         parts.append(f"HTTP (OpenAI) {stack.http_url_of(name)}")
     parts.append(f"metrics {stack.metrics_url(name)}")
+    if kind == "scheduler" and stack.options.schedulers > 1:
+        parts.append("leads" if stack.leads(name) else "stands by")
     if kind in ("scheduler", "worker") and stack.options.shards > 1:
         parts.append(f"shard {stack.shard_of(name)}")
     return ", ".join(parts)
@@ -267,6 +284,9 @@ def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
         soft_wrap=True,
     )
     console.print(f"  laps-sd explain REQUEST_ID{elsewhere}", markup=False, soft_wrap=True)
+    seeds = ",".join(stack.address(name) for name in stack.of_shard(stack.options.shard, "scheduler"))
+    of_which = "" if seeds == dial.SCHEDULER else f" --scheduler {seeds}"
+    console.print(f"  laps-sd workers{of_which}", markup=False, soft_wrap=True)
     if verbose:
         console.print(f"Logs: {stack.dir}")
     console.print("Ctrl-C stops everything.")

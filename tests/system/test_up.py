@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -99,3 +102,34 @@ def test_a_worker_that_was_drained_is_not_started_again(make_stack: StackMaker) 
         "ended with exit code 0: it was drained or asked to stop, and is not started again"
     )
     assert not stack.children["worker-0"].alive
+
+
+def test_it_starts_several_schedulers_and_gateways_and_says_which_listens_where() -> None:
+    with Up("--engine", "fake", "--schedulers", "2", "--gateways", "2") as up:
+        schedulers = [up.where(f"scheduler-{number}") for number in range(2)]
+        assert sorted(line.rpartition(", ")[2] for line in schedulers) == ["leads", "stands by"]
+        [leader] = [number for number in range(2) if schedulers[number].endswith("leads")]
+        texts = set[str]()
+        for number in range(2):
+            name = f"gateway-{number}"
+            with Client(up.grpc(name)) as client:
+                texts.add(client.generate("Once", seed=1, max_tokens=8).text)
+            [openai_url] = re.findall(r"HTTP \(OpenAI\) (http://\S+)/v1", up.where(name))
+            with urllib.request.urlopen(f"{openai_url}/v1/models") as answer:
+                assert answer.status == 200
+            for line in (up.where(name), schedulers[number]):
+                [metrics] = re.findall(r"metrics (http://\S+/metrics)", line)
+                with urllib.request.urlopen(metrics) as answer:
+                    assert b"laps_sd_" in answer.read()
+        assert len(texts) == 1
+
+        up.kill(f"scheduler-{leader}")
+        with Client(up.grpc("gateway-0"), retry_s=20) as client:
+            assert client.generate("Once", seed=1, max_tokens=8).text in texts
+        [command] = [line for line in up.lines if line.startswith("  laps-sd workers")]
+        shown = subprocess.run(
+            [sys.executable, "-m", *command.replace("laps-sd", "laps_sd").split()],
+            capture_output=True,
+            text=True,
+        )
+        assert "worker-0" in shown.stdout, shown.stderr
