@@ -173,7 +173,9 @@ class Leadership:
             try:
                 if not await self.store.renew_leadership():
                     raise Fenced("the lease was not renewed in time")
-                self.outage.answered()
+                # A full server renews a lease, and an idle leader writes nothing else.
+                await self.store.try_write()
+                self.outage.answered(writable=True)
             except RecordBehind:
                 if self.loop is None:
                     raise Fenced("the record was lost before it was read") from None

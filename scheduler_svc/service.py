@@ -287,8 +287,11 @@ class Admin(admin_pb2_grpc.AdminServicer):
         loop = self._leadership.loop
         if loop is None:
             where = self._leadership.leader_address or "nobody known"
+            outage = self._leadership.outage.report()
+            # Without the error's own words: callers look for the leader's address in this sentence.
+            why = f"; it cannot use the record ({outage.fault}) for {outage.lasts_s:.0f} s" if outage else ""
             raise FailedPrecondition(
-                f"this scheduler does not lead shard {self._leadership.settings.shard}: ask {where}"
+                f"this scheduler does not lead shard {self._leadership.settings.shard}: ask {where}{why}"
             )
         return loop
 
@@ -323,6 +326,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             entries=[translate.queue_entry(entry) for entry in entries],
             total=len(loop.clients.live),
             policy=self._leadership.settings.policy,
+            record_outage=self._leadership.outage.report(),
         )
 
     async def ListWorkers(
@@ -334,7 +338,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
             workers=[
                 translate.worker_status(view, loop.roster.session(view.worker_id))
                 for view in loop.core.workers()
-            ]
+            ],
+            record_outage=self._leadership.outage.report(),
         )
 
     async def DrainWorker(
@@ -376,3 +381,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
             software_version=laps_sd.__version__,
             depth_by_level=loop.core.depth_by_level(),
         )
+
+    async def GetRecord(self, request: admin_pb.GetRecordRequest, context: Any) -> admin_pb.GetRecordResponse:
+        """See admin.proto."""
+        return admin_pb.GetRecordResponse(record_outage=self._leadership.outage.report())

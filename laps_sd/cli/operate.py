@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from typing import Annotated
 
 import typer
@@ -117,6 +118,7 @@ def queue(
     if as_json:
         _print_json(reply)
         return
+    _show_outage(reply)
     _show(queue_table(reply))
     print(f"{reply.total} requests" + (f", by {reply.policy}" if reply.policy else ""))
 
@@ -141,6 +143,20 @@ def queue_table(reply: admin_pb2.ListQueueResponse) -> Table:
             *known,
         )
     return table
+
+
+def outage_sentence(outage: admin_pb2.RecordOutage) -> str:
+    """Say since when the record cannot be written, and why."""
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - outage.lasts_s))
+    return (
+        f"the record cannot be written since {since} ({outage.lasts_s:.0f} s), {outage.fault}: {outage.error.rstrip('.')}. "
+        "Nothing is admitted or shown until it can be"
+    )
+
+
+def _show_outage(reply: admin_pb2.ListQueueResponse | admin_pb2.ListWorkersResponse) -> None:
+    if reply.HasField("record_outage"):
+        print(outage_sentence(reply.record_outage))
 
 
 def _table(*columns: str) -> Table:
@@ -177,6 +193,7 @@ def workers(
     if as_json:
         _print_json(reply)
         return
+    _show_outage(reply)
     table = _table(
         "worker", "device", "state", "running", "listed", "free blocks", "rounds", "accepted", "tokens/s"
     )

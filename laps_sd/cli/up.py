@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from laps_sd.cli import dial, generate
+from laps_sd.cli import dial, generate, operate
 from laps_sd.config import PREFIX, unknown_sentences
 from laps_sd.local import LocalStack, Ports, Progress, StackOptions
+from laps_sd.record_watch import RecordWatch
 from laps_sd.supervisor import Supervisor
 
 DEMO_PROMPT = "Tell me a story about the harbour."
@@ -182,7 +183,11 @@ def up(
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
         stack.start()
     try:
-        with Supervisor(stack, say=_teller(console)) as supervisor:
+        say = _teller(console)
+        with (
+            Supervisor(stack, say=say) as supervisor,
+            RecordWatch(stack, say=say, describe=operate.outage_sentence),
+        ):
             api_key = os.environ.get(f"{PREFIX}API_KEY")
             # Where a key is needed and none is there, the first thing shown is not to be a refusal.
             if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):

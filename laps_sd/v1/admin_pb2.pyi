@@ -71,21 +71,27 @@ class ListQueueResponse(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    RECORD_OUTAGE_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     policy: _builtins.str
     """What orders it."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueEntry]: ...
+    @_builtins.property
+    def record_outage(self) -> Global___RecordOutage:
+        """Absent: the record can be written."""
+
     def __init__(
         self,
         *,
         entries: _abc.Iterable[Global___QueueEntry] | None = ...,
         total: _builtins.int = ...,
         policy: _builtins.str = ...,
+        record_outage: Global___RecordOutage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record_outage", b"record_outage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "policy", b"policy", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "policy", b"policy", "record_outage", b"record_outage", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,16 +178,22 @@ class ListWorkersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    RECORD_OUTAGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def record_outage(self) -> Global___RecordOutage:
+        """Absent: the record can be written."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        record_outage: Global___RecordOutage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record_outage", b"record_outage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_outage", b"record_outage", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,3 +398,70 @@ class GetShardResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetShardResponse: _TypeAlias = GetShardResponse  # noqa: Y015
+
+@_typing.final
+class GetRecordRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRecordRequest: _TypeAlias = GetRecordRequest  # noqa: Y015
+
+@_typing.final
+class GetRecordResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_OUTAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def record_outage(self) -> Global___RecordOutage:
+        """Absent: the record can be written."""
+
+    def __init__(
+        self,
+        *,
+        record_outage: Global___RecordOutage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record_outage", b"record_outage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_outage", b"record_outage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRecordResponse: _TypeAlias = GetRecordResponse  # noqa: Y015
+
+@_typing.final
+class RecordOutage(_message.Message):
+    """The record cannot be written: nothing is admitted, and nothing more is shown, until it can be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAULT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    LASTS_S_FIELD_NUMBER: _builtins.int
+    fault: _builtins.str
+    """Kind of the latest fault: unreachable, slow, loading, full, read_only or other."""
+    error: _builtins.str
+    """The record's own words, or those of the connection to it."""
+    lasts_s: _builtins.float
+    """Seconds since the first fault of this outage."""
+    def __init__(
+        self,
+        *,
+        fault: _builtins.str = ...,
+        error: _builtins.str = ...,
+        lasts_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fault", b"fault", "lasts_s", b"lasts_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordOutage: _TypeAlias = RecordOutage  # noqa: Y015

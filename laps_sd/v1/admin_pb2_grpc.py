@@ -66,6 +66,11 @@ class AdminStub:
                 request_serializer=laps__sd_dot_v1_dot_admin__pb2.GetShardRequest.SerializeToString,
                 response_deserializer=laps__sd_dot_v1_dot_admin__pb2.GetShardResponse.FromString,
                 _registered_method=True)
+        self.GetRecord = channel.unary_unary(
+                '/laps_sd.v1.Admin/GetRecord',
+                request_serializer=laps__sd_dot_v1_dot_admin__pb2.GetRecordRequest.SerializeToString,
+                response_deserializer=laps__sd_dot_v1_dot_admin__pb2.GetRecordResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -114,6 +119,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRecord(self, request, context):
+        """Whether this scheduler can write the record. A standby answers too: without a record nobody leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +158,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetShard,
                     request_deserializer=laps__sd_dot_v1_dot_admin__pb2.GetShardRequest.FromString,
                     response_serializer=laps__sd_dot_v1_dot_admin__pb2.GetShardResponse.SerializeToString,
+            ),
+            'GetRecord': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRecord,
+                    request_deserializer=laps__sd_dot_v1_dot_admin__pb2.GetRecordRequest.FromString,
+                    response_serializer=laps__sd_dot_v1_dot_admin__pb2.GetRecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +328,33 @@ class Admin:
             '/laps_sd.v1.Admin/GetShard',
             laps__sd_dot_v1_dot_admin__pb2.GetShardRequest.SerializeToString,
             laps__sd_dot_v1_dot_admin__pb2.GetShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRecord(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laps_sd.v1.Admin/GetRecord',
+            laps__sd_dot_v1_dot_admin__pb2.GetRecordRequest.SerializeToString,
+            laps__sd_dot_v1_dot_admin__pb2.GetRecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

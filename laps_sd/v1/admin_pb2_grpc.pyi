@@ -48,6 +48,8 @@ class AdminStub:
     """Which worker is cheapest to lose."""
     GetShard: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardRequest, _admin_pb2.GetShardResponse]
     """The shard itself: who leads, which policy, how much waits."""
+    GetRecord: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRecordRequest, _admin_pb2.GetRecordResponse]
+    """Whether this scheduler can write the record. A standby answers too: without a record nobody leads."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -66,6 +68,8 @@ class AdminAsyncStub(AdminStub):
     """Which worker is cheapest to lose."""
     GetShard: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardRequest, _admin_pb2.GetShardResponse]  # type: ignore[assignment]
     """The shard itself: who leads, which policy, how much waits."""
+    GetRecord: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRecordRequest, _admin_pb2.GetRecordResponse]  # type: ignore[assignment]
+    """Whether this scheduler can write the record. A standby answers too: without a record nobody leads."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Read and steer one shard."""
@@ -117,5 +121,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetShardResponse, _abc.Awaitable[_admin_pb2.GetShardResponse]]:
         """The shard itself: who leads, which policy, how much waits."""
+
+    @_abc_1.abstractmethod
+    def GetRecord(
+        self,
+        request: _admin_pb2.GetRecordRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetRecordResponse, _abc.Awaitable[_admin_pb2.GetRecordResponse]]:
+        """Whether this scheduler can write the record. A standby answers too: without a record nobody leads."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

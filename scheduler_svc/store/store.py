@@ -505,6 +505,15 @@ class Store:
         call = _Call(scripts.SAVE_PRIORS, keys, [self._leadership, blob, _SHARD_TTL_MS])
         await self._run([call], leading=True)
 
+    async def try_write(self) -> None:
+        """Raise StoreUnavailable where a write that needs memory would be refused now. Changes nothing."""
+        # With XX no member is added, and none has this name. The server refuses it as it would refuse any write.
+        nothing = _packed("ZADD", self.keys.unfinished(), "XX", 0, "-")
+        try:
+            _raise_errors(await self._send([nothing], self._servers.pool, leading=True))
+        except Fenced:  # another server answers: the next renewal decides what that means
+            return
+
     # reading
 
     async def load_unfinished(self) -> AsyncIterator[list[StoredRequest]]:

@@ -74,6 +74,7 @@ async def use_everything(store: Store) -> None:
     assert [request async for chunk in store.load_unfinished() for request in chunk]
     assert await store.reached(["r1"]) == [(1, 4)]
     assert await store.renew_leadership()
+    await store.try_write()
     store.distrust()
     assert await store.reclaim_leadership(newest_sequence=3)
     await store.reclaimed()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import redis
 
 from laps_sd.client import Client, Delta, Ended
 from laps_sd.supervisor import Pauses, Supervisor
@@ -133,3 +138,57 @@ def test_it_starts_several_schedulers_and_gateways_and_says_which_listens_where(
             text=True,
         )
         assert "worker-0" in shown.stdout, shown.stderr
+
+
+@contextlib.contextmanager
+def frozen(valkey_pid: int, url: str) -> Iterator[str]:
+    os.kill(valkey_pid, signal.SIGSTOP)
+    yield "slow: the record did not answer"
+    os.kill(valkey_pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def out_of_memory(valkey_pid: int, url: str) -> Iterator[str]:
+    with redis.Redis.from_url(url) as server:
+        server.config_set("maxmemory", "1")
+        yield "full: .*used memory > .maxmemory"
+        server.config_set("maxmemory", "0")
+
+
+@contextlib.contextmanager
+def out_of_disk(valkey_pid: int, url: str) -> Iterator[str]:
+    """No file of the server may grow: each write to its append-only file fails."""
+    before = resource.prlimit(valkey_pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    yield "other: .*MISCONF Errors writing to the AOF file"
+    resource.prlimit(valkey_pid, resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("fault", [frozen, out_of_memory, out_of_disk])
+def test_a_record_that_cannot_be_written_is_on_the_terminal_and_in_queue_and_workers(
+    up: Up, fault: Callable[[int, str], contextlib.AbstractContextManager[str]]
+) -> None:
+    """Nothing runs and nothing is asked for: it must be noticed all the same."""
+    shown_before = len(up.lines)
+
+    def new(pattern: str) -> list[str]:
+        return [line for line in up.said(pattern) if line in up.lines[shown_before:]]
+
+    [url] = re.findall(r"redis://\S+", up.where("valkey"))
+    with fault(up.pid("valkey"), url) as reason:
+        begin = rf"the record cannot be written since \d\d:\d\d:\d\d \(\d+ s\), {reason}"
+        wait_until(lambda: new(begin), description="the terminal shows the outage")
+        for command in ("queue", "workers"):
+            shown = subprocess.run(
+                [sys.executable, "-m", "laps_sd", command, "--scheduler", up.grpc("scheduler-0")],
+                capture_output=True,
+                text=True,
+            )
+            assert shown.returncode == 0, shown.stderr
+            assert re.match(begin, shown.stdout), shown.stdout
+    wait_until(
+        lambda: new("the record can be written again, after"), description="the terminal shows the end"
+    )
+    assert len(new("the record cannot be written")) == 1
+    assert len(new("the record can be written again")) == 1
+    with Client(up.grpc("gateway-0"), retry_s=20) as client:
+        assert len(client.generate("Once", seed=1, max_tokens=8).token_ids) == 8

@@ -621,6 +621,47 @@ async def test_while_the_record_cannot_be_written_everybody_waits_and_afterwards
     assert metrics.STORE_DOWN._value.get() == 0
 
 
+@pytest.mark.parametrize("fault", [full, read_only, slow, unreachable])
+async def test_an_idle_leader_notices_and_reports_that_the_record_cannot_be_written(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, fault: Any
+) -> None:
+    """Nothing is submitted and nothing runs: only the renewal of the lease can find out."""
+    scheduler = await start_own(lease_s=0.9)
+    outage = scheduler.leadership.outage
+    async with grpc.aio.insecure_channel(scheduler.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        async with fault(own_valkey, operator):
+            await wait_until_async(lambda: outage.on, description="the leader has noticed")
+            reports = [
+                (await admin.GetRecord(admin_pb.GetRecordRequest())).record_outage,
+                (await admin.ListQueue(admin_pb.ListQueueRequest())).record_outage,
+                (await admin.ListWorkers(admin_pb.ListWorkersRequest())).record_outage,
+            ]
+            assert {report.fault for report in reports} == {fault.__name__}
+            assert all(report.error and report.lasts_s >= 0 for report in reports)
+        await wait_until_async(lambda: not outage.on, description="the leader has noticed the end too")
+        assert not (await admin.GetRecord(admin_pb.GetRecordRequest())).HasField("record_outage")
+
+
+async def test_a_standby_says_that_nobody_leads_because_the_record_is_away(
+    own_valkey: EmbeddedServer, start_own: StartScheduler
+) -> None:
+    await start_own()
+    standby = await start_scheduler(own_valkey.url, shard="s")
+    try:
+        async with grpc.aio.insecure_channel(standby.address) as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)
+            own_valkey.stop()
+            await wait_until_async(lambda: standby.leadership.outage.on, description="it has noticed")
+
+            with pytest.raises(grpc.aio.AioRpcError, match="it cannot use the record \\(unreachable\\) for"):
+                await admin.ListQueue(admin_pb.ListQueueRequest())
+            answer = await admin.GetRecord(admin_pb.GetRecordRequest())
+            assert answer.record_outage.fault == "unreachable"
+    finally:
+        await standby.crash()
+
+
 async def test_a_full_record_admits_nothing_and_says_when_it_has_room_again(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
