@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gateway.calls import Calls
 from gateway.http_server import HttpServer
 from gateway.open_inference import OpenInferenceService
@@ -22,6 +24,11 @@ from laps_sd.v1 import (
     open_inference_pb2_grpc,
 )
 
+HEALTH_EVERY_S = 0.25
+"""How old the readiness of the gRPC health service may be. A leader says once a second how its shard is."""
+TRAFFIC = "traffic"
+"""The health name for what sends clients to gateways, such as a Service of Kubernetes: a gateway that has to refuse new requests
+still resumes, cancels and says when to come again."""
 DEMO_MODEL = "laps-sd-demo"
 
 __all__ = ["GatewayApp", "load_configured_model", "serve"]
@@ -37,17 +44,18 @@ class GatewayApp:
         self.calls = Calls(settings, model, self.shards, tenants, self.app.tracing)
         service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
-        open_inference = OpenInferenceService(self.calls, tenants, lambda: self.app.ready)
+        open_inference = OpenInferenceService(self.calls, tenants, self._is_ready)
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, self.app.server)
         for descriptor in (inference_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR):
             self.app.names.extend(service.full_name for service in descriptor.services_by_name.values())
 
+        self.app.own_names.append(TRAFFIC)
         self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
         self._vllm_metrics = VllmMetrics(model.name, self.shards) if settings.vllm_metrics else None
         self.app.closing.push_async_callback(self._close)
 
     async def start(self) -> None:
-        """Binds the ports. Health says SERVING once a leader of any shard has greeted. Raises StartupError, with nothing left open."""
+        """Binds the ports. Raises StartupError, with nothing left open."""
         if self._vllm_metrics is not None:
             REGISTRY.register(self._vllm_metrics)
         try:
@@ -60,7 +68,7 @@ class GatewayApp:
         self.app.spawn(self.shards.run(), name="links to the shards")
         if self.calls.settings.api_keys_file is not None:
             self.app.spawn(self.tenants.watch(), name="file of tenants")
-        self.app.spawn(self._become_ready(), name="waiting for a leader", may_end=True)
+        self.app.spawn(self._mind_health(), name="health")
 
     async def run(self) -> None:
         """Serves until a signal, or the failure of a task, which it raises."""
@@ -82,9 +90,17 @@ class GatewayApp:
             self._vllm_metrics = None
         await self.calls.close()
 
-    async def _become_ready(self) -> None:
+    def _is_ready(self) -> bool:
+        return not (self.app.stopping.is_set() or self.calls.refusal)
+
+    async def _mind_health(self) -> None:
+        """Readiness follows what would happen to a request now; TRAFFIC stays, once a leader has greeted, until the stop."""
         await self.shards.greeted()
-        self.app.set_ready(True)
+        await self.app.set_health(TRAFFIC)
+        while True:
+            reason = self.calls.refusal
+            self.app.set_ready(not reason, reason)
+            await asyncio.sleep(HEALTH_EVERY_S)
 
 
 def load_configured_model(settings: GatewaySettings) -> ModelFiles:

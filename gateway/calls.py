@@ -80,6 +80,20 @@ class Calls:
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
         self._formats = FormatJudge()
 
+    @property
+    def refusal(self) -> str:
+        """The reason why any new request would be refused now; empty where one would be accepted."""
+        try:
+            self._check_room(1)
+        except ResourceExhausted as error:
+            return error.message
+        return self._shards.refusal
+
+    @property
+    def workers(self) -> int:
+        """Connected workers of all shards. A request is accepted without any, and waits for one."""
+        return self._shards.workers
+
     async def close(self) -> None:
         """Behind the last call."""
         await self._formats.close()

@@ -2,7 +2,8 @@
 
     POST /v1/chat/completions, /v1/completions      whole, or as server-sent events that end in [DONE]
     GET  /v1/models, /v1/models/NAME
-    GET  /health                                    200 while a leader is there, else 503
+    GET  /health                                    200 while a new request would be accepted, else 503 with the reason
+    GET  /live                                      200 while the process answers at all
     GET  /metrics                                   Prometheus, the same as at the metrics port
 
 A client that disconnects cancels its handler, whose attachments then close: it needs no word of ours. Until a request is
@@ -95,6 +96,7 @@ class HttpServer:
         routes.router.add_get("/v1/models", self._models)
         routes.router.add_get("/v1/models/{name:.+}", self._model)
         routes.router.add_get("/health", self._health)
+        routes.router.add_get("/live", self._live)
         routes.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(
             routes, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
@@ -143,7 +145,7 @@ class HttpServer:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every answer has OpenAI's shape and a request id; every call counts as work until it is over."""
-        if self._app.stopping.is_set():
+        if self._app.stopping.is_set() and request.path != "/live":
             response: web.StreamResponse = _refusal(
                 Unavailable("this gateway is stopping; try another", retry_after_s=1.0)
             )
@@ -187,8 +189,12 @@ class HttpServer:
         return web.json_response(model_json(self._calls.model, self._created))
 
     async def _health(self, request: web.Request) -> web.Response:
-        ready = self._app.ready
-        return web.json_response({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
+        if reason := self._calls.refusal:
+            return web.json_response({"status": "not ready", "reason": reason}, status=503)
+        return web.json_response({"status": "ready", "workers": self._calls.workers})
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "live"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._tenants.of(request.headers)

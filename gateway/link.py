@@ -102,6 +102,15 @@ class ShardLink:
         """A leader has greeted on the present connection."""
         return self._connected.is_set()
 
+    @property
+    def refusal(self) -> str:
+        """The reason why the shard would refuse any new request now; empty where it would accept one."""
+        if not self.connected:
+            return f"no scheduler leads shard {self.shard}, or it cannot be reached"
+        if self.load is not None and self.load.HasField("refuses"):
+            return self.load.refuses.detail
+        return ""
+
     def expected_wait_s(self, request_s: float) -> float:
         """Until a new request would run, when each takes `request_s` of machine time. Endless without a worker, and while the
         leader has not said how much it has to do."""

@@ -125,6 +125,17 @@ class Shards:
         """Open client streams."""
         return sum(len(link.streams) for link in self._links.values())
 
+    @property
+    def workers(self) -> int:
+        """Connected workers, as the leaders said last."""
+        return sum(link.load.workers for link in self._links.values() if link.load is not None)
+
+    @property
+    def refusal(self) -> str:
+        """The reasons why every shard would refuse any new request now; empty where one would accept it."""
+        reasons = [link.refusal for link in self._open()]
+        return "; ".join(reasons) if all(reasons) else ""
+
     def link_of(self, request_id: str) -> ShardLink:
         """Where a request lives. Raises NotFound; Unavailable for a shard that the shards file may only not name yet.
 

@@ -20,7 +20,8 @@ Stop: the first SIGINT or SIGTERM makes the service not ready, calls `drain` (at
 waits for those in progress for what is left of `drain_s`, and ends them. The second one exits at once with
 128 + signal. Liveness stays SERVING throughout.
 
-Health names: "" and "readiness" and each service follow `set_ready`; "liveness" is SERVING while the loop turns.
+Health names: "" and "readiness" and each service follow `set_ready`; "liveness" is SERVING while the loop turns; a service may
+add names of its own (`own_names`).
 Every setting is also a flag: `python -m scheduler_svc --lease-s 5`; `--help` lists them, `--show-settings` says where
 each value comes from.
 Exit codes: 0 stopped by a signal; 1 cannot start or a task failed; 2 wrong settings; 128 + n by the second signal.
@@ -164,6 +165,8 @@ class ServiceApp:
         )
         self.names: list[str] = []
         """Full names of the gRPC services added to `server`."""
+        self.own_names: list[str] = []
+        """Health names besides the common ones, added before `start`: NOT_SERVING until `set_health`."""
         self.stopping = asyncio.Event()
         """Set by the first signal, or by `stop_soon`."""
         self.port = 0
@@ -189,6 +192,8 @@ class ServiceApp:
             [*self.names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
         )
         await self._health.set("liveness", SERVING)
+        for name in self.own_names:
+            await self._health.set(name, NOT_SERVING)
         await self._publish(NOT_SERVING)
         self.port = self._bind(self.server, self.settings.grpc_port, "gRPC", self.settings.tls)
         if self.settings.health_port is not None:
@@ -223,13 +228,18 @@ class ServiceApp:
                 f"choose another with LAPS_SD_{kind.upper()}_PORT."
             ) from error
 
-    def set_ready(self, ready: bool) -> None:
-        """What health answers from now on. No effect once the stop has begun."""
+    def set_ready(self, ready: bool, reason: str = "") -> None:
+        """What health answers from now on. No effect once the stop has begun. `reason`: why not, for the log."""
         if self.ready == ready or self.stopping.is_set():
             return
         self.ready = ready
-        log.info("ready" if ready else "not ready")
+        log.info("ready" if ready else "not ready", **({"reason": reason} if reason else {}))
         self.spawn(self._publish(SERVING if ready else NOT_SERVING), name="health update", may_end=True)
+
+    async def set_health(self, name: str) -> None:
+        """Answer SERVING for one of `own_names` from now on, until the stop."""
+        if not self.stopping.is_set():
+            await self._health.set(name, SERVING)
 
     async def _publish(self, status: Any) -> None:
         for name in ("", "readiness", *self.names):
@@ -289,6 +299,8 @@ class ServiceApp:
         self.stopping.set()
         self.ready = False
         await self._publish(NOT_SERVING)
+        for name in self.own_names:
+            await self._health.set(name, NOT_SERVING)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.drain_s
         if drain is not None and self._failure is None:

@@ -30,6 +30,8 @@ from scheduler_svc.working_copy import Attachment, Live, from_record, from_submi
 log = get_logger(__name__)
 
 RETRY_STORE_MS = 1000
+LEAST_REQUEST_TOKENS = 2
+"""Of the smallest request: one of its prompt, one of its output."""
 ENDS_KEPT_S = 10.0
 MAX_ENDS_KEPT = 10_000
 """How long, and how many, ended requests are held for a record that loses the last of what was written: a server that
@@ -63,6 +65,8 @@ class Clients:
         traces: RequestTraces,
     ) -> None:
         self.live: dict[str, Live] = {}
+        self.reserved_tokens = 0
+        """Prompt and output tokens that they may need in all, as the record counts them against its limit."""
         self.newest_sequence = 0
         """Of all requests the record has ever accepted, as far as this leader knows."""
         self.brought_back_until_s = 0.0
@@ -85,6 +89,7 @@ class Clients:
     def adopt(self, live: Live) -> None:
         """Lead this request from now on."""
         self.live[live.request_id] = live
+        self.reserved_tokens += live.facts.prompt_tokens + live.facts.max_tokens
         self._traces.begin(live)
         self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
         if live.deadline_s is not None:
@@ -98,6 +103,7 @@ class Clients:
         live.finish(commit.end, commit.detail, commit.cut_characters, now_s)
         self._traces.ended(live, commit.end, commit.detail, commit.story, now_s)
         del self.live[live.request_id]
+        self.reserved_tokens -= live.facts.prompt_tokens + live.facts.max_tokens
         self.owe(live)
         self.forget_old_ends(now_s)
         self.ended_lately.append(
@@ -124,6 +130,31 @@ class Clients:
         """It has tokens or an end that its attachments have not been sent."""
         for attachment in live.attachments.values():
             attachment.session.owe(attachment)
+
+    def refusal(self) -> Refused | None:
+        """Return what any new request would be refused for now; None where one within the limits would be accepted.
+
+        Without a worker requests are accepted all the same: they wait for one.
+        """
+        outage = self._outage.report()
+        if outage is not None:
+            detail = f"the record of shard {self._settings.shard} cannot be written ({outage.fault})"
+            return Refused(
+                reason=Refused.REASON_STORE_UNAVAILABLE, detail=detail, retry_after_ms=RETRY_STORE_MS
+            )
+        if (
+            len(self.live) >= self._settings.max_requests
+            or self.reserved_tokens + LEAST_REQUEST_TOKENS > self._settings.max_queued_tokens
+        ):
+            return Refused(
+                reason=Refused.REASON_QUEUE_FULL,
+                detail=self._queue_is_full(),
+                retry_after_ms=round(self._retry_after_s() * 1000),
+            )
+        return None
+
+    def _queue_is_full(self) -> str:
+        return f"the queue of shard {self._settings.shard} is full"
 
     def start_grace(self, live: Live, now_s: float, at_least_s: float) -> None:
         """Nobody is attached: end the request unless somebody attaches in time."""
@@ -268,8 +299,12 @@ class Clients:
             case SubmitStatus.CONFLICT:
                 _refuse(item, Refused.REASON_KEY_CONFLICT, "the idempotency key was used with another body")
             case SubmitStatus.QUEUE_FULL:
-                detail = f"the queue of shard {self._settings.shard} is full"
-                _refuse(item, Refused.REASON_QUEUE_FULL, detail, round(self._retry_after_s() * 1000))
+                _refuse(
+                    item,
+                    Refused.REASON_QUEUE_FULL,
+                    self._queue_is_full(),
+                    round(self._retry_after_s() * 1000),
+                )
             case SubmitStatus.ELSEWHERE:
                 detail = f"shard {result.shard} decides about the idempotency key"
                 _refuse(item, Refused.REASON_KEY_ELSEWHERE, detail, shard=result.shard)

@@ -148,6 +148,7 @@ class Loop:
             workers=sum(entry.session is not None for entry in self.roster.workers.values()),
             gateways=gateways,
             kv_usage=self._kv_usage,
+            refuses=self.clients.refusal(),
         )
 
     def put(self, item: Item) -> None:

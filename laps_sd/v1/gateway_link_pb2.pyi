@@ -140,6 +140,7 @@ class ShardLoad(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
     KV_USAGE_FIELD_NUMBER: _builtins.int
+    REFUSES_FIELD_NUMBER: _builtins.int
     backlog_s: _builtins.float
     """Machine seconds of work that is left, by the scheduler's estimates."""
     requests: _builtins.int
@@ -150,6 +151,10 @@ class ShardLoad(_message.Message):
     """Connected gateways, which all hear this and act on it until the next heartbeat."""
     kv_usage: _builtins.float
     """Share of the connected workers' KV blocks (of the target) that is in use, 0 to 1."""
+    @_builtins.property
+    def refuses(self) -> Global___SubmitRefused:
+        """The refusal that any new request would get now. Absent: a request within the limits would be accepted."""
+
     def __init__(
         self,
         *,
@@ -158,10 +163,11 @@ class ShardLoad(_message.Message):
         workers: _builtins.int = ...,
         gateways: _builtins.int = ...,
         kv_usage: _builtins.float = ...,
+        refuses: Global___SubmitRefused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refuses", b"refuses"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "gateways", b"gateways", "kv_usage", b"kv_usage", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "gateways", b"gateways", "kv_usage", b"kv_usage", "refuses", b"refuses", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

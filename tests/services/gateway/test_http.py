@@ -843,6 +843,38 @@ class TestTheServer:
         async with served.session.get(f"http://127.0.0.1:{alone.gateway.http.port}/health") as response:
             assert response.status == 503
 
+    async def test_is_not_healthy_while_it_may_open_no_more_streams(self, serve: Any) -> None:
+        served = await serve(max_streams=1)
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        request_id = await served.scheduler.submitted()
+        async with served.session.get(served.url + "/health") as response:
+            reason = (await response.json())["reason"]
+            assert (response.status, reason) == (503, "this gateway has 1 of 1 streams open, its limit")
+        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
+        await call
+
+        async with served.session.get(served.url + "/health") as response:
+            assert response.status == 200
+
+    @pytest.mark.parametrize(("path", "status"), [("/health", 503), ("/live", 200)])
+    async def test_is_alive_but_not_healthy_while_it_stops(
+        self, served: Served, path: str, status: int
+    ) -> None:
+        assert served.running.gateway.http is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port)
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        request_id = await served.scheduler.submitted()
+        stopping = asyncio.create_task(served.running.gateway.stop())
+        await served.running.gateway.app.stopping.wait()
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        head = await reader.readline()
+        writer.close()
+        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
+        await call
+        await stopping
+
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
+
     async def test_shows_the_metrics_of_the_process(self, served: Served) -> None:
         async with served.session.get(served.url + "/metrics") as response:
             text = await response.text()

@@ -360,3 +360,38 @@ class TestShardsComeAndGo:
         await asyncio.wait_for(shop.running.gateway.shards.greeted(), 10)
 
         assert await shop.submit() == "s0"
+
+
+class TestHealth:
+    async def test_is_ready_while_one_shard_would_accept_a_request(self, shop: Shop) -> None:
+        full, away = load(0.0), load(0.0)
+        full.refuses.detail, away.refuses.detail = (
+            "the queue of shard a is full",
+            "the record of shard b is away",
+        )
+        await shop.add("a", load=full)
+        b = await shop.add("b", load=load(0.0))
+        await shop.open()
+        calls = shop.running.gateway.calls
+        assert calls.refusal == ""
+
+        b.load = away
+        await shop.knows("b")
+        assert calls.refusal == f"{full.refuses.detail}; {away.refuses.detail}"
+
+        shop.schedulers["a"].load = load(0.0)
+        await shop.knows("a")
+        assert calls.refusal == ""
+
+    async def test_a_shard_that_drains_makes_nothing_ready(self, shop: Shop) -> None:
+        refusing = load(0.0)
+        refusing.refuses.detail = "the queue of shard a is full"
+        await shop.add("a", load=refusing)
+        await shop.add("b", load=load(0.0))
+        await shop.open()
+        shop.write(shop.line("a"), shop.line("b") + " draining")
+
+        await wait_until_async(
+            lambda: shop.running.gateway.calls.refusal == refusing.refuses.detail,
+            description="only the shard that refuses is left",
+        )

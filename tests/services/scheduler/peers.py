@@ -23,6 +23,7 @@ from scheduler_svc.autoscaling import ExternalScaler
 from scheduler_svc.leadership import Leadership
 from scheduler_svc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.records import Limits
 from scheduler_svc.store.store import Store
 
 
@@ -58,7 +59,17 @@ async def start_scheduler(redis_url: str, *, shard: str, **overrides: Any) -> Sc
         {"redis_url": redis_url, "shard": shard, "lease_s": 0.6, "policy": "fcfs", **overrides},
         environ={},
     )
-    store = Store.open(redis_url, shard, finished_ttl_s=settings.finished_ttl_s, clock=steady_unix_clock)
+    store = Store.open(
+        redis_url,
+        shard,
+        limits=Limits(
+            max_requests=settings.max_requests,
+            max_tokens=settings.max_queued_tokens,
+            max_requests_per_tenant=settings.max_requests_per_tenant,
+        ),
+        finished_ttl_s=settings.finished_ttl_s,
+        clock=steady_unix_clock,
+    )
     leadership = Leadership(settings, store, steady_unix_clock, on_lead=lambda _: None)
     server = make_server(guard=CallGuard())
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), server)

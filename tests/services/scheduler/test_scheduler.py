@@ -711,3 +711,35 @@ async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
         endpoint.close()
     assert after - count == 1
     assert total_after - total == pytest.approx(0.022 / said.explanation.remaining_s)
+
+
+@pytest.mark.parametrize("limits", [{"max_requests": 2}, {"max_queued_tokens": 22}])
+async def test_with_each_heartbeat_gateways_learn_whether_a_new_request_would_be_accepted(
+    start: StartScheduler, limits: dict[str, int]
+) -> None:
+    """Each request needs 3 tokens of prompt and 8 of output. A leader that takes over counts those that it finds."""
+    scheduler = await start(**limits)
+
+    def refuses() -> int | None:
+        loop = scheduler.leadership.loop
+        assert loop is not None
+        load = loop.load(gateways=1)
+        return load.refuses.reason if load.HasField("refuses") else None
+
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1", submission_id=1, keep=True)
+        assert refuses() is None
+        await client.submit("r2", submission_id=2, keep=True)
+        assert refuses() == Refused.REASON_QUEUE_FULL
+        refused = await client.submit("r3", submission_id=3)
+        assert refused.refused.reason == Refused.REASON_QUEUE_FULL
+    await scheduler.crash()
+    scheduler = await start(**limits)
+    await scheduler.wait_leading()
+    assert refuses() == Refused.REASON_QUEUE_FULL
+    async with gateway(scheduler.address) as client:
+        cancel = gateway_pb.CancelRequested(cancel_id=1, request_id="r1", tenant="anonymous")
+        await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+        await client.wait_for(lambda m: m.WhichOneof("message") == "cancel_reply", "the answer")
+        assert refuses() is None
+        assert (await client.submit("r3", submission_id=4)).accepted.request_id == "r3"
