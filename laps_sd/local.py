@@ -418,7 +418,6 @@ class LocalStack:
             self.redis_url = f"redis://{HOST}:{self._valkey_port}/0"
             self._dialled["valkey"] = f"redis://{self._front('valkey', f'{HOST}:{self._valkey_port}')}/0"
             data = options.data_dir or self.dir / "valkey"
-            data.mkdir(parents=True, exist_ok=True)
             arguments = ("--port", str(self._valkey_port), "--data-dir", str(data))
             self._add("valkey", "scheduler_svc.store.embedded", arguments, {})
         else:

@@ -125,7 +125,9 @@ def up(
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Where the embedded record is kept (default: forgotten at the end).", show_default=False
+            help="Where the embedded record is kept, prompts and outputs included; only you may read it (0700)."
+            " Default: forgotten at the end.",
+            show_default=False,
         ),
     ] = None,
     gateway_port: Annotated[

