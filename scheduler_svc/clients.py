@@ -24,7 +24,7 @@ from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import NewRequest, Shown, SubmitResult, SubmitStatus
 from scheduler_svc.store.store import Store
 from scheduler_svc.tracing import RequestTraces
-from scheduler_svc.turn import FromGateway, GatewayClosed, Timers, Turn
+from scheduler_svc.turn import FromGateway, GatewayClosed, Timer, Timers, Turn
 from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission, recovered
 
 log = get_logger(__name__)
@@ -92,15 +92,21 @@ class Clients:
         self.reserved_tokens += live.facts.prompt_tokens + live.facts.max_tokens
         self._traces.begin(live)
         self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
-        if live.deadline_s is not None:
-            self._end_at(live.request_id, live.deadline_s, End.DEADLINE, "the client's deadline passed")
-        if live.time_limit_s is not None:
-            self._end_at(live.request_id, live.time_limit_s, End.TIME_LIMIT, "the time limit passed")
+        limits = (
+            (live.deadline_s, End.DEADLINE, "the client's deadline passed"),
+            (live.time_limit_s, End.TIME_LIMIT, "the time limit passed"),
+        )
+        live.limits = tuple(
+            self._end_at(live.request_id, when_s, end, detail)
+            for when_s, end, detail in limits
+            if when_s is not None
+        )
 
     def ended(self, live: Live, commit: Commit, now_s: float) -> None:
         """The record has its end: tell whoever is attached, and let go of it."""
         assert commit.end is not None, "this is the commit that ended it"
         live.finish(commit.end, commit.detail, commit.cut_characters, now_s)
+        live.stop_timers()
         self._traces.ended(live, commit.end, commit.detail, commit.story, now_s)
         del self.live[live.request_id]
         self.reserved_tokens -= live.facts.prompt_tokens + live.facts.max_tokens
@@ -160,23 +166,13 @@ class Clients:
         """Nobody is attached: end the request unless somebody attaches in time."""
         if live.keep or live.attachments:
             return
-        live.detachments += 1
-        # By id: a timer must not keep an ended request, prompt and all, until its time comes.
-        request_id, detachments = live.request_id, live.detachments
+        live.stop_grace()
+        live.grace = self._end_at(
+            live.request_id, now_s + max(live.grace_s, at_least_s), End.CANCELLED, "its client went away"
+        )
 
-        def over(turn: Turn) -> None:
-            left = self.live.get(request_id)
-            if left is not None and not left.attachments and left.detachments == detachments:
-                turn.events.append(EndRequested(request_id, End.CANCELLED, "its client went away"))
-
-        self._timers.at(now_s + max(live.grace_s, at_least_s), over)
-
-    def _end_at(self, request_id: str, when_s: float, end: End, detail: str) -> None:
-        def passed(turn: Turn) -> None:
-            if request_id in self.live:
-                turn.events.append(EndRequested(request_id, end, detail))
-
-        self._timers.at(when_s, passed)
+    def _end_at(self, request_id: str, when_s: float, end: End, detail: str) -> Timer:
+        return self._timers.at(when_s, lambda turn: turn.events.append(EndRequested(request_id, end, detail)))
 
     # What gateways say.
 
@@ -454,6 +450,7 @@ def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token:
     before = live.attachments.get(attachment_id)
     if before is not None:  # the gateway dialled again: this is the newer stream of the same client
         before.session.forget(attachment_id)
+    live.stop_grace()
     attachment = Attachment(attachment_id, session, live, from_token)
     live.attachments[attachment_id] = attachment
     session.attachments[attachment_id] = attachment

@@ -490,18 +490,25 @@ class Loop:
                 live.standing = command.standing
                 live.append(command.position, command.tokens, now_s)
                 if command.end is not None:
-                    self.clients.ended(live, command, now_s)
+                    self._ended(live, command, now_s)
                 else:
                     self.clients.owe(live)
             case Finish():
                 live.standing = command.standing
-                self.clients.ended(live, _as_commit(command, live), now_s)
+                self._ended(live, _as_commit(command, live), now_s)
             case Lease():
                 live.lease(command.lease_epoch, command.worker_id, now_s)
             case Release():
                 live.lease(live.lease_epoch, None, now_s)
             case Rank():
                 live.standing = replace(live.standing, level=command.level, score=command.score)
+
+    def _ended(self, live: Live, commit: Commit, now_s: float) -> None:
+        """The record has its end: nothing here keeps it but what must still be delivered."""
+        session = self.roster.session(live.worker_id) if live.worker_id is not None else None
+        if session is not None:
+            session.known.pop(live.request_id, None)
+        self.clients.ended(live, commit, now_s)
 
     async def _refused(
         self, command: Commit | Finish | Release | Lease, status: TransitionStatus, now_s: float
@@ -520,7 +527,7 @@ class Loop:
             live.standing = stored.standing
             live.lease(stored.lease_epoch, stored.worker_id, now_s)
             if stored.end is not None:
-                self.clients.ended(live, _as_ended(stored), now_s)
+                self._ended(live, _as_ended(stored), now_s)
                 return
             self.clients.owe(live)
         if stored is None or len(stored.committed_ids) < len(live.committed):

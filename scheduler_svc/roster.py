@@ -13,7 +13,7 @@ from scheduler_svc import translate
 from scheduler_svc.core.events import WorkerDraining, WorkerLost, WorkerUp
 from scheduler_svc.links import WorkerSession
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.turn import Timers, Turn
+from scheduler_svc.turn import Timer, Timers, Turn
 
 log = get_logger(__name__)
 
@@ -26,10 +26,16 @@ class WorkerEntry:
     name: str = ""
     session: WorkerSession | None = None
     """None in its grace: the stream broke, or it has leases on the record and has not said hello to this leader."""
-    connections: int = 0
-    """Counts changes of `session`, so that an old timer does not lose a worker that came back."""
+    timer: Timer | None = None
+    """The watchdog while it has a session, the end of its grace while it has none."""
     listed: int = 0
     last_report_s: float = 0.0
+
+    def replace_timer(self, timer: Timer | None) -> None:
+        """Cancel the timer it has, and keep this one."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = timer
 
 
 class Roster:
@@ -83,7 +89,6 @@ class Roster:
             entry.session.close("the worker has dialled again")
         entry.session = session
         entry.name = hello.worker_name
-        entry.connections += 1
         entry.last_report_s = turn.now_s
         session.known = {held.request_id: held.lease_epoch for held in hello.held}
         turn.events.append(WorkerUp(translate.worker_facts(hello), translate.held_requests(hello)))
@@ -98,7 +103,6 @@ class Roster:
         if entry is None or entry.session is not session:
             return
         entry.session = None
-        entry.connections += 1
         log.warning("worker stream ended", worker_id=entry.worker_id, silent=silent)
         if silent:
             self._lose(turn, entry)
@@ -118,21 +122,15 @@ class Roster:
             entry.last_report_s = now_s
 
     def _start_grace(self, entry: WorkerEntry, now_s: float) -> None:
-        connections = entry.connections
-
-        def over(turn: Turn) -> None:
-            if entry.connections == connections:
-                self._lose(turn, entry)
-
-        self._timers.at(now_s + self._settings.worker_grace_s, over)
+        entry.replace_timer(
+            self._timers.at(now_s + self._settings.worker_grace_s, lambda turn: self._lose(turn, entry))
+        )
 
     def _watch(self, entry: WorkerEntry, now_s: float) -> None:
         """The watchdog: connected, listed work, and no report for too long is as good as dead."""
-        connections = entry.connections
 
         def look(turn: Turn) -> None:
-            if entry.connections != connections or entry.session is None:
-                return
+            assert entry.session is not None, "the timer is replaced when the session ends"
             if entry.listed and turn.now_s - entry.last_report_s >= self._settings.watchdog_s:
                 log.error("worker makes no progress", worker_id=entry.worker_id, listed=entry.listed)
                 entry.session.close(f"no report for {self._settings.watchdog_s:g} s")
@@ -141,10 +139,10 @@ class Roster:
             else:
                 self._watch(entry, turn.now_s)
 
-        self._timers.at(now_s + self._settings.watchdog_s / 2, look)
+        entry.replace_timer(self._timers.at(now_s + self._settings.watchdog_s / 2, look))
 
     def _lose(self, turn: Turn, entry: WorkerEntry) -> None:
-        entry.connections += 1
-        if self.workers.pop(entry.worker_id, None) is not None:
-            log.warning("worker lost", worker_id=entry.worker_id)
-            turn.events.append(WorkerLost(entry.worker_id))
+        entry.replace_timer(None)
+        del self.workers[entry.worker_id]
+        log.warning("worker lost", worker_id=entry.worker_id)
+        turn.events.append(WorkerLost(entry.worker_id))

@@ -104,16 +104,39 @@ class Turn:
     """What is done at the end of the turn, when nobody waits for it any more."""
 
 
+class Timer:
+    """One action at one time. `cancel` frees what the action holds at once, however far away its time is."""
+
+    __slots__ = ("_timers", "action", "when_s")
+
+    def __init__(self, timers: Timers, when_s: float, action: Callable[[Turn], None]) -> None:
+        self.when_s = when_s
+        self.action: Callable[[Turn], None] | None = action
+        """None once it has run or was cancelled."""
+        self._timers = timers
+
+    def cancel(self) -> None:
+        """Let it never run. It may have run, or be cancelled already."""
+        if self.action is not None:
+            self.action = None
+            self._timers.cancelled()
+
+
 class Timers:
-    """What happens at a time, unless it has become pointless by then: each action looks for itself."""
+    """What happens at a time, unless it is cancelled before. Cancelled timers never outnumber the others for long: the
+    memory follows what is still to happen, not how much was ever set."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[[Turn], None]]] = []
+        self._heap: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
+        self._cancelled = 0
+        """Entries of the heap that will not run."""
 
-    def at(self, when_s: float, action: Callable[[Turn], None]) -> None:
+    def at(self, when_s: float, action: Callable[[Turn], None]) -> Timer:
         """Run `action` in the first turn at or after `when_s`."""
-        heapq.heappush(self._heap, (when_s, next(self._numbers), action))
+        timer = Timer(self, when_s, action)
+        heapq.heappush(self._heap, (when_s, next(self._numbers), timer))
+        return timer
 
     @property
     def next_s(self) -> float | None:
@@ -123,4 +146,18 @@ class Timers:
     def run_due(self, turn: Turn) -> None:
         """Run what is due; an action may set timers that are due at once."""
         while self._heap and self._heap[0][0] <= turn.now_s:
-            heapq.heappop(self._heap)[2](turn)
+            timer = heapq.heappop(self._heap)[2]
+            action, timer.action = timer.action, None
+            if action is None:
+                self._cancelled -= 1
+            else:
+                action(turn)
+
+    def cancelled(self) -> None:
+        """Count one more cancelled entry. At half of the heap it is built again without them, so that a cancellation
+        costs constant time in the mean."""
+        self._cancelled += 1
+        if self._cancelled * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].action is not None]
+            heapq.heapify(self._heap)
+            self._cancelled = 0

@@ -20,6 +20,7 @@ from scheduler_svc.store.records import NewRequest, StoredRequest
 if TYPE_CHECKING:
     from scheduler_svc.links import GatewaySession
     from scheduler_svc.tracing import RequestTrace
+    from scheduler_svc.turn import Timer
 
 END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
     End.STOP: gateway_pb.RequestEnd.KIND_STOP,
@@ -70,8 +71,10 @@ class Live:
     worker_id: str | None = None
     committed: array[int] = field(default_factory=lambda: array("i"))
     attachments: dict[str, Attachment] = field(default_factory=dict)
-    detachments: int = 0
-    """Counts them, so that an old grace timer does not end a request that was attached again."""
+    limits: tuple[Timer, ...] = ()
+    """Its deadline and its time limit."""
+    grace: Timer | None = None
+    """Ends it unless a client attaches in time."""
     started_s: float | None = None
     first_token_s: float | None = None
     cached_prompt_tokens: int = 0
@@ -85,6 +88,19 @@ class Live:
     def request_id(self) -> str:
         """Names the request everywhere."""
         return self.facts.request_id
+
+    def stop_grace(self) -> None:
+        """A client is attached, or the request has ended."""
+        if self.grace is not None:
+            self.grace.cancel()
+            self.grace = None
+
+    def stop_timers(self) -> None:
+        """The request has ended: nothing will happen to it any more, and no timer holds memory until its time."""
+        self.stop_grace()
+        for timer in self.limits:
+            timer.cancel()
+        self.limits = ()
 
     def lease(self, lease_epoch: int, worker_id: str | None, now_s: float) -> None:
         """Take over whom the record gives it to; None: nobody."""
