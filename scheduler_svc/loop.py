@@ -232,7 +232,8 @@ class Loop:
             await self.clients.depart(turn)
         if self.clients.doubtful:
             await self._end_doubtful(turn)
-        commands = self.core.step(turn.now_s, turn.events) if turn.events else []
+        due = turn.events or self.core.has_suspects
+        commands = self.core.step(turn.now_s, turn.events) if due else []
         if turn.events:
             metrics.observe_estimates(self.core.estimate_errors.latest)
         await self._carry_out(turn, commands)
@@ -500,6 +501,9 @@ class Loop:
                 live.lease(command.lease_epoch, command.worker_id, now_s)
             case Release():
                 live.lease(live.lease_epoch, None, now_s)
+                if command.deaths > live.deaths:
+                    metrics.observe_death(command.deaths)
+                live.deaths, live.death_round = command.deaths, command.death_round
             case Rank():
                 live.standing = replace(live.standing, level=command.level, score=command.score)
 
@@ -526,6 +530,7 @@ class Loop:
             live.append(len(live.committed), stored.committed_ids[len(live.committed) :], now_s)
             live.standing = stored.standing
             live.lease(stored.lease_epoch, stored.worker_id, now_s)
+            live.deaths, live.death_round = stored.deaths, stored.death_round
             if stored.end is not None:
                 self._ended(live, _as_ended(stored), now_s)
                 return

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from laps_sd.metrics import SECONDS, counter, gauge, histogram
 from scheduler_svc.core.estimate_errors import Judged
 from scheduler_svc.core.events import End, Event, RequestFacts, RoundReported
+from scheduler_svc.core.request import ALONE_AFTER, MOST_DEATHS
 from scheduler_svc.core.scheduler import Scheduler
 
 SUBMISSIONS = counter(
@@ -17,6 +18,12 @@ REFUSED = counter(
     "laps_sd_scheduler_refused_transitions_total",
     "Transitions that the record refused, by kind and reason.",
     ["transition", "reason"],
+)
+DEATHS = counter(
+    "laps_sd_scheduler_requests_with_dead_workers_total",
+    "Requests that may have been in the batch of a worker that died, each time, by what follows: again (it goes on), alone (it "
+    "gets a worker of its own), given_up (it ends with an error).",
+    ["then"],
 )
 STORE_DOWN = gauge(
     "laps_sd_scheduler_record_unavailable",
@@ -121,6 +128,12 @@ def observe_turn(events: Iterable[Event]) -> None:
                 ACCEPTANCE_LENGTH.observe(tokens)
         for part, seconds in _PARTS.items():
             seconds.inc(getattr(event, f"{part}_s"))
+
+
+def observe_death(deaths: int) -> None:
+    """Count the death of a worker for one of its requests; `deaths` includes it."""
+    then = "given_up" if deaths >= MOST_DEATHS else "alone" if deaths >= ALONE_AFTER else "again"
+    DEATHS.labels(then).inc()
 
 
 def observe_estimates(judged: Iterable[Judged]) -> None:

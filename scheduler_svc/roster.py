@@ -135,14 +135,14 @@ class Roster:
                 log.error("worker makes no progress", worker_id=entry.worker_id, listed=entry.listed)
                 entry.session.close(f"no report for {self._settings.watchdog_s:g} s")
                 entry.session = None
-                self._lose(turn, entry)
+                self._lose(turn, entry, hung=True)
             else:
                 self._watch(entry, turn.now_s)
 
         entry.replace_timer(self._timers.at(now_s + self._settings.watchdog_s / 2, look))
 
-    def _lose(self, turn: Turn, entry: WorkerEntry) -> None:
+    def _lose(self, turn: Turn, entry: WorkerEntry, *, hung: bool = False) -> None:
         entry.replace_timer(None)
         del self.workers[entry.worker_id]
         log.warning("worker lost", worker_id=entry.worker_id)
-        turn.events.append(WorkerLost(entry.worker_id))
+        turn.events.append(WorkerLost(entry.worker_id, hung))

@@ -66,9 +66,12 @@ class Live:
     most_logprobs: int | None
     """Alternatives that the request asks for with each token, at most; None where it wants no logprobs."""
     standing: Standing
-    """As the record has it; as are the next three."""
+    """As the record has it; as are the next five."""
     lease_epoch: int = 0
     worker_id: str | None = None
+    deaths: int = 0
+    death_round: int = 0
+    """Of its workers; as in `Request`, and as the record has them."""
     committed: array[int] = field(default_factory=lambda: array("i"))
     attachments: dict[str, Attachment] = field(default_factory=dict)
     limits: tuple[Timer, ...] = ()
@@ -189,6 +192,8 @@ class Live:
             story=(),
             ended_unix_ms=None,
             first_token_unix_ms=_unix_ms(self.first_token_s),
+            deaths=self.deaths,
+            death_round=self.death_round,
         )
 
     def specification_with_outputs(
@@ -296,6 +301,7 @@ def from_record(stored: StoredRequest) -> Live:
     live.committed.extend(stored.committed_ids)
     live.standing = stored.standing
     live.lease_epoch, live.worker_id = stored.lease_epoch, stored.worker_id
+    live.deaths, live.death_round = stored.deaths, stored.death_round
     arrival_s = live.facts.arrival_s
     if stored.first_token_unix_ms is not None:
         live.first_token_s = stored.first_token_unix_ms / 1000.0
@@ -319,6 +325,8 @@ def recovered(live: Live) -> Recovered:
         preemptions=standing.preemptions,
         worker_id=live.worker_id,
         lease_epoch=live.lease_epoch,
+        deaths=live.deaths,
+        death_round=live.death_round,
     )
 
 

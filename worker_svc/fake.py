@@ -12,7 +12,9 @@ For tests and simulations of everything around an engine; hundreds fit into one 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import signal
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -66,6 +68,10 @@ def lognormal_lengths(median: float, sigma: float, *, longest: int = 2**31) -> L
     return length
 
 
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @dataclass(slots=True)
 class _Fake:
     """One known request."""
@@ -93,7 +99,8 @@ class FakeEngine:
     `lengths` gives the output length after which a request ends by EOS (None: never before max_tokens); `draft_len` is proposed
     every round, capped by the request and by what is left; `acceptance` and `concentration` are mean and concentration of the Beta
     distribution of the requests' means; `host_tokens` is the budget of swapped-out context (None: no limit); `decode` makes stop
-    strings work. `sleep` is called with total_s * time_scale after each round when time_scale is above 0.
+    strings work. `sleep` is called with total_s * time_scale after each round when time_scale is above 0. `die` is called by a
+    round that runs a request with `deadly_seed`, as an error in a kernel would end the process.
     """
 
     def __init__(
@@ -116,6 +123,8 @@ class FakeEngine:
         costs: FakeCosts | None = None,
         time_scale: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
+        deadly_seed: int | None = None,
+        die: Callable[[], None] = _die,
         decode: Decode | None = None,
         fingerprint: str = "fake",
     ) -> None:
@@ -144,6 +153,8 @@ class FakeEngine:
         self._costs = costs or FakeCosts()
         self._time_scale = time_scale
         self._sleep = sleep
+        self._deadly_seed = deadly_seed
+        self._die = die
         self._decode = decode
         self._target = BlockAllocator(self.capacity.target_blocks)
         self._draft = BlockAllocator(self.capacity.draft_blocks)
@@ -226,6 +237,8 @@ class FakeEngine:
         finished = {name for name in run if name in self._requests and self._requests[name].finished}
         check_run(run, self._requests.keys(), finished, self.capacity.slots)
         requests = [self._requests[name] for name in run]
+        if any(request.spec.sampling.seed == self._deadly_seed for request in requests):
+            self._die()
         chunks = self._chunks(requests)
         drafts = [
             self._draft_length(request) if chunk == 0 else 0

@@ -121,4 +121,5 @@ def _fake_engine(settings: WorkerSettings) -> Engine:
         prefill_chunk=settings.prefill_chunk,
         costs=FakeCosts(round_s=settings.fake_round_s),
         time_scale=settings.fake_time_scale,
+        deadly_seed=settings.fake_deadly_seed,
     )

@@ -162,6 +162,11 @@ class WorkerSettings(ServingSettings, LinkSettings):
     fake_output_tokens: int | None = field(
         None, help="Fake engine: median output length; none: every request runs to max_tokens", minimum=1
     )
+    fake_deadly_seed: int | None = field(
+        None,
+        help="Fake engine: a round with a request of this seed kills the process, for tests of such requests",
+        minimum=0,
+    )
 
     def problems(self) -> Iterator[str]:
         """What no single field can check."""

@@ -127,14 +127,21 @@ class Release:
 
     request_id: Final[str]
     lease_epoch: Final[int]
+    deaths: Final[int]
+    death_round: Final[int]
+    """As in `Request`: the record keeps both, for the next leader."""
 
     def __init__(
         self,
         request_id: str,
         lease_epoch: int,
+        deaths: int = 0,
+        death_round: int = 0,
     ) -> None:
         self.request_id = request_id
         self.lease_epoch = lease_epoch
+        self.deaths = deaths
+        self.death_round = death_round
 
 
 @final
@@ -220,7 +227,7 @@ class StoryLine:
 
     at_s: Final[float]
     what: Final[str]
-    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, ended, …"""
+    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, cleared, given up, ended, …"""
     detail: Final[str]
 
     def __init__(

@@ -62,6 +62,9 @@ class Recovered:
     preemptions: int
     worker_id: str | None
     lease_epoch: int
+    deaths: int = 0
+    death_round: int = 0
+    """As in `Request`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,9 @@ class WorkerLost:
     """Its grace is over: its requests must go on elsewhere."""
 
     worker_id: str
+    hung: bool = False
+    """Connected, and without a report for too long. Otherwise its stream ended, and only that it dials again would show
+    that its process lives."""
 
 
 @dataclass(frozen=True, slots=True)

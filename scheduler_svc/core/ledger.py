@@ -9,7 +9,7 @@ from laps_sd.choose import Residency
 from scheduler_svc.core.assignment import assignment
 from scheduler_svc.core.commands import Command, Commit, Drained, Drop, Finish, Lease, Rank, Release
 from scheduler_svc.core.ranker import Ranker
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import QUIET_S, Request
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.worker import Worker
@@ -35,6 +35,15 @@ class Ledger:
         if (request_id, lease_epoch) not in drops:
             drops.append((request_id, lease_epoch))
 
+    def take_off(self, request: Request) -> None:
+        """Tell its worker to forget a listed request, which the shard then moves or forgets."""
+        assert request.worker is not None
+        self.drop(request.worker, request.request_id, request.lease_epoch)
+        if not request.is_harmless:
+            worker = self._shard.workers[request.worker]
+            worker.taken_off.append(request.request_id)
+            worker.quiet_at_s = self.now_s + QUIET_S
+
     def is_stale(self, request: Request) -> bool:
         """Whether its rank rests on an older version of the priors."""
         return self._ranker.is_stale(request)
@@ -50,11 +59,14 @@ class Ledger:
         """Put a queued request on a worker's list."""
         self._shard.lease(request, worker)
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
-        request.tell(self.now_s, "leased", f"to worker {worker.worker_id}")
+        alone = f", alone: {request.deaths} workers died with it" if request.runs_alone else ""
+        request.tell(self.now_s, "leased", f"to worker {worker.worker_id}{alone}")
 
     def release(self, request: Request, *, tell_worker: bool) -> None:
         """Take a request off its list into the queue."""
-        self._record.append(Release(request.request_id, request.lease_epoch))
+        self._record.append(
+            Release(request.request_id, request.lease_epoch, request.deaths, request.death_round)
+        )
         self._take_off(request, tell_worker=tell_worker)
         self._record.append(Rank(request.request_id, request.rank.level, request.order_key[1]))
 
@@ -66,9 +78,8 @@ class Ledger:
         request.tell(self.now_s, "moved", f"to worker {worker.worker_id}, {why}")
 
     def _take_off(self, request: Request, *, tell_worker: bool) -> None:
-        assert request.worker is not None
         if tell_worker:
-            self.drop(request.worker, request.request_id, request.lease_epoch)
+            self.take_off(request)
         request.residency = Residency.NONE
         self._shard.take_back(request, self._ranker.rank(request))
 

@@ -25,12 +25,41 @@ MOST_LISTS_REFRESHED = 4
 
 def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
     """Bring leases in line with ranks, after the events of a step."""
+    _run_alone(shard, ledger)
     _lease_reserved(shard, ledger)
     front = _Front(shard, ledger)
     _fill(shard, ledger, front)
     _overtake(shard, ledger, front)
     _take_back_the_worst(shard, ledger, settings)
     _steal(shard, ledger)
+
+
+def _run_alone(shard: Shard, ledger: Ledger) -> None:
+    """The request that workers may have died of, and that waits longest, gets the least loaded worker for itself. One at a
+    time: what was on that worker goes on elsewhere, at the cost of its KV, which is less than a further death would cost.
+    """
+    worker = next((worker for worker in shard.workers.values() if worker.alone), None)
+    if worker is None and shard.suspects:
+        able = (w for request in shard.suspects.values() for w in shard.by_load() if w.holds(request))
+        worker = next(able, None)
+        if worker is not None:
+            _clear(worker, shard, ledger)
+    if worker is None or worker.members:
+        return
+    request = next((request for request in shard.suspects.values() if worker.holds(request)), None)
+    if request is None or worker.draining:
+        shard.set_alone(worker, False)  # what it was cleared for has ended, or it leaves itself
+    elif ledger.now_s >= worker.quiet_at_s:
+        worker.taken_off.clear()
+        ledger.lease(request, worker)
+
+
+def _clear(worker: Worker, shard: Shard, ledger: Ledger) -> None:
+    for member in list(worker.members.values()):
+        ledger.release(member, tell_worker=True)
+        why = f"worker {worker.worker_id} is cleared for a request that runs alone"
+        member.tell(ledger.now_s, "requeued", why)
+    shard.set_alone(worker, True)
 
 
 def _lease_reserved(shard: Shard, ledger: Ledger) -> None:

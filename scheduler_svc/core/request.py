@@ -20,6 +20,19 @@ STORY_HEAD = 8
 LEFT_OUT = "left_out"
 """What that line says happened."""
 
+ALONE_AFTER = 2
+"""Deaths of workers after which a request runs alone: one is an accident, two may be its doing. Our choice, like the next two."""
+MOST_DEATHS = 4
+"""Deaths after which it is ended, those included while it shared a worker. So two workers must die that ran nothing else: an
+operator, or the owner of a spot node, who happens to kill three in a row ends no request."""
+SURVIVED_ROUNDS = 8
+"""Rounds with tokens after the last death that clear a request: more than the one or two that a dying worker does not report,
+so that a request that always kills at the same token is not cleared on its way there."""
+QUIET_S = 3.0
+"""How long a worker is kept empty between a request that is not known to be harmless and one that runs alone: the time of a Drop
+on its way, of the round that runs when it arrives, and until a death in that round is noticed (`LAPS_SD_WORKER_GRACE_S`). Where
+these take longer a death may count for the wrong request; two in a row are unlikely. Our choice."""
+
 _PERCEPTIBLE: Final = Moment.PERCEPTIBLE  # compiled, such a name costs no look-up
 
 OrderKey = tuple[int, float, str]
@@ -46,6 +59,10 @@ class Request:
     """Accepted over drafted tokens in all, after each of the last `STABLE_ROUNDS` rounds that drafted; since this core
     knows it, and for policies that look back."""
     preemptions: int = 0
+    deaths: int = 0
+    """Workers that died while it may have been in their batch, since it was last cleared."""
+    death_round: int = 0
+    """Its `rounds` at the last of these deaths."""
     residency: Residency = Residency.NONE
     running: bool = False
     """Took part in the last round that its worker reported."""
@@ -93,6 +110,28 @@ class Request:
     def attained_at_level_s(self) -> float:
         """Machine seconds charged since it entered its present level."""
         return self.attained_s - self.attained_before_level_s
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether it gets a worker of its own: nothing else shows that workers die of it and not of a neighbour."""
+        return self.deaths >= ALONE_AFTER
+
+    @property
+    def has_survived(self) -> bool:
+        """Whether it has run long enough since the last death to be cleared."""
+        return self.rounds - self.death_round >= SURVIVED_ROUNDS
+
+    @property
+    def may_have_run(self) -> bool:
+        """Whether it may be in the batch that its worker runs now. A worker prepares a request when it is listed, and its first
+        round is known only afterwards: so a request that has not run there counts as well.
+        """
+        return self.running or not self.ran_here
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it has run on its worker, and no worker died with it."""
+        return self.ran_here and not self.deaths
 
     @property
     def context_tokens(self) -> int:

@@ -39,7 +39,7 @@ from scheduler_svc.core.policies.base import Policy, resume_cost_s
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.ranker import Ranker
-from scheduler_svc.core.request import Request, order_key_of
+from scheduler_svc.core.request import ALONE_AFTER, MOST_DEATHS, SURVIVED_ROUNDS, Request, order_key_of
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, WorkerView
@@ -50,6 +50,9 @@ OF_LATE = 0.02
 FIRST_GAP_S = 0.25
 GAP_GROWTH = 1.25
 """Seconds between two versions of the priors: at first, and how they grow up to `priors_interval_s`."""
+MOST_LOST = 256
+"""Lost workers whose requests are kept in mind, in case one dials again. Our choice."""
+GIVEN_UP = "{} workers died in a row while they ran this request, {} of them while they ran nothing else: it is not tried again"
 NO_BLOCKS = "no KV blocks left for it"
 OWN_ENDS = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
 """Ends that say how long a request of its class is; the others cut it short."""
@@ -64,6 +67,8 @@ class Scheduler:
         self.priors = priors
         self.estimate_errors = EstimateErrors()
         self._ranker = Ranker(policy, priors)
+        self._died_with: dict[str, tuple[str, ...]] = {}
+        """By lost worker, the requests that its death was counted for; the oldest first."""
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
         self._shard = Shard(settings.list_factor, settings.reserved_share, settings.tenant_fairness)
@@ -98,8 +103,8 @@ class Scheduler:
                 self._end_requested(request_id, end, detail, ledger)
             case WorkerUp():
                 self._worker_up(event, ledger)
-            case WorkerLost(worker_id):
-                self._worker_lost(worker_id, ledger)
+            case WorkerLost():
+                self._worker_lost(event, ledger)
             case WorkerDraining(worker_id):
                 self._worker_draining(worker_id, ledger)
             case Refused(request_id):
@@ -132,9 +137,13 @@ class Scheduler:
             accepted=event.accepted,
             attained_s=event.attained_s,
             preemptions=event.preemptions,
+            deaths=event.deaths,
+            death_round=event.death_round,
             started=event.rounds > 0,
             expected_total=_guess(event.facts.expected_output_tokens),
         )
+        if request.has_survived:
+            request.deaths = 0
         request.tell(event.facts.arrival_s, "arrived")
         reached = f"{event.emitted} tokens, {event.rounds} rounds, {event.preemptions} preemptions before"
         request.tell(ledger.now_s, "recovered", f"from the record: {reached}")
@@ -157,7 +166,7 @@ class Scheduler:
         if request is None:
             return
         if request.worker is not None:
-            ledger.drop(request.worker, request_id, request.lease_epoch)
+            ledger.take_off(request)
         self._shard.leave(request)
 
     # Workers come and go.
@@ -168,6 +177,7 @@ class Scheduler:
         worker.told_drained = False
         worker.free_target_blocks = event.facts.target_blocks
         worker.free_draft_blocks = event.facts.draft_blocks
+        self._take_deaths_back(worker.worker_id, ledger)
         held: dict[str, Residency] = {}
         for item in event.held:
             request = worker.members.get(item.request_id)
@@ -181,16 +191,70 @@ class Scheduler:
                 request.ran_here = False
             self._reside(request, held.get(request.request_id, Residency.NONE))
 
-    def _worker_lost(self, worker_id: str, ledger: Ledger) -> None:
+    def _worker_lost(self, event: WorkerLost, ledger: Ledger) -> None:
+        worker_id = event.worker_id
         worker = self._shard.workers.get(worker_id)
         if worker is None:
             return
+        members = list(worker.members.values())
+        self._count_death(worker, event.hung, ledger)
         self._shard.worker_lost(worker)
-        for request in list(worker.members.values()):
+        for request in members:
             ledger.release(request, tell_worker=False)
-            request.tell(
-                ledger.now_s, "requeued", f"worker {worker_id} was lost; goes on from its committed tokens"
-            )
+            if request.deaths >= MOST_DEATHS:
+                detail = GIVEN_UP.format(request.deaths, request.deaths - ALONE_AFTER)
+                request.tell(ledger.now_s, "given up", f"worker {worker_id} was lost: {detail}")
+                self._end_requested(request.request_id, End.ERROR, detail, ledger)
+            else:
+                alone = f", alone: {request.deaths} workers died with it" if request.runs_alone else ""
+                why = f"worker {worker_id} was lost; goes on from its committed tokens{alone}"
+                request.tell(ledger.now_s, "requeued", why)
+
+    def _count_death(self, worker: Worker, hung: bool, ledger: Ledger) -> None:
+        if worker.draining:
+            return  # it has been told to end, and does so when its time is over, whatever it runs
+        died_with = [request for request in worker.members.values() if request.may_have_run]
+        is_certain = len(worker.members) == 1
+        for request_id in worker.taken_off:
+            left = self._shard.requests.get(request_id)
+            if left is not None and left.worker != worker.worker_id:
+                died_with.append(left)
+                is_certain = False
+        for request in died_with:
+            ran_alone = request.runs_alone
+            request.deaths += is_certain or not ran_alone
+            request.death_round = request.rounds
+            if request.runs_alone and not ran_alone and request.worker != worker.worker_id:
+                self._isolate(request, worker, ledger)
+        if died_with and not hung:
+            self._died_with[worker.worker_id] = tuple([request.request_id for request in died_with])
+            if len(self._died_with) > MOST_LOST:
+                del self._died_with[next(iter(self._died_with))]
+
+    def _isolate(self, request: Request, lost: Worker, ledger: Ledger) -> None:
+        """A worker died that it had left just before: it waits for a worker of its own from now on."""
+        if request.worker is None:
+            self._shard.requeue(request)
+        else:
+            ledger.release(request, tell_worker=True)
+        why = f"worker {lost.worker_id} was lost, which it had just left; runs alone: {request.deaths} workers died with it"
+        request.tell(ledger.now_s, "requeued", why)
+
+    def _take_deaths_back(self, worker_id: str, ledger: Ledger) -> None:
+        """Clear the requests of a worker that was given up and dials again: it did not die. The record gets the lower count with
+        the next release; if the leader changes before, such a request runs alone for a while.
+        """
+        for request_id in self._died_with.pop(worker_id, ()):
+            request = self._shard.requests.get(request_id)
+            if request is not None and request.deaths:
+                request.tell(ledger.now_s, "cleared", f"worker {worker_id} is alive")
+                self._lower_deaths(request, request.deaths - 1)
+
+    def _lower_deaths(self, request: Request, deaths: int) -> None:
+        ran_alone = request.runs_alone
+        request.deaths = deaths
+        if ran_alone and not request.runs_alone:
+            self._shard.shared_again(request)
 
     def _worker_draining(self, worker_id: str, ledger: Ledger) -> None:
         worker = self._shard.workers.get(worker_id)
@@ -228,6 +292,7 @@ class Scheduler:
                 present.append((progress, request))
         if worker is None:
             return
+        worker.taken_off.clear()
         worker.free_target_blocks = report.free_target_blocks
         worker.free_draft_blocks = report.free_draft_blocks
         if present:
@@ -359,6 +424,9 @@ class Scheduler:
         workload_class = request.facts.workload_class
         if tokens:
             request.rounds += 1
+            if request.deaths and request.has_survived:
+                request.tell(ledger.now_s, "cleared", f"{SURVIVED_ROUNDS} rounds since a worker died with it")
+                self._lower_deaths(request, 0)
             request.seen_rounds += 1
             request.seen_tokens += len(tokens)
             request.seen_squares += len(tokens) ** 2
@@ -480,6 +548,8 @@ class Scheduler:
         )
 
     def _waits_for(self, request: Request) -> str:
+        if request.request_id in self._shard.suspects:
+            return f"a worker of its own: {request.deaths} workers died with it"
         if request.request_id not in self._shard.parked:
             return ""
         room = self._shard.capacity_tokens
@@ -522,13 +592,18 @@ class Scheduler:
         return [self._shard.depth[level] for level in range(max(self._shard.depth, default=-1) + 1)]
 
     @property
+    def has_suspects(self) -> bool:
+        """Whether requests wait to run alone: then time alone may bring one of them forward, and a step is due every second."""
+        return bool(self._shard.suspects)
+
+    @property
     def capacity_tokens(self) -> int:
         """Prompt and output together that some worker that takes work could hold; 0 without any."""
         return self._shard.capacity_tokens
 
     def totals(self) -> Totals:
         """The shard in numbers."""
-        queued = len(self._shard.queued) + len(self._shard.parked)
+        queued = len(self._shard.queued) + len(self._shard.parked) + len(self._shard.suspects)
         slots = [worker.slots for worker in self._shard.workers.values() if worker.facts is not None]
         full = self.priors.cost.full_share(sum(slots) / len(slots)) if slots else 1.0
         return Totals(

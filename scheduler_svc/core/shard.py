@@ -1,8 +1,8 @@
 """All requests and workers of a shard, and the orders kept over them.
 
 Invariants (`check` states them in code; tests call it after every step)
-  * A request is in exactly one place: queued, parked, or on the list of the one worker that it names.
-  * `queued` holds what some worker that takes work could hold, `parked` what none could.
+  * A request is in exactly one place: queued, parked, suspect, or on the list of the one worker that it names.
+  * `queued` holds what some worker that takes work could hold, `parked` what none could, `suspects` what must run alone.
   * The reserved requests are the oldest ones whose tenant is not ahead, as many as the workers' reserved shares add up
     to. Without fairness between tenants nobody is ahead.
 
@@ -43,6 +43,8 @@ class Shard:
         """The orders of queued and of unreserved requests, with fairness between tenants."""
         self.queued = self._new_order(tenant_fairness)
         self.parked: dict[str, Request] = {}
+        self.suspects: dict[str, Request] = {}
+        """Requests without a worker that must run alone, the longest waiting first."""
         self.touched: dict[str, Worker] = {}
         """Workers whose list may differ from what they have."""
         self.short_of_blocks: dict[str, Worker] = {}
@@ -150,6 +152,23 @@ class Shard:
         request.order_key = key
         return request
 
+    def requeue(self, request: Request) -> None:
+        """Whether a request without a worker must run alone has changed."""
+        self._dequeue(request)
+        self._enqueue(request)
+
+    def shared_again(self, request: Request) -> None:
+        """It need not run alone any more."""
+        if request.worker is None:
+            self.requeue(request)
+        else:
+            self.set_alone(self.workers[request.worker], False)
+
+    def set_alone(self, worker: Worker, alone: bool) -> None:
+        """Whether it is kept for a request that runs alone."""
+        worker.alone = alone
+        self.worker_changed(worker)
+
     def charge(self, account: Account, seconds: float, attained_s: float) -> None:
         """A round served a request of this tenant so long, and all its rounds `attained_s`."""
         self._accounts.charge(account, seconds, attained_s)
@@ -184,14 +203,14 @@ class Shard:
 
     def _position(self, key: OrderKey) -> int:
         listed = sum(bisect_left(worker.in_order, key, key=order_key_of) for worker in self.workers.values())
-        parked = sum(other.key_now < key for other in self.parked.values())
-        return self.queued.position(key) + listed + parked
+        unqueued = (*self.parked.values(), *self.suspects.values())
+        return self.queued.position(key) + listed + sum(other.key_now < key for other in unqueued)
 
     def in_order(self) -> Iterator[Request]:
         """All unfinished requests, best first. For people's questions."""
-        parked = sorted(request.key_now for request in self.parked.values())
+        unqueued = sorted(request.key_now for request in (*self.parked.values(), *self.suspects.values()))
         lists = [[request.order_key for request in worker.in_order] for worker in self.workers.values()]
-        for key in merge(self.queued, parked, *lists):
+        for key in merge(self.queued, unqueued, *lists):
             yield self.requests[key[-1]]
 
     def _count(self, request: Request, sign: int) -> None:
@@ -202,7 +221,9 @@ class Shard:
             self.depth[request.rank.level] += sign
 
     def _enqueue(self, request: Request) -> None:
-        if request.longest_tokens <= self.capacity_tokens:
+        if request.runs_alone:
+            self.suspects[request.request_id] = request
+        elif request.longest_tokens <= self.capacity_tokens:
             self.queued.add(request.order_key)
             if request.account is not None:
                 self._accounts.queued(request.account, +1)
@@ -213,6 +234,8 @@ class Shard:
 
     def _dequeue(self, request: Request) -> None:
         self.reserved_queued.pop(request.request_id, None)
+        if self.suspects.pop(request.request_id, None) is not None:
+            return
         if self.parked.pop(request.request_id, None) is None:
             self.queued.remove(request.order_key)
             if request.account is not None:
@@ -225,7 +248,10 @@ class Shard:
             request.order_key = request.key_now
         worker.add(request)
         worker.reserved += request.reserved
-        self._list_changed(worker)
+        if request.runs_alone and not worker.alone:
+            self.set_alone(worker, True)
+        else:
+            self._list_changed(worker)
 
     def _delist(self, request: Request) -> None:
         assert request.worker is not None
@@ -233,7 +259,10 @@ class Shard:
         worker.remove(request)
         if request.account is not None:
             del request.account.listed[request.request_id]
-        self._list_changed(worker)
+        if worker.alone and request.runs_alone:
+            self.set_alone(worker, False)
+        else:
+            self._list_changed(worker)
         if worker.facts is None and not worker.members:
             self._forget_worker(worker)
 
@@ -264,7 +293,7 @@ class Shard:
 
     def worker_lost(self, worker: Worker) -> None:
         """It takes no more work, and is forgotten as soon as it has no members."""
-        worker.facts = None
+        worker.facts, worker.alone = None, False
         self.short_of_blocks.pop(worker.worker_id, None)
         self.worker_changed(worker)
         if not worker.members:
@@ -358,7 +387,7 @@ class Shard:
             worker = self.workers[request.worker]
             worker.reserved += 1 if reserved else -1
             self.touched[worker.worker_id] = worker
-        elif request.request_id not in self.parked:
+        elif request.request_id not in self.parked and request.request_id not in self.suspects:
             if reserved:
                 self.reserved_queued[request.request_id] = request
             else:
@@ -381,12 +410,16 @@ class Shard:
             assert worker.unsent == sum(r.sent is None for r in worker.members.values())
             assert all(worker.priors_version <= r.priors_version for r in worker.members.values())
             assert worker.facts is not None or worker.members
+            assert worker.alone or not any(r.runs_alone for r in worker.members.values())
             assert listed.isdisjoint(worker.members)
             assert list(worker.running) == [i for i in worker.running if worker.members[i].running]
             assert len(worker.running) == sum(r.running for r in worker.members.values())
             listed |= set(worker.members)
-        assert listed.isdisjoint(queued) and listed.isdisjoint(self.parked) and queued.isdisjoint(self.parked)
-        assert listed | queued | set(self.parked) == set(self.requests)
+        places = (listed, queued, set(self.parked), set(self.suspects))
+        assert sum(map(len, places)) == len(self.requests) and set().union(*places) == set(self.requests)
+        assert set(self.suspects) == {
+            i for i, r in self.requests.items() if r.worker is None and r.runs_alone
+        }
         assert all((r.worker is None) == (i not in listed) for i, r in self.requests.items())
         assert all(r.sent is None or i in listed for i, r in self.requests.items())
         assert +self.depth == Counter(r.rank.level for r in self.requests.values() if not r.running)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 
 from laps_sd.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.request import Request, order_key_of
 
+MOST_TAKEN_OFF = 256
+"""Requests that a worker is kept in mind for after they left it: more than it can have in one batch. Our choice."""
 STUCK_ROUNDS = 2
 """Rounds that a worker with slots for all must have left a request out before it counts as short of memory; one may
 pass between the lease and the first round.
@@ -23,6 +26,13 @@ class Worker:
     facts: WorkerFacts | None = None
     """None: requests on the record name it, and it has not come up (again)."""
     draining: bool = False
+    alone: bool = False
+    """A member runs alone here, or is about to: it takes nothing else."""
+    taken_off: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_TAKEN_OFF))
+    """The newest requests that left its list since its last report, and may be in its batch all the same: it runs on until it receives the
+    Drop, and does not answer that. Without those that are known to be harmless."""
+    quiet_at_s: float = 0.0
+    """When the newest of them has certainly left its batch."""
     members: dict[str, Request] = field(default_factory=dict)
     """Every request leased to it: its list."""
     running: dict[str, Request] = field(default_factory=dict)
@@ -54,7 +64,7 @@ class Worker:
     @property
     def takes_work(self) -> bool:
         """Whether it may be given requests."""
-        return self.facts is not None and not self.draining
+        return self.facts is not None and not self.draining and not self.alone
 
     @property
     def slots(self) -> int:

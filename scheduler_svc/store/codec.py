@@ -132,6 +132,8 @@ def progress_fields(request: StoredRequest) -> list[Argument]:
         *("leased_to", request.worker_id or ""),
         *("released_epoch", request.lease_epoch - 1 if leased else request.lease_epoch),
         *("first_token_unix_ms", _optional(request.first_token_unix_ms)),
+        *("deaths", request.deaths),
+        *("death_round", request.death_round),
     ]
 
 
@@ -185,6 +187,9 @@ def stored_request(
         story=_story(payload.get(b"story")) if end is not None else (),
         ended_unix_ms=_optional_int(fields.get(b"ended_unix_ms", b"")),
         first_token_unix_ms=_optional_int(fields.get(b"first_token_unix_ms", b"")),
+        # A request that was never released has neither, nor has one of an earlier version of the software.
+        deaths=int(fields.get(b"deaths", b"0")),
+        death_round=int(fields.get(b"death_round", b"0")),
     )
 
 

@@ -105,6 +105,9 @@ class StoredRequest(NewRequest):
     """Written at the end; empty before."""
     ended_unix_ms: int | None
     first_token_unix_ms: int | None
+    deaths: int = 0
+    """Workers that died while it may have been in their batch, since it was last cleared; and its rounds at the last death."""
+    death_round: int = 0
 
 
 class SubmitStatus(enum.Enum):

@@ -916,9 +916,10 @@ class Batch:
             self._store.keys.leader(),
             *(self._store.keys.request(release.request_id) for release in releases),
         ]
-        return _Call(
-            scripts.RELEASE, keys, [self._leadership, *(release.lease_epoch for release in releases)]
-        )
+        arguments: list[Argument] = [self._leadership]
+        for release in releases:
+            arguments += (release.lease_epoch, release.deaths, release.death_round)
+        return _Call(scripts.RELEASE, keys, arguments)
 
     def _rank_call(self, ranks: Sequence[Rank], now_ms: int) -> _Call:
         keys = [*self._store._queue_keys, *(self._store.keys.request(rank.request_id) for rank in ranks)]

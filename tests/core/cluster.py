@@ -172,6 +172,7 @@ class Cluster:
         self._check = check
         self._heap: list[tuple[float, int, str, object]] = []
         self._ticket = 0
+        self._ticking = False
         for worker in workers:
             self.at(0.0, "up", worker)
 
@@ -217,6 +218,9 @@ class Cluster:
                     Held(i, k.lease_epoch, k.residency) for i, k in worker.kept.items() if not k.ended
                 )
                 self.step([WorkerUp(worker.facts, held)])
+            case "tick", None:
+                self._ticking = False
+                self.step([])
             case "cancel", str() as request_id:
                 self.step([EndRequested(request_id, End.CANCELLED, "")])
             case other:
@@ -246,6 +250,9 @@ class Cluster:
         for worker in self.workers.values():
             if not worker.busy:
                 self._round(worker)
+        if self.scheduler.has_suspects and not self._ticking:
+            self.at(self.now_s + 1.0, "tick", None)
+        self._ticking = self.scheduler.has_suspects
 
     def _carry_out(self, command: Command) -> None:
         match command:

@@ -6,10 +6,10 @@
     worker ID [slots= blocks= max_length=] [holds=a@1,b@2:host]
                                      it says hello, with what it holds (on the device unless said otherwise)
     arrive ID [prompt= max= hint= priority= class= tenant=]
-    recovered ID … [on=WORKER] epoch=N emitted=N rounds=N
+    recovered ID … [on=WORKER] epoch=N emitted=N rounds=N [deaths=N death_round=N]
     report WORKER ID:TOKENS …        a round: ID:3 three tokens; ID:3! and the end; ID:3@2 under lease epoch 2;
                                      ID:3/7 from position 7; evicted=ID residency none after it; s=SECONDS its time
-    cancel ID    lost WORKER    drain WORKER    gone ID    stale ID
+    cancel ID    lost WORKER [hung=1]    drain WORKER    gone ID    stale ID
     explain ID    place ID    queue    workers    depth    story ID
                                      questions; `place`: what its place rests on
 
@@ -126,13 +126,15 @@ class Script:
                     preemptions=0,
                     worker_id=named.get("on"),
                     lease_epoch=int(named["epoch"]),
+                    deaths=int(named.get("deaths", 0)),
+                    death_round=int(named.get("death_round", 0)),
                 )
             case "report":
                 return self._report(plain[0], plain[1:], named)
             case "cancel":
                 return EndRequested(plain[0], End.CANCELLED, "the client asked")
             case "lost":
-                return WorkerLost(plain[0])
+                return WorkerLost(plain[0], hung="hung" in named)
             case "drain":
                 return WorkerDraining(plain[0])
             case "gone" | "stale":
@@ -228,6 +230,8 @@ class Script:
                 known = {None: "", True: "perceptible, ", False: "non-perceptible, "}[e.perceptible]
                 where = f"{e.place.value}{f' on {e.worker_id}' if e.worker_id else ''}"
                 fits = "" if e.fits_a_worker else ", fits no worker"
+                if e.waits_for.startswith("a worker of its own"):
+                    fits = ", waits for a worker of its own"
                 rank = f"{level}{known}{e.ahead.total} ahead"
                 reserved = ", reserved" if e.reserved else ""
                 turn = ", its tenant is ahead" if e.tenant_ahead else ""

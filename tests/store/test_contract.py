@@ -302,6 +302,18 @@ class TestRelease:
         await One(store).finish(a_finish())
         assert await One(store).release(Release("r1", 1)) is ALREADY
 
+    async def test_the_deaths_of_its_workers_are_kept_through_leases_and_its_end(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        assert ((await read(store)).deaths, (await read(store)).death_round) == (0, 0)
+        await One(store).release(Release("r1", 1, deaths=1, death_round=5))
+        await lease(store, "r1", "w2", 2)
+        assert ((await read(store)).deaths, (await read(store)).death_round) == (1, 5)
+
+        assert await One(store).release(Release("r1", 2, deaths=4, death_round=6)) is OK
+        await One(store).finish(a_finish())
+        assert ((await read(store)).deaths, (await read(store)).death_round) == (4, 6)
+
     async def test_another_epoch_is_stale(self, store: Store) -> None:
         await accept(store, a_request())
         await lease(store)
@@ -1061,7 +1073,7 @@ class TestRestore:
         await lease(store, "r1")
         await One(store).commit(a_commit("r1", standing=a_standing(level=2)))
         await lease(store, "r2")
-        await One(store).release(Release("r2", 1))
+        await One(store).release(Release("r2", 1, deaths=3, death_round=7))
         return await unfinished(store)
 
     async def test_an_emptied_record_is_written_back(

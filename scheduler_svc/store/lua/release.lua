@@ -2,7 +2,7 @@
 -- the next lease raises it.
 --   KEYS[1] leader   string
 --   KEYS[2…] request hash, one per entry
---   ARGV    leadership, then per entry: lease_epoch
+--   ARGV    leadership, then per entry: lease_epoch, deaths, death_round (of workers that it was leased to)
 --   returns per entry OK, ALREADY (this lease was released; perhaps leased anew or ended since), STALE (another epoch
 --           is on the record) or GONE; or {'fenced'}
 local leadership = ARGV[1]
@@ -10,7 +10,8 @@ if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 
 local answers = {}
 for k = 2, #KEYS do
-    local request, lease_epoch = KEYS[k], ARGV[k]
+    local a = 2 + (k - 2) * 3
+    local request, lease_epoch = KEYS[k], ARGV[a]
     local was = redis.call('HMGET', request, 'state', 'lease_epoch', 'released_epoch')
     local answer = STALE
     if not was[1] then
@@ -20,7 +21,8 @@ for k = 2, #KEYS do
     elseif was[1] == 'ended' then
         answer = GONE
     elseif was[2] == lease_epoch and was[1] == 'leased' then
-        redis.call('HSET', request, 'state', 'queued', 'worker', '', 'released_epoch', lease_epoch)
+        redis.call('HSET', request, 'state', 'queued', 'worker', '', 'released_epoch', lease_epoch,
+            'deaths', ARGV[a + 1], 'death_round', ARGV[a + 2])
         answer = OK
     end
     answers[#answers + 1] = answer

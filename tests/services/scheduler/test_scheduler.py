@@ -172,10 +172,54 @@ async def test_the_requests_of_a_worker_that_is_connected_and_reports_nothing_go
         async with worker(scheduler.address, "w2") as second:
             again = (await second.assigned("r1"))["r1"]
             await hung.wait_ended()
+            async with worker(scheduler.address, "hung") as dials_again:
+                await dials_again.next("hello")
+                stored = await scheduler.store.read("r1")
+                assert stored is not None and stored.deaths == 1, "that it dials proves nothing"
 
             assert (again.tokens, again.lease_epoch) == ([10, 11], epoch + 1)
             await second.run_round("r1", again.lease_epoch, 2, [12], end=STOP)
             assert (await client.read("r1-client"))[0] == [10, 11, 12]
+
+
+async def test_a_request_that_workers_die_of_is_ended_also_when_the_leader_changes(
+    start: StartScheduler,
+) -> None:
+    leader = await start(worker_grace_s=0.0)
+    given_up = value("laps_sd_scheduler_requests_with_dead_workers_total", {"then": "given_up"})
+    async with gateway(leader.address) as client:
+        await client.submit("r1", keep=True)
+        await workers_die(leader, 0, 1)
+    await leader.crash()
+    leader = await start(worker_grace_s=0.0)
+    async with gateway(leader.address) as client, grpc.aio.insecure_channel(leader.address) as channel:
+        await client.attach("r1", attachment_id="r1-again")
+        asked = admin_pb.AdminExplainRequest(request_id="r1", tenant="anonymous")
+        admin = admin_pb2_grpc.AdminStub(channel)
+        assert (
+            await admin.ExplainRequest(asked)
+        ).explanation.waits_for == "a worker of its own: 2 workers died with it"
+        await workers_die(leader, 2, 3)
+        tokens, end = await client.read("r1-again")
+        story = [line.what for line in (await admin.ExplainRequest(asked)).explanation.story]
+
+    assert (tokens, end.kind) == ([], gateway_pb.RequestEnd.KIND_ERROR)
+    assert end.detail.startswith("4 workers died in a row while they ran this request")
+    assert story[-2:] == ["given up", "ended"]
+    assert value("laps_sd_scheduler_requests_with_dead_workers_total", {"then": "given_up"}) == given_up + 1
+
+
+async def workers_die(leader: SchedulerUnderTest, *numbers: int) -> None:
+    """Each as soon as r1 is on its list."""
+    for number in numbers:
+        async with worker(leader.address, f"w{number}") as dies:
+            await dies.assigned("r1")
+
+        async def counted(deaths: int = number + 1) -> bool:
+            stored = await leader.store.read("r1")
+            return stored is not None and stored.deaths == deaths
+
+        await wait_until_async(counted, description="the record has the death")
 
 
 async def test_what_is_too_long_to_be_the_name_of_anything_is_not_found(

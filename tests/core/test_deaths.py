@@ -1,0 +1,490 @@
+"""Workers that die with a request: who is suspected, who runs alone, who is cleared, and who is not tried again."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laps_sd.choose import Residency
+from scheduler_svc.core.commands import Command, Drop, Finish, Lease, Release
+from scheduler_svc.core.events import (
+    Arrived,
+    End,
+    EndRequested,
+    Event,
+    Held,
+    Recovered,
+    RequestFacts,
+    RoundReported,
+    WorkerDraining,
+    WorkerFacts,
+    WorkerLost,
+    WorkerUp,
+)
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.request import ALONE_AFTER, MOST_DEATHS, QUIET_S, SURVIVED_ROUNDS
+from scheduler_svc.core.scheduler import MOST_LOST, Scheduler
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.views import Place
+from tests.core.cluster import Cluster, Job, facts
+from tests.core.test_properties import QUICK
+from tests.core.test_scheduler import did, request
+
+
+def core(*, fair: bool = False) -> Scheduler:
+    settings = CoreSettings(tenant_fairness=fair)
+    return Scheduler(policy_named("laps-sd", settings), settings, Priors())
+
+
+class Shard:
+    """A core whose steps are checked, and the newest lease of each request."""
+
+    def __init__(self, *, fair: bool = False) -> None:
+        self.core = core(fair=fair)
+        self.leases: dict[str, Lease] = {}
+        self.emitted: dict[str, int] = {}
+        self.now_s = 1.0
+
+    def seconds_pass(self, seconds: float = QUIET_S) -> list[Command]:
+        self.now_s += seconds
+        return self.step()
+
+    def step(self, *events: Event) -> list[Command]:
+        commands = self.core.step(self.now_s, events)
+        self.core.check()
+        self.leases |= {command.request_id: command for command in commands if isinstance(command, Lease)}
+        return commands
+
+    def up(self, worker_id: str, *held: Held, slots: int = 4, **more: int) -> list[Command]:
+        worker = WorkerFacts(worker_id, slots, 1000, 1000, 16, 4096, 5)
+        return self.step(WorkerUp(replace(worker, **more), held))
+
+    def arrive(self, *requests: RequestFacts) -> list[Command]:
+        return self.step(*(Arrived(facts) for facts in requests))
+
+    def lost(self, worker_id: str, **more: bool) -> list[Command]:
+        return self.step(WorkerLost(worker_id, **more))
+
+    def round(self, worker_id: str, *request_ids: str) -> list[Command]:
+        progress = []
+        for request_id in request_ids:
+            at = self.emitted.get(request_id, 0)
+            self.emitted[request_id] = at + 1
+            progress.append(did(request_id, at, 1, lease_epoch=self.leases[request_id].lease_epoch))
+        round_ = RoundReported(worker_id, tuple(progress), (), 0.01, 0.02, 0.0, 0.0, 0.0, 0.03, 900, 900)
+        return self.step(round_)
+
+    def worker_of(self, request_id: str) -> str | None:
+        view = self.core.explain(request_id, 1.0)
+        assert view is not None
+        return view.worker_id
+
+    def waits_for(self, request_id: str) -> str:
+        view = self.core.explain(request_id, 1.0)
+        assert view is not None
+        return view.waits_for
+
+    def deaths(self, *request_ids: str) -> list[int]:
+        return [self.core._shard.requests[request_id].deaths for request_id in request_ids]
+
+    def suspect(self, *request_ids: str) -> None:
+        """These, and nothing else, share two workers that die."""
+        self.arrive(*(request(request_id, number) for number, request_id in enumerate(request_ids)))
+        for number in range(ALONE_AFTER):
+            self.up(f"doomed{number}")
+            self.lost(f"doomed{number}")
+        assert self.deaths(*request_ids) == [ALONE_AFTER] * len(request_ids)
+
+
+def releases(commands: list[Command]) -> dict[str, tuple[int, int]]:
+    return {c.request_id: (c.deaths, c.death_round) for c in commands if isinstance(c, Release)}
+
+
+class TestWhoIsSuspected:
+    def test_what_may_have_been_in_the_batch_and_nothing_that_had_paused(self) -> None:
+        shard = Shard()
+        shard.up("w", slots=1)
+        shard.arrive(request("ran"), request("paused"), request("listed"))
+        shard.round("w", "paused")
+        shard.round("w", "ran")
+        commands = shard.lost("w")
+
+        assert shard.deaths("ran", "paused", "listed") == [1, 0, 1]
+        assert releases(commands) == {"ran": (1, 1), "paused": (0, 0), "listed": (1, 0)}
+
+    def test_not_what_a_draining_worker_still_ran(self) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("a"))
+        shard.round("w", "a")
+        shard.step(WorkerDraining("w"))
+        shard.lost("w")
+
+        assert shard.deaths("a") == [0]
+
+    def test_eight_rounds_clear_it(self) -> None:
+        shard = Shard()
+        shard.up("w1")
+        shard.arrive(request("a"))
+        shard.round("w1", "a")
+        shard.lost("w1")
+        shard.up("w2")
+        for _ in range(SURVIVED_ROUNDS - 1):
+            shard.round("w2", "a")
+        assert shard.deaths("a") == [1]
+
+        shard.round("w2", "a")
+        assert shard.deaths("a") == [0]
+        shard.lost("w2")
+        assert shard.deaths("a") == [1]
+
+    def test_a_worker_that_dials_again_did_not_die(self) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("a"), request("ends"))
+        shard.lost("w")
+        shard.step(EndRequested("ends", End.CANCELLED, ""))
+        commands = shard.up("w", Held("a", 1, Residency.DEVICE))
+
+        assert shard.deaths("a") == [0]
+        assert Drop("w", (("a", 1),)) in commands, "all the same, its lease was taken back"
+        shard.lost("w")
+        assert shard.deaths("a") == [1], "each time it is given up is counted, and taken back, once"
+
+    def test_unless_it_was_connected_and_hung(self) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("a"))
+        shard.lost("w", hung=True)
+        shard.up("w")
+
+        assert shard.deaths("a") == [1]
+
+    def test_what_was_cleared_meanwhile_stays_so(self) -> None:
+        shard = Shard()
+        shard.up("w1")
+        shard.arrive(request("a"))
+        shard.lost("w1")
+        shard.up("w2")
+        for _ in range(SURVIVED_ROUNDS):
+            shard.round("w2", "a")
+        shard.up("w1")
+
+        assert shard.deaths("a") == [0]
+
+    def test_of_many_lost_workers_the_oldest_are_forgotten(self) -> None:
+        shard = Shard()
+        shard.arrive(request("a"))
+        for number in range(MOST_LOST + 1):
+            shard.up(f"w{number}")
+            for _ in range(SURVIVED_ROUNDS):
+                shard.round(f"w{number}", "a")
+            shard.lost(f"w{number}")
+
+        assert list(shard.core._died_with) == [f"w{number}" for number in range(1, MOST_LOST + 1)]
+
+
+class TestRunningAlone:
+    def test_nothing_joins_it_until_it_is_cleared(self) -> None:
+        shard = Shard()
+        shard.suspect("a")
+        shard.up("w")
+        shard.arrive(request("b", 1))
+        assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", None)
+        assert shard.waits_for("b") == "a worker: none takes work now"
+        assert shard.core.capacity_tokens == 0
+
+        for _ in range(SURVIVED_ROUNDS):
+            assert shard.worker_of("b") is None
+            shard.round("w", "a")
+        assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", "w")
+
+    @pytest.mark.parametrize("end", ["ends", "is cancelled"])
+    def test_or_until_it_ends(self, end: str) -> None:
+        shard = Shard()
+        shard.suspect("a")
+        shard.up("w")
+        shard.arrive(request("b", 1))
+        if end == "ends":
+            epoch = shard.leases["a"].lease_epoch
+            last = did("a", 0, 1, lease_epoch=epoch, end=End.STOP)
+            shard.step(RoundReported("w", (last,), (), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 900, 900))
+        else:
+            shard.step(EndRequested("a", End.CANCELLED, ""))
+
+        assert shard.worker_of("b") == "w"
+
+    def test_one_at_a_time_and_the_worker_is_cleared_for_it(self) -> None:
+        shard = Shard(fair=True)
+        shard.suspect("a", "b")
+        shard.up("w1")
+        assert [shard.worker_of(name) for name in "ab"] == ["w1", None]
+        shard.up("w2")
+        shard.arrive(request("c", 1))
+        assert [shard.worker_of(name) for name in "abc"] == ["w1", None, "w2"]
+        assert shard.waits_for("b") == f"a worker of its own: {ALONE_AFTER} workers died with it"
+        assert [entry.request_id for entry in shard.core.queue(1.0, 9)] == ["a", "b", "c"]
+        assert shard.core.totals().queued == 1
+        ahead = shard.core.explain("c", 1.0)
+        assert ahead is not None and ahead.ahead.total == 2
+
+        commands = shard.step(EndRequested("a", End.CANCELLED, ""))
+        assert [shard.worker_of(name) for name in "bc"] == [None, "w2"], "w1 may still be in a round with a"
+        commands += shard.seconds_pass(QUIET_S / 2)
+        assert shard.worker_of("b") is None
+        commands += shard.seconds_pass(QUIET_S / 2)
+        assert [shard.worker_of(name) for name in "bc"] == ["w1", "w2"], "the emptiest worker is taken"
+        assert not releases(commands)
+        assert not shard.core.has_suspects
+
+    def test_the_only_worker_is_cleared_of_what_it_runs(self) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("busy"))
+        shard.round("w", "busy")
+        shard.step(
+            Recovered(
+                request("a"), 0, 0, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=ALONE_AFTER, death_round=0
+            )
+        )
+
+        assert (shard.worker_of("a"), shard.worker_of("busy")) == ("w", None)
+        view = shard.core.explain("busy", 1.0)
+        assert view is not None
+        assert view.story[-1].detail == "worker w is cleared for a request that runs alone"
+        view = shard.core.explain("a", 1.0)
+        assert view is not None
+        assert view.story[-1].detail == f"to worker w, alone: {ALONE_AFTER} workers died with it"
+
+    def test_what_is_not_known_to_be_harmless_leaves_first(self) -> None:
+        """A worker that gets a Drop is in a round with it until then: its death would be laid at the wrong door."""
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("new"))
+        suspect = Recovered(request("a"), 0, 0, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=ALONE_AFTER)
+        commands = shard.step(suspect)
+        assert list(releases(commands)) == ["new"]
+        assert [shard.worker_of(name) for name in ("a", "new")] == [None, None]
+        assert shard.core.has_suspects
+
+        shard.seconds_pass()
+        assert [shard.worker_of(name) for name in ("a", "new")] == ["w", None]
+
+    @pytest.mark.parametrize("where", ["in the queue", "on another list", "ended"])
+    def test_a_worker_that_dies_just_after_it_left_may_have_died_of_it(self, where: str) -> None:
+        shard = Shard()
+        shard.up("w")
+        deadly = Recovered(request("deadly"), 0, 0, 0, 0, 0.0, 0, "w", lease_epoch=2, deaths=1)
+        suspect = Recovered(request("a"), 0, 0, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=ALONE_AFTER)
+        shard.step(deadly)
+        shard.step(suspect)
+        assert shard.worker_of("deadly") is None, "w is cleared for the suspect"
+        if where == "on another list":
+            shard.up("other")
+            assert shard.worker_of("deadly") == "other"
+        if where == "ended":
+            shard.step(EndRequested("deadly", End.CANCELLED, ""))
+        shard.lost("w")
+
+        if where != "ended":
+            assert shard.deaths("deadly", "a") == [ALONE_AFTER, ALONE_AFTER]
+            view = shard.core.explain("deadly", 1.0)
+            assert view is not None
+            details = [line.detail for line in view.story if line.what == "requeued"]
+            assert details[-1] == (
+                "worker w was lost, which it had just left; runs alone: 2 workers died with it"
+            )
+
+    def test_a_report_shows_that_it_did_not_die_of_what_left_before(self) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("a", 0), request("b", 1))
+        shard.step(EndRequested("a", End.CANCELLED, ""))
+        assert list(shard.core._shard.workers["w"].taken_off) == ["a"]
+        shard.round("w", "b")
+
+        assert not shard.core._shard.workers["w"].taken_off
+
+    @pytest.mark.parametrize("why", ["it ends", "the worker drains", "the worker is lost"])
+    def test_a_worker_is_kept_empty_no_longer_than_it_is_needed(self, why: str) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("new"))
+        shard.step(Recovered(request("a"), 0, 0, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=ALONE_AFTER))
+        if why == "it ends":
+            shard.step(EndRequested("a", End.CANCELLED, ""))
+            assert shard.worker_of("new") == "w"
+        elif why == "the worker drains":
+            shard.step(WorkerDraining("w"))
+            shard.up("other")
+            assert (shard.worker_of("a"), shard.worker_of("new")) == ("other", None)
+        else:
+            shard.lost("w")
+            shard.up("other")
+            assert (shard.worker_of("a"), shard.worker_of("new")) == ("other", None)
+
+    def test_one_that_no_worker_can_hold_lets_the_next_one_go_first(self) -> None:
+        shard = Shard()
+        shard.arrive(request("large", 0, prompt_tokens=2000), request("small", 1))
+        for number in range(ALONE_AFTER):
+            shard.up(f"doomed{number}")
+            shard.lost(f"doomed{number}")
+        shard.up("w", max_length=1000)
+
+        assert (shard.worker_of("large"), shard.worker_of("small")) == (None, "w")
+
+    def test_it_is_shared_again_when_a_worker_that_was_given_up_is_back(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        shard.up("doomed0")
+        assert shard.deaths("a", "b") == [1, 1]
+        assert [shard.worker_of(name) for name in "ab"] == ["doomed0", "doomed0"]
+
+    def test_also_where_it_runs_alone_by_then(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        shard.up("w")
+        assert [shard.worker_of(name) for name in "ab"] == ["w", None]
+        shard.up("doomed1")
+
+        assert shard.deaths("a", "b") == [1, 1]
+        shard.arrive(request("c"), request("d"))
+        assert {shard.worker_of(name) for name in "abcd"} == {"w", "doomed1"}
+
+    def test_of_the_oldest_requests_one_that_must_run_alone_has_no_part_in_the_reserved_share(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        shard.up("w", slots=1)
+        shard.up("w2", slots=1)
+        shard.arrive(request("c", 7), request("d", 8))
+
+        assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", None)
+        assert {shard.worker_of("c"), shard.worker_of("d")} == {"w2"}
+
+
+class TestWhoIsGivenUp:
+    def test_one_with_which_two_workers_died_that_ran_nothing_else(self) -> None:
+        shard = Shard()
+        shard.suspect("a")
+        commands = []
+        for number in range(MOST_DEATHS - ALONE_AFTER):
+            assert commands == []
+            shard.up(f"w{number}")
+            commands = [c for c in shard.lost(f"w{number}") if isinstance(c, Finish)]
+
+        [finish] = commands
+        assert (finish.request_id, finish.end) == ("a", End.ERROR)
+        assert finish.detail == (
+            "4 workers died in a row while they ran this request, 2 of them while they ran nothing else: it is not tried again"
+        )
+        assert [line.what for line in finish.story][-2:] == ["given up", "ended"]
+        assert shard.core.explain("a", 1.0) is None
+
+    def test_not_one_that_survived_in_between(self) -> None:
+        shard = Shard()
+        shard.suspect("a")
+        for number in range(2 * MOST_DEATHS):
+            shard.up(f"w{number}")
+            for _ in range(SURVIVED_ROUNDS):
+                shard.round(f"w{number}", "a")
+            shard.lost(f"w{number}")
+
+        assert shard.deaths("a") == [1]
+
+    def test_three_workers_killed_in_a_row_end_nothing(self) -> None:
+        shard = Shard()
+        shard.arrive(*(request(f"r{number}", number) for number in range(8)))
+        for number in range(MOST_DEATHS - 1):
+            shard.up(f"w{number}")
+            ended = [c for c in shard.lost(f"w{number}") if isinstance(c, Finish)]
+            assert ended == []
+
+    def test_not_while_it_may_have_been_a_neighbour(self) -> None:
+        """A leader of before may have shared the worker: what is on one list by the record stays there."""
+        shard = Shard()
+        for _ in range(2 * MOST_DEATHS):
+            shard.step(
+                Recovered(request("a"), 0, 0, 0, 0, 0.0, 0, "w", lease_epoch=2, deaths=3, death_round=0),
+                Recovered(request("b"), 0, 0, 0, 0, 0.0, 0, "w", lease_epoch=2, deaths=0, death_round=0),
+            )
+            ended = [c for c in shard.lost("w") if isinstance(c, Finish)]
+            assert ended == []
+            assert shard.deaths("a", "b") == [3, 1]
+
+
+class TestAfterAChangeOfLeader:
+    def test_the_count_goes_on_from_the_record(self) -> None:
+        shard = Shard()
+        known = Recovered(request("a"), 9, 9, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=3, death_round=9)
+        shard.step(known)
+        assert shard.waits_for("a") == "a worker of its own: 3 workers died with it"
+        shard.up("w")
+        assert [c.end for c in shard.lost("w") if isinstance(c, Finish)] == [End.ERROR]
+
+    def test_what_has_survived_by_the_record_is_cleared(self) -> None:
+        shard = Shard()
+        rounds = 1 + SURVIVED_ROUNDS
+        shard.step(
+            Recovered(request("a"), 9, rounds, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=3, death_round=1)
+        )
+        assert shard.deaths("a") == [0]
+
+
+class DeadlyCluster(Cluster):
+    """Some requests kill each worker: in the round that runs them, or as soon as they are listed. Another comes a second later."""
+
+    def __init__(self, *args: object, deadly: dict[str, str], noticed_s: float) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.deadly = deadly
+        self.noticed_s = noticed_s
+        self.deaths = 0
+
+    def _round(self, worker):  # type: ignore[no-untyped-def]
+        listed = {entry.request_id for entry in worker.entries} & set(worker.kept)
+        dies = any(self.deadly.get(request_id) == "listed" for request_id in listed)
+        if not dies:
+            super()._round(worker)
+            if not any(self.deadly.get(request_id) == "run" for request_id in worker.ran):
+                return
+            self._heap = [entry for entry in self._heap if not _reports(entry, worker)]
+            heapq.heapify(self._heap)
+        worker.busy = True
+        self.deaths += 1
+        self.at(self.now_s + self.noticed_s, "lost", worker.facts.worker_id)
+        self.at(self.now_s + 1.0, "up", replace(worker.facts, worker_id=f"{worker.facts.worker_id}'"))
+
+
+def _reports(entry: tuple[float, int, str, object], worker: object) -> bool:
+    return entry[2] == "report" and entry[3][1] is worker  # type: ignore[index]
+
+
+@given(
+    outputs=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    deadly=st.lists(st.sampled_from(["run", "listed"]), min_size=1, max_size=3),
+    slots=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    noticed_s=st.sampled_from([0.001, 0.5, 2.0]),
+)
+@QUICK
+def test_what_kills_its_workers_is_ended_and_nothing_else_suffers(
+    outputs: list[int], deadly: list[str], slots: list[int], noticed_s: float
+) -> None:
+    ways = {f"deadly{number}": way for number, way in enumerate(deadly)}
+    workers = [facts(f"w{n}", count) for n, count in enumerate(slots)]
+    cluster = DeadlyCluster("laps-sd", workers, deadly=ways, noticed_s=noticed_s)
+    cluster.submit([Job(f"r{n}", 0.01 * n, 20, output) for n, output in enumerate(outputs)])
+    cluster.submit([Job(name, 0.05, 20, 50) for name in ways])
+    cluster.run()
+
+    assert {name for name, end in cluster.ended.items() if end is End.ERROR} == set(ways)
+    for number, output in enumerate(outputs):
+        assert cluster.ended[f"r{number}"] is End.STOP
+        assert cluster.committed[f"r{number}"] == list(range(output))
+    # Not exactly four each: which one it was is not certain each time.
+    assert cluster.deaths <= (MOST_DEATHS + 1) * len(ways)
+    assert all(view.running == view.listed == 0 for view in cluster.scheduler.workers())
+    assert Place.QUEUED not in {entry.place for entry in cluster.scheduler.queue(cluster.now_s, 9)}
