@@ -360,10 +360,12 @@ def _too_long(field: str, tokens: int, model: ModelFiles) -> InvalidArgument:
 
 
 def body_hash(request: inference_pb2.GenerateRequest) -> bytes:
-    """What an idempotency key stands for: the request as sent, without the key itself."""
+    """Return what an idempotency key stands for: the request as sent, without the key itself and without the deadline. A retry
+    has another deadline, and wants the same result."""
     body = inference_pb2.GenerateRequest()
     body.CopyFrom(request)
     body.ClearField("idempotency_key")
+    body.ClearField("deadline_unix_ms")
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from laps_sd.errors import InvalidArgument
 from laps_sd.log import get_logger
@@ -28,6 +29,8 @@ from scheduler_svc.turn import FromGateway, GatewayClosed, Timer, Timers, Turn
 from scheduler_svc.working_copy import Attachment, Live, from_record, from_submission, recovered
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 RETRY_STORE_MS = 1000
 LEAST_REQUEST_TOKENS = 2
@@ -92,6 +95,11 @@ class Clients:
         self.reserved_tokens += live.facts.prompt_tokens + live.facts.max_tokens
         self._traces.begin(live)
         self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
+        self._set_limits(live)
+
+    def _set_limits(self, live: Live) -> None:
+        for timer in live.limits:
+            timer.cancel()
         limits = (
             (live.deadline_s, End.DEADLINE, "the client's deadline passed"),
             (live.time_limit_s, End.TIME_LIMIT, "the time limit passed"),
@@ -262,12 +270,34 @@ class Clients:
                 _refuse(item, Refused.REASON_STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
             return
         for (item, new), result in zip(admitted, results, strict=True):
+            live = self.live.get(result.request_id)
+            if live is not None and result.status is SubmitStatus.ATTACHED:
+                await self._give_time(live, new.deadline_unix_ms)
             self._admitted(turn, item, new, result, shown.get(new.request_id))
 
+    async def _give_time(self, live: Live, deadline_unix_ms: int | None) -> None:
+        """A retry with the same idempotency key may have more time than the attempt before: its caller gets what it asks for."""
+        if live.deadline_s is None:
+            return
+        if deadline_unix_ms is not None and deadline_unix_ms <= live.deadline_s * 1000:
+            return
+        try:
+            extended = await self._leading(lambda: self._store.extend(live.request_id, deadline_unix_ms))
+        except StoreUnavailable as error:  # then the earlier deadline stays
+            self._outage.began(error)
+            return
+        if extended:
+            live.deadline_s = None if deadline_unix_ms is None else deadline_unix_ms / 1000.0
+            self._set_limits(live)
+
     async def _submit(self, requests: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
+        return await self._leading(lambda: self._store.submit(requests, shown))
+
+    async def _leading(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Write to the record, again where the lead had to be confirmed first. Raises Fenced, StoreUnavailable."""
         while True:
             try:
-                return await self._store.submit(requests, shown)
+                return await write()
             except Fenced:
                 await self._confirm_lead()
 

@@ -94,7 +94,8 @@ class GenerateRequest(_message.Message):
     idempotency_key: _builtins.str
     """The client's own key, unique per tenant. The same key with the same body attaches to the
     request that exists; with another body it is refused (ALREADY_EXISTS). The body is compared
-    before defaults are filled in.
+    before defaults are filled in, and without its deadline: a request that its deadline ended lets its key go, and one that
+    is still unfinished gets the time of the newest attempt if that is more.
     """
     priority: _builtins.int
     """Higher runs first; within the limits the tenant is allowed. Default 0."""

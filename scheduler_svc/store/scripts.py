@@ -39,6 +39,7 @@ RELEASE = _load("release")
 RANK = _load("rank")
 RESTORE = _load("restore")
 SAVE_PRIORS = _load("save_priors")
+EXTEND = _load("extend")
 CLAIM = _load("claim")
 UNCLAIM = _load("unclaim")
 
@@ -56,6 +57,7 @@ ALL = (
     RANK,
     RESTORE,
     SAVE_PRIORS,
+    EXTEND,
     CLAIM,
     UNCLAIM,
 )

@@ -71,7 +71,7 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 FINISHED_TTL_S = 15 * 60.0
-"""How long a finished request can still be read, and its idempotency key attaches to it."""
+"""How long a finished request can still be read, and its idempotency key attaches to it, unless its deadline ended it."""
 
 _READ_CHUNK = 128
 """Requests read together: bounds the time that one reading keeps the server from others."""
@@ -484,6 +484,15 @@ class Store:
         another shard has taken one in between, it stays there.
         """
         await self._claim([(request.request_id, self._idempotency_key(request)) for request in requests])
+
+    async def extend(self, request_id: str, deadline_unix_ms: int | None) -> bool:
+        """Give an unfinished request another deadline, or none. False: it has ended. Raises Fenced, StoreUnavailable."""
+        keys = [self.keys.leader(), self.keys.request(request_id)]
+        deadline = "" if deadline_unix_ms is None else deadline_unix_ms
+        [[answer]] = await self._run(
+            [_Call(scripts.EXTEND, keys, [self._leadership, deadline])], leading=True
+        )
+        return _STATUS[answer] is TransitionStatus.OK
 
     async def settle_claims(self) -> None:
         """Claims of requests that have ended expire soon after them. Call about once a second; raises StoreUnavailable."""

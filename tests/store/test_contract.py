@@ -7,7 +7,7 @@ import gc
 import math
 import weakref
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import redis.asyncio as redis_client
@@ -554,6 +554,76 @@ class TestEnd:
         assert not [key for key in left if "r1" in key or "idempotency" in key]
 
 
+class TestTheKeyOfWhatHasEnded:
+    """A deadline is a caller's own, and not part of what an idempotency key stands for."""
+
+    KEYED: ClassVar[dict[str, str]] = {"idempotency_key": "k", "body_hash": "b"}
+
+    @pytest.mark.parametrize("end", list(End))
+    @pytest.mark.parametrize("verb", ["finish", "commit"])
+    async def test_a_deadline_lets_it_go_and_every_other_end_keeps_it(
+        self, store: Store, end: End, verb: str
+    ) -> None:
+        await accept(store, a_request(**self.KEYED))
+        await lease(store)
+        if verb == "finish":
+            assert await One(store).finish(a_finish(end=end)) is OK
+        else:
+            assert await One(store).commit(a_commit(end=end)) is OK
+        [retry] = await store.submit([a_request("r2", **self.KEYED)])
+
+        if end is End.DEADLINE:
+            assert (retry.status, retry.request_id) == (SubmitStatus.ACCEPTED, "r2")
+        else:
+            assert (retry.status, retry.request_id) == (SubmitStatus.ATTACHED, "r1")
+
+    async def test_the_end_of_the_first_one_repeated_takes_nothing_from_the_retry(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request(**self.KEYED))
+        await One(store).finish(a_finish(end=End.DEADLINE))
+        await accept(store, a_request("r2", **self.KEYED))
+        assert await One(store).finish(a_finish(end=End.DEADLINE)) is ALREADY
+
+        [again] = await store.submit([a_request("r3", **self.KEYED)])
+        assert (again.status, again.request_id) == (SubmitStatus.ATTACHED, "r2")
+        assert await client.pttl(store.keys.idempotency("acme", "k")) == -1
+
+    @pytest.mark.parametrize("first", ["the older one", "the newer one"])
+    async def test_in_a_record_that_is_written_back_the_newest_has_it(
+        self, store: Store, client: redis_client.Redis, first: str
+    ) -> None:
+        await accept(store, a_request(**self.KEYED))
+        older = await read(store)
+        await One(store).finish(a_finish(end=End.DEADLINE))
+        await accept(store, a_request("r2", **self.KEYED))
+        newer = await read(store, "r2")
+        await client.delete(*await keys_of(client, store.keys.prefix))
+        await store.acquire_leadership(owner="leader:1", lease_s=60)
+        for request in (older, newer) if first == "the older one" else (newer, older):
+            assert await One(store).restore(request) is OK
+        assert await One(store).finish(a_finish(end=End.DEADLINE)) is OK
+
+        [again] = await store.submit([a_request("r3", **self.KEYED)])
+        assert (again.status, again.request_id) == (SubmitStatus.ATTACHED, "r2")
+
+
+class TestMoreTime:
+    async def test_an_unfinished_request_gets_another_deadline_or_none(self, store: Store) -> None:
+        await accept(store, a_request(deadline_unix_ms=5))
+        assert await store.extend("r1", 7)
+        assert (await read(store)).deadline_unix_ms == 7
+        assert await store.extend("r1", None)
+        assert (await read(store)).deadline_unix_ms is None
+
+    async def test_one_that_has_ended_or_is_missing_gets_none(self, store: Store) -> None:
+        await accept(store, a_request(deadline_unix_ms=5))
+        await One(store).finish(a_finish())
+        assert not await store.extend("r1", 7)
+        assert not await store.extend("no such", 7)
+        assert (await read(store)).deadline_unix_ms == 5
+
+
 class TestQueue:
     async def test_an_arrival_stands_in_level_0_in_the_order_of_arrival(
         self, store: Store, client: redis_client.Redis
@@ -946,6 +1016,8 @@ class TestLeadership:
             await store.submit([a_request("r2")])
         with pytest.raises(Fenced):
             await store.save_priors(b"old")
+        with pytest.raises(Fenced):
+            await store.extend("r1", 7)
         assert stored == await read(store)
         assert await store.load_priors() is None
 

@@ -33,7 +33,9 @@ local function place(id, old_level, level, score)
 end
 
 -- Ends the request for good: out of the queue, its reservations given back, its keys expiring. The caller writes
--- its standing. The first write frees memory: a server that refuses growth still lets a request end.
+-- its standing. A deadline is the caller's, and not part of what an idempotency key stands for: a request that one ended lets
+-- its key go, so that a retry with more time runs. A newer request may have the key by then; it keeps it.
+-- The first write frees memory: a server that refuses growth still lets a request end.
 local function end_request(id, request, tokens, payload, idempotency, ending, now_ms, ttl_ms)
     local was = redis.call('HMGET', request, 'level', 'tenant', 'prompt_tokens', 'max_tokens')
     local level, tenant = was[1], was[2]
@@ -47,6 +49,8 @@ local function end_request(id, request, tokens, payload, idempotency, ending, no
     redis.call('PEXPIRE', request, ttl_ms)
     redis.call('PEXPIRE', tokens, ttl_ms)
     redis.call('PEXPIRE', payload, ttl_ms)
-    redis.call('PEXPIRE', idempotency, ttl_ms)
+    if idempotency ~= request and string.match(redis.call('GET', idempotency) or '', '^%d+ (%S+) ') == id then
+        if ending.reason == 'deadline' then redis.call('DEL', idempotency) else redis.call('PEXPIRE', idempotency, ttl_ms) end
+    end
 end
 

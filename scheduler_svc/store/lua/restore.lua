@@ -32,7 +32,13 @@ local function restore(k, a)
         redis.call('HINCRBY', KEYS[TENANTS], tenant, 1)
         redis.call('INCRBY', KEYS[RESERVED], reserved)
         redis.call('HSET', payload, 'prompt', ARGV[a + 9], 'submission', ARGV[a + 10])
-        if idempotency ~= request then redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash) end
+        if idempotency ~= request then
+            -- A request that its deadline ended has let the key go, perhaps to a newer one.
+            local held_by = string.match(redis.call('GET', idempotency) or '', '^(%d+) ')
+            if not held_by or tonumber(held_by) < tonumber(sequence) then
+                redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash)
+            end
+        end
         if tonumber(redis.call('GET', KEYS[AFTER_QUEUE]) or 0) < tonumber(sequence) then
             redis.call('SET', KEYS[AFTER_QUEUE], sequence, 'PX', shard_ttl_ms)
         end

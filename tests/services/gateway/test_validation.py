@@ -232,11 +232,13 @@ class TestBodyHash:
         plain = GenerateRequest(text="x")
 
         assert body_hash(plain) == body_hash(GenerateRequest(text="x", idempotency_key="k"))
+        assert body_hash(plain) == body_hash(GenerateRequest(text="x", deadline_unix_ms=1_800_000_000_000))
         assert len(body_hash(plain)) == 32
         for other in (
             GenerateRequest(text="y"),
             GenerateRequest(text="x", priority=0),
             GenerateRequest(text="x", keep=True),
+            GenerateRequest(text="x", time_limit_ms=1000),
             sampling(temperature=1),
         ):
             assert body_hash(other) != body_hash(plain)

@@ -498,6 +498,51 @@ async def test_the_hard_deadline_ends_a_running_request_and_frees_its_worker(
         assert [(one.request_id, one.lease_epoch) for one in dropped.requests] == [("r1", epoch)]
 
 
+async def test_a_retry_with_the_key_of_a_request_that_its_deadline_ended_is_a_new_request(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    key = {"idempotency_key": "let go", "body_hash": b"a"}
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1", deadline_in_ms=1, **key)
+        assert (await client.read("r1-client"))[1].kind == gateway_pb.RequestEnd.KIND_DEADLINE
+        retry = await client.submit("r2", submission_id=2, deadline_in_ms=60_000, **key)
+        another = await client.submit("r3", submission_id=3, **key)
+
+        assert (retry.accepted.request_id, retry.accepted.attached_to_existing) == ("r2", False)
+        assert (another.accepted.request_id, another.accepted.attached_to_existing) == ("r2", True)
+
+
+async def deadline_of(scheduler: SchedulerUnderTest, request_id: str) -> int | None:
+    stored = await scheduler.store.read(request_id)
+    assert stored is not None
+    return stored.deadline_unix_ms
+
+
+async def test_a_retry_that_attaches_brings_its_time_with_it_and_takes_none_away(
+    start: StartScheduler,
+) -> None:
+    key = {"idempotency_key": "more time", "body_hash": b"a"}
+    leader = await start()
+    async with gateway(leader.address) as client:
+        await client.submit("r1", deadline_in_ms=1_000, keep=True, **key)
+        first = await deadline_of(leader, "r1")
+        await client.submit("r2", submission_id=2, deadline_in_ms=600_000, **key)
+        second = await deadline_of(leader, "r1")
+        await client.submit("r3", submission_id=3, deadline_in_ms=100, **key)
+        assert await deadline_of(leader, "r1") == second
+        assert first is not None and second is not None and second > first + 500_000
+
+        ends = value("laps_sd_scheduler_requests_ended_total", {"end": "deadline"})
+        await client.submit("r4", submission_id=4, deadline_in_ms=1_001)
+        assert (await client.read("r4-client"))[1].kind == gateway_pb.RequestEnd.KIND_DEADLINE
+        assert value("laps_sd_scheduler_requests_ended_total", {"end": "deadline"}) == ends + 1, "r4 alone"
+
+        await client.submit("r5", submission_id=5, **key)
+        assert await deadline_of(leader, "r1") is None
+        await client.submit("r6", submission_id=6, deadline_in_ms=1, **key)
+        assert await deadline_of(leader, "r1") is None
+
+
 async def test_a_deadline_that_has_passed_is_refused(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client:
         reply = await client.submit("r1", deadline_in_ms=0)
