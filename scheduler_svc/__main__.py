@@ -29,7 +29,7 @@ so it would go through everything that this process leads again and again, for c
 
 
 def steady_unix_clock() -> float:
-    """Unix seconds that never step: the record keeps Unix times, and the core must not see a clock go back."""
+    """Return Unix seconds that never step: the core must not see a clock go back."""
     return _STARTED_UNIX_S + time.monotonic()
 
 
@@ -59,7 +59,7 @@ async def serve(settings: SchedulerSettings) -> None:
         wait_replicas=settings.redis_wait_replicas,
         clock=steady_unix_clock,
     )
-    leadership = Leadership(settings, store, steady_unix_clock, on_lead=app.set_ready, tracing=app.tracing)
+    leadership = Leadership(settings, store, on_lead=app.set_ready, tracing=app.tracing)
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), app.server)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), app.server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(leadership), app.server)

@@ -29,6 +29,9 @@ from scheduler_svc.turn import LeadInDoubt
 
 log = get_logger(__name__)
 
+WRONG_CLOCK_S = 1.0
+"""Difference between the clocks of scheduler and record from which on it is logged."""
+
 
 class Leadership:
     """This process's part in leading one shard."""
@@ -37,14 +40,12 @@ class Leadership:
         self,
         settings: SchedulerSettings,
         store: Store,
-        clock: Callable[[], float],
         *,
         on_lead: Callable[[bool], None],
         tracing: Tracing = QUIET,
     ) -> None:
         self.settings = settings
         self.store = store
-        self.clock = clock
         self.address = settings.advertise_address
         self.loop: Loop | None = None
         """The leader's loop, once it has recovered; None on a standby."""
@@ -144,6 +145,13 @@ class Leadership:
         await loop.run()
 
     async def _recovered_loop(self) -> Loop:
+        off_by_s = await self.store.measure_clock()
+        self.store.clock.set(off_by_s)
+        if abs(off_by_s) > WRONG_CLOCK_S:
+            log.warning(
+                "the clock of this machine differs from that of the record's server, which is used",
+                off_by_s=round(off_by_s, 3),
+            )
         blob = await self.store.load_priors()
         core_settings = CoreSettings(
             perceived_levels=self.settings.perceived_levels, tenant_fairness=self.settings.tenant_fairness
@@ -157,7 +165,7 @@ class Leadership:
             settings=self.settings,
             core=core,
             store=self.store,
-            clock=self.clock,
+            clock=self.store.clock,
             outage=self.outage,
             traces=self._traces,
         )

@@ -77,6 +77,8 @@ FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
 OBSERVE_S = 1.0
 """How often the queue's gauges are read."""
+FOLLOW_CLOCK_S = 10.0
+"""How often the leader compares its clock with that of the record's server."""
 MEAN_REQUEST_S = "mean_request_s"
 """Key in the record, beside what the policy has learnt: machine seconds that an unfinished request still needs in the mean."""
 WRITE_BACK_TOGETHER = 32
@@ -185,6 +187,7 @@ class Loop:
         for worker_id in sorted(holders):
             self.roster.expect(worker_id, now_s)
         self.timers.at(now_s + self.settings.priors_save_s, self._save_priors_soon)
+        self.timers.at(now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
         self.timers.at(now_s, self._observe_queue)
         if events:
             log.info("recovered", requests=len(events), workers=len(self.roster.workers))
@@ -316,6 +319,17 @@ class Loop:
             try:
                 await self.store.settle_claims()
             except StoreUnavailable as error:  # the next second tries again
+                self.outage.began(error)
+
+    def _follow_clock_soon(self, turn: Turn) -> None:
+        self.timers.at(turn.now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
+        turn.chores.append(self._follow_clock)
+
+    async def _follow_clock(self) -> None:
+        if not self.outage.on:
+            try:
+                self.store.clock.follow(await self.store.measure_clock())
+            except StoreUnavailable as error:  # the next interval tries again
                 self.outage.began(error)
 
     def _save_priors_soon(self, turn: Turn) -> None:

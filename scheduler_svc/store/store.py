@@ -31,6 +31,7 @@ from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release, St
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.redis_url import Address, parse_redis_url
 from scheduler_svc.store import scripts
+from scheduler_svc.store.clock import RecordClock
 from scheduler_svc.store.codec import (
     Argument,
     check_level,
@@ -152,8 +153,8 @@ class Store:
     ) -> None:
         """`open` makes the servers. `wait_replicas`: nothing counts as written before so many replicas have it.
 
-        `timeout_s` bounds each exchange with the server, connecting included. `clock` gives Unix seconds: when tokens
-        came and requests ended. `monotonic` gives seconds: how long a standby has waited for the last leader.
+        `timeout_s` bounds each exchange with the server, connecting included. `clock` gives Unix seconds that
+        never step: the time of this machine. `monotonic` gives seconds: how long a standby has waited for the last leader.
         """
         self.keys = Keys(shard)
         self._servers = servers
@@ -162,7 +163,8 @@ class Store:
         self._finished_ttl_ms = max(1, math.ceil(finished_ttl_s * 1000))
         self._timeout_s = timeout_s
         self._wait_replicas = wait_replicas
-        self._clock = clock
+        self.clock = RecordClock(clock)
+        """The record's time, once it was measured."""
         self._monotonic = monotonic
         self._queue_keys = [
             self.keys.leader(),
@@ -248,6 +250,16 @@ class Store:
         """Returns if the record can be reached."""
         async with self._reached():
             await self._client.ping()
+
+    async def measure_clock(self) -> float:
+        """Return how many seconds the server's clock is ahead of `clock`; 0 where the user may not run INFO. Raises StoreUnavailable."""
+        began_s = self.clock.local_s()
+        async with self._reached():
+            try:
+                found = await self._client.info("server")
+            except redis_errors.NoPermissionError:
+                return 0.0
+        return self.clock.off_by_s(found["server_time_usec"] / 1e6, began_s)
 
     async def close(self) -> None:
         """Closes the connections. Leadership, if held, runs out by itself; `resign` first to hand it over at once."""
@@ -873,7 +885,7 @@ class Batch:
 
     async def _encode(self) -> list[tuple[_Call, _Work]]:
         await self._store._learn_idempotency_keys(self._ending)
-        now_ms = int(self._store._clock() * 1000)
+        now_ms = int(self._store.clock() * 1000)
         return [
             (work.encode(self, work.entries[start : start + work.chunk], now_ms), work)
             for work in self._work

@@ -53,7 +53,9 @@ class SchedulerUnderTest:
         await self.store.close()
 
 
-async def start_scheduler(redis_url: str, *, shard: str, **overrides: Any) -> SchedulerUnderTest:
+async def start_scheduler(
+    redis_url: str, *, shard: str, clock: Callable[[], float] = steady_unix_clock, **overrides: Any
+) -> SchedulerUnderTest:
     settings = load(
         SchedulerSettings,
         {"redis_url": redis_url, "shard": shard, "lease_s": 0.6, "policy": "fcfs", **overrides},
@@ -68,9 +70,9 @@ async def start_scheduler(redis_url: str, *, shard: str, **overrides: Any) -> Sc
             max_requests_per_tenant=settings.max_requests_per_tenant,
         ),
         finished_ttl_s=settings.finished_ttl_s,
-        clock=steady_unix_clock,
+        clock=clock,
     )
-    leadership = Leadership(settings, store, steady_unix_clock, on_lead=lambda _: None)
+    leadership = Leadership(settings, store, on_lead=lambda _: None)
     server = make_server(guard=CallGuard())
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), server)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), server)

@@ -17,6 +17,7 @@ from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.__main__ import steady_unix_clock
 from scheduler_svc.core.events import End
 from scheduler_svc.links import GatewaySession, WorkerSession
 from scheduler_svc.loop import MAX_TURN
@@ -541,6 +542,29 @@ async def test_a_retry_that_attaches_brings_its_time_with_it_and_takes_none_away
         assert await deadline_of(leader, "r1") is None
         await client.submit("r6", submission_id=6, deadline_in_ms=1, **key)
         assert await deadline_of(leader, "r1") is None
+
+
+@pytest.mark.parametrize("skew_s", [90.0, -90.0])
+async def test_a_scheduler_with_a_wrong_clock_ends_nothing_earlier_or_later_when_it_takes_over(
+    start: StartScheduler, skew_s: float
+) -> None:
+    leader = await start()
+    async with gateway(leader.address) as client:
+        await client.submit("later", deadline_in_ms=60_000, keep=True)
+        await client.submit("soon", submission_id=2, deadline_in_ms=2_000, keep=True)
+    await leader.crash()
+    leader = await start(clock=lambda: steady_unix_clock() + skew_s)
+    async with gateway(leader.address) as client:
+        await client.attach("soon", attachment_id="soon")
+        assert (await client.read("soon"))[1].kind == gateway_pb.RequestEnd.KIND_DEADLINE
+        async with worker(leader.address) as gpu:
+            epoch = (await gpu.assigned("later"))["later"].lease_epoch
+            await gpu.run_round("later", epoch, 0, [10], end=STOP)
+
+        stored = await leader.store.read("later")
+        assert stored is not None
+        assert (stored.end, stored.committed_ids) == (End.STOP, (10,))
+        assert (stored.ended_unix_ms or 0) - stored.arrival_unix_ms < 60_000
 
 
 async def test_a_deadline_that_has_passed_is_refused(scheduler: SchedulerUnderTest) -> None:
