@@ -78,9 +78,17 @@ class Load:
     """Keeps `concurrency` requests open, for ever, until `finish`."""
 
     def __init__(
-        self, addresses: Sequence[str], pieces: Sequence[Piece], *, seed: int, cancel_share: float
+        self,
+        addresses: Sequence[str],
+        pieces: Sequence[Piece],
+        *,
+        seed: int,
+        cancel_share: float,
+        deadly_seed: int,
     ) -> None:
-        self._pieces = pieces
+        """`deadly_seed`: of the request that ends the process of each worker that runs it."""
+        self._count = len(pieces)
+        self._pieces = [*pieces, Piece("Deadly", deadly_seed, 64, 0.0)]
         self._seed = seed
         self._cancel_share = cancel_share
         self._began = time.monotonic()
@@ -108,7 +116,7 @@ class Load:
         """Run each piece once. Raises whatever fails: nothing disturbs this."""
         self.expected = list(
             await asyncio.gather(
-                *(self._one(number, piece=number, calm=True) for number in range(len(self._pieces)))
+                *(self._one(number, piece=number, calm=True) for number in range(self._count))
             )
         )
         for outcome in self.expected:
@@ -119,7 +127,7 @@ class Load:
 
     def start(self, concurrency: int) -> None:
         """Begin; `finish` ends it."""
-        self._next = len(self._pieces)
+        self._next = self._count
         self._tasks = [asyncio.create_task(self._lane()) for _ in range(concurrency)]
 
     async def finish(self, *, stuck_s: float) -> list[Outcome]:
@@ -142,12 +150,18 @@ class Load:
         first, self._next = self._next, self._next + count
         return list(
             await asyncio.gather(
-                *(
-                    self._one(number, piece=number % len(self._pieces))
-                    for number in range(first, first + count)
-                )
+                *(self._one(number, piece=number % self._count) for number in range(first, first + count))
             )
         )
+
+    async def deadly(self, number: int) -> Outcome:
+        """Run a request that ends workers, to its end. It counts neither as open nor as completed."""
+        rng = random.Random(number)
+        outcome = Outcome(number, self._count, f"chaos-{self._seed}-deadly-{number}", self.now())
+        while outcome.end is None and not outcome.error:
+            await self._call(outcome, rng, None)
+        outcome.over_s = self.now()
+        return outcome
 
     async def close(self) -> None:
         """Ends the connections."""
@@ -160,7 +174,7 @@ class Load:
             number, self._next = self._next, self._next + 1
             rng = random.Random(self._seed * 7_000_003 + number)
             once = rng.random() >= TWICE_SHARE
-            await (self._one if once else self._both)(number, piece=number % len(self._pieces))
+            await (self._one if once else self._both)(number, piece=number % self._count)
 
     async def _one(self, number: int, *, piece: int, calm: bool = False, may_cancel: bool = True) -> Outcome:
         rng = random.Random(self._seed * 1_000_003 + number)

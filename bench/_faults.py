@@ -15,13 +15,14 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
 import redis.asyncio as redis_client
 
+from bench._clients import Outcome
 from bench._proxy import BOTH, Direction, Proxy
 from laps_sd.local import LocalStack, is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
@@ -43,6 +44,11 @@ DOWN_S = 2.0
 ASK_S = 0.5
 """How often the stack is asked who leads and who carries what."""
 LEAVING_S = 60.0
+DEADLY_S = 180.0
+"""Within this time a deadly request has ended, whatever else breaks."""
+MOST_DEATHS = 12
+"""Workers that a deadly request may end: four if nothing else breaks, and more where a worker is given up and comes back, or is hit by
+another fault, which the scheduler cannot distinguish."""
 RECOVERY_S = 10.0
 """After the record was emptied its leader is left alone for this long, and the record is not emptied while its leader was hit so lately:
 together they are a fault of another name."""
@@ -62,6 +68,7 @@ WEIGHTS = {
     "delay worker": 3, "delay gateway": 3, "delay clients": 2, "delay leader from record": 3,
     "half-open worker": 3, "half-open gateway": 2,
     "kill schedulers": 2, "pause schedulers": 2, "kill gateways": 2, "pause gateways": 2, "kill everything": 2,
+    "deadly request": 3,
 }  # fmt: skip
 DOUBLE = frozenset(
     {
@@ -75,6 +82,7 @@ DOUBLE = frozenset(
         "kill gateways",
         "pause gateways",
         "kill everything",
+        "deadly request",
     }
 )
 """Need several components up at once."""
@@ -146,13 +154,18 @@ class Hand:
         now: Callable[[], float],
         workers: int,
         own_pid: int,
+        deadly: Callable[[int], Awaitable[Outcome]],
         kinds: tuple[str, ...] = KINDS,
     ) -> None:
+        """`deadly` runs a request that ends the process of each worker that runs it."""
         self._stack = stack
         self._proxies = proxies
         self._now = now
         self._workers = workers
         self._own_pid = own_pid
+        self._deadly = deadly
+        self._deaths: list[str] | None = None
+        """Workers that died while a deadly request was open; None while none is."""
         self._kinds = kinds
         self._weights = [WEIGHTS[kind] for kind in kinds]
         self.picture = Picture()
@@ -179,11 +192,23 @@ class Hand:
                 groups.add(child.pid or 0)
                 if not child.alive and name not in self.expected_ends:
                     self.expected_ends.add(name)
+                    if self._is_deadly(name, child.returncode):
+                        continue
                     self.problems.append(
                         f"{name} died by itself, exit code {child.returncode}:\n{child.log_tail()}"
                     )
             self._watch_the_file()
             await asyncio.sleep(ASK_S)
+
+    def _is_deadly(self, name: str, returncode: int | None) -> bool:
+        """Whether a deadly request ended this worker; it is started again, as Kubernetes does."""
+        if self._deaths is None or not name.startswith("worker-") or returncode != -signal.SIGKILL:
+            return False
+        self._deaths.append(name)
+        starting = asyncio.create_task(self._start(name), name=f"{name} again")
+        self._tasks.add(starting)
+        starting.add_done_callback(self._tasks.discard)
+        return True
 
     def _watch_the_file(self) -> None:
         now_s = self._now()
@@ -241,7 +266,8 @@ class Hand:
                 fault = dataclasses.replace(fault, kind=rng.choices(self._kinds, self._weights)[0])
         if fault.kind.startswith(("empty", "lose")):
             self._emptied_at_s = self._now()
-        carried = bool(self.picture.unfinished) and any(self._carries(name) for name in victims)
+        hits = any(self._carries(name) for name in victims) or fault.kind == "deadly request"
+        carried = bool(self.picture.unfinished) and hits
         done = Done(fault, victims, self._now(), carried)
         self.done.append(done)
         self.down.update(victims)
@@ -291,6 +317,8 @@ class Hand:
         match words:
             case ["scale", "up"]:
                 return () if len(self.workers()) < 2 * self._workers else None
+            case ["deadly", "request"]:
+                return () if self._deaths is None and leaders and len(busy) > 2 else None
             case ["scale", "down"]:
                 chosen = [one(busy) if len(self.workers()) > max(2, self._workers // 2) else None]
             case ["empty", "record", "and", *_]:
@@ -343,6 +371,8 @@ class Hand:
         match fault.kind.split():
             case ["scale", "up"]:
                 await self._scale_up()
+            case ["deadly", "request"]:
+                await self._run_deadly(done)
             case ["scale", "down"]:
                 self._retired.add(victims[0])
                 await self._terminate(victims[0])
@@ -440,6 +470,32 @@ class Hand:
         await asyncio.sleep(fault.lasts_s)
         for proxy in proxies:
             proxy.release(pid)
+
+    async def _run_deadly(self, done: Done) -> None:
+        """It ends with an error that names the deaths, after a bounded number of them."""
+        deaths: list[str] = []
+        self._deaths = deaths
+        try:
+            async with asyncio.timeout(DEADLY_S):
+                outcome = await self._deadly(done.fault.number)
+        except TimeoutError:
+            self.problems.append(
+                f"a deadly request has not ended in {DEADLY_S:g} s; it ended {len(deaths)} workers"
+            )
+            return
+        finally:
+            await asyncio.sleep(2 * ASK_S)  # a death just before its end is still to be seen
+            self._deaths = None
+        lost = any(other.loses and done.at_s <= other.at_s for other in self.done)
+        if "died in a row" not in outcome.error and not lost:
+            end = outcome.end and outcome.end.finish_reason
+            self.problems.append(
+                f"a deadly request, {outcome.request_id}, ended with {end} {outcome.error!r}"
+            )
+        if len(deaths) > MOST_DEATHS:
+            self.problems.append(
+                f"a deadly request, {outcome.request_id}, ended {len(deaths)} workers: {deaths}"
+            )
 
     async def _lose_tail(self, fault: Fault) -> None:
         """Power loss of the record alone: its newest writes are gone, and it is away for a while."""

@@ -3,7 +3,8 @@
 Two gateways, a leading and a standing-by scheduler, workers and a Valkey, each a process of its own; hundreds of seeded requests through
 resuming clients; and at seeded moments a fault: SIGKILL, SIGTERM, SIGSTOP until SIGCONT, a connection reset, a network that is silent in
 one direction or both or slow, a peer that is gone without a word, a record that is paused, restarted, killed or emptied, that lost its
-newest writes, its scripts, its disk space or its memory, a drained worker, a smaller and a larger pool, a pair or everything at once. At the end the run fails unless
+newest writes, its scripts, its disk space or its memory, a drained worker, a smaller and a larger pool, a request that ends each worker that
+runs it, a pair or everything at once. At the end the run fails unless
 
   * every accepted request ended exactly once, with no token missing, repeated or out of order, on the client's side and in the record;
   * at least 99.5 % ended successfully, the rest with an explicit error under a fault that may lose something (docs/guarantees.md);
@@ -53,6 +54,8 @@ STUCK_S = 60.0
 SETTLE_S = 60.0
 TELL_S = 5.0
 FINISHED_TTL_S = 300.0
+DEADLY_SEED = 2**32
+"""No other request has it: theirs have 32 bits."""
 RECORD_BYTES_PER_REQUEST = 2_000
 RECORD_BYTES_PER_TOKEN = 9
 """The bounds of docs/guarantees.md."""
@@ -100,6 +103,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     unknown = set(kinds) - set(_faults.KINDS)
     if unknown:
         parser.error(f"no such kind of fault: {', '.join(sorted(unknown))}")
+    if not fake:  # a real engine has no request that is known to end it
+        kinds = tuple(kind for kind in kinds if kind != "deadly request")
     options.kinds = kinds
     if options.workers < 2 or options.faults < 1:
         parser.error("--workers must be at least 2, --faults at least 1")
@@ -262,6 +267,7 @@ class Run:
             "LAPS_SD_FAKE_TIME_SCALE": "1",
             "LAPS_SD_FAKE_ROUND_S": str(options.round_s),
             "LAPS_SD_FINISHED_TTL_S": str(FINISHED_TTL_S),
+            "LAPS_SD_FAKE_DEADLY_SEED": str(DEADLY_SEED),
         }
         stack = LocalStack(
             engine=options.engine, workers=options.workers, gateways=2, schedulers=2, slots=options.slots,
@@ -303,7 +309,13 @@ class Run:
     async def _on(self, stack: LocalStack, groups: set[int]) -> None:
         options = self.options
         addresses = [self.proxies[name].address for name in ("gateway-0", "gateway-1")]
-        load = Load(addresses, pieces(options), seed=options.seed, cancel_share=options.cancel_share)
+        load = Load(
+            addresses,
+            pieces(options),
+            seed=options.seed,
+            cancel_share=options.cancel_share,
+            deadly_seed=DEADLY_SEED,
+        )
         progress(f"{options.pieces} requests undisturbed, for their tokens")
         began = time.monotonic()
         await load.reference()
@@ -316,6 +328,7 @@ class Run:
             now=load.now,
             workers=options.workers,
             own_pid=os.getpid(),
+            deadly=load.deadly,
             kinds=options.kinds,
         )
         self.faults = hand.done

@@ -57,7 +57,7 @@ def test_a_plan_is_the_same_for_the_same_seed_and_has_every_kind_of_fault() -> N
 
 
 def load_that_expects(tokens: list[int]) -> Load:
-    load = Load(["127.0.0.1:1"], [Piece("x", 1, len(tokens), 0.0)], seed=1, cancel_share=0.0)
+    load = Load(["127.0.0.1:1"], [Piece("x", 1, len(tokens), 0.0)], seed=1, cancel_share=0.0, deadly_seed=2)
     load.expected = [outcome(tokens, LENGTH)]
     return load
 
