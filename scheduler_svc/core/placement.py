@@ -19,6 +19,10 @@ from scheduler_svc.core.worker import Worker
 MOST_REFRESHED = 8
 """Ranks at the front of the queue that are made anew in one step, however many wait there on older priors."""
 
+SUSPECTS_PER_WORKER = 4
+"""Requests that wait to run alone for each worker that is cleared for them. Our choice: a trial takes eight rounds, a cleared worker up
+to `QUIET_S` and the KV of what ran there."""
+
 MOST_LISTS_REFRESHED = 4
 """Lists whose ranks are made anew in one step, because a queued request was about to overtake them."""
 
@@ -35,21 +39,38 @@ def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
 
 
 def _run_alone(shard: Shard, ledger: Ledger) -> None:
-    """The request that workers may have died of, and that waits longest, gets the least loaded worker for itself. One at a
-    time: what was on that worker goes on elsewhere, at the cost of its KV, which is less than a further death would cost.
+    """The requests that workers may have died of get workers for themselves, those with the most deaths first, then those that wait
+    longest: what was on such a worker goes on elsewhere, at the cost of its KV, which is less than a further death would cost.
+    One worker serves several suspects in turn; where many wait, as after a power loss, up to half of the workers do.
     """
-    worker = next((worker for worker in shard.workers.values() if worker.alone), None)
-    if worker is None and shard.suspects:
-        able = (w for request in shard.suspects.values() for w in shard.by_load() if w.holds(request))
-        worker = next(able, None)
+    trials = [worker for worker in shard.workers.values() if worker.alone]
+    if not trials and not shard.suspects:
+        return
+    suspects = sorted(shard.suspects.values(), key=lambda request: -request.deaths)
+    up = [worker for worker in shard.workers.values() if worker.facts is not None and not worker.draining]
+    most = max(1, len(up) // 2)
+    wanted = min(most, (len(suspects) + SUSPECTS_PER_WORKER - 1) // SUSPECTS_PER_WORKER)
+    for request in suspects:
+        if len(trials) >= wanted:
+            break
+        worker = next((w for w in shard.by_load() if not w.alone and w.holds(request)), None)
         if worker is not None:
             _clear(worker, shard, ledger)
-    if worker is None or worker.members:
-        return
-    request = next((request for request in shard.suspects.values() if worker.holds(request)), None)
+            trials.append(worker)
+    for worker in trials:
+        if not any(member.runs_alone for member in worker.members.values()):
+            _try_next(worker, suspects, shard, ledger)
+
+
+def _try_next(worker: Worker, suspects: list[Request], shard: Shard, ledger: Ledger) -> None:
+    """Lease the next suspect to a worker on which none is. What is there has been cleared, and makes room."""
+    able = (suspect for suspect in suspects if suspect.worker is None and worker.holds(suspect))
+    request = next(able, None)
     if request is None or worker.draining:
-        shard.set_alone(worker, False)  # what it was cleared for has ended, or it leaves itself
-    elif ledger.now_s >= worker.quiet_at_s:
+        shard.set_alone(worker, False)  # what it was kept for is cleared, or has ended, or it leaves itself
+        return
+    _clear(worker, shard, ledger)
+    if ledger.now_s >= worker.quiet_at_s:
         worker.taken_off.clear()
         ledger.lease(request, worker)
 

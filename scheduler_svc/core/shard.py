@@ -158,10 +158,10 @@ class Shard:
         self._enqueue(request)
 
     def shared_again(self, request: Request) -> None:
-        """It need not run alone any more."""
+        """It need not run alone any more. Its worker stays cleared for the next one that must."""
         if request.worker is None:
             self.requeue(request)
-        else:
+        elif not self.suspects:
             self.set_alone(self.workers[request.worker], False)
 
     def set_alone(self, worker: Worker, alone: bool) -> None:

@@ -242,6 +242,36 @@ class TestRunningAlone:
         assert not releases(commands)
         assert not shard.core.has_suspects
 
+    def test_of_many_up_to_half_of_the_workers_run_one_each(self) -> None:
+        """As after a power loss, when most have done nothing."""
+        shard = Shard()
+        names = [f"r{number:02d}" for number in range(8)]
+        shard.suspect(*names)
+        for worker in ("w1", "w2", "w3", "w4", "w5"):
+            shard.up(worker)
+        assert [shard.worker_of(name) for name in names[:3]] == ["w1", "w2", None]
+        shard.arrive(request("busy"))
+        assert shard.worker_of("busy") in ("w3", "w4", "w5")
+
+    def test_the_next_one_takes_the_place_of_one_that_is_cleared_at_once(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        shard.up("w1")
+        for _ in range(SURVIVED_ROUNDS):
+            assert [shard.worker_of(name) for name in "ab"] == ["w1", None]
+            shard.round("w1", "a")
+        assert [shard.worker_of(name) for name in "ab"] == [None, "w1"], (
+            "no time to keep it empty: a is harmless"
+        )
+
+    def test_the_one_with_the_most_deaths_goes_first(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        certain = Recovered(request("c"), 0, 0, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=ALONE_AFTER + 1)
+        shard.step(certain)
+        shard.up("w1")
+        assert [shard.worker_of(name) for name in "abc"] == [None, None, "w1"]
+
     def test_the_only_worker_is_cleared_of_what_it_runs(self) -> None:
         shard = Shard()
         shard.up("w")
