@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+from gateway import memory
 from gateway.calls import Calls
 from gateway.http_server import HttpServer
-from gateway.open_inference import OpenInferenceService
-from gateway.service import InferenceService
+from gateway.open_inference import SERVER_METHODS, OpenInferenceService
+from gateway.service import InferenceService, identify
 from gateway.settings import GatewaySettings
 from gateway.shards import Shards
 from gateway.tenants import Tenants
 from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
 from gateway.vllm_metrics import VllmMetrics
 from laps_sd.errors import StartupError
+from laps_sd.interceptor import OPEN_METHODS
 from laps_sd.metrics import REGISTRY
 from laps_sd.model_dir import demo_target_dir
 from laps_sd.serving import ServiceApp
@@ -38,9 +40,15 @@ class GatewayApp:
     """`start`, then `run()` until a signal, or `stop()`."""
 
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
-        self.app = ServiceApp("gateway", settings)
-        self.shards = Shards(settings)
         self.tenants = tenants = Tenants(settings)
+        self.app = ServiceApp(
+            "gateway",
+            settings,
+            authorize=lambda _, context: identify(context, tenants),
+            open_methods=(*OPEN_METHODS, *SERVER_METHODS),
+            max_fields=settings.max_message_fields,
+        )
+        self.shards = Shards(settings)
         self.calls = Calls(settings, model, self.shards, tenants, self.app.tracing)
         service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)
@@ -69,6 +77,7 @@ class GatewayApp:
         if self.calls.settings.api_keys_file is not None:
             self.app.spawn(self.tenants.watch(), name="file of tenants")
         self.app.spawn(self._mind_health(), name="health")
+        self.app.spawn(memory.keep_returning(), name="return of freed memory", may_end=True)
 
     async def run(self) -> None:
         """Serves until a signal, or the failure of a task, which it raises."""

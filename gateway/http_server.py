@@ -212,7 +212,7 @@ class HttpServer:
             ttl_s = read_ttl_s(
                 TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
             )
-            order = read(read_body(await _body(request)))
+            order = read(read_body(await _body(request), self._calls.settings.max_message_fields))
             _put_key(order, read_header(KEY_HEADER, request.headers.get(KEY_HEADER, "")))
         async with AsyncExitStack() as stack:
             # With a time to live the answer waits for its first tokens: before them it can still be refused.

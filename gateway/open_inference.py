@@ -19,10 +19,15 @@ from laps_sd.errors import InvalidArgument, NotFound
 from laps_sd.v1 import open_inference_pb2 as pb
 from laps_sd.v1 import open_inference_pb2_grpc
 
-__all__ = ["OpenInferenceService"]
+__all__ = ["SERVER_METHODS", "OpenInferenceService"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVER_METHODS = tuple(
+    f"/{SERVICE}/{method}" for method in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata")
+)
+"""Open to all, as health is."""
 INPUT, OUTPUT = "text_input", "text_output"
 LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
@@ -62,7 +67,6 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         self, request: pb.ModelMetadataRequest, context: Context
     ) -> pb.ModelMetadataResponse:
         """One input, one output."""
-        caller_of(context, self._tenants)
         model = self._calls.model.name
         if request.name != model:
             raise NotFound(f"there is no model {request.name[:80]!r}")

@@ -14,7 +14,7 @@ from gateway.tenants import Tenants
 from laps_sd.tracing import valid_traceparent
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
 
-__all__ = ["InferenceService", "caller_of"]
+__all__ = ["InferenceService", "caller_of", "identify"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -64,7 +64,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The one model."""
-        self._caller(context)  # whoever may not call learns nothing either
         served = self._calls.model
         model = inference_pb2.Model(
             name=served.name,
@@ -78,7 +77,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """A prompt as token ids."""
-        self._caller(context)
         prompt = inference_pb2.GenerateRequest(model=request.model)
         match request.WhichOneof("prompt"):
             case "text":
@@ -94,21 +92,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Output tokens as text."""
-        self._caller(context)
         return inference_pb2.DetokenizeResponse(text=self._calls.detokenize(request.model, request.token_ids))
 
     def _caller(self, context: Context) -> Caller:
         return caller_of(context, self._tenants)
 
 
+def identify(context: Context, tenants: Tenants) -> str:
+    """The tenant of a gRPC call, from its metadata alone. Raises Unauthenticated, InvalidArgument."""
+    return tenants.of(_metadata(context))
+
+
 def caller_of(context: Context, tenants: Tenants) -> Caller:
-    """Who makes a gRPC call, and until when. Raises Unauthenticated."""
-    metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+    """Who makes a gRPC call, and until when. Raises Unauthenticated, InvalidArgument."""
+    metadata = _metadata(context)
     return Caller(
         tenant=tenants.of(metadata),
         deadline=deadline_of(context.time_remaining(), asyncio.get_running_loop().time()),
         traceparent=valid_traceparent(metadata.get("traceparent", "")),
     )
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 async def _relay(generation: Generation, context: Context) -> None:

@@ -34,8 +34,15 @@ class GatewaySettings(LinkSettings, ServingSettings):
 
     max_message_bytes: int = field(
         4 * 1024 * 1024,
-        help="Largest request of a client. Many small fields cost 50 times their bytes once they are decoded",
+        help="Largest request of a client",
         minimum=65536,
+        maximum=2**31 - 1,
+    )
+    max_message_fields: int = field(
+        65_536,
+        help="Fields of one request, those of messages in it included (over HTTP: lists, objects and their fields); more are refused before they"
+        " are decoded, since a field of two bytes takes forty and more once it is",
+        minimum=1024,
         maximum=2**31 - 1,
     )
 

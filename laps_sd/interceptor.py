@@ -2,6 +2,8 @@
 
 Towards gRPC every handler takes a stream of requests, and those that want one request get the first. gRPC's own unary
 handlers never answer a call that ends without a message, and decode outside of the handler, where nobody could catch.
+They also decode before the handler runs. Here `authorize` runs first: the message of a refused call is never received, let alone
+decoded. Few methods are open without identity; their messages are small and few are received at a time.
 
 Handlers raise `laps_sd.errors`; this file alone knows how that looks on the wire. `asyncio.CancelledError` (the client
 has gone, or its deadline passed) and a handler's own `context.abort` pass through untouched.
@@ -13,7 +15,7 @@ import asyncio
 import inspect
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -21,7 +23,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from laps_sd.errors import InvalidArgument, LapsSdError, details_metadata
+from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted, details_metadata
+from laps_sd.fields import check_fields
 from laps_sd.log import get_logger
 
 __all__ = ["Authorize", "CallGuard"]
@@ -30,8 +33,17 @@ log = get_logger(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Authorize: TypeAlias = Callable[[str, Context], None]
-"""Asked with the method and the context of each call before anything of it is read; raises what it is refused with."""
+Authorize: TypeAlias = Callable[[str, Context], object]
+"""Asked with the method and the context of each call before anything of it is read; raises what it is refused with. Methods that
+are open to all are not asked about."""
+
+OPEN_METHODS = ("/grpc.health.v1.Health/",)
+"""Prefixes of the methods that need no identity."""
+MAX_OPEN_MESSAGE_BYTES = 4096
+"""Largest message of such a method: it holds a name."""
+MAX_OPEN_READS = 64
+"""Calls of such methods whose message is awaited at the same time. gRPC receives a whole message before its size is checked here, so
+this many times `grpc.max_receive_message_length` is what strangers can make a server hold."""
 
 MAX_STATUS_CHARACTERS = 2000
 """A status travels in headers, of which clients take some kilobytes. What is longer quotes a peer at length."""
@@ -46,8 +58,18 @@ GRPC_LOGGER = "grpc._cython.cygrpc"
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The one interceptor of a server."""
 
-    def __init__(self, authorize: Authorize | None = None) -> None:
+    def __init__(
+        self,
+        authorize: Authorize | None = None,
+        *,
+        open_methods: Sequence[str] = OPEN_METHODS,
+        max_fields: int | None = None,
+    ) -> None:
+        """`max_fields`: see `laps_sd.fields`; None counts none."""
         self._authorize = authorize
+        self._open_methods = tuple(open_methods)
+        self._open_reads = 0
+        self._max_fields = max_fields
         self.active = 0
         """Calls in progress, without health and reflection."""
         self._idle = asyncio.Event()
@@ -94,27 +116,31 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         guard = self._guard_generator if inspect.isasyncgenfunction(behaviour) else self._guard_coroutine
         made: Handler = make(
             guard(behaviour, method, one_request=not handler.request_streaming),
-            request_deserializer=_raising(handler.request_deserializer),
+            request_deserializer=self._decoder(handler.request_deserializer, method),
             response_serializer=handler.response_serializer,
         )
         return made
 
+    # A refused call is aborted outside of the `except`, in a frame without the request: gRPC keeps the abort's exception, whose
+    # traceback would keep the request until Python looks for cycles.
+
     def _guard_coroutine(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         counted = not method.startswith(UNCOUNTED)
+
+        async def call(requests: Any, context: Context) -> Any:
+            self._identify(method, context)
+            return await behaviour(await self._first(method, context) if one_request else requests, context)
 
         async def guarded(requests: Any, context: Context) -> Any:
             self._enter(counted)
             try:
-                if self._authorize is not None:
-                    self._authorize(method, context)
-                request = await _first(context) if one_request else requests
-                return await behaviour(request, context)
-            except (asyncio.CancelledError, grpc.aio.AbortError):
-                raise
-            except grpc.aio.InternalError as error:
-                await _leave_gone(context, error, method)
-            except Exception as error:
-                await _abort(context, error, method)
+                try:
+                    return await call(requests, context)
+                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    raise
+                except Exception as error:
+                    end = _end_of(error, method)
+                await _end(context, end)
             finally:
                 self._leave(counted)
 
@@ -123,25 +149,31 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _guard_generator(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         counted = not method.startswith(UNCOUNTED)
 
+        async def call(requests: Any, context: Context) -> AsyncGenerator[Any, None]:
+            self._identify(method, context)
+            items = behaviour(await self._first(method, context) if one_request else requests, context)
+            try:
+                async for item in items:
+                    yield item
+            finally:
+                # A cancelled call must run the handler's `finally` now, not when the collector comes by.
+                await items.aclose()
+
         async def guarded(requests: Any, context: Context) -> AsyncIterator[Any]:
             self._enter(counted)
             try:
-                if self._authorize is not None:
-                    self._authorize(method, context)
-                request = await _first(context) if one_request else requests
-                items = behaviour(request, context)
+                items = call(requests, context)
                 try:
                     async for item in items:
                         yield item
+                    return
+                except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                    raise
+                except Exception as error:
+                    end = _end_of(error, method)
                 finally:
-                    # A cancelled call must run the handler's `finally` now, not when the collector comes by.
                     await items.aclose()
-            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-                raise
-            except grpc.aio.InternalError as error:
-                await _leave_gone(context, error, method)
-            except Exception as error:
-                await _abort(context, error, method)
+                await _end(context, end)
             finally:
                 self._leave(counted)
 
@@ -158,31 +190,56 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if self.active == 0:
                 self._idle.set()
 
+    def _is_open(self, method: str) -> bool:
+        return method.startswith(self._open_methods)
+
+    def _identify(self, method: str, context: Context) -> None:
+        if self._authorize is not None and not self._is_open(method):
+            self._authorize(method, context)
+
+    async def _first(self, method: str, context: Context) -> Any:
+        """The one message of a call."""
+        if not self._is_open(method):
+            return await _first(context)
+        if self._open_reads >= MAX_OPEN_READS:
+            raise ResourceExhausted(
+                f"{MAX_OPEN_READS} calls of methods without identity are being received, which is the limit",
+                retry_after_s=1.0,
+            )
+        self._open_reads += 1
+        try:
+            return await _first(context)
+        finally:
+            self._open_reads -= 1
+
+    def _decoder(self, deserialize: Any, method: str) -> Any:
+        """Decodes a message of bounded size. The error comes up where the message is read."""
+        if deserialize is None:
+            return None
+        max_bytes = MAX_OPEN_MESSAGE_BYTES if self._is_open(method) else None
+        message_class = getattr(deserialize, "__self__", None)  # `FromString` is a class method
+        descriptor: Any = getattr(message_class, "DESCRIPTOR", None)
+
+        def decode(data: bytes) -> Any:
+            if max_bytes is not None and len(data) > max_bytes:
+                raise InvalidArgument("message", f"must be at most {max_bytes} bytes, got {len(data)}")
+            try:
+                if self._max_fields is not None and descriptor is not None:
+                    check_fields(data, descriptor, self._max_fields)
+                return deserialize(data)
+            except DecodeError:
+                raise InvalidArgument("", "the request bytes are no valid message of this method") from None
+
+        return decode
+
 
 def _refusing(refusal: LapsSdError, method: str) -> Handler:
     """A handler that ends the call with this error, of whatever shape the method is."""
 
     async def refuse(requests: Any, context: Context) -> None:
-        await _abort(context, refusal, method)
+        await _end(context, _end_of(refusal, method))
 
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-UNREADABLE = InvalidArgument("", "the request bytes are no valid message of this method")
-
-
-def _raising(deserialize: Any) -> Any:
-    """The error comes up where a message is read."""
-    if deserialize is None:
-        return None
-
-    def decode(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError as error:
-            raise InvalidArgument(*UNREADABLE.violations[0]) from error
-
-    return decode
 
 
 async def _first(context: Context) -> Any:
@@ -197,28 +254,32 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
-async def _leave_gone(context: Context, error: grpc.aio.InternalError, method: str) -> None:
-    """gRPC refused a read or a write: the call has ended before the event loop heard of it. Never returns normally."""
-    log.debug("call gone", method=method, reason=str(error))
-    await _end(context, grpc.StatusCode.CANCELLED, "the call has ended")
+End: TypeAlias = "tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]"
+"""Status, message and trailing metadata of a call that failed."""
 
 
-async def _end(context: Context, code: grpc.StatusCode, message: str, trailing_metadata: Any = ()) -> None:
-    """Aborts the call. Where that is refused the call has just ended by itself, which is no error of the server."""
+async def _end(context: Context, end: End) -> None:
+    """Aborts the call; never returns normally. Where that is refused the call has just ended by itself, which is no error of the
+    server."""
+    code, message, trailing_metadata = end
     try:
         await context.abort(code, message, trailing_metadata=trailing_metadata)
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
 
 
-async def _abort(context: Context, error: Exception, method: str) -> None:
-    """Ends the call with the error's status; never returns normally."""
+def _end_of(error: Exception, method: str) -> End:
+    """How a call ends that raised this."""
+    if isinstance(error, grpc.aio.InternalError):
+        # gRPC refused a read or a write: the call has ended before the event loop heard of it.
+        log.debug("call gone", method=method, reason=str(error))
+        return grpc.StatusCode.CANCELLED, "the call has ended", ()
     if isinstance(error, LapsSdError):
         log.debug("call refused", method=method, code=error.code.name)
         if len(error.message) > MAX_STATUS_CHARACTERS:
-            await _end(context, error.code, error.message[:MAX_STATUS_CHARACTERS] + "…")
-        await _end(context, error.code, error.message, details_metadata(error))
+            return error.code, error.message[:MAX_STATUS_CHARACTERS] + "…", ()
+        return error.code, error.message, details_metadata(error)
     # The incident ties what the caller saw to the traceback, which stays here.
     incident = secrets.token_hex(4)
     log.error("call failed", method=method, incident=incident, exc_info=error)
-    await _end(context, grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
+    return grpc.StatusCode.INTERNAL, f"internal error, incident {incident}", ()

@@ -55,7 +55,7 @@ from laps_sd import log as logging
 from laps_sd import metrics
 from laps_sd.config import ConfigError, Settings, field, load, unknown
 from laps_sd.errors import StartupError
-from laps_sd.interceptor import Authorize, CallGuard
+from laps_sd.interceptor import MAX_OPEN_MESSAGE_BYTES, OPEN_METHODS, Authorize, CallGuard
 from laps_sd.tracing import Tracing
 from laps_sd.wire import MAX_MESSAGE_BYTES, Tls, server_options
 
@@ -155,11 +155,13 @@ class ServiceApp:
         *,
         interceptors: Sequence[Any] = (),
         authorize: Authorize | None = None,
+        open_methods: Sequence[str] = OPEN_METHODS,
+        max_fields: int | None = None,
     ) -> None:
-        """`authorize`: see CallGuard. Raises StartupError when OpenTelemetry is wanted and missing."""
+        """`authorize`, `open_methods`, `max_fields`: see CallGuard. Raises StartupError when OpenTelemetry is wanted and missing."""
         self.service = service
         self.settings = settings
-        self.guard = CallGuard(authorize)
+        self.guard = CallGuard(authorize, open_methods=open_methods, max_fields=max_fields)
         self.server = make_server(
             guard=self.guard, max_message_bytes=settings.max_message_bytes, interceptors=interceptors
         )
@@ -198,7 +200,7 @@ class ServiceApp:
         self.port = self._bind(self.server, self.settings.grpc_port, "gRPC", self.settings.tls)
         if self.settings.health_port is not None:
             # Not counted by the guard: a watch of health never ends by itself.
-            self._health_server = grpc.aio.server(options=server_options())
+            self._health_server = grpc.aio.server(options=server_options(MAX_OPEN_MESSAGE_BYTES))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             self.health_port = self._bind(self._health_server, self.settings.health_port, "health", None)
             await self._health_server.start()

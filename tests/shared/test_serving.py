@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,13 +32,20 @@ from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
 
 
+class Beside:
+    """Lives as long as the frame of a handler, and with it the request, of which there can be no weak reference."""
+
+
 class Scripted(inference_pb2_grpc.InferenceServicer):
     """Does what the model name says."""
 
     def __init__(self) -> None:
         self.cleaned_up = asyncio.Event()
+        self.calls: list[weakref.ref[Beside]] = []
 
     async def Generate(self, request, context):
+        beside = Beside()
+        self.calls.append(weakref.ref(beside))
         match request.model:
             case "invalid":
                 raise errors.InvalidArgument("sampling.max_tokens", "must be at most 4096, got 9000")
@@ -86,8 +95,10 @@ def settings(**overrides) -> ServingSettings:
 
 
 @contextlib.asynccontextmanager
-async def running(*interceptors, **overrides) -> AsyncIterator[tuple[ServiceApp, Scripted, grpc.aio.Channel]]:
-    app = ServiceApp("test", settings(**overrides), interceptors=interceptors)
+async def running(
+    *interceptors, authorize=None, **overrides
+) -> AsyncIterator[tuple[ServiceApp, Scripted, grpc.aio.Channel]]:
+    app = ServiceApp("test", settings(**overrides), interceptors=interceptors, authorize=authorize)
     scripted = Scripted()
     inference_pb2_grpc.add_InferenceServicer_to_server(scripted, app.server)
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(Echo(), app.server)
@@ -184,7 +195,9 @@ async def test_an_error_told_to_a_call_that_has_just_ended_is_no_error_of_the_se
             raise cygrpc.ExecuteBatchError("execute_batch")
 
     with pytest.raises(asyncio.CancelledError):
-        await interceptor._abort(Gone(), errors.DeadlineExceeded("the client's deadline passed"), "M")
+        await interceptor._end(
+            Gone(), interceptor._end_of(errors.DeadlineExceeded("the client's deadline passed"), "M")
+        )
 
 
 @pytest.mark.parametrize(
@@ -275,6 +288,69 @@ class Turnstile(grpc.aio.ServerInterceptor):
         if self.calls % 2:
             raise errors.Unauthenticated("no key")
         return await continuation(details)
+
+
+def known_only(method, context):
+    if ("key", "right") not in context.invocation_metadata():
+        raise errors.Unauthenticated("a key is needed")
+
+
+async def test_only_health_is_answered_without_identity():
+    async with running(authorize=known_only) as (_, _, channel):
+        assert await check(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+        listing = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([listing]))
+        assert (await failure(call.read())).code() is grpc.StatusCode.UNAUTHENTICATED
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([listing]), metadata=(("key", "right"),)
+        )
+        assert (await call.read()).list_services_response.service
+
+
+async def test_what_is_asked_without_identity_is_small():
+    async with running(authorize=known_only) as (_, _, channel):
+        name = "s" * interceptor.MAX_OPEN_MESSAGE_BYTES
+
+        error = await failure(check(channel, name))
+
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"message must be at most {len(name)} bytes" in error.details()
+
+
+async def test_few_messages_without_identity_are_received_at_once():
+    async with running(authorize=known_only) as (app, _, channel):
+        silent = [
+            channel.stream_unary("/grpc.health.v1.Health/Check")() for _ in range(interceptor.MAX_OPEN_READS)
+        ]
+        await wait_until_async(
+            lambda: app.guard._open_reads == len(silent), description="all wait for a message"
+        )
+
+        error = await failure(check(channel, ""))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert errors.retry_after_s(error) == 1.0
+
+        for call in silent:
+            call.cancel()
+        await wait_until_async(lambda: app.guard._open_reads == 0, description="all have gone")
+        await check(channel, "")
+
+
+async def test_a_request_that_was_refused_is_not_kept():
+    """What gRPC keeps of an aborted call is found by Python's collector only, which comes seldom."""
+    async with running() as (_, scripted, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        gc.collect()
+        gc.disable()
+        try:
+            for model in ("invalid", "full", "invalid"):
+                await failure(stub.Generate(inference_pb2.GenerateRequest(model=model)))
+            await wait_until_async(
+                lambda: [call() for call in scripted.calls] == [None] * 3,
+                description="no request is left",
+            )
+        finally:
+            gc.enable()
 
 
 async def test_an_interceptor_of_a_service_judges_each_call():

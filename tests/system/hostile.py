@@ -315,6 +315,16 @@ def delimited(number: int, data: bytes) -> bytes:
     return tag(number, 2) + varint(len(data)) + data
 
 
+def many_fields(octets: int) -> list[bytes]:
+    """Generate requests of about so many octets, each of tiny fields: messages, texts, entries of a map, unknown ones."""
+    return [
+        delimited(3, delimited(1, b"") * (octets // 2)),
+        delimited(5, delimited(5, b"") * (octets // 2)),
+        delimited(5, b"".join(delimited(12, b"\x08" + varint(token)) for token in range(octets // 7))),
+        (tag(1000, 0) + b"\1") * (octets // 3),
+    ]
+
+
 def path(method: str) -> str:
     """The HTTP/2 path of a method of the public service."""
     return f"/{SERVICE.full_name}/{method}"
@@ -659,7 +669,7 @@ class Generator:
         rng = self._rng
         request = plain_request(rng)
         expected, name = INVALID, ""
-        match rng.randrange(6):
+        match rng.randrange(8):
             case 0:
                 request.text, expected = "x" * (MAX_MESSAGE_BYTES + 1), frozenset({Code.RESOURCE_EXHAUSTED})
             case 1:
@@ -670,8 +680,20 @@ class Generator:
                 request.token_ids.ids.extend([5] * 1_000_000)
                 name = "token_ids.ids"
             case 4:
-                request.messages.messages.extend([pb.ChatMessage()] * 100_000)
+                request.messages.messages.extend([pb.ChatMessage()] * 50_000)
                 name = "messages.messages"
+            case 5 | 6:
+                bomb = rng.choice(many_fields(rng.choice((300_000, 4_000_000))))
+                metadata: Metadata = rng.choice(((), (("authorization", "Bearer nobody's"),)))
+                return Input(
+                    "many fields",
+                    self._generate(),
+                    bomb,
+                    INVALID,
+                    field="message",
+                    metadata=metadata,
+                    heavy=True,
+                )
             case _:
                 request.sampling.stop.extend(["s" * 300] * 10_000)
                 name = "sampling.stop"
@@ -795,15 +817,15 @@ class KServeGenerator:
                 request.raw_input_contents.append(bytes(2_000_000))
                 name = "inputs[0]"
             case 2:
-                request.inputs[0].contents.bytes_contents.extend([b""] * 300_000)
+                request.inputs[0].contents.bytes_contents.extend([b""] * 60_000)
                 name = "inputs[0]"
             case 3:
-                for number in range(50_000):
+                for number in range(15_000):
                     request.parameters[f"p{number}"].int64_param = number
                 name = "parameters["
             case 4:
                 request.inputs.extend([oip.ModelInferRequest.InferInputTensor()] * 200_000)
-                name = "inputs"
+                name = "message"
             case _:
                 request.inputs[0].contents.bytes_contents[0] = b"x" * 4_000_000
                 name = "text"

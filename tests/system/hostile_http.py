@@ -239,7 +239,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 ONLY_CHAT: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "messages",
-        ("5", '"hi"', "{}", "true", "[]", "[5]", '["hi"]', "[[]]", "[null]", json.dumps([[]] * 70_000)),
+        ("5", '"hi"', "{}", "true", "[]", "[5]", '["hi"]', "[[]]", "[null]", json.dumps([[]] * 60_000)),
     ),
     ("messages[0]", ('[{"content": "x"}]', '[{"role": 5}]', '[{"role": "root", "content": "x"}]')),
     ("messages[0]", ('[{"role": "user", "content": 5}]', '[{"role": "user", "content": [5]}]')),

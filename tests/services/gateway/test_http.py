@@ -717,7 +717,7 @@ class TestARefusal:
             # Refused by number, before a message is made of each.
             ({"prompt": [""] * 1025}, "prompt"),
             ({"prompt": [1] * 1_048_577}, "prompt"),
-            ({"prompt": [[1] * 600_000] * 2}, "prompt"),
+            ({"prompt": [[1] * 530_000] * 2}, "prompt"),
             ({"stop": [""] * 65_537}, "stop"),
             ({"logprobs": 21}, "logprobs"),
             ({"guided_json": "{"}, "response_format.json_schema"),
