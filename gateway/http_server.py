@@ -46,7 +46,7 @@ from gateway.openai_json import (
 )
 from gateway.tenants import Tenants
 from gateway.validation import check_model
-from laps_sd.errors import LapsSdError, StartupError, Unauthenticated, Unavailable
+from laps_sd.errors import InvalidArgument, LapsSdError, StartupError, Unauthenticated, Unavailable
 from laps_sd.log import get_logger
 from laps_sd.metrics import REGISTRY
 from laps_sd.serving import ServiceApp
@@ -180,11 +180,11 @@ class HttpServer:
         return await self._generate(request, read_completion)
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._tenants.of(request.headers)
+        self._tenants.of(request.headers.items())
         return web.json_response(models_json(self._calls.model, self._created))
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._tenants.of(request.headers)
+        self._tenants.of(request.headers.items())
         check_model(request.match_info["name"], self._calls.model)
         return web.json_response(model_json(self._calls.model, self._created))
 
@@ -197,7 +197,7 @@ class HttpServer:
         return web.json_response({"status": "live"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self._tenants.of(request.headers)
+        self._tenants.of(request.headers.items())
         body = prometheus_client.generate_latest(REGISTRY)
         return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 
@@ -205,15 +205,15 @@ class HttpServer:
 
     async def _generate(self, request: web.Request, read: Callable[[Json], Order]) -> web.StreamResponse:
         caller = Caller(
-            tenant=self._tenants.of(request.headers),
+            tenant=self._tenants.of(request.headers.items()),
             traceparent=valid_traceparent(request.headers.get("traceparent", "")),
         )
         with self._calls.refusals(caller):
             ttl_s = read_ttl_s(
-                TTL_HEADER, request.headers.get(TTL_HEADER, ""), self._calls.settings.max_time_limit_s
+                TTL_HEADER, _header(request, TTL_HEADER), self._calls.settings.max_time_limit_s
             )
             order = read(read_body(await _body(request), self._calls.settings.max_message_fields))
-            _put_key(order, read_header(KEY_HEADER, request.headers.get(KEY_HEADER, "")))
+            _put_key(order, read_header(KEY_HEADER, _header(request, KEY_HEADER)))
         async with AsyncExitStack() as stack:
             # With a time to live the answer waits for its first tokens: before them it can still be refused.
             try:
@@ -314,6 +314,14 @@ def _is_news(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     # The last: aiohttp wanted to repeat octets that are no text. Mistakes of ours never get there, see `_guarded`.
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError | UnicodeEncodeError)
+
+
+def _header(request: web.Request, name: str) -> str:
+    """The one value of a header, empty without one. Raises InvalidArgument."""
+    given = request.headers.getall(name, [])
+    if len(given) > 1:
+        raise InvalidArgument(name, "must be sent once at most, got it twice")
+    return given[0] if given else ""
 
 
 def _put_key(order: Order, key: str) -> None:

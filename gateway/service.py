@@ -109,12 +109,12 @@ def caller_of(context: Context, tenants: Tenants) -> Caller:
     return Caller(
         tenant=tenants.of(metadata),
         deadline=deadline_of(context.time_remaining(), asyncio.get_running_loop().time()),
-        traceparent=valid_traceparent(metadata.get("traceparent", "")),
+        traceparent=valid_traceparent(dict(metadata).get("traceparent", "")),
     )
 
 
-def _metadata(context: Context) -> dict[str, str]:
-    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+def _metadata(context: Context) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in context.invocation_metadata() or () if isinstance(value, str)]
 
 
 async def _relay(generation: Generation, context: Context) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -45,6 +45,7 @@ ANONYMOUS = "anonymous"
 OTHERS = "others"
 TENANT_KEY = "laps-sd-tenant"
 FAIRNESS_KEY = "x-llm-d-inference-fairness-id"
+IDENTITY = ("authorization", TENANT_KEY, FAIRNESS_KEY)
 MAX_TENANT_CHARACTERS = 64
 MAX_KEY_CHARACTERS = 256
 MAX_FILE_BYTES = 4 * 1024 * 1024
@@ -157,7 +158,7 @@ class _Account:
 
 
 class Tenants:
-    """Reads the headers of HTTP and the metadata of gRPC alike; their names are in lower case."""
+    """Reads the headers of HTTP and the metadata of gRPC alike."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises StartupError when the file cannot be used."""
@@ -173,10 +174,10 @@ class Tenants:
             except TenantFileError as error:
                 raise StartupError(f"LAPS_SD_API_KEYS_FILE: {error}.") from error
 
-    def of(self, headers: Mapping[str, str]) -> str:
-        """The tenant of a call. Raises Unauthenticated, InvalidArgument."""
+    def of(self, headers: Iterable[tuple[str, str]]) -> str:
+        """The tenant of a call, from its headers as they came. Raises Unauthenticated, InvalidArgument."""
         try:
-            return self._of(headers)
+            return self._of(_once(headers))
         except LapsSdError as error:
             metrics.REFUSED.labels(error.code.name).inc()
             raise
@@ -285,6 +286,20 @@ class Tenants:
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the headers that name a caller. Raises InvalidArgument for one that was sent twice: where a proxy appends its own header
+    to the client's, and the gateway used the other one, a client could choose its tenant.
+    """
+    found: dict[str, str] = {}
+    for given, value in headers:
+        name = given.lower()
+        if name in IDENTITY:
+            if name in found:
+                raise InvalidArgument(name, "must be sent once at most, got it twice")
+            found[name] = value
+    return found
 
 
 def _pay(tenant: str, account: _Account, quota: Quota, per_s: float, count: int, now: float) -> None:

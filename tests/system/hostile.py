@@ -640,11 +640,15 @@ class Generator:
             (("idempotency-key", "x"), ("authorization", "Bearer " + "x" * 1000), ("te", "nonsense")),
             (("x-big", "v" * 200_000),),
             (("x-big-bin", rng.randbytes(60_000)),),
+            tuple((name, "x") for name in [rng.choice(("laps-sd-tenant", "authorization"))] * 2),
         )  # type: ignore[assignment]
         chosen: Any = rng.choice(choices)
         metadata: Metadata = (chosen,) if isinstance(chosen[0], str) else chosen
         large = sum(len(value) for _, value in metadata) > 7000
-        expected = {Code.RESOURCE_EXHAUSTED} if large else {Code.OK}
+        names = [name for name, _ in metadata if not name.startswith("x-")]
+        expected = (
+            {Code.RESOURCE_EXHAUSTED} if large else {Code.OK} if len(set(names)) == len(names) else INVALID
+        )
         name = rng.choice(("ListModels", "Generate", "GenerateStream"))
         payload = b"" if name == "ListModels" else plain_request(rng).SerializeToString()
         return Input("odd metadata", path(name), payload, frozenset(expected), metadata=metadata, heavy=large)

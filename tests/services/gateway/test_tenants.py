@@ -11,6 +11,8 @@ import aiohttp
 import grpc
 import grpc.aio
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from multidict import CIMultiDict
 
 from gateway.settings import GatewaySettings
 from gateway.tenants import KeyFile, TenantFileError, Tenants
@@ -54,6 +56,10 @@ def tenants_of(path: Path | None, **changes: Any) -> Tenants:
     return Tenants(GatewaySettings(api_keys_file=path, **changes))
 
 
+def of(tenants: Tenants, headers: Mapping[str, str]) -> str:
+    return tenants.of(headers.items())
+
+
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
@@ -62,41 +68,50 @@ class TestWhoCalls:
     def test_a_key_names_its_tenant(self, key_file: Path) -> None:
         tenants = tenants_of(key_file)
 
-        assert tenants.of(bearer(ACME)) == "acme"
-        assert tenants.of({"authorization": f"bearer  {OTHER}"}) == "other"
+        assert of(tenants, bearer(ACME)) == "acme"
+        assert of(tenants, {"authorization": f"bearer  {OTHER}"}) == "other"
 
     @pytest.mark.parametrize(
         "given", ["", "Bearer", "Bearer ", f"Basic {ACME}", "Bearer x", "Bearer " + "x" * 300]
     )
     def test_without_a_known_key_nobody_gets_in(self, key_file: Path, given: str) -> None:
         with pytest.raises(Unauthenticated):
-            tenants_of(key_file).of({"authorization": given})
+            of(tenants_of(key_file), {"authorization": given})
 
     def test_a_wrong_key_is_refused_even_where_none_is_needed(self, key_file: Path) -> None:
         tenants = tenants_of(key_file, anonymous="yes")
 
-        assert tenants.of({}) == "anonymous"
+        assert of(tenants, {}) == "anonymous"
         with pytest.raises(Unauthenticated):
-            tenants.of(bearer("wrong"))
+            of(tenants, bearer("wrong"))
 
     def test_where_no_keys_are_configured_a_clients_key_means_nothing(self) -> None:
-        assert tenants_of(None).of(bearer("sk-whatever")) == "anonymous"
+        assert of(tenants_of(None), bearer("sk-whatever")) == "anonymous"
 
     def test_octets_that_are_no_text_are_no_key_and_no_tenant(self, key_file: Path) -> None:
         """HTTP hands them on as halves of surrogate pairs."""
         with pytest.raises(Unauthenticated, match="not known"):
-            tenants_of(key_file).of(bearer("\udcff"))
+            of(tenants_of(key_file), bearer("\udcff"))
         with pytest.raises(InvalidArgument, match="printable"):
-            tenants_of(None, trust_tenant_metadata=True).of({"laps-sd-tenant": "a\udcff"})
+            of(tenants_of(None, trust_tenant_metadata=True), {"laps-sd-tenant": "a\udcff"})
 
     def test_headers_of_a_proxy_count_only_where_it_is_trusted(self, key_file: Path) -> None:
         named = {"laps-sd-tenant": "a", "x-llm-d-inference-fairness-id": "b"}
 
-        assert tenants_of(None).of(named) == "anonymous"
+        assert of(tenants_of(None), named) == "anonymous"
         trusting = tenants_of(None, trust_tenant_metadata=True)
-        assert trusting.of(named) == "a"
-        assert trusting.of({"x-llm-d-inference-fairness-id": "b"}) == "b"
-        assert tenants_of(key_file, trust_tenant_metadata=True).of(named | bearer(ACME)) == "acme"
+        assert of(trusting, named) == "a"
+        assert of(trusting, {"x-llm-d-inference-fairness-id": "b"}) == "b"
+        assert of(tenants_of(key_file, trust_tenant_metadata=True), named | bearer(ACME)) == "acme"
+
+    @pytest.mark.parametrize("name", ["authorization", "laps-sd-tenant", "x-llm-d-inference-fairness-id"])
+    def test_a_header_that_names_the_caller_twice_is_refused(self, name: str) -> None:
+        """The first may be the client's and the last the proxy's, or the other way round."""
+        tenants = tenants_of(None, trust_tenant_metadata=True)
+        for twice in ([(name, "a"), (name, "b")], [(name, "a"), (name.title(), "a")]):
+            with pytest.raises(InvalidArgument) as error:
+                tenants.of(twice)
+            assert error.value.violations == ((name, "must be sent once at most, got it twice"),)
 
     @pytest.mark.parametrize(
         ("changes", "allowed"),
@@ -158,13 +173,13 @@ class TestTheFile:
 
         key_file.write_text("[tenants.a]\nkeys = 'broken'")
         assert not tenants.maybe_reload()
-        assert tenants.of(bearer(ACME)) == "acme"
+        assert of(tenants, bearer(ACME)) == "acme"
 
         key_file.write_text(FILE.replace(digest_of(ACME), digest_of("new")))
         assert tenants.maybe_reload()
-        assert tenants.of(bearer("new")) == "acme"
+        assert of(tenants, bearer("new")) == "acme"
         with pytest.raises(Unauthenticated):
-            tenants.of(bearer(ACME))
+            of(tenants, bearer(ACME))
 
 
 class TestLimits:
@@ -263,6 +278,42 @@ class TestOverTheWire:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await (call if not hasattr(call, "read") else rest(call))
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    async def test_without_a_key_reflection_lists_nothing(self, keyed: Running) -> None:
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(keyed.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.ServerReflectionInfo(iter([asked])).read()
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+        metadata = (("authorization", f"Bearer {ACME}"),)
+        assert await stub.ServerReflectionInfo(iter([asked]), metadata=metadata).read()
+
+    @pytest.mark.parametrize("name", ["authorization", "laps-sd-tenant"])
+    async def test_two_tenants_of_one_call_are_refused_alike_by_grpc_and_http(
+        self, start_gateway: StartGateway, scheduler: FakeScheduler, name: str
+    ) -> None:
+        gateway: Running = await start_gateway(scheduler.address, http_port=0)
+        assert gateway.gateway.http is not None
+        twice = [(name, "Bearer a"), (name, "Bearer b")]
+        sentence = f"{name} must be sent once at most, got it twice"
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.stub.Generate(GenerateRequest(text="x"), metadata=tuple(twice))
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"http://127.0.0.1:{gateway.gateway.http.port}/v1/completions",
+                json={"prompt": "x"},
+                headers=CIMultiDict(twice),
+            ) as response,
+        ):
+            assert response.status == 400
+            assert (await response.json())["error"]["message"] == sentence
+
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.value.details() == sentence
+        assert not scheduler.record.requests
 
     async def test_more_than_may_be_open_is_told_to_come_again(
         self, keyed: Running, scheduler: FakeScheduler
