@@ -7,7 +7,7 @@ it with its one end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -203,6 +203,15 @@ class Clients:
 
     async def depart(self, turn: Turn) -> None:
         """Detaches, cancels and closed streams of this turn, in the order in which they came."""
+        cancels = [
+            item.message.cancel.request_id
+            for item in turn.departures
+            if isinstance(item, FromGateway) and item.message.HasField("cancel")
+        ]
+        try:
+            ended = await self._read_ended(cancels)
+        except StoreUnavailable:
+            ended = None
         for item in turn.departures:
             session = item.session
             if isinstance(item, GatewayClosed):
@@ -215,16 +224,21 @@ class Clients:
                 if left is not None:
                     self._detach(left, turn.now_s, 0.0)
             else:
-                await self._cancel(turn, session, item.message.cancel)
+                self._cancel(turn, session, item.message.cancel, ended)
 
-    async def _cancel(self, turn: Turn, session: GatewaySession, cancel: gateway_pb.CancelRequested) -> None:
-        if not translate.can_be_named(cancel.request_id):
-            _reply_cancel(session, cancel, found=False, cancelled=False)
-            return
-        try:
-            live = await self._find(cancel.request_id)
-        except StoreUnavailable:
-            return  # no record to ask, no answer: the gateway's own patience decides
+    def _cancel(
+        self,
+        turn: Turn,
+        session: GatewaySession,
+        cancel: gateway_pb.CancelRequested,
+        ended: Mapping[str, Live] | None,
+    ) -> None:
+        """`ended`: requests that are not led here and have ended; None where the record cannot be read."""
+        live = self.live.get(cancel.request_id)
+        if live is None:
+            if ended is None and translate.can_be_named(cancel.request_id):
+                return  # no answer: the gateway gives up after its own time
+            live = (ended or {}).get(cancel.request_id)
         if live is None or live.facts.tenant != cancel.tenant:
             _reply_cancel(session, cancel, found=False, cancelled=False)
         elif live.end is not None:
@@ -428,24 +442,29 @@ class Clients:
 
     async def ask_record(self, turn: Turn) -> None:
         """Attach to requests that are not led here: they have ended."""
+        wanted = [attach.request_id for _, attach in turn.unknown_attaches]
+        wanted += [request_id for _, request_id in turn.unknown_submits]
+        ended: Mapping[str, Live] = {}
+        unavailable: StoreUnavailable | None = None
+        try:
+            ended = await self._read_ended(wanted)
+        except StoreUnavailable as error:
+            unavailable = error
         for session, attach in turn.unknown_attaches:
-            try:
-                live = await self._find(attach.request_id)
-                if live is None and turn.now_s < self.brought_back_until_s:
-                    _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND_YET)
-                else:
-                    self._answer_attach(session, attach, live, turn.now_s)
-            except StoreUnavailable:
+            live = self.live.get(attach.request_id) or ended.get(attach.request_id)
+            if live is None and unavailable is not None:
                 _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
+            elif live is None and turn.now_s < self.brought_back_until_s:
+                _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND_YET)
+            else:
+                self._answer_attach(session, attach, live, turn.now_s)
         for item, request_id in turn.unknown_submits:
-            detail = f"the request {request_id} of this key cannot be read now"
-            try:
-                live = await self._find(request_id)
-            except StoreUnavailable as error:
-                live, detail = None, str(error)
+            live = self.live.get(request_id) or ended.get(request_id)
             if live is not None:
                 self._accept(item, live)
             else:
+                why = "" if unavailable is None else f": {unavailable}"
+                detail = f"the request {request_id} of this key cannot be read now{why}"
                 _refuse(item, Refused.REASON_STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
 
     def answer_cancelled(self, turn: Turn) -> None:
@@ -454,12 +473,22 @@ class Clients:
             by_cancel = live.end is not None and live.end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
             _reply_cancel(session, cancel, found=True, cancelled=by_cancel)
 
-    async def _find(self, request_id: str) -> Live | None:
-        live = self.live.get(request_id)
-        if live is None:
-            stored = await self._store.read(request_id)
-            live = from_record(stored) if stored is not None and stored.end is not None else None
-        return live
+    async def _read_ended(self, request_ids: Iterable[str]) -> dict[str, Live]:
+        """Return those of the requests that are not led here and have ended. Raises StoreUnavailable.
+
+        All are read together: clients choose the ids, and a read for each would let them hold up the turn.
+        """
+        unknown = {
+            request_id
+            for request_id in request_ids
+            if request_id not in self.live and translate.can_be_named(request_id)
+        }
+        stored = await self._store.read_all(sorted(unknown)) if unknown else {}
+        return {
+            request_id: from_record(request)
+            for request_id, request in stored.items()
+            if request.end is not None
+        }
 
     async def settle_doubtful(self) -> list[Live]:
         """Requests that were refused and that the record holds all the same; the caller ends them. Raises StoreUnavailable."""

@@ -574,6 +574,15 @@ class Store:
         """One request, also a finished one until it expires."""
         return (await self._read([request_id]))[0]
 
+    async def read_all(self, request_ids: Sequence[str]) -> dict[str, StoredRequest]:
+        """Return those of the requests that are on the record, finished ones until they expire. Raises StoreUnavailable."""
+        found: dict[str, StoredRequest] = {}
+        for start in range(0, len(request_ids), _READ_CHUNK):
+            for stored in await self._read(request_ids[start : start + _READ_CHUNK]):
+                if stored is not None:
+                    found[stored.request_id] = stored
+        return found
+
     async def last_sequence(self) -> int:
         """The sequence number of the newest request, ended or not; 0 when there was none."""
         async with self._reached():

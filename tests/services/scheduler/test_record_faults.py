@@ -720,3 +720,27 @@ async def test_explain_of_an_ended_request_says_at_once_that_the_record_is_away(
             )
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "record" in (error.value.details() or "")
+
+
+async def test_made_up_ids_are_read_together(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    """Clients choose them: a read for each would hold up all other requests for as long as the record takes, here its timeout."""
+    scheduler = await start_own()
+    async with gateway(scheduler.address) as client:
+        async with slow(own_valkey, operator):
+            for number in range(100):
+                made_up = f"made-up-{number}"
+                attach = gateway_pb.Attach(
+                    attach_id=number, request_id=made_up, tenant="anonymous", attachment_id=made_up
+                )
+                await client.send(gateway_pb.GatewayMessage(attach=attach))
+                cancel = gateway_pb.CancelRequested(cancel_id=number, request_id=made_up, tenant="anonymous")
+                await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+            replies = [await client.next("attach_reply") for _ in range(100)]
+
+        assert {reply.result for reply in replies} == {gateway_pb.AttachReply.RESULT_UNAVAILABLE}
+        assert (await client.submit("r1")).accepted.request_id == "r1"
+        cancel = gateway_pb.CancelRequested(cancel_id=1000, request_id="made-up", tenant="anonymous")
+        await client.send(gateway_pb.GatewayMessage(cancel=cancel))
+        assert not (await client.next("cancel_reply")).found
