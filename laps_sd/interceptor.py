@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted, details_metadata
+from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted, details_metadata
 from laps_sd.fields import check_fields
 from laps_sd.log import get_logger
 
@@ -44,6 +44,9 @@ MAX_OPEN_MESSAGE_BYTES = 4096
 MAX_OPEN_READS = 64
 """Calls of such methods whose message is awaited at the same time. gRPC receives a whole message before its size is checked here, so
 this many times `grpc.max_receive_message_length` is what strangers can make a server hold."""
+FIRST_MESSAGE_S = 10.0
+"""Longest time from the beginning of a call that takes one message to the end of that message. Our choice: a message of 4 MiB needs
+3.4 Mbit/s."""
 
 MAX_STATUS_CHARACTERS = 2000
 """A status travels in headers, of which clients take some kilobytes. What is longer quotes a peer at length."""
@@ -79,11 +82,14 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Counts a call that came by another protocol while it lasts."""
-        self._enter(True)
+        self.active += 1
+        self._idle.clear()
         try:
             yield
         finally:
-            self._leave(True)
+            self.active -= 1
+            if self.active == 0:
+                self._idle.set()
 
     async def wait_idle(self) -> None:
         """Returns once no counted call is in progress."""
@@ -125,70 +131,60 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     # traceback would keep the request until Python looks for cycles.
 
     def _guard_coroutine(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
-        counted = not method.startswith(UNCOUNTED)
-
         async def call(requests: Any, context: Context) -> Any:
             self._identify(method, context)
-            return await behaviour(await self._first(method, context) if one_request else requests, context)
+            request = await self._first(method, context) if one_request else requests
+            with self._work(method):
+                return await behaviour(request, context)
 
         async def guarded(requests: Any, context: Context) -> Any:
-            self._enter(counted)
             try:
-                try:
-                    return await call(requests, context)
-                except (asyncio.CancelledError, grpc.aio.AbortError):
-                    raise
-                except Exception as error:
-                    end = _end_of(error, method)
-                await _end(context, end)
-            finally:
-                self._leave(counted)
+                return await call(requests, context)
+            except (asyncio.CancelledError, grpc.aio.AbortError):
+                raise
+            except Exception as error:
+                end = _end_of(error, method)
+            return await _end(context, end)
 
         return guarded
 
     def _guard_generator(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
-        counted = not method.startswith(UNCOUNTED)
-
         async def call(requests: Any, context: Context) -> AsyncGenerator[Any, None]:
             self._identify(method, context)
-            items = behaviour(await self._first(method, context) if one_request else requests, context)
-            try:
-                async for item in items:
-                    yield item
-            finally:
-                # A cancelled call must run the handler's `finally` now, not when the collector comes by.
-                await items.aclose()
-
-        async def guarded(requests: Any, context: Context) -> AsyncIterator[Any]:
-            self._enter(counted)
-            try:
-                items = call(requests, context)
+            request = await self._first(method, context) if one_request else requests
+            with self._work(method):
+                items = behaviour(request, context)
                 try:
                     async for item in items:
                         yield item
-                    return
-                except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-                    raise
-                except Exception as error:
-                    end = _end_of(error, method)
                 finally:
+                    # A cancelled call must run the handler's `finally` now, not when the collector comes by.
                     await items.aclose()
-                await _end(context, end)
+
+        async def guarded(requests: Any, context: Context) -> AsyncIterator[Any]:
+            items = call(requests, context)
+            try:
+                async for item in items:
+                    yield item
+                return
+            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                raise
+            except Exception as error:
+                end = _end_of(error, method)
             finally:
-                self._leave(counted)
+                await items.aclose()
+            await _end(context, end)
 
         return guarded
 
-    def _enter(self, counted: bool) -> None:
-        if counted:
-            self.active += 1
-            self._idle.clear()
-
-    def _leave(self, counted: bool) -> None:
-        if counted:
-            self.active -= 1
-            if self.active == 0:
-                self._idle.set()
+    @contextmanager
+    def _work(self, method: str) -> Iterator[None]:
+        """Count a call while its handler runs. Before its first message it is no work that a stop would wait for."""
+        if method.startswith(UNCOUNTED):
+            yield
+        else:
+            with self.counted():
+                yield
 
     def _is_open(self, method: str) -> bool:
         return method.startswith(self._open_methods)
@@ -243,7 +239,13 @@ def _refusing(refusal: LapsSdError, method: str) -> Handler:
 
 
 async def _first(context: Context) -> Any:
-    request = await context.read()
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            request = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no message came within {FIRST_MESSAGE_S:g} s of the call's beginning"
+        ) from None
     if request is grpc.aio.EOF:
         raise InvalidArgument("", "the call ended without a message")
     return request

@@ -645,3 +645,43 @@ def test_a_port_in_use_is_exit_code_1_and_one_sentence():
 
     sentence = f"The gRPC port {port} on 127.0.0.1 cannot be opened: Address already in use; "
     assert lines == [f"laps-sd test: {sentence}choose another with LAPS_SD_GRPC_PORT."]
+
+
+GENERATE = "/laps_sd.v1.Inference/Generate"
+
+
+@pytest.mark.parametrize("method", [GENERATE, "/laps_sd.v1.Inference/GenerateStream"])
+async def test_a_call_that_sends_no_message_is_ended(monkeypatch, method):
+    monkeypatch.setattr(interceptor, "FIRST_MESSAGE_S", 0.1)
+    async with running() as (_, scripted, channel):
+        code, details = await ended_without_a_message(channel, method)
+
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert details == "no message came within 0.1 s of the call's beginning"
+    assert not scripted.calls
+
+
+async def test_a_stop_does_not_wait_for_a_call_that_sends_no_message(monkeypatch):
+    monkeypatch.setattr(interceptor, "FIRST_MESSAGE_S", 3600)
+    reads = asyncio.Event()
+    first = interceptor._first
+
+    async def observed(context):
+        reads.set()
+        return await first(context)
+
+    monkeypatch.setattr(interceptor, "_first", observed)
+    async with running(drain_s=3600.0) as (app, _, channel):
+        waiting = asyncio.create_task(ended_without_a_message(channel, GENERATE))
+        await reads.wait()
+        assert app.guard.active == 0
+        await app.stop()
+        code, _ = await waiting
+
+    assert code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+async def ended_without_a_message(channel, method):
+    """Open a call, send its metadata alone, and return its status."""
+    call = channel.stream_unary(method)()
+    return await call.code(), await call.details()
