@@ -27,6 +27,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.calls import Caller, Calls, Event, Generation
+from gateway.http_connections import HEADERS_S, HttpConnections
 from gateway.openai_json import (
     DONE,
     Json,
@@ -60,6 +61,8 @@ REQUEST_ID_HEADER = "x-request-id"
 TTL_HEADER = "x-llm-d-inference-ttl"
 KEY_HEADER = "Idempotency-Key"
 MAX_REQUEST_ID_CHARACTERS = 128
+BACKLOG = 128
+"""Connections that the system holds until they are accepted; aiohttp's choice."""
 BODY_S = 30.0
 """A body that has not come by then is given up."""
 QUIET_S = 15.0
@@ -101,7 +104,8 @@ class HttpServer:
         self._runner = web.AppRunner(
             routes, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
         )
-        self._site: web.SockSite | None = None
+        self._connections: HttpConnections | None = None
+        self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Binds the port and answers. Raises StartupError."""
@@ -110,15 +114,23 @@ class HttpServer:
         bound = _bind(settings.grpc_host, settings.http_port)
         self.port = int(bound.getsockname()[1])
         await self._runner.setup()
-        self._site = web.SockSite(self._runner, bound, ssl_context=self._tls())
-        await self._site.start()
+        assert self._runner.server is not None, "it was set up"
+        self._connections = HttpConnections(self._runner.server, settings.max_http_connections)
+        tls = self._tls()
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connections.connect,
+            sock=bound,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else HEADERS_S,
+            backlog=BACKLOG,
+        )
         log.info("listening for HTTP", host=settings.grpc_host, port=self.port, tls=settings.tls is not None)
 
     async def stop_listening(self) -> None:
         """Takes no new connections; calls in progress go on."""
-        if self._site is not None:
-            site, self._site = self._site, None
-            await site.stop()
+        if self._server is not None:
+            server, self._server = self._server, None
+            server.close()
 
     async def close(self) -> None:
         """Ends everything."""
@@ -145,6 +157,8 @@ class HttpServer:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every answer has OpenAI's shape and a request id; every call counts as work until it is over."""
+        if self._connections is not None:
+            self._connections.received_headers(request.transport)
         if self._app.stopping.is_set() and request.path != "/live":
             response: web.StreamResponse = _refusal(
                 Unavailable("this gateway is stopping; try another", retry_after_s=1.0)

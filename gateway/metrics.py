@@ -9,6 +9,10 @@ REQUESTS = counter(
     "Client streams that ended: by finish reason, gone (the client left), or error status.",
     ("end",),
 )
+HTTP_CONNECTIONS_REFUSED = counter(
+    "laps_sd_gateway_http_connections_refused_total",
+    "Connections to the HTTP port that were closed since LAPS_SD_MAX_HTTP_CONNECTIONS were open.",
+)
 REFUSED = counter(
     "laps_sd_gateway_refused_total",
     "Calls refused before a request was accepted, those without a known key included, by gRPC status.",

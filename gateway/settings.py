@@ -88,6 +88,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
         help="Calls that may have a request open at once; more are told to come back later.",
         minimum=1,
     )
+    max_http_connections: int = field(
+        10_000,
+        help="Connections that the HTTP port has open at once; further ones are closed. Each takes a file (ulimit -n)",
+        minimum=1,
+    )
     max_prompt_characters: int = field(
         1_000_000,
         help="Characters of text or of all messages together; a longer prompt is refused before tokenizing.",

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway import http_connections
 from gateway.tokenizer import ModelFiles
 from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -944,3 +945,54 @@ class TestTheServer:
         port = served.running.gateway.http.port
         with pytest.raises(StartupError, match=f"The HTTP port {port} on 127.0.0.1 cannot be opened"):
             await start_gateway("127.0.0.1:1", http_port=port)
+
+
+async def ended_by_the_server(port: int, sent: bytes) -> bytes:
+    """What comes back on a connection that sends this and nothing more."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent)
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+class TestConnections:
+    @pytest.mark.parametrize(
+        "sent", [b"", b"POST /v1/compl", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: "]
+    )
+    async def test_one_whose_headers_do_not_come_is_ended(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    ) -> None:
+        monkeypatch.setattr(http_connections, "HEADERS_S", 0.2)
+        served: Served = await serve()
+        answer = asyncio.create_task(served.post("/v1/completions", TEXT))
+        await served.scheduler.submitted(1)
+
+        async with asyncio.timeout(30):
+            assert await ended_by_the_server(served.running.gateway.http.port, sent) == b""
+
+        await served.finished()  # it began before, and goes on
+        status, _, _ = await answer
+        assert status == 200
+
+    async def test_more_than_may_be_open_are_closed_at_once(self, serve: Any) -> None:
+        served: Served = await serve(max_http_connections=2)
+        port = served.running.gateway.http.port
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+
+        async with asyncio.timeout(30):
+            assert await ended_by_the_server(port, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        for _, writer in held:
+            writer.close()
+
+        async def served_again() -> bool:
+            try:
+                async with served.session.get(served.url + "/live") as response:
+                    return response.status == 200
+            except aiohttp.ClientError:
+                return False
+
+        await wait_until_async(served_again, description="there is room again")
