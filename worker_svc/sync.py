@@ -36,6 +36,7 @@ from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
 from worker_svc.engine.interface import (
+    LEAST_TEMPERATURE,
     Drafter,
     Engine,
     FinishReason,
@@ -630,7 +631,7 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
         prompt_ids=tuple(wire_spec.prompt_ids),
         committed_ids=tuple(wire_spec.committed_ids),
         sampling=Sampling(
-            temperature=wire_spec.temperature,
+            temperature=wire_spec.temperature if wire_spec.temperature >= LEAST_TEMPERATURE else 0.0,
             top_p=wire_spec.top_p,
             top_k=wire_spec.top_k,
             seed=wire_spec.seed,

@@ -328,7 +328,7 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Output tokens at most. Default: what the context leaves, within the gateway's limit."""
     temperature: _builtins.float
-    """0 is greedy. Default 1."""
+    """0 is greedy, and so is what lies between it and 0.00001. Default 1."""
     top_p: _builtins.float
     """Nucleus: the smallest set of tokens whose probability reaches this. Default 1 (off)."""
     top_k: _builtins.int

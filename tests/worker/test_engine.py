@@ -115,6 +115,7 @@ def test_add_allocates_nothing(make: Make) -> None:
         ),
         ({"sampling": Sampling(-1.0)}, "sampling.temperature"),
         ({"sampling": Sampling(float("nan"))}, "sampling.temperature"),
+        ({"sampling": Sampling(9e-6)}, "sampling.temperature"),
         ({"sampling": Sampling(1.0, top_p=0.0)}, "sampling.top_p"),
         ({"sampling": Sampling(1.0, top_k=-1)}, "sampling.top_k"),
         ({"sampling": Sampling(1.0, seed=2**64)}, "sampling.seed"),

@@ -17,7 +17,7 @@ from tests.worker.pairs import llama_config, write_draft_of, write_model
 from tests.worker.plain import choose
 from worker_svc.engine import counter
 from worker_svc.engine.engine import load_engine
-from worker_svc.engine.interface import Sampling, Specification
+from worker_svc.engine.interface import LEAST_TEMPERATURE, Sampling, Specification
 from worker_svc.engine.noise import Noise
 from worker_svc.engine.sampling import choose_tokens, margin, rows_for
 
@@ -166,3 +166,11 @@ def test_speculative_output_has_the_distribution_of_the_target(tmp_path: Path, d
     assert abs(standardised(first, three.sum((1, 2)).tolist(), n)) < 4
     assert abs(standardised(pairs, three.sum(0).flatten().tolist(), n)) < 4
     assert abs(standardised(last, fourth.tolist(), n)) < 4
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_the_least_temperature_is_as_good_as_greedy(truncated: bool, device: str) -> None:
+    logits = torch.tensor([[100.0, 99.9, -100.0, 0.0], [-3.0, -2.9, -500.0, -2.95]], device=device)
+    noise = Noise(4, device).gumbel([counter.row_key(7, row) for row in range(2)])
+    sampling = Sampling(LEAST_TEMPERATURE, top_k=3 if truncated else 0)
+    assert choose_tokens(logits, rows_for([sampling] * 2, 4, device), noise).tolist() == [0, 1]

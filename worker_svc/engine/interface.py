@@ -124,6 +124,11 @@ class Drafter(enum.Enum):
     LOOKUP = "lookup"  # what followed the last tokens when they occurred before in the context
 
 
+LEAST_TEMPERATURE = 1e-5
+"""Least temperature that is not 0. Logits divided by less overflow float32, and long before that every choice is the greedy one.
+vLLM's bound, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the target chooses.
@@ -355,8 +360,12 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise ValueError(f"sampling.temperature must be finite and at least 0, not {sampling.temperature}")
+    if not math.isfinite(sampling.temperature) or not (
+        sampling.temperature == 0 or sampling.temperature >= LEAST_TEMPERATURE
+    ):
+        raise ValueError(
+            f"sampling.temperature must be 0 or finite and at least {LEAST_TEMPERATURE:g}, not {sampling.temperature}"
+        )
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"sampling.top_p must be above 0 and at most 1, not {sampling.top_p}")
     if sampling.top_k < 0:

@@ -427,3 +427,9 @@ async def test_many_requests_end_with_their_own_tokens() -> None:
 
 def test_a_stream_knows_its_leader() -> None:
     assert Stream(None, pb.WorkerHello()).leader_epoch == LEADER
+
+
+@pytest.mark.parametrize(("temperature", "engine_gets"), [(1e-38, 0.0), (9e-6, 0.0), (0.5, 0.5)])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float, engine_gets: float) -> None:
+    wire_spec = gateway_pb.Specification(request_id="r", prompt_ids=[1], temperature=temperature)
+    assert sync.specification(wire_spec).sampling.temperature == engine_gets
