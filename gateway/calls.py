@@ -116,7 +116,7 @@ class Calls:
                 count = self._check(requests, caller)
                 by_field = _deadline_of(requests, unix_ms=time.time() * 1000, now=began)
                 caller = _no_later_than(by_field, caller)
-                stack.enter_context(self._tenants.admitted(caller.tenant, count, now=began, new=True))
+                stack.enter_context(self._tenants.admitted(caller.tenant, count, new=True))
                 async with _until(by_field):
                     submissions = await self._submissions(requests, caller, span.traceparent)
                     attachments = [await self._place(stack, submit, caller) for submit in submissions]
@@ -132,9 +132,10 @@ class Calls:
         tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
             with self.refusals(caller):
+                self._tenants.charge_call(caller.tenant)
                 link = self._link_of(request_id)
                 self._check_room(1)
-                stack.enter_context(self._tenants.admitted(caller.tenant, 1, now=began, new=False))
+                stack.enter_context(self._tenants.admitted(caller.tenant, 1, new=False))
                 stream = link.attach(request_id, tenant=caller.tenant)
                 stack.callback(link.close, stream)
                 acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
@@ -146,21 +147,25 @@ class Calls:
 
     async def cancel(self, request_id: str, caller: Caller) -> bool:
         """Ends a request; False if it had ended."""
+        self._charge(caller)
         link = self._link_of(request_id)
         return await link.cancel(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
 
     async def explain(self, request_id: str, caller: Caller) -> inference_pb2.ExplainResponse:
         """What the shard's leader says about a request."""
+        self._charge(caller)
         link = self._link_of(request_id)
         return await link.explain(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
 
-    async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """The token ids of a request's prompt. Raises InvalidArgument."""
+    async def tokenize(self, request: inference_pb2.GenerateRequest, caller: Caller) -> list[int]:
+        """The token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
+        self._charge(caller)
         check_request(request, self.settings, self.model)
         return await self._prompt_ids(request)
 
-    def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of a whole output. Raises InvalidArgument."""
+    def detokenize(self, model: str, ids: Sequence[int], caller: Caller) -> str:
+        """The text of a whole output. Raises InvalidArgument, ResourceExhausted."""
+        self._charge(caller)
         check_model(model, self.model)
         if len(ids) > self.model.context_tokens:
             raise InvalidArgument("token_ids", f"must be at most {self.model.context_tokens}, got {len(ids)}")
@@ -179,6 +184,11 @@ class Calls:
             raise
 
     # ---- parts
+
+    def _charge(self, caller: Caller) -> None:
+        """Count a call that makes no request by the tenant's rate. Raises ResourceExhausted."""
+        with self.refusals(caller):
+            self._tenants.charge_call(caller.tenant)
 
     def _check(self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller) -> int:
         """How many outputs are asked for, once all that costs nothing to know is in order."""

@@ -795,6 +795,6 @@ def retry_headers(error: LapsSdError) -> dict[str, str]:
     if not isinstance(error, ResourceExhausted | Unavailable) or error.retry_after_s is None:
         return {}
     return {
-        "Retry-After": str(max(1, math.ceil(error.retry_after_s))),
+        "Retry-After": str(max(1, math.ceil(round(error.retry_after_s, 3)))),
         "Retry-After-Ms": str(max(1, round(error.retry_after_s * 1000))),
     }

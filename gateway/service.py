@@ -83,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 prompt.text = request.text
             case "messages":
                 prompt.messages.CopyFrom(request.messages)
-        ids = await self._calls.tokenize(prompt)
+        ids = await self._calls.tokenize(prompt, self._caller(context))
         return inference_pb2.TokenizeResponse(
             token_ids=ids, tokens_left=self._calls.model.context_tokens - len(ids)
         )
@@ -92,7 +92,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Output tokens as text."""
-        return inference_pb2.DetokenizeResponse(text=self._calls.detokenize(request.model, request.token_ids))
+        text = self._calls.detokenize(request.model, request.token_ids, self._caller(context))
+        return inference_pb2.DetokenizeResponse(text=text)
 
     def _caller(self, context: Context) -> Caller:
         return caller_of(context, self._tenants)

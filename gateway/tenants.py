@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -50,6 +51,15 @@ MAX_TENANT_CHARACTERS = 64
 MAX_KEY_CHARACTERS = 256
 MAX_FILE_BYTES = 4 * 1024 * 1024
 BURST_SHARE = 1 / 6  # of a minute's requests, at once
+CALLS_PER_REQUEST = 10
+"""Calls that make no request (Cancel, Resume, Explain, Tokenize, Detokenize) a tenant may make for each request that it may make. They have
+a bucket of their own: a tenant that has used up its requests can still cancel all of them. Our choice."""
+LONGEST_ADVICE_S = 60.0
+"""Longest time after which a refused call is advised to come again. Our choice."""
+FIRST_OPEN_S = 1.0
+"""Assumed duration of a tenant's streams before the first has ended."""
+NEWEST_SHARE = 0.1
+"""Weight of the newest stream in the mean duration."""
 LOOK_AGAIN_S = 5.0
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -148,20 +158,59 @@ def _quota(name: str, entry: Mapping[str, Any]) -> Quota:
     return Quota(**entry)
 
 
-@dataclass(slots=True)
+class _Turns:
+    """Times at which refused calls may succeed: each is advised one of its own, or all would come back at the same moment."""
+
+    def __init__(self) -> None:
+        self._latest_s = 0.0
+
+    def next_s(self, now: float, first_s: float, each_s: float) -> float:
+        """Return after how many seconds a call may be tried again. `first_s`: until one can succeed; `each_s`: between two."""
+        turn = max(now + first_s, self._latest_s + each_s)
+        self._latest_s = min(turn, now + LONGEST_ADVICE_S)
+        return self._latest_s - now
+
+
+class _Bucket:
+    """Calls that a tenant may make: it fills at a rate up to a burst."""
+
+    def __init__(self) -> None:
+        self._allowance: float | None = None
+        """Calls that may come at once; None: full."""
+        self._counted_at = 0.0
+        self._refused = _Turns()
+
+    def take(self, count: int, full: float, per_s: float, now: float) -> float:
+        """Take `count` calls; return 0, or the seconds after which they may be tried. More calls than the burst may empty a full one."""
+        allowance = full if self._allowance is None else self._allowance
+        allowance = min(full, allowance + (now - self._counted_at) * per_s)
+        self._allowance, self._counted_at = allowance, now
+        wanted = min(count, full)
+        if wanted - allowance > 1e-9:
+            return self._refused.next_s(now, (wanted - allowance) / per_s, wanted / per_s)
+        self._allowance = allowance - count
+        return 0.0
+
+
 class _Account:
     """What a tenant has at this moment."""
 
-    open: int = 0
-    allowance: float | None = None  # requests that may come at once; None: full
-    counted_at: float = 0.0
+    def __init__(self) -> None:
+        self.open = 0
+        self.mean_open_s = FIRST_OPEN_S
+        """For how long its streams were open, the newest counted most."""
+        self.requests = _Bucket()
+        self.calls = _Bucket()
+        self.refused = _Turns()
+        """Calls beyond the streams that it may have open."""
 
 
 class Tenants:
     """Reads the headers of HTTP and the metadata of gRPC alike."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        """Raises StartupError when the file cannot be used."""
+    def __init__(self, settings: GatewaySettings, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds. Raises StartupError when the file cannot be used."""
+        self._clock = clock
         self._trust_metadata = settings.trust_tenant_metadata
         self._anonymous = settings.allows_anonymous
         self._path = settings.api_keys_file
@@ -225,12 +274,13 @@ class Tenants:
             raise PermissionDenied(f"priority must be at most {most} for tenant {tenant!r}, got {priority}")
 
     @contextmanager
-    def admitted(self, tenant: str, count: int, *, now: float, new: bool) -> Iterator[None]:
+    def admitted(self, tenant: str, count: int, *, new: bool) -> Iterator[None]:
         """Lets `count` streams be open meanwhile. `new` ones are paid for by the tenant's rate.
 
         Raises ResourceExhausted; InvalidArgument for more than the tenant may ever have open.
         """
         quota = self._quota(tenant)
+        began = self._clock()
         account = self._accounts.setdefault(tenant, _Account())
         most = quota.concurrent_requests
         if most is not None and count > most:
@@ -238,19 +288,41 @@ class Tenants:
                 "n", f"must be at most {most} outputs of one call for tenant {tenant!r}, got {count}"
             )
         if most is not None and account.open + count > most:
+            each_s = count * account.mean_open_s / most
             raise ResourceExhausted(
                 f"tenant {tenant!r} has {account.open} requests open at this gateway, and may have {most}",
-                retry_after_s=1.0,
+                retry_after_s=account.refused.next_s(began, each_s, each_s),
             )
         if new and quota.requests_per_minute is not None:
-            _pay(tenant, account, quota, quota.requests_per_minute / 60, count, now)
+            wait_s = account.requests.take(count, quota.burst, quota.requests_per_minute / 60, began)
+            if wait_s:
+                raise ResourceExhausted(
+                    f"tenant {tenant!r} may send {quota.requests_per_minute:g} requests a minute to this gateway",
+                    retry_after_s=wait_s,
+                )
         account.open += count
         try:
             yield
         finally:
             account.open -= count
-            if not account.open and account.allowance is None:
+            account.mean_open_s += NEWEST_SHARE * (self._clock() - began - account.mean_open_s)
+            if not account.open and tenant not in self._file.quotas:
                 self._accounts.pop(tenant, None)
+
+    def charge_call(self, tenant: str) -> None:
+        """Count a call that makes no request. Raises ResourceExhausted."""
+        quota = self._quota(tenant)
+        if quota.requests_per_minute is None:
+            return
+        account = self._accounts.setdefault(tenant, _Account())
+        per_minute = CALLS_PER_REQUEST * quota.requests_per_minute
+        wait_s = account.calls.take(1, CALLS_PER_REQUEST * quota.burst, per_minute / 60, self._clock())
+        if wait_s:
+            raise ResourceExhausted(
+                f"tenant {tenant!r} may make {per_minute:g} calls a minute to this gateway that make no request"
+                " (Cancel, Resume, Explain, Tokenize, Detokenize)",
+                retry_after_s=wait_s,
+            )
 
     def _quota(self, tenant: str) -> Quota:
         return self._file.quotas.get(tenant, Quota())
@@ -300,18 +372,3 @@ def _once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
                 raise InvalidArgument(name, "must be sent once at most, got it twice")
             found[name] = value
     return found
-
-
-def _pay(tenant: str, account: _Account, quota: Quota, per_s: float, count: int, now: float) -> None:
-    """A bucket that fills at the tenant's rate up to its burst. A call larger than the bucket may empty a full one."""
-    full = quota.burst
-    allowance = full if account.allowance is None else account.allowance
-    allowance = min(full, allowance + (now - account.counted_at) * per_s)
-    account.allowance, account.counted_at = allowance, now
-    missing = min(count, full) - allowance
-    if missing > 1e-9:
-        raise ResourceExhausted(
-            f"tenant {tenant!r} may send {quota.requests_per_minute:g} requests a minute to this gateway",
-            retry_after_s=missing / per_s,
-        )
-    account.allowance = allowance - count

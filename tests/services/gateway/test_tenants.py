@@ -27,7 +27,15 @@ from laps_sd.errors import (
     Unauthenticated,
 )
 from laps_sd.keys import digest_of
-from laps_sd.v1.inference_pb2 import GenerateRequest, ListModelsRequest
+from laps_sd.v1.inference_pb2 import (
+    CancelRequest,
+    DetokenizeRequest,
+    ExplainRequest,
+    GenerateRequest,
+    ListModelsRequest,
+    ResumeRequest,
+    TokenizeRequest,
+)
 from tests.services.gateway.conftest import Running, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 from tests.services.gateway.reading import has_retry_info, rest
@@ -182,45 +190,99 @@ class TestTheFile:
             of(tenants, bearer(ACME))
 
 
-class TestLimits:
-    def test_a_burst_then_a_steady_rate(self, key_file: Path) -> None:
-        tenants = tenants_of(key_file)  # 12 a minute: two at once, then one in five seconds
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
 
-        def call(now: float, tenant: str = "acme") -> float | None:
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class TestLimits:
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def limited(self, key_file: Path, clock: Clock) -> Tenants:
+        """Of "acme" 12 a minute: two at once, then one in five seconds."""
+        return Tenants(GatewaySettings(api_keys_file=key_file), clock)
+
+    def test_a_burst_then_a_steady_rate(self, limited: Tenants, clock: Clock) -> None:
+        def call(now_s: float, tenant: str = "acme") -> float | None:
             """None when it is let in, else when to come again."""
+            clock.now_s = now_s
             try:
-                with tenants.admitted(tenant, 1, now=now, new=True):
+                with limited.admitted(tenant, 1, new=True):
                     return None
             except ResourceExhausted as error:
                 return error.retry_after_s
 
         assert [call(0), call(0)] == [None, None]
         assert call(0) == pytest.approx(5)
-        assert call(4) == pytest.approx(1)
         assert call(5) is None
         assert call(5, "other") is None
+        assert call(9) == pytest.approx(1)
         assert [call(60), call(60)] == [None, None]
         assert call(60) is not None
 
-    def test_each_output_counts_and_one_large_call_may_run_ahead(self, key_file: Path) -> None:
-        tenants = Tenants(GatewaySettings(api_keys_file=key_file))
+    def test_calls_that_are_refused_together_are_advised_times_one_after_the_other(
+        self, limited: Tenants
+    ) -> None:
+        advice = []
+        for _ in range(20):
+            try:
+                with limited.admitted("acme", 1, new=True):
+                    pass
+            except ResourceExhausted as error:
+                advice.append(error.retry_after_s)
+
+        assert advice[:11] == [pytest.approx(5.0 * turn) for turn in range(1, 12)]
+        assert set(advice[11:]) == {60.0}, "no longer than a minute"
+
+    def test_calls_beyond_the_open_ones_are_advised_by_how_long_streams_last(
+        self, limited: Tenants, clock: Clock
+    ) -> None:
+        for _ in range(200):  # streams of ten seconds, two at a time
+            with limited.admitted("acme", 2, new=False):
+                clock.now_s += 10.0
+        with limited.admitted("acme", 2, new=False):
+            for turn in (1, 2, 3):
+                with pytest.raises(ResourceExhausted) as error:
+                    limited.admitted("acme", 1, new=False).__enter__()
+                assert error.value.retry_after_s == pytest.approx(5.0 * turn, rel=0.01)
+
+    def test_calls_that_make_no_request_have_a_rate_too(self, limited: Tenants, clock: Clock) -> None:
+        with limited.admitted("acme", 2, new=True):
+            pass  # the requests that may come at once
+        for _ in range(20):
+            limited.charge_call("acme")
+        with pytest.raises(ResourceExhausted, match="may make 120 calls a minute") as error:
+            limited.charge_call("acme")
+        assert error.value.retry_after_s == pytest.approx(0.5)
+        limited.charge_call("other")
+        clock.now_s += 0.5
+        limited.charge_call("acme")
+
+    def test_each_output_counts_and_one_large_call_may_run_ahead(
+        self, limited: Tenants, key_file: Path
+    ) -> None:
         key_file.write_text("[tenants.acme]\nrequests_per_minute = 60")
-        tenants.maybe_reload()
-        with tenants.admitted("acme", 16, now=0, new=True):
+        limited.maybe_reload()
+        with limited.admitted("acme", 16, new=True):
             pass
 
-        with pytest.raises(ResourceExhausted) as error, tenants.admitted("acme", 1, now=0, new=True):
+        with pytest.raises(ResourceExhausted) as error, limited.admitted("acme", 1, new=True):
             pass
         assert error.value.retry_after_s == pytest.approx(7)  # six of debt, one for itself
 
-    def test_so_many_may_be_open_at_once(self, key_file: Path) -> None:
-        tenants = tenants_of(key_file)
-        with tenants.admitted("acme", 1, now=0, new=False):
+    def test_so_many_may_be_open_at_once(self, limited: Tenants) -> None:
+        with limited.admitted("acme", 1, new=False):
             with pytest.raises(ResourceExhausted, match=r"has 1 requests open .* may have 2"):
-                tenants.admitted("acme", 2, now=0, new=False).__enter__()
-            with tenants.admitted("acme", 1, now=0, new=False), tenants.admitted("other", 9, now=0, new=True):
+                limited.admitted("acme", 2, new=False).__enter__()
+            with limited.admitted("acme", 1, new=False), limited.admitted("other", 9, new=True):
                 pass
-        with tenants.admitted("acme", 2, now=0, new=False):
+        with limited.admitted("acme", 2, new=False):
             pass
 
     def test_more_than_may_ever_be_open_is_refused_for_good(self, key_file: Path) -> None:
@@ -228,7 +290,7 @@ class TestLimits:
         with pytest.raises(
             InvalidArgument, match="n must be at most 2 outputs of one call for tenant 'acme', got 3"
         ):
-            tenants.admitted("acme", 3, now=0, new=True).__enter__()
+            tenants.admitted("acme", 3, new=True).__enter__()
 
     def test_a_priority_above_the_tenants_is_denied(self, key_file: Path) -> None:
         tenants = tenants_of(key_file)
@@ -315,6 +377,29 @@ class TestOverTheWire:
         assert error.value.details() == sentence
         assert not scheduler.record.requests
 
+    async def test_calls_that_make_no_request_cost_the_tenants_rate(
+        self, keyed: Running, key_file: Path
+    ) -> None:
+        await asyncio.to_thread(
+            key_file.write_text, f'[tenants.acme]\nkeys = ["{digest_of(ACME)}"]\nrequests_per_minute = 1'
+        )
+        keyed.gateway.tenants.maybe_reload()
+        metadata = (("authorization", f"Bearer {ACME}"),)
+        calls = (
+            lambda: keyed.stub.Cancel(CancelRequest(request_id="s0.x"), metadata=metadata),
+            lambda: keyed.stub.Explain(ExplainRequest(request_id="s0.x"), metadata=metadata),
+            lambda: keyed.stub.Resume(ResumeRequest(request_id="s0.x"), metadata=metadata).read(),
+            lambda: keyed.stub.Tokenize(TokenizeRequest(text="x"), metadata=metadata),
+            lambda: keyed.stub.Detokenize(DetokenizeRequest(token_ids=[7]), metadata=metadata),
+        )
+        for _ in range(10):  # the next one comes in six seconds
+            await keyed.stub.Detokenize(DetokenizeRequest(token_ids=[7]), metadata=metadata)
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call()
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert has_retry_info(error.value)
+
     async def test_more_than_may_be_open_is_told_to_come_again(
         self, keyed: Running, scheduler: FakeScheduler
     ) -> None:
@@ -331,7 +416,7 @@ class TestOverTheWire:
             ) as response,
         ):
             assert response.status == 429
-            assert response.headers["Retry-After"] == "1"
+            assert response.headers["Retry-After"] in ("1", "2"), "the second of those refused"
             assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
         first.cancel()
 
