@@ -27,6 +27,7 @@ from typing import Any
 
 from gateway import metrics
 from gateway.settings import GatewaySettings
+from laps_sd.advice import Turns
 from laps_sd.errors import (
     InvalidArgument,
     LapsSdError,
@@ -54,8 +55,6 @@ BURST_SHARE = 1 / 6  # of a minute's requests, at once
 CALLS_PER_REQUEST = 10
 """Calls that make no request (Cancel, Resume, Explain, Tokenize, Detokenize) a tenant may make for each request that it may make. They have
 a bucket of their own: a tenant that has used up its requests can still cancel all of them. Our choice."""
-LONGEST_ADVICE_S = 60.0
-"""Longest time after which a refused call is advised to come again. Our choice."""
 FIRST_OPEN_S = 1.0
 """Assumed duration of a tenant's streams before the first has ended."""
 NEWEST_SHARE = 0.1
@@ -158,19 +157,6 @@ def _quota(name: str, entry: Mapping[str, Any]) -> Quota:
     return Quota(**entry)
 
 
-class _Turns:
-    """Times at which refused calls may succeed: each is advised one of its own, or all would come back at the same moment."""
-
-    def __init__(self) -> None:
-        self._latest_s = 0.0
-
-    def next_s(self, now: float, first_s: float, each_s: float) -> float:
-        """Return after how many seconds a call may be tried again. `first_s`: until one can succeed; `each_s`: between two."""
-        turn = max(now + first_s, self._latest_s + each_s)
-        self._latest_s = min(turn, now + LONGEST_ADVICE_S)
-        return self._latest_s - now
-
-
 class _Bucket:
     """Calls that a tenant may make: it fills at a rate up to a burst."""
 
@@ -178,7 +164,7 @@ class _Bucket:
         self._allowance: float | None = None
         """Calls that may come at once; None: full."""
         self._counted_at = 0.0
-        self._refused = _Turns()
+        self._refused = Turns()
 
     def take(self, count: int, full: float, per_s: float, now: float) -> float:
         """Take `count` calls; return 0, or the seconds after which they may be tried. More calls than the burst may empty a full one."""
@@ -201,7 +187,7 @@ class _Account:
         """For how long its streams were open, the newest counted most."""
         self.requests = _Bucket()
         self.calls = _Bucket()
-        self.refused = _Turns()
+        self.refused = Turns()
         """Calls beyond the streams that it may have open."""
 
 

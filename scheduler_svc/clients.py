@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from laps_sd.advice import Turns
 from laps_sd.errors import InvalidArgument
 from laps_sd.log import get_logger
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -32,6 +33,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
+MOST_TENANT_TURNS = 1024
+"""Tenants at their limit whose refused requests are remembered, to spread their retries."""
 RETRY_STORE_MS = 1000
 LEAST_REQUEST_TOKENS = 2
 """Of the smallest request: one of its prompt, one of its output."""
@@ -86,6 +89,10 @@ class Clients:
         self._capacity_tokens = capacity_tokens
         self._retry_after_s = retry_after_s
         self._traces = traces
+        self._turns = Turns()
+        """Of the requests that a full queue refused."""
+        self._tenant_turns: dict[str, Turns] = {}
+        """Of those refused since their tenant has too many."""
 
     # Requests come and go.
 
@@ -339,19 +346,24 @@ class Clients:
             case SubmitStatus.CONFLICT:
                 _refuse(item, Refused.REASON_KEY_CONFLICT, "the idempotency key was used with another body")
             case SubmitStatus.QUEUE_FULL:
-                _refuse(
-                    item,
-                    Refused.REASON_QUEUE_FULL,
-                    self._queue_is_full(),
-                    round(self._retry_after_s() * 1000),
-                )
+                each_s = self._retry_after_s()
+                wait_s = self._turns.next_s(turn.now_s, each_s, each_s)
+                _refuse(item, Refused.REASON_QUEUE_FULL, self._queue_is_full(), round(wait_s * 1000))
             case SubmitStatus.ELSEWHERE:
                 detail = f"shard {result.shard} decides about the idempotency key"
                 _refuse(item, Refused.REASON_KEY_ELSEWHERE, detail, shard=result.shard)
             case SubmitStatus.TENANT_FULL:
                 limit = self._settings.max_requests_per_tenant
                 detail = f"the tenant has {limit} unfinished requests, which is its limit"
-                _refuse(item, Refused.REASON_TENANT_FULL, detail, round(self._retry_after_s() * 1000))
+                wait_s = self._tenant_turn_s(new.tenant, limit, turn.now_s)
+                _refuse(item, Refused.REASON_TENANT_FULL, detail, round(wait_s * 1000))
+
+    def _tenant_turn_s(self, tenant: str, limit: int, now_s: float) -> float:
+        """Return when a tenant at its limit has room for this one, if its requests end as often as those of others."""
+        if len(self._tenant_turns) >= MOST_TENANT_TURNS:
+            self._tenant_turns.clear()
+        each_s = self._retry_after_s() * len(self.live) / limit
+        return self._tenant_turns.setdefault(tenant, Turns()).next_s(now_s, each_s, each_s)
 
     def _enter(self, turn: Turn, live: Live, shown: Shown | None, source: str) -> None:
         """It is on the record now: new, or again."""

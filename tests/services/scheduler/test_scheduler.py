@@ -856,3 +856,27 @@ async def test_with_each_heartbeat_gateways_learn_whether_a_new_request_would_be
         await client.wait_for(lambda m: m.WhichOneof("message") == "cancel_reply", "the answer")
         assert refuses() is None
         assert (await client.submit("r3", submission_id=4)).accepted.request_id == "r3"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_requests": 1}, Refused.REASON_QUEUE_FULL),
+        ({"max_requests_per_tenant": 1}, Refused.REASON_TENANT_FULL),
+    ],
+)
+async def test_requests_that_are_refused_together_are_advised_times_one_after_the_other(
+    start: StartScheduler, limits: dict[str, int], reason: gateway_pb.SubmitRefused.Reason
+) -> None:
+    leader = await start(**limits)
+    async with gateway(leader.address) as client:
+        await client.submit("r0")
+        refused = [
+            (await client.submit(f"r{number}", submission_id=number)).refused for number in range(1, 40)
+        ]
+
+    assert {each.reason for each in refused} == {reason}
+    advice_ms = [each.retry_after_ms for each in refused]
+    assert advice_ms == sorted(advice_ms)
+    assert advice_ms[-1] > 10 * advice_ms[0] > 0
+    assert max(advice_ms) <= 60_000
