@@ -117,3 +117,16 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ .Values.gateway.anonymous }}
 {{- end -}}
 {{- end -}}
+
+{{/* Bytes of data that the bundled record may hold: 60 % of its memory limit. The rest is for what a rewrite of the append-only file copies, for
+     clients' buffers and fragmentation. Full, it refuses writes, which the scheduler reports; beyond the limit it would be killed. 0 (no bound)
+     without a limit. */}}
+{{- define "laps-sd.recordMemory" -}}
+{{- $limit := dig "limits" "memory" "" . | toString -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $unit := regexFind "[A-Za-z]*$" $limit -}}
+{{- if and $limit (not (hasKey $units $unit)) -}}
+{{- fail (printf "redis.bundled.resources.limits.memory is %q: give it in bytes or with one of the units k, M, G, T, Ki, Mi, Gi, Ti" $limit) -}}
+{{- end -}}
+{{- $limit | trimSuffix $unit | float64 | mulf (get $units $unit) 0.6 | floor | int64 -}}
+{{- end -}}
