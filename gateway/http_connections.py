@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 from gateway import metrics
 
@@ -63,8 +64,8 @@ class _Bounded(asyncio.Protocol):
         """None where the connection was refused."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        if self._connections.opened(transport):
+        # The loop's own classes (uvloop's) need not derive from asyncio's.
+        if self._connections.opened(cast(asyncio.Transport, transport)):
             self._transport = transport
             self._protocol.connection_made(transport)
 
