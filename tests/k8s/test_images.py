@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -68,6 +69,61 @@ def test_the_pinned_packages_carry_hashes() -> None:
         entries = re.split(r"\n(?=[a-z])", path.read_text(encoding="utf-8"))[1:]
         assert entries
         assert [entry.partition("==")[0] for entry in entries if "--hash=sha256:" not in entry] == [], path
+
+
+BASE_DIGEST = "sha256:" + "0123456789abcdef" * 4
+SCRIPTED_BUILDAH = f"""#!/bin/sh
+echo "$*" >> "$LOG"
+case "$1" in
+    from) echo base-working-container ;;
+    inspect) echo {BASE_DIGEST} ;;
+esac
+"""
+"""Says what a registry's answer would be, and records how it was called."""
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        ("", "docker.io/library/python"),
+        ("registry.example.com:5000/python:3.12", "registry.example.com:5000/python"),
+        ("registry.example.com:5000/python", "registry.example.com:5000/python"),
+        (f"registry.example.com/python@{BASE_DIGEST}", "registry.example.com/python"),
+        (f"registry.example.com:5000/python:3.12@{BASE_DIGEST}", "registry.example.com:5000/python"),
+        ("debian", "localhost/laps-sd-base"),
+    ],
+)
+def test_a_build_prints_and_records_the_digest_of_its_base(tmp_path: Path, base: str, name: str) -> None:
+    """`TestBuilt` looks at the labels of real images."""
+    buildah, log = tmp_path / "buildah", tmp_path / "log"
+    buildah.write_text(SCRIPTED_BUILDAH, encoding="utf-8")
+    buildah.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "BUILDAH": str(buildah), "LOG": str(log), "BASE": base}
+
+    done = subprocess.run(
+        [IMAGES / "build.sh", "gateway", "operator"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    given = {"": "docker.io/library/python:3.11-slim-bookworm", "debian": name}.get(base, base)
+    assert done.stdout.splitlines()[0] == f"base {given} is {name}@{BASE_DIGEST}"
+    calls = [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
+    (pulled,) = (call for call in calls if call[0] == "from")
+    assert pulled[-2:] == ["--pull-never" if base == "debian" else "--pull", given]
+    builds = [call for call in calls if call[0] == "build"]
+    assert len(builds) == 2
+    for build, component in zip(builds, ("gateway", "operator"), strict=True):
+        assert "--pull-never" in build, "what was looked at is what is built on"
+        assert f"BASE={given}" in build
+        labels = {build[i + 1] for i, word in enumerate(build) if word == "--label"}
+        assert labels >= {
+            f"org.opencontainers.image.title=laps-sd-{component}",
+            f"org.opencontainers.image.base.name={given}",
+            f"org.opencontainers.image.base.digest={BASE_DIGEST}",
+        }
 
 
 @pytest.mark.long
@@ -173,6 +229,16 @@ class TestBuilt:
         )
 
         assert shown.stdout.split() == ["10001:10001", "SIGTERM"]
+
+    @pytest.mark.parametrize("component", ["gateway", "scheduler", "worker", "operator"])
+    def test_it_records_what_it_was_built_from(self, container: str, component: str) -> None:
+        shown = subprocess.run([*BUILDAH, "inspect", container], capture_output=True, text=True, check=True)
+
+        labels = json.loads(shown.stdout)["OCIv1"]["config"]["Labels"]
+        assert labels["org.opencontainers.image.title"] == f"laps-sd-{component}"
+        assert labels["org.opencontainers.image.version"] == __version__
+        assert labels["org.opencontainers.image.base.name"]
+        assert re.fullmatch(r"sha256:[0-9a-f]{64}", labels["org.opencontainers.image.base.digest"])
 
     @pytest.mark.parametrize("component", ["gateway", "scheduler"])
     def test_it_is_small(self, container: str, component: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 import subprocess
 import sys
 from typing import Any
@@ -231,6 +232,59 @@ def test_its_account_can_do_what_it_does_and_no_more(helm3: Any) -> None:
     named = [rule.get("resourceNames") for rule in role["rules"] if set(rule["verbs"]) & {"get", "update"}]
     assert [LEASE] in named, "one Lease, and no other"
     assert not [one for one in allowed if one[1] in ("*", "delete") or one[0] in ("*", "secrets")]
+
+
+def section(title: str) -> str:
+    """Returns one section of the guide."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_guide_lists_the_rights_of_its_account(helm3: Any) -> None:
+    role = find(helm3.render({"operator": {"enabled": True}}), "Role", "operator")
+    rights = {
+        (resource, *rule.get("resourceNames", []), *rule["verbs"])
+        for rule in role["rules"]
+        for resource in rule["resources"]
+    }
+
+    listed = re.findall(
+        r"^\| `(\S+)`(?: named `(\S+)`)? \| ([a-z, ]+) \|", section("What the operator may do"), re.M
+    )
+    assert {
+        (resource, *([name] if name else []), *verbs.split(", ")) for resource, name, verbs in listed
+    } == rights
+
+
+def test_the_guide_says_that_a_pools_template_is_not_bounded(pool: dict[str, Any]) -> None:
+    """Keeps the guide true: a template of any account, volume and right becomes a Deployment as it is."""
+    properties = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec = properties["properties"]["template"]["properties"]["spec"]
+    wide = copy.deepcopy(pool)
+    wide["spec"]["template"]["spec"] |= {
+        "serviceAccountName": "of-an-administrator",
+        "hostNetwork": True,
+        "volumes": [
+            {"name": "node", "hostPath": {"path": "/"}},
+            {"name": "s", "secret": {"secretName": "s"}},
+        ],
+    }
+    wide["spec"]["template"]["spec"]["containers"][0]["securityContext"] = {"privileged": True}
+
+    made = objects.deployment_of(wide, 1)["spec"]["template"]["spec"]
+
+    for name in ("serviceAccountName", "hostNetwork", "volumes"):
+        assert made[name] == wide["spec"]["template"]["spec"][name]
+    assert made["containers"][0]["securityContext"] == {"privileged": True}
+    assert set(spec["properties"]) == {"containers"}
+    assert spec["x-kubernetes-preserve-unknown-fields"] is True
+    said = " ".join(section("What the operator may do").split())
+    assert "**The pod template of a SpeculativePool is not bounded.**" in said
+    assert f"at most {spec['properties']['containers']['maxItems']} containers" in said
+    for name in ("serviceAccountName", "volumes", "hostPath", "hostNetwork", "privileged"):
+        assert f"`{name}`" in said
+    for account in ("operator", "worker"):
+        assert f"models-laps-sd-{account}`" in said, "as the chart names it in the release of the guide"
 
 
 async def test_a_scheduler_says_who_works_and_who_is_cheapest_to_lose(

@@ -349,7 +349,28 @@ class TestOverTheWire:
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
         metadata = (("authorization", f"Bearer {ACME}"),)
-        assert await stub.ServerReflectionInfo(iter([asked]), metadata=metadata).read()
+        answer = await stub.ServerReflectionInfo(iter([asked]), metadata=metadata).read()
+        assert {one.name for one in answer.list_services_response.service} == {
+            "laps_sd.v1.Inference",
+            "inference.GRPCInferenceService",
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+
+    async def test_without_a_key_reflection_describes_nothing(self, keyed: Running) -> None:
+        stub = reflection_pb2_grpc.ServerReflectionStub(keyed.channel)
+        for asked in (
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="laps_sd.v1.Inference"),
+            reflection_pb2.ServerReflectionRequest(file_by_filename="laps_sd/v1/inference.proto"),
+            reflection_pb2.ServerReflectionRequest(file_by_filename="laps_sd/v1/gateway_link.proto"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stub.ServerReflectionInfo(iter([asked])).read()
+            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+            metadata = (("authorization", f"Bearer {ACME}"),)
+            answer = await stub.ServerReflectionInfo(iter([asked]), metadata=metadata).read()
+            assert answer.file_descriptor_response.file_descriptor_proto
 
     @pytest.mark.parametrize("name", ["authorization", "laps-sd-tenant"])
     async def test_two_tenants_of_one_call_are_refused_alike_by_grpc_and_http(
