@@ -1,12 +1,15 @@
 """Bounds on the connections of the HTTP port: their number, and the time to the end of a request's headers.
 
-aiohttp has neither bound: a client that sends a header a minute, or nothing at all, keeps a connection, and its file, for ever.
+aiohttp has neither bound: a client that sends a header a minute, or nothing at all, keeps a connection, and
+its file, for an hour or for ever. With TLS a connection counts from the end of its handshake, which has as
+much time as the headers have.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from gateway import metrics
@@ -14,8 +17,10 @@ from gateway import metrics
 __all__ = ["HttpConnections"]
 
 HEADERS_S = 10.0
-"""Longest time from the beginning of a connection to the end of its first request's headers. Our choice: aiohttp takes 64 KiB of
-headers at most. Between two requests aiohttp's own limit for idle connections holds."""
+"""Longest time from the beginning of a connection, or from the first bytes after an answer, to the end of the
+next request's headers. Our choice: aiohttp takes 64 KiB of headers at most. Where no bytes come after an
+answer, aiohttp's own limit for idle connections holds (an hour, so that a proxy in front ends them first), or
+they make room for new ones."""
 
 
 class HttpConnections:
@@ -26,32 +31,68 @@ class HttpConnections:
         self._make_protocol = make_protocol
         self._most = most
         self._deadlines: dict[asyncio.BaseTransport, asyncio.TimerHandle | None] = {}
-        """Of each open connection; None once its first request has come."""
+        """Of each open connection; None while no headers are awaited."""
+        self._idle: dict[asyncio.BaseTransport, None] = {}
+        """Those that have answered a request and got nothing since, the longest idle first."""
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
 
     def connect(self) -> asyncio.Protocol:
         """Return the protocol of a new connection."""
         return _Bounded(self._make_protocol(), self)
 
-    def received_headers(self, transport: asyncio.BaseTransport | None) -> None:
-        """Let the connection live: the headers of a request have come."""
-        if transport is not None and (deadline := self._deadlines.get(transport)) is not None:
-            deadline.cancel()
-            self._deadlines[transport] = None
+    @contextmanager
+    def request(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+        """Let a connection live while a request whose headers have come is answered. None: it has ended."""
+        if transport is not None and transport in self._deadlines:
+            self._idle.pop(transport, None)
+            self._await_headers(transport, False)
+        try:
+            yield
+        finally:
+            if transport is not None and transport in self._deadlines:
+                self._idle[transport] = None
 
     def opened(self, transport: asyncio.Transport) -> bool:
-        """Count a new connection; return False, and close it, where there are too many."""
-        if len(self._deadlines) >= self._most:
+        """Count a new connection. Where there are too many, end the longest idle one for it; where none is
+        idle, end the new one and return False.
+        """
+        if len(self) >= self._most and not self._end_longest_idle():
             metrics.HTTP_CONNECTIONS_REFUSED.inc()
             transport.abort()
             return False
-        loop = asyncio.get_running_loop()
-        self._deadlines[transport] = loop.call_later(HEADERS_S, transport.abort)
+        self._await_headers(transport, True)
         return True
 
+    def received(self, transport: asyncio.BaseTransport) -> None:
+        """Bytes have come: after an answer they are the beginning of the next request."""
+        if transport in self._idle:
+            del self._idle[transport]
+            self._await_headers(transport, True)
+
     def closed(self, transport: asyncio.BaseTransport) -> None:
-        """Count a connection as gone."""
-        self.received_headers(transport)
-        self._deadlines.pop(transport, None)
+        """Count a connection as gone; once more does nothing."""
+        self._idle.pop(transport, None)
+        if (deadline := self._deadlines.pop(transport, None)) is not None:
+            deadline.cancel()
+
+    def _await_headers(self, transport: asyncio.BaseTransport, awaited: bool) -> None:
+        if (deadline := self._deadlines.get(transport)) is not None:
+            deadline.cancel()
+        # The loop's own classes (uvloop's) need not derive from asyncio's.
+        abort = cast(asyncio.Transport, transport).abort
+        loop = asyncio.get_running_loop()
+        self._deadlines[transport] = loop.call_later(HEADERS_S, abort) if awaited else None
+
+    def _end_longest_idle(self) -> bool:
+        for transport in self._idle:
+            idle = cast(asyncio.Transport, transport)
+            if not idle.get_write_buffer_size():  # its client has the answer
+                self.closed(idle)
+                idle.abort()
+                return True
+        return False
 
 
 class _Bounded(asyncio.Protocol):
@@ -64,13 +105,13 @@ class _Bounded(asyncio.Protocol):
         """None where the connection was refused."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The loop's own classes (uvloop's) need not derive from asyncio's.
         if self._connections.opened(cast(asyncio.Transport, transport)):
             self._transport = transport
             self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._transport is not None:
+            self._connections.received(self._transport)
             self._protocol.data_received(data)
 
     def eof_received(self) -> bool | None:

@@ -107,6 +107,11 @@ class HttpServer:
         self._connections: HttpConnections | None = None
         self._server: asyncio.Server | None = None
 
+    @property
+    def connections(self) -> int:
+        """Return how many connections are open."""
+        return 0 if self._connections is None else len(self._connections)
+
     async def start(self) -> None:
         """Binds the port and answers. Raises StartupError."""
         settings = self._calls.settings
@@ -157,16 +162,16 @@ class HttpServer:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every answer has OpenAI's shape and a request id; every call counts as work until it is over."""
-        if self._connections is not None:
-            self._connections.received_headers(request.transport)
-        if self._app.stopping.is_set() and request.path != "/live":
-            response: web.StreamResponse = _refusal(
-                Unavailable("this gateway is stopping; try another", retry_after_s=1.0)
-            )
-            response.force_close()
-        else:
-            with self._app.guard.counted():
-                response = await self._answered(request, handler)
+        assert self._connections is not None, "it was started"
+        with self._connections.request(request.transport):
+            if self._app.stopping.is_set() and request.path != "/live":
+                response: web.StreamResponse = _refusal(
+                    Unavailable("this gateway is stopping; try another", retry_after_s=1.0)
+                )
+                response.force_close()
+            else:
+                with self._app.guard.counted():
+                    response = await self._answered(request, handler)
         if not response.prepared:
             response.headers.setdefault(
                 REQUEST_ID_HEADER, _own_request_id(request) or f"req-{secrets.token_hex(12)}"

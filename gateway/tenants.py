@@ -232,6 +232,8 @@ class Tenants:
                     not tenant.isprintable()
                 ):  # nor are halves of surrogate pairs, which stand for octets that are no text
                     raise InvalidArgument(key, "must hold printable characters only")
+                if "," in tenant:  # what a proxy makes of several headers of one name, see `_once`
+                    raise InvalidArgument(key, "must be one name, without a comma")
                 if tenant:
                     return tenant
         if not self._anonymous:

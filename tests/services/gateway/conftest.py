@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from gateway.app import GatewayApp
@@ -34,6 +35,12 @@ TEXTS = (
     "one two three four STOP here",
 )
 CONTEXT = 256
+
+
+@pytest.fixture(scope="package")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """Return that of the loop that the service runs on: its transports are not asyncio's."""
+    return uvloop.EventLoopPolicy()
 
 
 def write_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:

@@ -489,6 +489,17 @@ class TestWhatIsAskedFor:
 
         assert model.decode(submit.specification.prompt_ids) == "<|begin|><|system|>hello\n<|assistant|>"
 
+    @pytest.mark.parametrize("name", ["laps-sd-tenant", "x-llm-d-inference-fairness-id"])
+    async def test_two_tenants_that_a_proxy_made_one_header_of_are_refused(
+        self, served: Served, name: str
+    ) -> None:
+        async with asyncio.timeout(30):
+            status, _, answer = await served.post("/v1/completions", TEXT, headers={name: "victim, attacker"})
+
+        assert status == 400
+        assert answer["error"]["message"] == f"{name} must be one name, without a comma"
+        assert answer["error"]["param"] == name
+
     @pytest.mark.parametrize(
         ("header", "tenant"),
         [("laps-sd-tenant", "acme"), ("x-llm-d-inference-fairness-id", "acme"), ("x-other", "anonymous")],
@@ -959,6 +970,41 @@ async def ended_by_the_server(port: int, sent: bytes) -> bytes:
         writer.close()
 
 
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Raw:
+    """A connection whose bytes a test writes itself."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def open(cls, served: Served, tls: ssl.SSLContext | None = None) -> Raw:
+        """Connect to the HTTP port."""
+        assert served.running.gateway.http is not None
+        return cls(*await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port, ssl=tls))
+
+    async def ask(self, sent: bytes = LIVE) -> bytes:
+        """Send a request; return the status line of its answer, once all of that has come."""
+        self.writer.write(sent)
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.splitlines() if line.lower().startswith(b"content-length:"))
+        await self.reader.readexactly(int(length.partition(b":")[2]))
+        return head.splitlines()[0]
+
+    async def ended(self) -> bool:
+        """Read until the server ends the connection; return whether nothing else came."""
+        try:
+            async with asyncio.timeout(30):
+                return await self.reader.read() == b""
+        except ConnectionError:
+            return True
+        finally:
+            self.writer.close()
+
+
 class TestConnections:
     @pytest.mark.parametrize(
         "sent", [b"", b"POST /v1/compl", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: "]
@@ -996,3 +1042,83 @@ class TestConnections:
                 return False
 
         await wait_until_async(served_again, description="there is room again")
+
+    @pytest.mark.parametrize("sent", [b"G", b"GET /live HTTP/1.1\r\nX-A: "])
+    async def test_one_whose_next_headers_do_not_come_is_ended(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    ) -> None:
+        connection = await Raw.open(await serve())
+        for _ in range(2):
+            assert await connection.ask() == b"HTTP/1.1 200 OK"
+        monkeypatch.setattr(http_connections, "HEADERS_S", 0.2)
+        connection.writer.write(sent)
+
+        assert await connection.ended()
+
+    async def test_an_idle_one_makes_room_for_a_new_one_and_a_busy_one_does_not(self, serve: Any) -> None:
+        served: Served = await serve(max_http_connections=3)
+        busy = await Raw.open(served)
+        answer = asyncio.create_task(busy.ask(octets_of(TEXT)))
+        await served.scheduler.submitted(1)
+        longest_idle, idle = await Raw.open(served), await Raw.open(served)
+        for connection in (longest_idle, idle, longest_idle, idle):
+            assert await connection.ask() == b"HTTP/1.1 200 OK"
+
+        new = await Raw.open(served)
+        assert await new.ask() == b"HTTP/1.1 200 OK"
+        assert await longest_idle.ended()
+        assert await idle.ask() == b"HTTP/1.1 200 OK"
+        await served.finished()
+        assert await answer == b"HTTP/1.1 200 OK"
+        for connection in (busy, idle, new):
+            connection.writer.close()
+
+    async def test_one_over_tls_is_counted_and_its_headers_have_their_time(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        folder = write_certificates(tmp_path)
+        served: Served = await serve(tls_cert=folder / "cert.pem", tls_key=folder / "key.pem")
+        known = ssl.create_default_context(cafile=folder / "ca.pem")
+        first, second = [await Raw.open(served, known) for _ in range(2)]
+        for connection in (first, second, first, second):
+            assert await connection.ask() == b"HTTP/1.1 200 OK"
+        monkeypatch.setattr(http_connections, "HEADERS_S", 0.2)
+        slow = await Raw.open(served, known)
+        second.writer.write(b"GET /li")
+        slow.writer.write(b"GET /li")
+
+        assert await slow.ended()
+        assert await second.ended()
+        assert await first.ask() == b"HTTP/1.1 200 OK"
+        http = served.running.gateway.http
+        assert http is not None and http.connections == 1
+        first.writer.close()
+        await wait_until_async(lambda: http.connections == 0, description="no connection is counted")
+
+    async def test_what_follows_an_upgrade_that_is_not_made_is_the_next_request(self, served: Served) -> None:
+        connection = await Raw.open(served)
+        upgrade = LIVE.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost")
+
+        assert await connection.ask(upgrade) == b"HTTP/1.1 200 OK"
+        assert await connection.ask() == b"HTTP/1.1 200 OK"
+        connection.writer.close()
+
+    async def test_a_stop_ends_those_without_a_request_and_counts_none_any_more(self, served: Served) -> None:
+        http = served.running.gateway.http
+        assert http is not None
+        silent, begun, idle = [await Raw.open(served) for _ in range(3)]
+        begun.writer.write(b"GET /li")
+        assert await idle.ask() == b"HTTP/1.1 200 OK"
+        await wait_until_async(lambda: http.connections == 3, description="three connections")
+        busy = asyncio.create_task(served.post("/v1/completions", TEXT))
+        request_id = await served.scheduler.submitted(1)
+        stopping = asyncio.create_task(served.running.gateway.stop())
+        await served.running.gateway.app.stopping.wait()
+        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
+        status, _, _ = await busy
+        await stopping
+
+        assert status == 200
+        for connection in (silent, begun, idle):
+            assert await connection.ended()
+        await wait_until_async(lambda: http.connections == 0, description="no connection is counted")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.services.scheduler.peers import SchedulerUnderTest, start_scheduler
 
 _SHARDS = itertools.count()
+
+
+@pytest.fixture(scope="package")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """Return that of the loop that the service runs on: its transports are not asyncio's."""
+    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture(scope="session")
