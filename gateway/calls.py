@@ -28,7 +28,7 @@ from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
 from gateway.shards import Shards
 from gateway.streams import Acceptance, ClientStream
-from gateway.tenants import Tenants
+from gateway.tenants import FIRST_OPEN_S, NEWEST_SHARE, Tenants
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from gateway.tracing import CallSpan, call_span
 from gateway.validation import (
@@ -39,6 +39,7 @@ from gateway.validation import (
     choices_of,
     complete,
 )
+from laps_sd.advice import Turns
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -79,15 +80,15 @@ class Calls:
         self._shards = shards
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
         self._formats = FormatJudge()
+        self._mean_open_s = FIRST_OPEN_S
+        """For how long calls were open, the newest counted most."""
+        self._refused = Turns()
+        """Calls beyond the streams that may be open."""
 
     @property
     def refusal(self) -> str:
         """The reason why any new request would be refused now; empty where one would be accepted."""
-        try:
-            self._check_room(1)
-        except ResourceExhausted as error:
-            return error.message
-        return self._shards.refusal
+        return self._no_room(1) or self._shards.refusal
 
     @property
     def workers(self) -> int:
@@ -291,6 +292,7 @@ class Calls:
         try:
             yield generation
         finally:
+            self._mean_open_s += NEWEST_SHARE * (_now() - began - self._mean_open_s)
             await generation.close()
 
     async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> _Attachment:
@@ -305,13 +307,17 @@ class Calls:
         stack.callback(link.close, stream)
         return _Attachment(link, stream, acceptance)
 
+    def _no_room(self, count: int) -> str:
+        """The reason why this gateway has no room for so many streams; empty where it has."""
+        is_open, most = self._shards.streams, self.settings.max_streams
+        return (
+            f"this gateway has {is_open} of {most} streams open, its limit" if is_open + count > most else ""
+        )
+
     def _check_room(self, count: int) -> None:
-        is_open = self._shards.streams
-        if is_open + count > self.settings.max_streams:
-            raise ResourceExhausted(
-                f"this gateway has {is_open} of {self.settings.max_streams} streams open, its limit",
-                retry_after_s=1.0,
-            )
+        if reason := self._no_room(count):
+            each_s = count * self._mean_open_s / self.settings.max_streams
+            raise ResourceExhausted(reason, retry_after_s=self._refused.next_s(_now(), each_s, each_s))
 
     def _link_of(self, request_id: str) -> ShardLink:
         check_request_id(request_id)

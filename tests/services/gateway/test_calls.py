@@ -15,6 +15,7 @@ from gateway.calls import Caller
 from gateway.tokenizer import ModelFiles
 from gateway.validation import body_hash
 from laps_sd import metrics
+from laps_sd.errors import retry_after_s
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2_grpc
 from laps_sd.v1.inference_pb2 import (
@@ -741,16 +742,21 @@ class TestTheServer:
         call = running.stub.GenerateStream(HELLO)
         request_id = await scheduler.submitted()
         await call.read()
+        running.gateway.calls._mean_open_s = 20.0
 
-        for more in (
-            running.stub.GenerateStream(HELLO),
-            running.stub.Resume(ResumeRequest(request_id=request_id)),
-        ):
+        advice = []
+        resumed = ResumeRequest(request_id=request_id)
+        generate, resume = running.stub.GenerateStream, running.stub.Resume
+        for method, request in ((generate, HELLO), (resume, resumed), (generate, HELLO)):
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await rest(more)
+                await rest(method(request))
             assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert has_retry_info(error.value)
+            advice.append(retry_after_s(error.value) or 0.0)
+            assert running.gateway.calls.refusal  # what health reads takes no turn
         call.cancel()
+        first, second, third = advice
+        assert first == 20.0
+        assert first < second < third, "each has a turn of its own"
 
     async def test_a_refused_request_never_reaches_the_scheduler(
         self, running: Running, scheduler: FakeScheduler
