@@ -42,8 +42,10 @@ OPEN_METHODS = ("/grpc.health.v1.Health/",)
 MAX_OPEN_MESSAGE_BYTES = 4096
 """Largest message of such a method: it holds a name."""
 MAX_OPEN_READS = 64
-"""Calls of such methods whose message is awaited at the same time. gRPC receives a whole message before its size is checked here, so
-this many times `grpc.max_receive_message_length` is what strangers can make a server hold."""
+"""Calls of such methods whose message is awaited at the same time. gRPC receives a whole message before its
+size is checked here, so this many times `grpc.max_receive_message_length` is what strangers can make a server
+hold. One more ends the call that has waited longest: a small message comes with its call, so that strangers
+who send none keep no probe from its answer."""
 FIRST_MESSAGE_S = 10.0
 """Longest time from the beginning of a call that takes one message to the end of that message. Our choice: a message of 4 MiB needs
 3.4 Mbit/s."""
@@ -71,7 +73,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """`max_fields`: see `laps_sd.fields`; None counts none."""
         self._authorize = authorize
         self._open_methods = tuple(open_methods)
-        self._open_reads = 0
+        self._open_reads: dict[asyncio.Timeout, None] = {}
+        """Calls of open methods whose message is awaited, the longest first."""
         self._max_fields = max_fields
         self.active = 0
         """Calls in progress, without health and reflection."""
@@ -197,16 +200,25 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """The one message of a call."""
         if not self._is_open(method):
             return await _first(context)
-        if self._open_reads >= MAX_OPEN_READS:
-            raise ResourceExhausted(
-                f"{MAX_OPEN_READS} calls of methods without identity are being received, which is the limit",
-                retry_after_s=1.0,
-            )
-        self._open_reads += 1
+        turn = asyncio.timeout(None)
         try:
-            return await _first(context)
+            async with turn:
+                self._open_reads[turn] = None
+                if len(self._open_reads) > MAX_OPEN_READS:
+                    self._end_longest_read()
+                return await _first(context)
+        except TimeoutError:
+            raise ResourceExhausted(
+                f"no message had come when {MAX_OPEN_READS} later calls without identity waited for theirs",
+                retry_after_s=1.0,
+            ) from None
         finally:
-            self._open_reads -= 1
+            self._open_reads.pop(turn, None)
+
+    def _end_longest_read(self) -> None:
+        longest = next(iter(self._open_reads))
+        del self._open_reads[longest]
+        longest.reschedule(0.0)
 
     def _decoder(self, deserialize: Any, method: str) -> Any:
         """Decodes a message of bounded size. The error comes up where the message is read."""

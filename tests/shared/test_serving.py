@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+import uvloop
 from google.rpc import error_details_pb2, status_pb2
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -30,6 +31,12 @@ from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, i
 from laps_sd.wire import Tls, make_channel
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """Return that of the loop that the services run on."""
+    return uvloop.EventLoopPolicy()
 
 
 class Beside:
@@ -318,22 +325,29 @@ async def test_what_is_asked_without_identity_is_small():
 
 
 async def test_few_messages_without_identity_are_received_at_once():
+    """Calls that send none keep no other from its answer."""
+    most = interceptor.MAX_OPEN_READS
     async with running(authorize=known_only) as (app, _, channel):
-        silent = [
-            channel.stream_unary("/grpc.health.v1.Health/Check")() for _ in range(interceptor.MAX_OPEN_READS)
-        ]
-        await wait_until_async(
-            lambda: app.guard._open_reads == len(silent), description="all wait for a message"
-        )
+        silent = []
+        for _ in range(most):
+            silent.append(channel.stream_unary("/grpc.health.v1.Health/Check")())
+            await wait_until_async(
+                lambda: len(app.guard._open_reads) == len(silent), description="the call waits for a message"
+            )
 
-        error = await failure(check(channel, ""))
+        assert await check(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+        error = await failure(silent[0])
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert errors.retry_after_s(error) == 1.0
+        await wait_until_async(lambda: len(app.guard._open_reads) == most - 1, description="the others wait")
+        assert not any(call.done() for call in silent[1:])
 
-        for call in silent:
+        more = [channel.stream_unary("/grpc.health.v1.Health/Check")() for _ in range(2 * most)]
+        await asyncio.gather(*(call.code() for call in silent[1:]))
+        await wait_until_async(lambda: len(app.guard._open_reads) == most, description="no more wait")
+        for call in more:
             call.cancel()
-        await wait_until_async(lambda: app.guard._open_reads == 0, description="all have gone")
-        await check(channel, "")
+        await wait_until_async(lambda: not app.guard._open_reads, description="all have gone")
 
 
 async def test_a_request_that_was_refused_is_not_kept():
