@@ -91,6 +91,7 @@ __all__ = [
     "Accepted",
     "AsyncClient",
     "AsyncStream",
+    "ChannelClient",
     "Client",
     "Cursor",
     "Delta",
@@ -534,7 +535,11 @@ class Client:
 
     def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Stream:
         """Events as they come."""
-        return Stream(self._events(make_request(prompt, **options), timeout_s))
+        return self.send(make_request(prompt, **options), timeout_s=timeout_s)
+
+    def send(self, request: GenerateRequest, *, timeout_s: float | None = None) -> Stream:
+        """Events of a request that is made already. It gets an idempotency key if it has none."""
+        return Stream(self._events(request, timeout_s))
 
     def resume(
         self, request_id: str, cursor: Cursor | None = None, *, timeout_s: float | None = None
@@ -635,6 +640,25 @@ class Client:
         return self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
 
 
+class ChannelClient(Client):
+    """A `Client` over one channel that the caller has made, and closes."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        *,
+        metadata: Metadata = (),
+        reconnect_s: float = RECONNECT_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._channels = []
+        self._stubs = [InferenceStub(channel)]
+        self._at = 0
+        self._metadata = tuple(metadata)
+        self._reconnect_s = reconnect_s
+        self._retry_s = retry_s
+
+
 class AsyncClient:
     """For asyncio. Make it inside the loop that uses it. Close it, or use it in `async with`.
 
@@ -682,7 +706,11 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
         """Events as they come."""
-        return AsyncStream(self._events(make_request(prompt, **options), timeout_s))
+        return self.send(make_request(prompt, **options), timeout_s=timeout_s)
+
+    def send(self, request: GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
+        """Events of a request that is made already. It gets an idempotency key if it has none."""
+        return AsyncStream(self._events(request, timeout_s))
 
     def resume(
         self, request_id: str, cursor: Cursor | None = None, *, timeout_s: float | None = None

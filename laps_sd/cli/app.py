@@ -16,7 +16,7 @@ import typer
 from laps_sd import __version__
 from laps_sd.cli import chat, config, dial, generate, key, operate, up
 from laps_sd.config import ConfigError
-from laps_sd.errors import StartupError
+from laps_sd.errors import LapsSdError, StartupError
 
 app = typer.Typer(
     name="laps-sd",
@@ -112,7 +112,7 @@ def run() -> NoReturn:
     try:
         # Completion asks for this name, however we were started.
         app(prog_name="laps-sd", standalone_mode=True)
-    except grpc.RpcError as error:
+    except (grpc.RpcError, LapsSdError) as error:
         sys.exit(f"laps-sd: {dial.with_next_step(error)}")
     except ConfigError as error:
         print("\n".join(f"laps-sd: {problem}" for problem in error.problems), file=sys.stderr)

@@ -1,11 +1,15 @@
-"""What `generate` and `chat` share: the options of a request, and the request made of them."""
+"""What `generate` and `chat` share: the options of a request, the request made of them, and its answer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
+import grpc
 import typer
 
+from laps_sd.client import ChannelClient
+from laps_sd.errors import LapsSdError
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 
@@ -104,3 +108,39 @@ def has_template(
 ) -> bool:
     """Whether the model takes chat messages."""
     return any(each.has_chat_template for each in models(stub, model, credentials))
+
+
+class Answer:
+    """The messages of a request as they come. Once it is accepted, a lost connection is repaired."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        request: pb.GenerateRequest,
+        *,
+        timeout: float | None,
+        credentials: tuple[tuple[str, str], ...],
+    ) -> None:
+        """`channel` is the caller's. Nothing is sent before the first message is read."""
+        client = ChannelClient(channel, metadata=credentials, retry_s=0.0)
+        self._events = client.send(request, timeout_s=timeout)
+
+    def __iter__(self) -> Iterator[pb.GenerateEvent]:
+        """Raises the grpc.RpcError that the call failed with; LapsSdError where there was none."""
+        try:
+            for event in self._events:
+                match event:
+                    case pb.Accepted():
+                        yield pb.GenerateEvent(accepted=event)
+                    case pb.Delta():
+                        yield pb.GenerateEvent(delta=event)
+                    case pb.Ended():
+                        yield pb.GenerateEvent(end=event)
+        except LapsSdError as error:
+            if isinstance(error.__cause__, grpc.RpcError):
+                raise error.__cause__ from None
+            raise
+
+    def cancel(self) -> None:
+        """Give the answer up; no effect at its end."""
+        self._events.close()

@@ -6,30 +6,18 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import grpc
 import typer
 
 from laps_sd.cli import ask, dial, generate
-from laps_sd.errors import StartupError
+from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 
 PROMPT = "> "
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
-
-
-class Events(Protocol):
-    """A stream of messages that can be given up."""
-
-    def __iter__(self) -> Iterator[pb.GenerateEvent]:
-        """The messages as they come."""
-        ...
-
-    def cancel(self) -> bool:
-        """Give it up; no effect at its end."""
-        ...
 
 
 def chat(
@@ -80,7 +68,7 @@ def chat(
                 f"The model {models[0].name!r} has no chat template: `laps-sd generate --raw` takes plain text."
             )
         talk = Conversation(
-            lambda request: stub.GenerateStream(request, timeout=timeout, metadata=credentials),
+            lambda request: ask.Answer(channel, request, timeout=timeout, credentials=credentials),
             template,
             stats=stats,
         )
@@ -103,7 +91,7 @@ def _take(talk: Conversation, line: str, *, interactive: bool, timeout: float | 
         try:
             with dial.within(timeout):
                 answered = talk.say(line)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, LapsSdError) as error:
             if not interactive:
                 raise
             print(f"laps-sd: {dial.with_next_step(error)}", file=sys.stderr)
@@ -134,7 +122,7 @@ class Conversation:
 
     def __init__(
         self,
-        stream: Callable[[pb.GenerateRequest], Events],
+        stream: Callable[[pb.GenerateRequest], ask.Answer],
         template: pb.GenerateRequest,
         *,
         stats: bool = False,

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import grpc
 import typer
 
-from laps_sd.errors import describe
+from laps_sd.errors import LapsSdError, describe
 from laps_sd.wire import Tls, channel_options
 
 GATEWAY = "127.0.0.1:50051"
@@ -133,9 +133,9 @@ def ask_leader(
     raise last
 
 
-def with_next_step(error: grpc.RpcError) -> str:
+def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
     """What failed, and what to do about it where the call did not reach what it was meant for."""
-    sentence = describe(error)
+    sentence = f"{error.code.name}: {error}" if isinstance(error, LapsSdError) else describe(error)
     if notes := getattr(error, "__notes__", ()):
         return f"{sentence}. {' '.join(notes)}"
     said = sentence.lower()
@@ -148,7 +148,7 @@ def with_next_step(error: grpc.RpcError) -> str:
         return f"what answers at the address speaks no gRPC ({sentence}). Is it the port of the metrics?"
     if "failed to connect" in said:
         return f"nobody answers at the address ({sentence}). Is the system up? `laps-sd up` starts it."
-    code = error.code() if isinstance(error, grpc.Call) else None
+    code = _code_of(error)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"what answers at the address took too long ({sentence}). Its log says what it waits for; then try again."
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -159,14 +159,19 @@ def with_next_step(error: grpc.RpcError) -> str:
     return sentence
 
 
+def _code_of(error: grpc.RpcError | LapsSdError) -> grpc.StatusCode | None:
+    if isinstance(error, LapsSdError):
+        return error.code
+    return error.code() if isinstance(error, grpc.Call) else None
+
+
 @contextmanager
 def within(timeout_s: float | None) -> Iterator[None]:
     """Around a call with the deadline that --timeout gave: if that passes, the error says so."""
     try:
         yield
-    except grpc.RpcError as error:
-        code = error.code() if isinstance(error, grpc.Call) else None
-        if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    except (grpc.RpcError, LapsSdError) as error:
+        if timeout_s is not None and _code_of(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
             error.add_note(
                 f"The deadline was --timeout {timeout_s:g} (seconds): give more, or --time-limit instead, "
                 "which ends the text in time and counts as success."

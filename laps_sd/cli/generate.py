@@ -73,13 +73,12 @@ def generate(
         stub = inference_pb2_grpc.InferenceStub(channel)
         credentials = dial.metadata(api_key)
         put_prompt(request, text, system=system, chat=not raw and ask.has_template(stub, model, credentials))
-        events = stub.GenerateStream(request, timeout=timeout, metadata=credentials)
+        events = ask.Answer(channel, request, timeout=timeout, credentials=credentials)
         try:
             with dial.within(timeout):
                 ended = print_json(events) if as_json else print_text(events)
-        except KeyboardInterrupt:
+        finally:
             events.cancel()
-            raise
     if ended is None or ended.finish_reason == pb.FINISH_REASON_ERROR:
         raise typer.Exit(1)
 

@@ -14,11 +14,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 import redis
 
 from laps_sd.client import Client, Delta, Ended
 from laps_sd.supervisor import Pauses, Supervisor
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from tests.conftest import StackMaker
 from tests.helpers import wait_until
 from tests.system.up import FREE_PORTS, Up
@@ -60,6 +62,54 @@ def test_a_child_that_is_killed_comes_back_and_a_running_stream_ends_with_the_ri
         assert client.generate(prompt, **wanted).text == undisturbed
     for port in ports:
         socket.create_connection(("127.0.0.1", int(port)), 5).close()  # where it was before
+
+
+OF_600_TOKENS = ("--max-tokens", "600", "--seed", "7")
+
+
+def generate(up: Up) -> subprocess.Popen[str]:
+    """`laps-sd generate` of an answer that takes some seconds."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "laps_sd", "generate", "Once", "--url", up.grpc("gateway-0"), *OF_600_TOKENS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_text_of_the_command_goes_on_when_its_gateway_is_killed(up: Up) -> None:
+    with generate(up) as command:
+        undisturbed, _ = command.communicate()
+    with generate(up) as command:
+        assert command.stdout is not None and command.stderr is not None
+        text = command.stdout.read(1)
+        deaths = len(up.said("gateway-0 .* was killed"))
+        up.kill("gateway-0")
+        text += command.stdout.read()
+        summary = command.stderr.read()
+
+    assert text == undisturbed
+    assert summary.startswith("-- length: 600 tokens")
+    assert command.returncode == 0
+    wait_until(lambda: len(up.said("gateway-0 .* was killed")) > deaths, description="its death is shown")
+    wait_until(lambda: up.lines[-1].startswith("gateway-0 is ready again", 10), description="it is back")
+
+
+def test_ctrl_c_ends_the_request_of_the_command(up: Up) -> None:
+    with generate(up) as command:
+        assert command.stdout is not None
+        command.stdout.read(1)
+        command.send_signal(signal.SIGINT)
+        command.communicate()
+
+    assert command.returncode == 130
+    with grpc.insecure_channel(up.grpc("scheduler-0")) as channel:
+        queue = admin_pb2_grpc.AdminStub(channel)
+        wait_until(
+            lambda: not queue.ListQueue(admin_pb2.ListQueueRequest()).entries,
+            description="the request has ended",
+            timeout_s=10,  # less than one without a client goes on
+        )
 
 
 def test_a_child_that_dies_at_once_again_and_again_is_started_after_pauses_that_grow_up_to_a_bound(
