@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -61,6 +61,8 @@ SWEEP_SHARE = 1 / 3
 SWEPT = ("fcfs", "oracle", "srpt-length", "laps-sd")
 """Policies whose course `--loads` shows, of a regime that runs them all; otherwise of all that it runs."""
 DISTRIBUTION_POINTS = 200
+LEARNED_FROM = 50
+"""Requests of each tenant that its means leave out: until then the error of its predictions is not known."""
 
 
 # -- what is asked --------------------------------------------------------------------------------------------------------
@@ -68,11 +70,15 @@ DISTRIBUTION_POINTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """`figure` of `policy` divided by that of `of`, mean over seeds, lies within the bounds."""
+    """`figure` of `policy` divided by that (or `of_figure`) of `of`, in this regime or in `of_regime`, mean over seeds, lies within
+    the bounds. Regimes are paired by seed, so another regime should draw the same jobs.
+    """
 
     policy: str = "laps-sd"
     figure: str = "mean_s"
     of: str = "fcfs"
+    of_figure: str = ""
+    of_regime: str = ""
     at_most: float = float("inf")
     at_least: float = 0.0
 
@@ -182,11 +188,24 @@ def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
         "level_requests": {
             str(level): len(outcome.level_requests[level]) for level in sorted(outcome.level_s)
         },
+        **tenant_means(outcome),
         "estimates": estimates(outcome.estimate_errors),
         "latencies_s": [
             quantile(latencies, (point + 0.5) / DISTRIBUTION_POINTS) for point in range(DISTRIBUTION_POINTS)
         ],
     }
+
+
+def tenant_means(outcome: Outcome) -> dict[str, float]:
+    """Return the mean latency of each group of tenants, `mean_s_NAME`, without the first `LEARNED_FROM` of each tenant."""
+    latencies: dict[str, list[float]] = defaultdict(list)
+    seen: Counter[str] = Counter()
+    for fate in sorted(outcome.fates, key=lambda fate: fate.job.arrival_s):
+        tenant = fate.job.tenant
+        seen[tenant] += 1
+        if tenant and seen[tenant] > LEARNED_FROM:
+            latencies[tenant.rpartition("-")[0]].append(fate.latency_s)
+    return {f"mean_s_{group}": statistics.fmean(found) for group, found in latencies.items()}
 
 
 def estimates(errors: EstimateErrors) -> list[dict[str, Any]]:
@@ -236,10 +255,18 @@ def run_regimes(regimes: Sequence[Regime], seeds: int, data: Path | None, proces
     return dict(found)
 
 
-def ratio(runs: Runs, regime: str, policy: str, of: str, figure: str) -> Interval:
+def ratio(
+    runs: Runs,
+    regime: str,
+    policy: str,
+    of: str,
+    figure: str,
+    of_figure: str = "",
+    of_regime: str = "",
+) -> Interval:
     """Paired over seeds. One seed has no interval."""
-    runs_of_both = zip(runs[regime, policy], runs[regime, of], strict=True)
-    pairs = [(ours[figure], theirs[figure]) for ours, theirs in runs_of_both]
+    runs_of_both = zip(runs[regime, policy], runs[of_regime or regime, of], strict=True)
+    pairs = [(ours[figure], theirs[of_figure or figure]) for ours, theirs in runs_of_both]
     if len(pairs) > 1:
         return ratio_interval(pairs)
     alone = pairs[0][0] / pairs[0][1]
@@ -329,13 +356,21 @@ def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
     for expected in regime.expectations:
         if (regime.name, expected.policy) not in runs or (regime.name, expected.of) not in runs:
             continue
-        found = ratio(runs, regime.name, expected.policy, expected.of, expected.figure)
+        found = ratio(runs, regime.name, expected.policy, expected.of, expected.figure, expected.of_figure)
         verdicts.append(
             {
                 "regime": regime.name,
                 "policy": expected.policy,
                 "figure": expected.figure,
-                "of": expected.of,
+                "of": " ".join(
+                    part
+                    for part in (
+                        expected.of,
+                        expected.of_figure,
+                        f"in {expected.of_regime}" if expected.of_regime else "",
+                    )
+                    if part
+                ),
                 "found": found.middle,
                 "found_low": found.low,
                 "found_high": found.high,
@@ -536,7 +571,13 @@ def regimes_of(options: argparse.Namespace) -> list[Regime]:
         paths = [
             path if (path := Path(name)).suffix == ".toml" else REGIMES / f"{name}.toml" for name in wanted
         ]
-    return [adapted(read_regime(path), options) for path in paths]
+    regimes = {regime.name: regime for path in paths for regime in [adapted(read_regime(path), options)]}
+    for regime in list(regimes.values()):
+        for expected in regime.expect:
+            if expected.of_regime and expected.of_regime not in regimes:
+                other = adapted(read_regime(REGIMES / f"{expected.of_regime}.toml"), options)
+                regimes[other.name] = other
+    return list(regimes.values())
 
 
 def adapted(regime: Regime, options: argparse.Namespace) -> Regime:

@@ -1,17 +1,18 @@
-"""How many output tokens a request still has when somebody guessed its length: the client's hint, a worker's prediction.
+"""How many output tokens a request still has, given a guess of its length: the client's hint, a worker's prediction.
 
-A guess is a measurement, and only its observed error is believed (`GuessError`). What was measured is one of the lengths
-that the class has (`LengthTable`): the two together say which of those are likely for this very request (`GuessedLengths`,
-Bayes' rule). Where a class has many answers near 400 tokens, a guess of 350 means one of those.
+A guess is a measurement with an error that was observed (`Calibration`). What was measured is one of the lengths that the
+class has (`LengthTable`): both together give which of those are likely for this request (`GuessedLengths`, Bayes' rule).
+Where a class has many answers near 400 tokens, a guess of 350 means one of those.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import final
 
+from scheduler_svc.core.calibration import Calibration
 from scheduler_svc.core.lengths import (
     BINS,
     CREDIBLE,
@@ -23,87 +24,48 @@ from scheduler_svc.core.lengths import (
     chance_above,
 )
 
-GUESS_LOG_SPREAD = 0.7
-"""Error of a guess (standard deviation of ln(true/guess)) with no history: between an optimistic 0.3 and the 1.0
-and more of real predictors."""
-GUESS_WEIGHT = 8.0
-"""Requests that the assumption about guesses counts for."""
-GUESS_FORGET = 300.0
-LEAST_LOG_SPREAD = 0.01
 REACH = 5.0
 """Spreads around a guess within which lengths are looked at."""
-WORTHLESS_SPREAD = 3.0
-"""Guesses that are off by more than a factor of 20 say nothing."""
 CELLS_PER_SPREAD = 8
 """Guesses at least this much finer than their own error are told apart, others share what is worked out."""
 MOST_CELLS = 128
 """Worked out at a time, for one class and kind of guess: clients choose what they guess, and must not grow the memory."""
 LEAST_MASS = 1e-9
 """Share of the lengths that a bin has at least: a guess can always be right."""
-_LEAST_VARIANCE = LEAST_LOG_SPREAD**2
-_PRIOR_SQUARES = GUESS_WEIGHT * GUESS_LOG_SPREAD**2
+SPREAD_STEP = math.log(1.05)
+"""Spreads are rounded to steps of 5 %, so that tenants whose guesses are about as good share what is worked out."""
 _below = NormalDist().inv_cdf
 
 
-@dataclass(slots=True)
-class GuessError:
-    """What guesses of one kind were worth in one class: ln(true length / guess), decayed."""
-
-    weight: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def observe(self, guess: float, length: int) -> None:
-        """A request that somebody guessed had this length."""
-        keep = 1 - 1 / GUESS_FORGET
-        error = math.log(length / guess)
-        self.weight = self.weight * keep + 1
-        self.total = self.total * keep + error
-        self.squares = self.squares * keep + error * error
-
-    @property
-    def bias(self) -> float:
-        """Mean of the error; 0 with no history."""
-        return self.total / (self.weight + GUESS_WEIGHT)
-
-    @property
-    def variance(self) -> float:
-        """Mean square around the bias."""
-        weight = self.weight + GUESS_WEIGHT
-        bias = self.total / weight
-        return max(_LEAST_VARIANCE, (self.squares + _PRIOR_SQUARES) / weight - bias * bias)
+def rounded_spread(spread: float) -> float:
+    """Return the middle of the step that a spread lies in."""
+    return math.exp(round(math.log(spread) / SPREAD_STEP) * SPREAD_STEP)
 
 
 @final
 class GuessedLengths:
-    """The lengths of a class as guesses of one kind leave them likely.
-
-    The error and the table are as of when this was made; who owns them makes another when the table was built anew.
+    """The lengths of a class as guesses leave them likely. Holds for one state of the table: its owner makes another one
+    when the table was built again.
     """
 
-    def __init__(self, table: LengthTable, error: GuessError) -> None:
+    def __init__(self, table: LengthTable) -> None:
         self._table = table
-        self._bias = error.bias
-        self._spread = spread = math.sqrt(error.variance)
-        # Edges of bins lie a whole number of cells apart, so that all guesses see the normal distribution at the same points.
-        self._cells_per_bin = max(1, math.ceil(CELLS_PER_SPREAD * LOG_BIN / spread))
-        self._cell_width = LOG_BIN / self._cells_per_bin
-        self._normal: _Normal | None = None
-        self._likely: dict[int, _Likely] = {}
+        self._likely: dict[tuple[int, int], _Likely] = {}
+        """By the step of the spread, and the cell of the guess."""
 
-    def left(self, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
-        """Tokens left of a request that emitted so many of at most `most`, when its length was guessed (above 0)."""
-        if self._spread > WORTHLESS_SPREAD:
+    def left(self, calibration: Calibration, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
+        """Return the tokens left of a request that emitted `emitted` of at most `most`, whose length was guessed."""
+        if calibration.spread == math.inf:
             return self._table.left(emitted, most, self._table.basis)
-        log_guess = math.log(guess) + self._bias
-        cell = min(max(0, round(log_guess / self._cell_width)), BINS * self._cells_per_bin)
-        likely = self._likely.get(cell)
+        step = round(math.log(calibration.spread) / SPREAD_STEP)
+        normal = _normal(step)
+        log_guess = calibration.log_length(guess)
+        cell = min(max(0, round(log_guess / normal.cell_width)), BINS * normal.cells_per_bin)
+        likely = self._likely.get((step, cell))
         if likely is None:
             if len(self._likely) >= MOST_CELLS:
                 self._likely.clear()
-            if self._normal is None:
-                self._normal = _Normal(self._spread, self._cell_width, self._cells_per_bin)
-            likely = self._likely[cell] = _Likely(self._table.masses, cell, self._normal)
+            likely = self._likely[step, cell] = _Likely(self._table.masses, cell, normal)
         return likely.left(emitted, most, basis)
 
 
@@ -111,10 +73,11 @@ class GuessedLengths:
 class _Normal:
     """A normal distribution of this spread, at every cell in reach of its middle."""
 
-    def __init__(self, spread: float, cell_width: float, cells_per_bin: int) -> None:
+    def __init__(self, spread: float) -> None:
         self.spread = spread
-        self.cell_width = cell_width
-        self.cells_per_bin = cells_per_bin
+        # Edges of bins lie a whole number of cells apart, so that all guesses see the distribution at the same points.
+        self.cells_per_bin = cells_per_bin = max(1, math.ceil(CELLS_PER_SPREAD * LOG_BIN / spread))
+        self.cell_width = cell_width = LOG_BIN / cells_per_bin
         self.reach = math.ceil(REACH * spread / cell_width) + cells_per_bin
         """The middle is there in both lists."""
         self.above: list[float] = []
@@ -125,6 +88,11 @@ class _Normal:
             z = cell * cell_width / spread
             self.above.append(chance_above(z))
             self.shifted.append(chance_above(z - spread))
+
+
+@cache
+def _normal(step: int) -> _Normal:
+    return _Normal(math.exp(step * SPREAD_STEP))
 
 
 @final

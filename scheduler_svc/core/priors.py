@@ -6,8 +6,9 @@ a waiting request with its next event, never by itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from scheduler_svc.core.acceptance import (
@@ -20,18 +21,21 @@ from scheduler_svc.core.acceptance import (
     shrinkage,
     tokens_per_round,
 )
+from scheduler_svc.core.calibration import ASSUMED, Calibration, GuessHistory, TenantGuesses
 from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.guesses import GuessedLengths, GuessError
+from scheduler_svc.core.guesses import GuessedLengths
 from scheduler_svc.core.lengths import BINS, LengthTable, TokensLeft
 
-FORMAT = 3
-READABLE_FORMATS = (2, 3)
-"""What an earlier build learnt is taken on: format 2 has more than is read."""
+FORMAT = 4
+READABLE_FORMATS = (2, 3, 4)
+"""What an earlier build learnt is taken on, but for the errors of guesses, which formats 2 and 3 have without a slope."""
 COST_CHANGE = 0.05
 ENOUGH_ROUNDS = 50.0
 """Rounds of a class before its means are carried from one draft length to another."""
 MAX_CLASSES = 256
-"""Classes beyond this share the statistics of all: the client's hint must not grow the memory."""
+"""Classes are named by clients and must not grow the memory. A further one takes the place of the class that ended a request
+longest ago, among those of the tenant that has brought the most: one tenant's classes do not drive out those of others."""
+MAX_CALIBRATIONS = 4096
 
 
 @dataclass(slots=True)
@@ -41,10 +45,14 @@ class ClassPriors:
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     positions: PositionStatistics = field(default_factory=PositionStatistics)
     lengths: LengthTable = field(default_factory=LengthTable)
-    client_guess: GuessError = field(default_factory=GuessError)
-    worker_guess: GuessError = field(default_factory=GuessError)
-    by_client: GuessedLengths = field(init=False)
-    by_worker: GuessedLengths = field(init=False)
+    client_guesses: GuessHistory = field(default_factory=GuessHistory)
+    worker_guesses: GuessHistory = field(default_factory=GuessHistory)
+    guessed: GuessedLengths = field(init=False)
+    of_client: Calibration = ASSUMED
+    """Of the hints of all clients in this class; like the next one as of the last build of the table."""
+    of_worker: Calibration = ASSUMED
+    owner: str = ""
+    """The tenant that brought the class."""
     variances: tuple[float, float] | None = None
     """Of its acceptance, as of the newest end: what a rank asks for is not worked out for each rank."""
     draft_length_factor: float = 1.0
@@ -59,8 +67,9 @@ class ClassPriors:
         self._take_up_guesses()
 
     def _take_up_guesses(self) -> None:
-        self.by_client = GuessedLengths(self.lengths, self.client_guess)
-        self.by_worker = GuessedLengths(self.lengths, self.worker_guess)
+        self.guessed = GuessedLengths(self.lengths)
+        self.of_client = self.client_guesses.calibrated(ASSUMED)
+        self.of_worker = self.worker_guesses.calibrated(ASSUMED)
 
     def rebuild_positions(self, pool: list[float] | None) -> None:
         """Take up what was observed of draft positions and lengths."""
@@ -84,6 +93,10 @@ class Priors:
         self.cost = CostModel()
         self._all = ClassPriors()
         self._classes: dict[str, ClassPriors] = {}
+        """The one that ended a request longest ago first."""
+        self._tenants = TenantGuesses()
+        self._calibrations: dict[tuple[str, str], Calibration] = {}
+        """Of the hints of a tenant in a class, as of its last end there or of the last build of a table."""
         self._share_s = self.cost.share_s(0)
         """Cost of a round as of this version."""
         self._tables_changed = False
@@ -117,15 +130,33 @@ class Priors:
         return self.tokens_per_round(workload_class, 0, 0).mean
 
     def tokens_left(
-        self, workload_class: str, emitted: int, most: int, guess: float | None, by_worker: bool
+        self,
+        workload_class: str,
+        emitted: int,
+        most: int,
+        guess: float | None,
+        by_worker: bool,
+        tenant: str = "",
     ) -> TokensLeft:
         """Output tokens left of a request that emitted so many of at most `most`; `guess` is of the total."""
         own = self._of(workload_class)
         if guess is None:
             return own.lengths.left(emitted, most, own.lengths.basis)
         if by_worker:
-            return own.by_worker.left(guess, emitted, most, "the worker's prediction")
-        return own.by_client.left(guess, emitted, most, "the client's estimate")
+            return own.guessed.left(own.of_worker, guess, emitted, most, "the worker's prediction")
+        calibration = self._calibration(tenant, workload_class, own)
+        return own.guessed.left(calibration, guess, emitted, most, "the client's estimate")
+
+    def _calibration(self, tenant: str, workload_class: str, own: ClassPriors) -> Calibration:
+        key = (tenant, workload_class)
+        found = self._calibrations.get(key)
+        if found is None:
+            if len(self._calibrations) >= MAX_CALIBRATIONS:
+                self._calibrations.clear()
+            weight = own.client_guesses.weight
+            found = self._tenants.calibrated(tenant, workload_class, own.of_client, weight)
+            self._calibrations[key] = found
+        return found
 
     # What the scheduler tells.
 
@@ -156,45 +187,76 @@ class Priors:
         drafted: int = 0,
         tested: tuple[int, ...] = (),
         accepted: tuple[int, ...] = (),
+        tenant: str = "",
     ) -> None:
         """A request gained so many tokens in one round, of so many drafted; `tested` and `accepted` by position."""
-        for priors in self._touch(workload_class):
+        for priors in self._touch(workload_class, tenant, ended=False):
             priors.acceptance.observe_round(tokens, drafted)
             if tested:
                 priors.positions.observe(tested, accepted)
                 if priors.positions.stale:
                     priors.rebuild_positions(None if priors is self._all else self._all.positions.rates)
 
-    def observe_acceptance(self, workload_class: str, rounds: int, tokens: int, squares: int) -> None:
+    def observe_acceptance(
+        self, workload_class: str, rounds: int, tokens: int, squares: int, tenant: str = ""
+    ) -> None:
         """A request ended: its rounds, their tokens and squared tokens."""
-        for priors in self._touch(workload_class):
+        for priors in self._touch(workload_class, tenant, ended=True):
             priors.acceptance.observe_end(rounds, tokens, squares)
             priors.variances = priors.acceptance.variances()
 
     def observe_length(
-        self, workload_class: str, length: int, client_guess: float | None, worker_guess: float | None
+        self,
+        workload_class: str,
+        length: int,
+        client_guess: float | None,
+        worker_guess: float | None,
+        tenant: str = "",
     ) -> None:
         """A request ran to its own end after so many tokens."""
-        for priors in self._touch(workload_class):
+        if client_guess is not None:
+            self._tenants.observe(tenant, workload_class, client_guess, length)
+            self._calibrations.pop((tenant, workload_class), None)
+        for priors in self._touch(workload_class, tenant, ended=True):
             priors.lengths.observe(length)
             if client_guess is not None:
-                priors.client_guess.observe(client_guess, length)
+                priors.client_guesses.observe(client_guess, length)
             if worker_guess is not None:
-                priors.worker_guess.observe(worker_guess, length)
+                priors.worker_guesses.observe(worker_guess, length)
             if priors.lengths.stale:
                 priors.rebuild_lengths(None if priors is self._all else self._all.lengths)
                 self._tables_changed = True
+                self._calibrations.clear()
+        if (own := self._classes.pop(workload_class, None)) is not None:
+            self._classes[workload_class] = own
 
     def _of(self, workload_class: str) -> ClassPriors:
         return self._classes.get(workload_class, self._all)
 
-    def _touch(self, workload_class: str) -> list[ClassPriors]:
-        """Everything that learns from a request of this class; the sum over all classes first."""
-        if workload_class not in self._classes and len(self._classes) < MAX_CLASSES:
-            self._classes[workload_class] = new = ClassPriors()
-            new.rebuild_lengths(self._all.lengths)
+    def _touch(self, workload_class: str, tenant: str, *, ended: bool) -> list[ClassPriors]:
+        """Return everything that learns from a request of this class; the sum over all classes first.
+
+        Only an end replaces a class: requests of more than `MAX_CLASSES` classes that run at the same time would otherwise
+        replace each other in every round.
+        """
         own = self._classes.get(workload_class)
-        return [self._all] if own is None else [self._all, own]
+        if own is None:
+            if len(self._classes) >= MAX_CLASSES:
+                if not ended:
+                    return [self._all]
+                self._forget_class(tenant)
+            own = self._classes[workload_class] = ClassPriors(owner=tenant)
+            own.rebuild_lengths(self._all.lengths)
+        return [self._all, own]
+
+    def _forget_class(self, newcomer: str) -> None:
+        """Make room for a class that `newcomer` brings."""
+        count = Counter([newcomer, *[priors.owner for priors in self._classes.values()]])
+        most = max(count.values())
+        for name, priors in self._classes.items():
+            if count[priors.owner] == most:
+                del self._classes[name]
+                return
 
     # The record.
 
@@ -206,6 +268,12 @@ class Priors:
             "cost": asdict(self.cost),
             "all": _class_to_dict(self._all),
             "classes": {name: _class_to_dict(priors) for name, priors in self._classes.items()},
+            "tenants": {
+                tenant: list(astuple(history)) for tenant, history in self._tenants.by_tenant.items()
+            },
+            "tenants_by_class": [
+                [*key, *astuple(history)] for key, history in self._tenants.by_class.items()
+            ],
         }
 
     @classmethod
@@ -219,6 +287,11 @@ class Priors:
         priors._share_s = priors.cost.share_s(0)
         priors._all = everyone = _class_from_dict(data["all"], None)
         priors._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
+        tenants = priors._tenants
+        for tenant, sums in data.get("tenants", {}).items():
+            tenants.by_tenant[tenant] = GuessHistory(*sums)
+        for tenant, workload_class, *sums in data.get("tenants_by_class", ()):
+            tenants.by_class[tenant, workload_class] = GuessHistory(*sums)
         return priors
 
 
@@ -232,16 +305,18 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
             "accepted": [value / positions.unit for value in positions.accepted],
         },
         "length_counts": {str(i): count for i, count in enumerate(priors.lengths.counts) if count},
-        "client_guess": asdict(priors.client_guess),
-        "worker_guess": asdict(priors.worker_guess),
+        "client_guesses": asdict(priors.client_guesses),
+        "worker_guesses": asdict(priors.worker_guesses),
+        "owner": priors.owner,
     }
 
 
 def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> ClassPriors:
     priors = ClassPriors(
         acceptance=AcceptanceStatistics(**data["acceptance"]),
-        client_guess=GuessError(**data["client_guess"]),
-        worker_guess=GuessError(**data["worker_guess"]),
+        client_guesses=GuessHistory(**data.get("client_guesses", {})),
+        worker_guesses=GuessHistory(**data.get("worker_guesses", {})),
+        owner=data.get("owner", ""),
     )
     lengths, positions = priors.lengths, priors.positions
     counts = data["length_counts"]

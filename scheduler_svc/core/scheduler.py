@@ -436,6 +436,7 @@ class Scheduler:
                 progress.drafted,
                 progress.tested_by_position,
                 progress.accepted_by_position,
+                request.facts.tenant,
             )
         if progress.predicted_remaining_tokens is not None:
             request.expected_total = max(1.0, request.emitted + progress.predicted_remaining_tokens)
@@ -467,10 +468,10 @@ class Scheduler:
             self._shard.charge(request.account, seconds, request.attained_s)
 
     def _learn_end(self, end: End, request: Request) -> None:
-        workload_class = request.facts.workload_class
+        workload_class, tenant = request.facts.workload_class, request.facts.tenant
         if request.seen_rounds:
             self.priors.observe_acceptance(
-                workload_class, request.seen_rounds, request.seen_tokens, request.seen_squares
+                workload_class, request.seen_rounds, request.seen_tokens, request.seen_squares, tenant
             )
         if end in OWN_ENDS and request.said is not None:
             self.estimate_errors.judge(request.said, request.attained_s)
@@ -480,6 +481,7 @@ class Scheduler:
                 request.emitted,
                 _guess(request.facts.expected_output_tokens),
                 request.first_prediction,
+                tenant,
             )
 
     def _reside(self, request: Request, residency: Residency, ledger: Ledger | None = None) -> None:

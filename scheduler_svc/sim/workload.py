@@ -86,13 +86,25 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """What is said of the output length at arrival. `noisy`: truth × exp(sigma · z). `recorded`: the joint sample of true
-    length and predicted class in `file`; a class stands for its median length, and where a kind has output lengths of its own
-    it is off by the factor of a recorded pair. `none`: nothing."""
+    """What is said of the output length at arrival. `noisy`: truth × exp(sigma · z). `inverse`: pivot² / truth × exp(sigma · z),
+    which is high where the truth is low. `constant`: always `value`. `recorded`: the joint sample of true length and predicted
+    class in `file`; a class stands for its median length, and where a kind has output lengths of its own it is off by the factor
+    of a recorded pair. `none`: nothing."""
 
     kind: str = "noisy"
     sigma: float = 0.3
+    pivot: float = 150.0
+    value: int = 1
     file: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenants:
+    """Some tenants that predict in one way. All tenants of a workload send equally many requests."""
+
+    name: str
+    count: int = 1
+    predictor: Predictor = Predictor()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +129,8 @@ class Workload:
     max_tokens: int = 2048
     kinds: tuple[Kind, ...] = (Kind(),)
     predictor: Predictor = Predictor()
+    tenants: tuple[Tenants, ...] = ()
+    """Empty: one tenant without a name, whose predictions are those of `predictor`."""
     arrivals: Arrivals = Arrivals()
 
 
@@ -146,14 +160,20 @@ class _Draw:
             first = rng.randrange(max(1, len(rows) - workload.requests))
             traced = rows[first : first + workload.requests]
             kinds = kinds[: len(traced)]
+        tenants = [
+            (f"{group.name}-{number}", group.predictor)
+            for group in workload.tenants
+            for number in range(group.count)
+        ]
         drawn = []
         for number, kind in enumerate(kinds):
-            output, predicted = self._output(kind)
+            tenant, predictor = rng.choice(tenants) if tenants else ("", workload.predictor)
+            output, predicted = self._output(kind, predictor)
             prompt = self._length(kind.prompt)
             if traced is not None:
                 prompt, output = max(1, traced[number].input_tokens), traced[number].output_tokens
                 output = min(output, workload.max_tokens)
-                predicted = self._predict(output)
+                predicted = self._predict(output, predictor)
             task, paces, uncut_last = self._paces(kind.acceptance, output)
             drawn.append(
                 Job(
@@ -164,6 +184,7 @@ class _Draw:
                     max_tokens=workload.max_tokens,
                     predicted_tokens=predicted,
                     workload_class="/".join(part for part in (kind.name, task) if part),
+                    tenant=tenant,
                     uncut_last=uncut_last,
                 )
             )
@@ -179,25 +200,34 @@ class _Draw:
 
     # Lengths and predictions.
 
-    def _output(self, kind: Kind) -> tuple[int, int | None]:
-        predictor, lengths = self.workload.predictor, kind.output
+    def _output(self, kind: Kind, predictor: Predictor) -> tuple[int, int | None]:
+        lengths = kind.output
         if predictor.kind == "recorded" and lengths.kind == "column" and lengths.file == predictor.file:
             output, predicted = self.random.choice(predictions(self._path(predictor.file)))
             return min(output, self.workload.max_tokens), predicted
         output = min(self._length(lengths), self.workload.max_tokens)
-        return output, self._predict(output)
+        return output, self._predict(output, predictor)
 
-    def _predict(self, output: int) -> int | None:
-        predictor = self.workload.predictor
+    def _predict(self, output: int, predictor: Predictor) -> int | None:
         match predictor.kind:
             case "noisy":
                 return max(1, round(output * math.exp(predictor.sigma * self.random.gauss(0, 1))))
+            case "inverse":
+                mirrored = predictor.pivot**2 / output
+                return max(1, round(mirrored * math.exp(predictor.sigma * self.random.gauss(0, 1))))
+            case "constant":
+                self.random.gauss(0, 1)  # the rest of the draw is the same whatever one tenant predicts
+                return predictor.value
             case "recorded":
                 truth, predicted = self.random.choice(predictions(self._path(predictor.file)))
                 return max(1, round(output * predicted / truth))
             case "none":
+                if self.workload.tenants:
+                    self.random.gauss(0, 1)
                 return None
-        raise ValueError(f"predictor.kind must be noisy, recorded or none, not {predictor.kind!r}")
+        raise ValueError(
+            f"predictor.kind must be noisy, inverse, constant, recorded or none, not {predictor.kind!r}"
+        )
 
     def _length(self, lengths: Lengths) -> int:
         rng = self.random

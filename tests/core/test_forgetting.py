@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_svc.core import acceptance, cost, guesses, lengths
+from scheduler_svc.core import acceptance, calibration, cost, lengths
 from scheduler_svc.core.acceptance import AcceptanceStatistics, PositionStatistics, shrinkage
+from scheduler_svc.core.calibration import GuessHistory
 from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.guesses import GuessError
 from scheduler_svc.core.lengths import LengthTable
 
 
@@ -47,7 +47,7 @@ def lengths_in_bins() -> tuple[Callable[[], None], Callable[[], float]]:
 
 
 def guessed_lengths() -> tuple[Callable[[], None], Callable[[], float]]:
-    learner = GuessError()
+    learner = GuessHistory()
     return lambda: learner.observe(100, 110), lambda: learner.weight
 
 
@@ -68,7 +68,7 @@ LEARNERS = [
     (ended_requests, acceptance.FORGET_REQUESTS),
     (output_lengths, lengths.FORGET_REQUESTS),
     (lengths_in_bins, lengths.FORGET_REQUESTS),
-    (guessed_lengths, guesses.GUESS_FORGET),
+    (guessed_lengths, calibration.GUESS_FORGET),
     (round_costs, cost.ROUND_FORGET),
     (swaps, cost.SWAP_FORGET),
 ]

@@ -19,8 +19,9 @@ from scheduler_svc.core.acceptance import (
     shrinkage,
     tokens_per_round,
 )
+from scheduler_svc.core.calibration import ASSUMED, Calibration, GuessHistory
 from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.guesses import LEAST_MASS, MOST_CELLS, GuessedLengths, GuessError
+from scheduler_svc.core.guesses import LEAST_MASS, MOST_CELLS, GuessedLengths, rounded_spread
 from scheduler_svc.core.lengths import LengthTable
 from scheduler_svc.core.priors import MAX_CLASSES, Priors
 
@@ -350,20 +351,23 @@ class TestGuesses:
     def test_with_lognormal_lengths_guess_and_class_are_weighed_by_their_precision(
         self, guess: float, emitted: int, most: int
     ) -> None:
-        errors = GuessError()
+        history = GuessHistory()
         for i in range(40):
             length = round(math.exp(5 + 0.8 * (-1) ** i))
-            errors.observe(length * math.exp(0.3 + 0.4 * (-1) ** (i // 2)), length)
-        assert (errors.bias, math.sqrt(errors.variance)) == (
-            pytest.approx(-0.3 * 40 / 48, rel=0.05),
-            pytest.approx(math.sqrt((40 * 0.25 + 8 * 0.49) / 48 - 0.25**2), rel=0.05),
+            history.observe(length * math.exp(0.3 + 0.4 * (-1) ** (i // 2)), length)
+        found = history.calibrated(ASSUMED)
+        assert (found.slope, found.offset, math.sqrt(found.variance)) == (
+            pytest.approx(1.0, abs=0.02),
+            pytest.approx(0.3 * 40 / 48, rel=0.1),
+            pytest.approx(math.sqrt((40 * 0.16 + 8 * 0.49) / 48), rel=0.05),
         )
-        trust, class_trust = 1 / errors.variance, 1.0
+        spread = rounded_spread(found.spread)
+        trust, class_trust = spread**-2, 1.0
         # Guesses are told apart to about an eighth of their error.
-        cell = math.log(1.1) / math.ceil(8 * math.log(1.1) * math.sqrt(trust))
-        log_guess = round((math.log(guess) + errors.bias) / cell) * cell
+        cell = math.log(1.1) / math.ceil(8 * math.log(1.1) / spread)
+        log_guess = round(found.log_length(guess) / cell) * cell
         centre = (trust * log_guess + class_trust * math.log(150)) / (trust + class_trust)
-        left = GuessedLengths(LengthTable(), errors).left(guess, emitted, most, "")
+        left = GuessedLengths(LengthTable()).left(found, guess, emitted, most, "")
         mean, low, high = remaining_of_lognormal(centre, (trust + class_trust) ** -0.5, emitted, most)
         assert (left.mean, left.low, left.high) == pytest.approx((mean, low, high), rel=0.04)
 
@@ -379,16 +383,15 @@ class TestGuesses:
         self, error: float, lengths: list[int], guess: int, emitted: int, more: int
     ) -> None:
         """Bayes' rule on a fine grid of ln(length), the histogram flat inside each of its bins."""
-        table, errors, most = LengthTable(), GuessError(), emitted + more
+        table, most = LengthTable(), emitted + more
         for length in lengths * 5:
             table.observe(length)
         table.rebuild(None)
-        for i in range(3000):
-            errors.observe(1000.0, round(1000 * math.exp(error if i % 2 else -error)))
-        spread = math.sqrt(errors.variance)
+        calibration = Calibration(1.0, 0.0, error**2)
+        spread = rounded_spread(error)
         # Guesses are told apart to about an eighth of their error.
         cell = math.log(1.1) / math.ceil(8 * math.log(1.1) / spread)
-        centre = round((math.log(guess) + errors.bias) / cell) * cell
+        centre = round(math.log(guess) / cell) * cell
         assume((math.log(emitted) if emitted else 0.0) < centre + 4 * spread)
 
         total = mean = 0.0
@@ -403,8 +406,8 @@ class TestGuesses:
                 mean += share * min(most, math.exp(x))
         expected = max(1.0, mean / total - emitted)
 
-        left = GuessedLengths(table, errors).left(float(guess), emitted, most, "")
-        assert left.mean == pytest.approx(expected, rel=0.02, abs=0.002 * emitted + 0.1)
+        left = GuessedLengths(table).left(calibration, float(guess), emitted, most, "")
+        assert left.mean == pytest.approx(expected, rel=0.03, abs=0.002 * emitted + 0.1)
 
     def test_a_class_of_equal_lengths_is_known_after_some_dozens_whatever_is_guessed(self) -> None:
         priors = Priors()
@@ -430,19 +433,19 @@ class TestGuesses:
         assert priors.tokens_left("", 0, MOST, 1000.0, False).mean > 500
 
     def test_what_clients_guess_does_not_grow_the_memory(self) -> None:
-        guessed = GuessedLengths(LengthTable(), GuessError())
-        means = [guessed.left(1.05**n, 0, MOST, "").mean for n in range(1000)]
+        guessed = GuessedLengths(LengthTable())
+        means = [guessed.left(ASSUMED, 1.05**n, 0, MOST, "").mean for n in range(1000)]
         assert means == sorted(means)
         assert len(guessed._likely) <= MOST_CELLS
 
     def left(
         self, guess: float, emitted: int = 0, most: int = MOST, error: float | None = None, n: int = 300
     ) -> float:
-        errors = GuessError()
+        history = GuessHistory()
         if error is not None:
             for i in range(n):
-                errors.observe(100.0, round(100 * math.exp(error if i % 2 else -error)))
-        return GuessedLengths(LengthTable(), errors).left(guess, emitted, most, "").mean
+                history.observe(100 * math.exp(error if i % 2 else -error), 100)
+        return GuessedLengths(LengthTable()).left(history.calibrated(ASSUMED), guess, emitted, most, "").mean
 
     def test_with_no_history_a_guess_is_half_believed(self) -> None:
         assert 150 < self.left(1000.0) < 1000
@@ -454,10 +457,10 @@ class TestGuesses:
         assert self.left(1000.0, error=3.0) < 400
 
     def test_a_constant_bias_is_taken_out(self) -> None:
-        errors = GuessError()
+        history = GuessHistory()
         for _ in range(3000):
-            errors.observe(1000.0, 100)
-        left = GuessedLengths(LengthTable(), errors).left(1000.0, 0, MOST, "")
+            history.observe(1000.0, 100)
+        left = GuessedLengths(LengthTable()).left(history.calibrated(ASSUMED), 1000.0, 0, MOST, "")
         assert left.mean == pytest.approx(105, rel=0.15)
 
     def test_what_is_left_falls_as_tokens_come(self) -> None:
@@ -482,15 +485,19 @@ class TestGuesses:
         by_client = priors.tokens_left("", 0, MOST, 700.0, False)
         assert abs(by_worker.mean - 700) < abs(by_client.mean - 700)
         assert by_worker.high / by_worker.low < by_client.high / by_client.low
-        assert "worker" in by_worker.basis and "client" in by_client.basis
+        assert "worker" in by_worker.basis
+        assert by_client == priors.tokens_left(
+            "", 0, MOST, None, False
+        )  # its guesses do not follow the lengths
 
     @given(st.floats(1, 1e6), st.integers(0, 10_000), st.integers(1, 10_000), st.floats(0, 3))
     @settings(max_examples=200, deadline=None)
     def test_the_interval_holds_the_mean(self, guess: float, emitted: int, more: int, error: float) -> None:
-        errors = GuessError()
+        history = GuessHistory()
         for i in range(30):
-            errors.observe(100.0, max(1, round(100 * math.exp(error if i % 2 else -error))))
-        left = GuessedLengths(LengthTable(), errors).left(guess, emitted, emitted + more, "")
+            history.observe(100 * math.exp(error if i % 2 else -error), 100)
+        found = history.calibrated(ASSUMED)
+        left = GuessedLengths(LengthTable()).left(found, guess, emitted, emitted + more, "")
         assert 1 <= left.low <= left.mean <= left.high <= more
 
 

@@ -148,6 +148,7 @@ def tokens_left(request: Request, priors: Priors) -> TokensLeft:
         facts.max_tokens,
         request.expected_total,
         request.predicted_by_worker,
+        facts.tenant,
     )
 
 

@@ -1,0 +1,171 @@
+"""What guesses of output lengths are worth: in a class, and those of one tenant among others."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import ClassVar
+
+import pytest
+
+from scheduler_svc.core.calibration import (
+    ASSUMED,
+    GUESS_LOG_SPREAD,
+    MOST_TENANTS,
+    GuessHistory,
+    TenantGuesses,
+)
+from scheduler_svc.core.priors import MAX_CLASSES, Priors
+
+MOST = 100_000
+
+
+def lengths(count: int, seed: int = 1) -> list[int]:
+    """Lengths with a median of 150 tokens, like those of a chat."""
+    rng = random.Random(seed)
+    return [max(1, round(150 * math.exp(rng.gauss(0, 1)))) for _ in range(count)]
+
+
+def history(slope: float, offset: float, spread: float, count: int = 300) -> GuessHistory:
+    """Guesses on a line, with an error of this spread."""
+    rng, found = random.Random(2), GuessHistory()
+    for length in lengths(count):
+        found.observe(math.exp(offset + slope * math.log(length) + rng.gauss(0, spread)), length)
+    return found
+
+
+class TestTheLine:
+    @pytest.mark.parametrize(
+        ("slope", "offset", "spread"), [(1.0, 0.0, 0.3), (1.0, 1.4, 0.2), (0.5, 2.0, 0.3), (-1.0, 10.0, 0.3)]
+    )
+    def test_it_is_found_with_its_spread(self, slope: float, offset: float, spread: float) -> None:
+        found = history(slope, offset, spread, count=1000).calibrated(ASSUMED)
+        assert found.slope == pytest.approx(slope, abs=0.1)
+        assert found.offset + found.slope * 5 == pytest.approx(offset + slope * 5, abs=0.1)
+        assert math.sqrt(found.variance) == pytest.approx(spread, abs=0.08)
+        assert found.spread == pytest.approx(spread / abs(slope), rel=0.25)
+
+    def test_a_guess_on_it_says_the_length(self) -> None:
+        found = history(-1.0, 10.0, 0.0, count=1000).calibrated(ASSUMED)
+        assert found.log_length(math.exp(10 - math.log(400))) == pytest.approx(math.log(400), abs=0.2)
+
+    def test_with_no_history_a_guess_is_right_on_average(self) -> None:
+        found = GuessHistory().calibrated(ASSUMED)
+        assert (found.slope, found.offset, found.spread) == (1.0, 0.0, GUESS_LOG_SPREAD)
+
+    @pytest.mark.parametrize("spread", [0.0, 1.0])
+    def test_guesses_that_do_not_follow_the_length_are_worth_nothing(self, spread: float) -> None:
+        assert history(0.0, 5.0, spread).calibrated(ASSUMED).spread == math.inf
+
+    def test_equal_lengths_say_nothing_against_the_slope(self) -> None:
+        found = GuessHistory()
+        for i in range(300):
+            found.observe(400 * math.exp(0.3 * (-1) ** i), 400)
+        assert found.calibrated(ASSUMED).slope == pytest.approx(1.0)
+
+
+def learned(guesses: dict[str, float | None], count: int = 100) -> Priors:
+    """Priors after `count` requests of each tenant, each of which always guesses one number, or the truth (None)."""
+    priors, rng = Priors(), random.Random(3)
+    for length in lengths(count):
+        for tenant, always in guesses.items():
+            guess = length * math.exp(rng.gauss(0, 0.3)) if always is None else always
+            priors.observe_length("", length, guess, None, tenant)
+    return priors
+
+
+class TestTenants:
+    HONEST: ClassVar[dict[str, float | None]] = {f"honest {i}": None for i in range(8)}
+
+    def test_one_whose_guesses_are_wrong_is_estimated_as_if_it_said_nothing(self) -> None:
+        priors = learned({**self.HONEST, "liar": 1.0}, count=50)
+        said = priors.tokens_left("", 0, MOST, 1.0, False, "liar")
+        assert said == priors.tokens_left("", 0, MOST, None, False, "liar")
+
+    def test_the_others_are_believed_as_if_it_were_not_there(self) -> None:
+        alone = learned(self.HONEST, count=50)
+        beside = learned({**self.HONEST, "liar": 1.0, "another": 1.0}, count=50)
+        for guess in (30.0, 150.0, 800.0):
+            expected = alone.tokens_left("", 0, MOST, guess, False, "honest 0")
+            found = beside.tokens_left("", 0, MOST, guess, False, "honest 0")
+            assert found.mean == pytest.approx(expected.mean, rel=0.15)
+            assert found.high / found.low < 1.5 * expected.high / expected.low
+
+    def test_one_without_a_history_is_judged_like_its_class(self) -> None:
+        priors = learned(self.HONEST)
+        left = priors.tokens_left("", 0, MOST, 800.0, False, "newcomer")
+        assert left == priors.tokens_left("", 0, MOST, 800.0, False, "another newcomer")
+        assert left.mean == pytest.approx(800, rel=0.3)
+
+    def test_one_whose_guesses_are_wrong_is_not_believed_again_in_another_class(self) -> None:
+        priors = learned({**self.HONEST, "liar": 1.0})
+        for length in lengths(100):
+            priors.observe_length("other", length, float(length), None, "honest 0")
+        said = priors.tokens_left("other", 0, MOST, 1.0, False, "liar")
+        assert said == priors.tokens_left("other", 0, MOST, None, False, "liar")
+
+    def test_a_tenant_may_be_right_in_one_class_and_wrong_in_another(self) -> None:
+        priors = learned({})
+        for length in lengths(300):
+            for tenant in ("t", "u"):
+                priors.observe_length("good", length, float(length), None, tenant)
+                priors.observe_length("bad", length, 7.0, None, tenant)
+        assert priors.tokens_left("good", 0, MOST, 800.0, False, "t").mean == pytest.approx(800, rel=0.15)
+        said = priors.tokens_left("bad", 0, MOST, 800.0, False, "t")
+        assert said == priors.tokens_left("bad", 0, MOST, None, False, "t")
+
+    def test_histories_are_bounded_and_the_newest_stay(self) -> None:
+        tenants = TenantGuesses()
+        for i in range(MOST_TENANTS + 50):
+            tenants.observe("first", "", 10.0, 10)
+            tenants.observe(f"t{i}", f"c{i}", 10.0, 10)
+        assert len(tenants.by_tenant) == len(tenants.by_class) == MOST_TENANTS
+        assert "first" in tenants.by_tenant and ("first", "") in tenants.by_class
+
+    def test_they_survive_a_restart(self) -> None:
+        priors = learned({**self.HONEST, "liar": 1.0})
+        again = Priors.from_dict(json.loads(json.dumps(priors.to_dict())))
+        assert again.to_dict() == priors.to_dict()
+        said = again.tokens_left("", 0, MOST, 1.0, False, "liar")
+        assert said == again.tokens_left("", 0, MOST, None, False, "liar")
+
+    def test_errors_without_a_slope_are_forgotten_when_an_older_format_is_read(self) -> None:
+        data = learned(self.HONEST).to_dict() | {"format": 3}
+        del data["tenants"], data["tenants_by_class"]
+        for own in (data["all"], *data["classes"].values()):
+            del own["client_guesses"], own["worker_guesses"], own["owner"]
+            own["client_guess"] = own["worker_guess"] = {"weight": 1.0, "total": 0.0, "squares": 0.0}
+        again = Priors.from_dict(json.loads(json.dumps(data)))
+        assert again.to_dict()["all"]["length_counts"] == data["all"]["length_counts"]
+        assert again.tokens_left("", 0, MOST, 800.0, False, "honest 0").mean < 800
+
+
+class TestClassesOfManyTenants:
+    def test_one_tenants_classes_do_not_keep_another_from_learning(self) -> None:
+        priors = Priors()
+        for i in range(MAX_CLASSES + 50):
+            priors.observe_length(f"flood {i}", 1000, None, None, "flood")
+        for _ in range(100):
+            priors.observe_length("mine", 20, None, None, "me")
+        for i in range(MAX_CLASSES):
+            priors.observe_length(f"more {i}", 1000, None, None, "flood")
+        assert priors.tokens_left("mine", 0, MOST, None, False, "me").mean == pytest.approx(20, rel=0.3)
+        assert len(priors.to_dict()["classes"]) == MAX_CLASSES
+
+    def test_a_further_class_takes_the_place_of_the_one_that_ended_a_request_longest_ago(self) -> None:
+        priors = Priors()
+        for i in range(MAX_CLASSES):
+            priors.observe_length(f"class {i}", 10, None, None)
+        priors.observe_length("class 0", 10, None, None)
+        priors.observe_length("new", 10, None, None)
+        names = priors.to_dict()["classes"]
+        assert "class 1" not in names and {"class 0", "class 2", "new"} <= set(names)
+
+    def test_rounds_of_requests_that_run_replace_no_class(self) -> None:
+        priors = Priors()
+        for i in range(MAX_CLASSES):
+            priors.observe_length(f"class {i}", 10, None, None)
+        before = priors.to_dict()["classes"].keys()
+        priors.observe_tokens("new", 3)
+        assert priors.to_dict()["classes"].keys() == before
