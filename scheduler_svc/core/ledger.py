@@ -52,8 +52,12 @@ class Ledger:
         """Rank it anew if the priors have a newer version; return whether they had."""
         if not self._ranker.is_stale(request):
             return False
-        self._shard.rerank(request, self._ranker.rank(request))
+        self.rerank(request)
         return True
+
+    def rerank(self, request: Request) -> None:
+        """Rank a queued or listed request by what is known now."""
+        self._shard.rerank(request, self._ranker.rank(request))
 
     def lease(self, request: Request, worker: Worker) -> None:
         """Put a queued request on a worker's list."""

@@ -12,7 +12,7 @@ The caller's part is the contract at the top of `core/commands.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import assert_never
 
@@ -50,6 +50,9 @@ OF_LATE = 0.02
 FIRST_GAP_S = 0.25
 GAP_GROWTH = 1.25
 """Seconds between two versions of the priors: at first, and how they grow up to `priors_interval_s`."""
+REFRESHED_PER_ARRIVAL = 4
+"""Waiting requests that are ranked again at each arrival. Our choice: with 4, 8 and 16 identical requests wait as under `fcfs`,
+without any up to five times as long. At each round instead, 200 requests that come at once take 1 % longer in the mean."""
 MOST_LOST = 256
 """Lost workers whose requests are kept in mind, in case one dials again. Our choice."""
 GIVEN_UP = "{} workers died in a row while they ran this request, {} of them while they ran nothing else: it is not tried again"
@@ -71,6 +74,8 @@ class Scheduler:
         """By lost worker, the requests that its death was counted for; the oldest first."""
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
+        self._to_refresh: Iterator[Request] = iter(())
+        """Those that get new ranks next if they are queued by then."""
         self._shard = Shard(settings.list_factor, settings.reserved_share, settings.tenant_fairness)
 
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
@@ -90,6 +95,19 @@ class Scheduler:
             self.priors.publish()
             self._publish_at_s = now_s + self._publish_gap_s
             self._publish_gap_s = min(self._publish_gap_s * GAP_GROWTH, self.settings.priors_interval_s)
+
+    def _refresh_waiting(self, ledger: Ledger) -> None:
+        """Rank some waiting requests again, in turn from the oldest to the youngest, before an arrival is ranked. Otherwise it
+        would overtake those that are no worse whenever the estimates of its kind have fallen a little.
+        """
+        left = REFRESHED_PER_ARRIVAL
+        for request in self._to_refresh:
+            if self._shard.waits(request):
+                ledger.rerank(request)
+                left -= 1
+                if not left:
+                    return
+        self._to_refresh = iter(list(self._shard.requests.values()))
 
     def _apply(self, event: Event, ledger: Ledger) -> None:
         match event:
@@ -119,6 +137,7 @@ class Scheduler:
     def _arrived(self, facts: RequestFacts, ledger: Ledger) -> None:
         if facts.request_id in self._shard.requests:
             return
+        self._refresh_waiting(ledger)
         request = Request(facts, expected_total=_guess(facts.expected_output_tokens), said={})
         request.tell(ledger.now_s, "arrived")
         self._enter(request)

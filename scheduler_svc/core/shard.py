@@ -152,6 +152,13 @@ class Shard:
         request.order_key = key
         return request
 
+    def waits(self, request: Request) -> bool:
+        """Whether it waits for its turn, in the queue or on a list: neither running, nor parked, nor a suspect."""
+        request_id = request.request_id
+        if request.running or self.requests.get(request_id) is not request:
+            return False
+        return request.worker is not None or not (request_id in self.parked or request_id in self.suspects)
+
     def requeue(self, request: Request) -> None:
         """Whether a request without a worker must run alone has changed."""
         self._dequeue(request)

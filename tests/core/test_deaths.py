@@ -108,7 +108,7 @@ def releases(commands: list[Command]) -> dict[str, tuple[int, int]]:
 class TestWhoIsSuspected:
     def test_what_may_have_been_in_the_batch_and_nothing_that_had_paused(self) -> None:
         shard = Shard()
-        shard.up("w", slots=1)
+        shard.up("w", slots=2)
         shard.arrive(request("ran"), request("paused"), request("listed"))
         shard.round("w", "paused")
         shard.round("w", "ran")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar, final
 
-from laps_sd.choose import Residency
+from laps_sd.choose import HYSTERESIS, Residency
 from scheduler_svc.core.lengths import TokensLeft
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
@@ -34,6 +34,9 @@ STEADY_S = 1e4
 """Added to an index by policies that preempt between levels only. `laps_sd.choose` lets a waiting request displace a
 running one of its own class when its index is smaller by a tenth; with this in both, no difference below a thousand
 seconds is a tenth."""
+STEP = math.log(1 + HYSTERESIS)
+"""Width of a step of the index, as a difference of logarithms. Our choice: steps of 5 % and 10 % make no difference, except that
+more requests are alike with 10 %."""
 ARRIVAL_S = 1e-11
 """Index per arrival: the older one first among equals, too little to count otherwise."""
 
@@ -157,6 +160,17 @@ def resume_cost_s(request: Request, priors: Priors) -> float:
     if request.residency is Residency.HOST:
         return priors.cost.swap_in_s(request.context_tokens)
     return priors.cost.prefill_share_s(request.context_tokens)
+
+
+def index_in_steps_s(request: Request, found: Estimate) -> float:
+    """Return the index whose cost, set-up included, is the upper end of a step of `STEP`, with the arrival inside the step.
+
+    A difference that may not displace a running request says too little to overtake a waiting one. Among requests of one
+    step the order of arrival is the best there is: it has the shortest longest wait.
+    """
+    setup_s = 0.0 if request.residency is Residency.DEVICE else found.resume_s
+    step = math.ceil(math.log(found.decoding_s + setup_s) / STEP)
+    return math.exp(step * STEP) - setup_s + arrival_s(request)
 
 
 def arrival_s(request: Request) -> float:

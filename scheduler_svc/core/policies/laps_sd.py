@@ -14,12 +14,19 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
     the interval of its service in all, what it has had included, becomes wider than that.
   * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level by
     *remaining* service, what must be computed anew included; it falls back when its acceptance drifts.
-  * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost.
+  * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost, in steps of the hysteresis of
+    `laps_sd.choose`; inside a step the order of arrival. Until a request has run, its level is that of an arrival.
 """
 
 from __future__ import annotations
 
-from scheduler_svc.core.policies.base import Levels, Policy, estimate_by_acceptance, rank_key
+from scheduler_svc.core.policies.base import (
+    Levels,
+    Policy,
+    estimate_by_acceptance,
+    index_in_steps_s,
+    rank_key,
+)
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey, Remaining
 from scheduler_svc.core.request import Request
@@ -45,9 +52,9 @@ class LapsSd(Policy):
         return rank_key(
             request,
             found,
-            found.decoding_s,
+            index_in_steps_s(request, found),
             counts_resuming=True,
-            level=self._level(service_s, perceptible, before),
+            level=self._level(service_s, perceptible, before if request.started else None),
             perceptible=perceptible,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.policies.base import Policy, estimate_by_acceptance, rank_key
+from scheduler_svc.core.policies.base import Policy, estimate_by_acceptance, index_in_steps_s, rank_key
 from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.request import Request
@@ -14,6 +14,6 @@ class SdIndex(Policy):
     name = "sd-index"
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Remaining tokens / shrunken tokens per round × machine share, + set-up cost."""
+        """Remaining tokens / shrunken tokens per round × machine share, + set-up cost; in steps."""
         found = estimate_by_acceptance(request, priors)
-        return rank_key(request, found, found.decoding_s, counts_resuming=True)
+        return rank_key(request, found, index_in_steps_s(request, found), counts_resuming=True)
