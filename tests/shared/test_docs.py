@@ -180,3 +180,16 @@ def test_every_line_of_the_table_of_guarantees_names_a_test() -> None:
 
     assert len(table) > 10
     assert without == []
+
+
+def test_the_index_of_decisions_has_each_of_them_by_its_title() -> None:
+    folder = DOCS / "decisions"
+    index = dict(
+        re.findall(r"^\| \[\d{4}\]\((.+?)\) \| (.+?) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    )
+    titles = {
+        path.name: re.sub(r"^# (\d{4} )?", "", path.read_text().partition("\n")[0])
+        for path in sorted(folder.glob("[0-9]*.md"))
+    }
+
+    assert index == titles
