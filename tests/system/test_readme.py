@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,8 @@ from laps_sd.local import LocalStack
 from tests.helpers import wait_until
 from tests.system.up import Up
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_python_blocks_run_as_they_stand(
@@ -39,6 +42,31 @@ def test_the_prompts_of_the_readme_get_the_answers_that_it_shows(demo_stack: Loc
         for prompt, answer in shown:
             chat = [{"role": "user", "content": prompt}]
             assert client.generate(chat, temperature=0).text.strip() == answer
+
+
+def result(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "bench" / "results" / name).read_text())["rows"]
+    return rows
+
+
+def test_its_figures_are_those_of_the_results() -> None:
+    text = " ".join(README.split())
+    rows = result("2026-11-22-serve.json")
+    served = {
+        row["config"]: row["ratio_fcfs"]
+        for row in rows
+        if row.get("policy") == "laps-sd" and "ratio_fcfs" in row
+    }
+    overload, burst, load = (served[name] for name in ("overload", "burst", "load-0.7"))
+    assert f"{overload:.2f} in overload, {burst:.2f} in a burst, {load:.2f} at a load of 0.7" in text
+
+    [policy] = sorted((ROOT / "bench" / "results").glob("*-policy.json"))[-1:]
+    ours = [row for row in result(policy.name) if row["kind"] == "policy" and row["policy"] == "laps-sd"]
+    simulated = {row["regime"]: row for row in ours}
+    silent, hinted = (simulated[name]["ratio_fcfs"] for name in ("no-predictor", "chat"))
+    assert f"has {silent:.2f} of the mean latency" in text and f"with hints {hinted:.2f}." in text
+    p99 = sorted(row["p99_ratio_fcfs"] for row in ours)
+    assert f"is {p99[0]:.2f} to {p99[-1]:.1f} times" in text
 
 
 def test_the_third_command_kills_a_worker_and_gets_its_answer() -> None:
