@@ -46,7 +46,8 @@ class Calibration:
         self.variance: Final = variance
         steep = abs(slope)
         spread = math.sqrt(variance)
-        self.spread: Final = spread / steep if steep * WORTHLESS_SPREAD > spread else math.inf
+        is_worth_something = steep * WORTHLESS_SPREAD > spread
+        self.spread: Final = max(LEAST_LOG_SPREAD, spread / steep) if is_worth_something else math.inf
         """Of ln(length) around what the guess says; infinite where guesses are worth nothing."""
 
     def log_length(self, guess: float) -> float:

@@ -12,7 +12,9 @@ import pytest
 from scheduler_svc.core.calibration import (
     ASSUMED,
     GUESS_LOG_SPREAD,
+    LEAST_LOG_SPREAD,
     MOST_TENANTS,
+    Calibration,
     GuessHistory,
     TenantGuesses,
 )
@@ -57,6 +59,9 @@ class TestTheLine:
     @pytest.mark.parametrize("spread", [0.0, 1.0])
     def test_guesses_that_do_not_follow_the_length_are_worth_nothing(self, spread: float) -> None:
         assert history(0.0, 5.0, spread).calibrated(ASSUMED).spread == math.inf
+
+    def test_a_steep_line_makes_no_guess_exact(self) -> None:
+        assert Calibration(30.0, 0.0, 1e-4).spread == LEAST_LOG_SPREAD
 
     def test_equal_lengths_say_nothing_against_the_slope(self) -> None:
         found = GuessHistory()

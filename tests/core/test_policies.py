@@ -269,6 +269,15 @@ class TestSdIndex:
             assert without.remaining == with_levels.remaining
             assert (without.level, without.rank_class) == (0, 0)
 
+    def test_rounds_that_took_no_time_are_no_error(self) -> None:
+        priors = Priors()
+        for _ in range(3000):
+            priors.observe_round(1, 6, 100, 0.0)
+            priors.observe_prefill(100, 5e-324)
+        for policy in ("laps-sd", "sd-index"):
+            found = rank(priors, policy, hint=1, residency=Residency.DEVICE)
+            assert found.index_s > 0
+
     def test_it_preempts_from_the_first_round_on(self) -> None:
         assert finished("sd-index", LONG_THEN_SHORT) == ["short", "long"]
 

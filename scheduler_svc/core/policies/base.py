@@ -37,6 +37,8 @@ seconds is a tenth."""
 STEP = math.log(1 + HYSTERESIS)
 """Width of a step of the index, as a difference of logarithms. Our choice: steps of 5 % and 10 % make no difference, except that
 more requests are alike with 10 %."""
+LEAST_COST_S = 1e-9
+"""Costs below this are one step; a worker may report rounds that took no time."""
 ARRIVAL_S = 1e-11
 """Index per arrival: the older one first among equals, too little to count otherwise."""
 
@@ -169,7 +171,8 @@ def index_in_steps_s(request: Request, found: Estimate) -> float:
     step the order of arrival is the best there is: it has the shortest longest wait.
     """
     setup_s = 0.0 if request.residency is Residency.DEVICE else found.resume_s
-    step = math.ceil(math.log(found.decoding_s + setup_s) / STEP)
+    cost_s = found.decoding_s + setup_s
+    step = math.ceil(math.log(cost_s if cost_s > LEAST_COST_S else LEAST_COST_S) / STEP)
     return math.exp(step * STEP) - setup_s + arrival_s(request)
 
 
