@@ -1,9 +1,9 @@
-"""How many tokens a request will gain per round: its own rounds, shrunk towards its class.
+"""Tokens that a request gains per round, estimated from its own rounds and shrunk to its class.
 
-Two views of a class. `AcceptanceStatistics` counts tokens per round, whatever was drafted: the mean that requests are
-shrunk towards. `PositionStatistics` counts by draft position, which does not depend on how many tokens were drafted,
-and so tells the tokens per round at any draft length; `Priors` uses it to carry the mean from the draft lengths that
-it was gained with to the present ones.
+A class has two statistics. `AcceptanceStatistics` counts tokens per round at any draft length: the mean that requests are
+shrunk to. `PositionStatistics` counts by draft position, which does not depend on the draft length, and so gives the tokens
+per round at any draft length. `Priors` uses it to convert the mean from the draft lengths that it was observed with to the
+present ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise, zip_longest
 from typing import Final, final
 
 DEFAULT_TOKENS_PER_ROUND = 2.0
-"""With no history at all. Any value serves: what counts is how requests differ from each other."""
+"""Without any history. Any value serves, because only differences between requests change an order."""
 DEFAULT_SHRINKAGE = 20.0
 """n0 with no history: our choice, found by simulation."""
 SHRINKAGE_LIMITS = (4.0, 200.0)
@@ -23,22 +23,22 @@ AUTOCORRELATION = 3.0
 simulation."""
 DEFAULT_WEIGHT_ROUNDS = 50.0
 POOL_WEIGHT_ROUNDS = 200.0
-"""Rounds that the mean over all classes counts for in the mean of one."""
+"""Weight of the mean over all classes in the mean of one class, in rounds."""
 FORGET_ROUNDS = 20_000.0
 FORGET_REQUESTS = 500.0
 ENOUGH_REQUESTS = 8.0
-"""Ended requests before variances are believed."""
+"""Ended requests before variances are used."""
 OF_LATE_ROUNDS = 100.0
 """Rounds over which the present draft length is averaged."""
 MAX_POSITIONS = 64
-"""Draft positions that are told apart; no worker drafts more."""
+"""Draft positions that have statistics of their own; no worker drafts more."""
 DEFAULT_ACCEPTANCE = 0.5
-"""Of a draft position with no history: what gives `DEFAULT_TOKENS_PER_ROUND` with a long draft."""
+"""Acceptance of a draft position without history. With long drafts it gives `DEFAULT_TOKENS_PER_ROUND`."""
 POSITION_WEIGHT = 20.0
-"""Tests that the guess for a position (the position before it, or all classes) counts for. Our choice."""
+"""Weight of the guess for a position (the position before it, or all classes), in tests. Our choice."""
 ACCEPTANCE_LIMITS = (0.001, 0.999)
 REBUILD_ROUNDS = 64.0
-"""Rounds between two tables of tokens by draft length; fewer while there is little history."""
+"""Rounds between two builds of the table of tokens by draft length; fewer while there is little history."""
 _LARGEST_UNIT = 1e6
 _KEEP = 1 - 1 / FORGET_ROUNDS
 
@@ -46,7 +46,7 @@ _KEEP = 1 - 1 / FORGET_ROUNDS
 @final
 @dataclass(slots=True)
 class TokensPerRound:
-    """`mean`, and how far it may be off: the standard deviation as a share of the mean."""
+    """Mean, and its standard deviation (`spread`) as a share of the mean."""
 
     mean: Final[float]
     spread: Final[float]
@@ -64,9 +64,9 @@ class AcceptanceStatistics:
     tokens: float = 0.0
     drafted: float = 0.0
     drafted_of_late: float = 0.0
-    """Tokens drafted per round, of late."""
+    """Tokens drafted per round, over recent rounds."""
     requests: float = 0.0
-    """Ended requests; below, sums over them, with n rounds and a mean of m tokens per round each."""
+    """Ended requests. The fields below are sums over them; each has n rounds and a mean of m tokens per round."""
     sum_n: float = 0.0
     sum_n2: float = 0.0
     sum_nm: float = 0.0
@@ -75,14 +75,14 @@ class AcceptanceStatistics:
     """Squared deviations of rounds from the mean of their own request."""
 
     def observe_round(self, tokens: int, drafted: int) -> None:
-        """A request gained so many tokens in one round, of so many that were drafted."""
+        """Learn from a round in which a request gained `tokens` tokens and `drafted` were drafted."""
         self.rounds = self.rounds * _KEEP + 1
         self.tokens = self.tokens * _KEEP + tokens
         self.drafted = self.drafted * _KEEP + drafted
         self.drafted_of_late += (drafted - self.drafted_of_late) / min(self.rounds, OF_LATE_ROUNDS)
 
     def observe_end(self, rounds: int, tokens: float, squares: float) -> None:
-        """A request ended after so many rounds, with the sum of their tokens and of their squared tokens."""
+        """Learn from an ended request: its rounds, the sum of their tokens and of their squared tokens."""
         mean = tokens / rounds
         keep = 1 - 1 / FORGET_REQUESTS
         self.requests = self.requests * keep + 1
@@ -93,13 +93,13 @@ class AcceptanceStatistics:
         self.sum_within = self.sum_within * keep + max(0.0, squares - tokens * mean)
 
     def mean(self, pooled: float, pool_weight: float, factor: float = 1.0) -> float:
-        """Tokens per round, drawn towards `pooled` as if that were known from `pool_weight` rounds; `factor` carries
-        what was observed to the present draft length.
+        """Return the tokens per round, shrunk to `pooled` with the weight of `pool_weight` rounds. `factor` converts the
+        observed tokens to the present draft length.
         """
         return (pool_weight * pooled + factor * self.tokens) / (pool_weight + self.rounds)
 
     def variances(self) -> tuple[float, float] | None:
-        """(within a request, between requests) by one-way analysis of variance; None while there is too little."""
+        """Return (variance within requests, between requests) by one-way analysis of variance; None with too little history."""
         freedom_within = self.sum_n - self.requests
         if self.requests < ENOUGH_REQUESTS or freedom_within <= 0:
             return None
@@ -112,17 +112,17 @@ class AcceptanceStatistics:
 
 @dataclass(slots=True)
 class PositionStatistics:
-    """How often the proposal at each draft position was kept, given that it was compared, in one workload class.
+    """Acceptance of draft tokens by position in one workload class, given that they were compared.
 
-    A proposal is compared only if all before it were kept, so with p_i kept at position i a round that drafts n tokens
+    A draft token is compared only if all before it were accepted. So with an acceptance of p_i at position i a round that drafts n tokens
     gains `1 + p_1 + p_1·p_2 + … + p_1·…·p_n` on average (Leviathan et al. 2023, section 3.1, there with equal p).
     """
 
     tested: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
-    """Decayed sums by position, as many as were ever seen."""
+    """Decayed sums by position."""
     unit: float = 1.0
-    """What the newest round counts in these sums. It grows, which is cheaper than to let all the others fade."""
+    """Weight of the newest round in these sums. It grows, which is cheaper than to decay all sums."""
     rounds: float = 0.0
     since_built: float = 0.0
     rates: list[float] = field(default_factory=lambda: [DEFAULT_ACCEPTANCE])
@@ -131,7 +131,7 @@ class PositionStatistics:
     """Tokens per round that drafts 0, 1, 2 … tokens, as of the last build."""
 
     def observe(self, tested: tuple[int, ...], accepted: tuple[int, ...]) -> None:
-        """One round: proposals compared, and of these kept, by position; what lies beyond `MAX_POSITIONS` is left out."""
+        """Learn from a round: draft tokens compared and accepted, by position. Positions beyond `MAX_POSITIONS` are ignored."""
         more = min(len(tested), MAX_POSITIONS) - len(self.tested)
         if more > 0:
             self.tested += [0.0] * more
@@ -150,12 +150,12 @@ class PositionStatistics:
 
     @property
     def stale(self) -> bool:
-        """Whether enough was observed since the last build to make another worth it."""
+        """Return whether enough was observed since the last build for another one."""
         return self.since_built >= min(REBUILD_ROUNDS, 1 + 0.1 * self.rounds)
 
     def rebuild(self, pool: list[float] | None) -> None:
-        """Take up what was observed. With few tests a position is guessed from the one before it, and in a class
-        (`pool` holds the rates of all) moved as the rates of all move from there to here.
+        """Build the table from what was observed. With few tests the rate of a position is guessed from the one before it; in
+        a class it changes from there as the rates over all classes do (`pool`).
         """
         self.since_built = 0.0
         low, high = ACCEPTANCE_LIMITS
@@ -175,7 +175,7 @@ class PositionStatistics:
             self.rates, self.by_length = rates, by_length
 
     def tokens(self, draft_length: float) -> float:
-        """Tokens per round that drafts so many; a mean between two lengths lies between them."""
+        """Return the tokens per round at this draft length; between whole lengths by interpolation."""
         known = len(self.rates)
         if draft_length >= known:
             reached, rate = self.by_length[-1] - self.by_length[-2], self.rates[-1]
@@ -188,7 +188,7 @@ class PositionStatistics:
 
 
 def shrinkage(variances: tuple[float, float] | None) -> float:
-    """n0: how many rounds of a request the mean of its class is worth."""
+    """Return n0: the weight of the class mean, in rounds of a request."""
     low, high = SHRINKAGE_LIMITS
     if variances is None:
         return DEFAULT_SHRINKAGE
@@ -199,6 +199,6 @@ def shrinkage(variances: tuple[float, float] | None) -> float:
 
 
 def tokens_per_round(mean: float, n0: float, within: float, rounds: int, emitted: int) -> TokensPerRound:
-    """`(n0·m0 + emitted) / (n0 + rounds)`, and the spread that is left after so many rounds."""
+    """Return `(n0·m0 + emitted) / (n0 + rounds)`, with the spread that remains after `rounds` rounds."""
     estimate = (n0 * mean + emitted) / (n0 + rounds)
     return TokensPerRound(estimate, math.sqrt(AUTOCORRELATION * within / (n0 + rounds)) / estimate)

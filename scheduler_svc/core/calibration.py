@@ -1,8 +1,8 @@
-"""What a guess of an output length is worth, learned from requests that ended.
+"""Error of guessed output lengths, learned from requests that ended.
 
 A guess is a measurement of ln(length): ln(guess) = offset + slope · ln(length) + an error of some spread. The slope shows
 whether guesses follow the length at all: 1 for honest guesses, 0 for a constant, negative for those that point the wrong
-way (which then say as much as honest ones). A regression of the guess on the length, and not the other way round, because
+way (which then carry as much information as honest ones). A regression of the guess on the length, and not the other way round, because
 the lengths themselves are known from their class (`lengths.py`): the two are combined by Bayes' rule (`guesses.py`), and a
 guess that does not depend on the length then changes nothing.
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Final, final
 
 GUESS_LOG_SPREAD = 0.7
-"""Error of a guess (standard deviation of ln(guess/length)) with no history: between an optimistic 0.3 and the 1.0
+"""Error of a guess (standard deviation of ln(guess/length)) without history: between an optimistic 0.3 and the 1.0
 and more of real predictors."""
 GUESS_WEIGHT = 8.0
-"""Requests that the assumption about guesses counts for; in the slope, requests whose ln(length) has a variance of 1."""
+"""Weight of the assumed line, in requests; in the slope, in requests whose ln(length) has a variance of 1."""
 TENANT_WEIGHT = 2.0
-"""The same for what a class is assumed to say of one of its tenants. Less, because a few tenants whose guesses are wrong shift
+"""Weight of the line of a class in that of one of its tenants. Less, because a few tenants whose guesses are wrong shift
 the line of the class by far: with 8, the others' lengths were taken for 14 % longer after 50 requests each, and the two of ten
 that lied gained 8 % by that alone. The spread of the class does not count at all, but `GUESS_LOG_SPREAD`."""
 GUESS_FORGET = 300.0
@@ -29,7 +29,7 @@ MOST_TENANTS = 512
 """Tenants whose guesses are judged by their own history; and as many pairs of a tenant and a class."""
 LEAST_LOG_SPREAD = 0.01
 WORTHLESS_SPREAD = 3.0
-"""Guesses that tell lengths apart no better than by a factor of 20 are not used."""
+"""Guesses with an error beyond a factor of 20 are not used."""
 _KEEP = 1 - 1 / GUESS_FORGET
 _LEAST_VARIANCE = LEAST_LOG_SPREAD**2
 
@@ -46,12 +46,12 @@ class Calibration:
         self.variance: Final = variance
         steep = abs(slope)
         spread = math.sqrt(variance)
-        is_worth_something = steep * WORTHLESS_SPREAD > spread
-        self.spread: Final = max(LEAST_LOG_SPREAD, spread / steep) if is_worth_something else math.inf
-        """Of ln(length) around what the guess says; infinite where guesses are worth nothing."""
+        is_informative = steep * WORTHLESS_SPREAD > spread
+        self.spread: Final = max(LEAST_LOG_SPREAD, spread / steep) if is_informative else math.inf
+        """Standard deviation of ln(length) given the guess; infinite where guesses carry no information."""
 
     def log_length(self, guess: float) -> float:
-        """Return the logarithm of the length that a guess says; only where `spread` is finite."""
+        """Return ln(length) for a guess; valid only where `spread` is finite."""
         return (math.log(guess) - self.offset) / self.slope
 
 
@@ -126,8 +126,8 @@ class TenantGuesses:
     def calibrated(
         self, tenant: str, workload_class: str, of_class: Calibration, class_weight: float
     ) -> Calibration:
-        """Return what guesses of this tenant in this class are worth: shrunk to those of the tenant in all classes, and these
-        to those of all tenants in the class. So a tenant whose guesses are wrong is not believed again in a new class.
+        """Return the line of this tenant in this class: shrunk to that of the tenant in all classes, and that to the line of
+        all tenants in the class. So a tenant whose guesses are wrong is not believed again in a new class.
 
         `class_weight` is the weight of the history of the class. A history that is the same as a wider one counts once.
         """

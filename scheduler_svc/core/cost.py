@@ -1,4 +1,4 @@
-"""What a round, a prefill and a swap cost the machine: regressions that learn online."""
+"""Costs of a round, a prefill and a swap on the machines of a shard, by regressions that learn online."""
 
 from __future__ import annotations
 
@@ -7,45 +7,44 @@ from dataclasses import dataclass, field
 ROUND_FORGET = 2000.0
 BATCH_FORGET = 200.0
 REFIT_EVERY = 16
-"""Rounds between two fits: ranks use the fit, not the sums."""
+"""Rounds between two fits. Ranks use the fit, not the sums."""
 ENOUGH_ROUNDS = 20.0
 OUTLIER = 4.0
 """A round that took this many times what was expected (a compilation, a stall) counts as that many times."""
 LEAST_ROUND_S = 1e-4
-"""A round is never expected to be shorter, so that an estimate that fell to nothing can recover."""
+"""Lower bound of an expected round, in seconds, so that an estimate that fell to 0 can recover."""
 BATCH_UNIT, TOKEN_UNIT, CONTEXT_UNIT = 8.0, 32.0, 4096.0
-"""The regression counts sequences, verified tokens and context tokens in these, so that its terms have like sizes."""
+"""Units of sequences, verified tokens and context tokens in the regression, which give its terms similar sizes."""
 ROUND_PRIOR = (0.03, 0.001, 0.003, 0.001)
 """Seconds: fixed, per `BATCH_UNIT` sequences, per `TOKEN_UNIT` verified tokens, per `CONTEXT_UNIT` tokens of context.
-A GPU of today; our choice."""
+Like a current GPU; our choice."""
 ROUND_PRIOR_WEIGHT = (0.05, 0.2, 0.2, 0.5)
-"""Rounds that each prior term counts for. Small: the first rounds overrule it; it only splits what the rounds
-cannot tell apart (with one batch size only, fixed from per-sequence cost; with one draft length, sequences from
-tokens)."""
+"""Weight of each prior term, in rounds. Small, so that the first rounds overrule it. It only divides costs that the rounds
+do not separate: fixed and per-sequence cost with a single batch size, sequences and tokens with a single draft length."""
 TERMS = len(ROUND_PRIOR)
 PREFILL_PRIOR_S = 1e-4
 PREFILL_PRIOR_TOKENS = 200.0
 PREFILL_FORGET = 500.0
 SWAP_SHARE = 0.25
-"""Moving a context between device and host costs this share of computing it again (0.02 against 0.09 ms a token),
-until it was seen: our choice."""
+"""Assumed cost of moving a context between device and host, as a share of computing it again (0.02 and 0.09 ms a token),
+until swaps were observed. Our choice."""
 SWAP_PRIOR_TOKENS = 500.0
 SWAP_FORGET = 200.0
 LEAST_TOKEN_S = 1e-12
-"""No estimate of the cost of a token is smaller: nothing is free."""
+"""Lower bound of the estimated cost of a token, in seconds."""
 
 _Vector = tuple[float, float, float, float]
 
 
 @dataclass(slots=True)
 class CostModel:
-    """What a pair costs on the machines of its shard.
+    """Costs of a model pair on the machines of its shard, in seconds.
 
         round   = fixed + per_sequence · batch + per_token · verified tokens + per_context · context tokens
         prefill = per_token · tokens
         swap    = per_token · tokens, either way
 
-    Verified tokens are the drafted ones and one more per sequence; their cost holds that of drafting them too.
+    Verified tokens are the draft tokens and one more per sequence; their cost includes that of drafting them.
     """
 
     rounds: float = 0.0
@@ -55,17 +54,17 @@ class CostModel:
     products: list[float] = field(default_factory=lambda: [0.0] * TERMS)
     fit: _Vector = ROUND_PRIOR
     batch: float = 1.0
-    """Typical batch of late."""
+    """Typical batch of recent rounds."""
     tokens: float = 4.0
-    """Typical verified tokens of a round of late."""
+    """Typical number of verified tokens in recent rounds."""
     prefill_s: float = PREFILL_PRIOR_S * PREFILL_PRIOR_TOKENS
     prefill_tokens: float = PREFILL_PRIOR_TOKENS
     swap_s: float = 0.0
     swap_tokens: float = 0.0
 
     def observe_round(self, batch: int, tokens: int, context_tokens: int, seconds: float) -> None:
-        """A round that verified so many tokens of so many sequences, with so many context tokens in all, took so long
-        (draft and verify). No time at all is no observation: that is what a time that makes no sense counts as.
+        """Learn from a round of `batch` sequences that verified `tokens` tokens with `context_tokens` of context in all and
+        took `seconds` for draft and verification. A time of 0 is ignored: invalid times are reported as 0.
         """
         if seconds <= 0:
             return
@@ -94,7 +93,7 @@ class CostModel:
             p[2] * keep + t * seconds,
             p[3] * keep + c * seconds,
         ]
-        # The first rounds weigh more, or a start with one request would count for a long time.
+        # The first rounds weigh more; otherwise a start with a single request would count for long.
         gain = 1 / min(self.rounds, BATCH_FORGET)
         self.batch += (batch - self.batch) * gain
         self.tokens += (tokens - self.tokens) * gain
@@ -103,21 +102,21 @@ class CostModel:
             self.refit()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Computing so many context tokens took so long; no time at all is no observation."""
+        """Learn from `tokens` context tokens that were computed in `seconds`. A time of 0 is ignored."""
         if seconds > 0:
             keep = 1 - 1 / PREFILL_FORGET
             self.prefill_tokens = self.prefill_tokens * keep + tokens
             self.prefill_s = self.prefill_s * keep + seconds
 
     def observe_swap(self, tokens: int, seconds: float) -> None:
-        """Moving so many context tokens between device and host, in and out together, took so long."""
+        """Learn from `tokens` context tokens that were moved between device and host, both ways, in `seconds`."""
         if seconds > 0:
             keep = 1 - 1 / SWAP_FORGET
             self.swap_tokens = self.swap_tokens * keep + tokens
             self.swap_s = self.swap_s * keep + seconds
 
     def refit(self) -> None:
-        """Least squares, drawn towards the prior; a term that comes out negative is left out and the rest fitted."""
+        """Fit by least squares, shrunk to the prior. A term with a negative coefficient is left out, and the rest fitted again."""
         self.since_fit = 0
         terms = list(range(TERMS))
         while True:
@@ -136,7 +135,7 @@ class CostModel:
         rows = [[matrix[m][n] + (ROUND_PRIOR_WEIGHT[m] if m == n else 0.0) for n in terms] for m in terms]
         right = [self.products[m] + ROUND_PRIOR_WEIGHT[m] * ROUND_PRIOR[m] for m in terms]
         # Gaussian elimination. No pivot of a positive semidefinite matrix with a ridge is smaller than the ridge, so
-        # no exchange of rows; rounding may say otherwise when terms move together, and is overruled.
+        # rows are not exchanged. Rounding can make one smaller when terms are correlated, so the pivot is bounded.
         size = len(terms)
         for k in range(size):
             rows[k][k] = max(rows[k][k], ridge[k])
@@ -151,7 +150,7 @@ class CostModel:
         return solution
 
     def round_s(self, batch: float, tokens: float, context_tokens: float) -> float:
-        """Expected seconds of a round that verifies so many tokens of so many sequences."""
+        """Return the expected seconds of a round that verifies `tokens` tokens of `batch` sequences."""
         fixed, per_sequence, per_token, per_context = self.fit
         seconds = (
             fixed
@@ -162,8 +161,8 @@ class CostModel:
         return max(seconds, LEAST_ROUND_S)
 
     def share_s(self, context_tokens: float) -> float:
-        """Machine seconds that a round costs for one sequence: T(B)/B at the typical batch and the typical number of
-        tokens (our choice)."""
+        """Return the machine seconds of a round for one sequence: T(B)/B at the typical batch and number of tokens (our
+        choice)."""
         fixed, per_sequence, per_token, per_context = self.fit
         share = (
             (fixed + per_token * self.tokens / TOKEN_UNIT) / self.batch
@@ -173,10 +172,10 @@ class CostModel:
         return max(share, 1e-9)
 
     def full_share(self, slots: float) -> float:
-        """What a sequence costs in a batch of `slots`, as a share of what it costs in the typical one; at most 1.
+        """Return the cost of a sequence in a batch of `slots`, as a share of its cost in the typical batch; at most 1.
 
-        Estimates rest on the typical batch, which is right for an order. A sum of them over-states the work of workers that
-        are half empty, and an autoscaler that adds workers to it would empty them further.
+        Estimates use the typical batch, which is right for an order. A sum of them overstates the work of half-empty
+        workers, and an autoscaler that adds workers for it would leave them emptier still.
         """
         if slots <= self.batch:
             return 1.0
@@ -186,11 +185,11 @@ class CostModel:
         return max(0.0, 1.0 - self.fit[0] * (1.0 / self.batch - 1.0 / slots) / share_s)
 
     def prefill_share_s(self, tokens: int) -> float:
-        """Machine seconds to compute so many tokens of context; a prefill has the machine to itself."""
+        """Return the machine seconds to compute `tokens` tokens of context. Nothing else runs during a prefill."""
         return max(self.prefill_s / self.prefill_tokens, LEAST_TOKEN_S) * tokens
 
     def swap_in_s(self, tokens: int) -> float:
-        """Machine seconds to take so many tokens back from the host; with little history a share of their prefill."""
+        """Return the machine seconds to move `tokens` tokens back from the host; with little history a share of their prefill."""
         guess = SWAP_SHARE * self.prefill_share_s(1)
         per_token = (SWAP_PRIOR_TOKENS * guess + self.swap_s) / (SWAP_PRIOR_TOKENS + self.swap_tokens)
         return max(per_token, LEAST_TOKEN_S) * tokens

@@ -1,9 +1,9 @@
-"""How wrong the estimates of remaining service were: what was said at some moments, against what was then charged.
+"""Errors of the estimates of remaining service: the estimate at some moments, against the service charged afterwards.
 
-A moment is one that can be told when it comes, from what the request has done so far. "Half-way" cannot: which rounds
-were half-way is known only afterwards, and estimates picked by how things turned out look better or worse than they
-were. Only requests that this core knew from their arrival and that came to their own end are judged: a new leader has
-not heard what the one before said, and a cancelled request was cut short.
+A moment must be known when it comes, from what the request has done so far. "Half-way" is not: which round was half-way is
+known only afterwards, and estimates that are selected by the outcome look better or worse than they were. Only requests
+that this core knew from their arrival and that ended by themselves are judged: a new leader does not have the estimates of
+the one before, and a cancelled request was cut short.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Final, final
 
 MOST_RATIO = 1024.0
-"""Actual over predicted is told within 1/this … this."""
+"""Ratios of actual to predicted service are limited to 1/MOST_RATIO … MOST_RATIO."""
 BINS_PER_OCTAVE = 8
 SETTLED_ROUNDS = 32
 
@@ -29,11 +29,11 @@ class Moment(enum.StrEnum):
     PERCEPTIBLE = "perceptible"
     """The first time that its policy called the request perceptible, as of its arrival or of a round."""
     SETTLED = "round_32"
-    """After `SETTLED_ROUNDS` rounds: its own acceptance has its say."""
+    """After `SETTLED_ROUNDS` rounds: the estimate depends on its own acceptance."""
 
 
 class Basis(enum.StrEnum):
-    """What the estimate of the length rested on."""
+    """Source of the estimated length."""
 
     CLASS = "class"
     CLIENT = "client"
@@ -43,7 +43,7 @@ class Basis(enum.StrEnum):
 @final
 @dataclass(slots=True)
 class Estimate:
-    """What was said of a request at one moment, and what it had been charged until then."""
+    """Estimate for a request at one moment, and the service charged until then."""
 
     remaining_s: Final[float]
     attained_s: Final[float]
@@ -75,7 +75,7 @@ _OCTAVES = int(math.log2(MOST_RATIO))
 
 @dataclass(slots=True)
 class ErrorSummary:
-    """The log ratios, ln(actual/predicted), of one moment and basis: 0 is right, ln 2 is twice as long as said.
+    """The log ratios, ln(actual/predicted), of one moment and basis: 0 is right, ln 2 is twice as long as estimated.
 
     Estimates are means, so their log ratios are below 0 on average even when they are right (a mean lies above the
     median of what is skewed to the right); `actual_s` over `predicted_s` is then 1.
@@ -90,7 +90,7 @@ class ErrorSummary:
     bins: list[int] = field(default_factory=lambda: [0] * (2 * _OCTAVES * BINS_PER_OCTAVE))
 
     def add(self, predicted_s: float, actual_s: float) -> float:
-        """One more; return its ratio, brought inside the limits of `MOST_RATIO`."""
+        """Add an estimate; return its ratio of actual to predicted service, limited by `MOST_RATIO`."""
         ratio = min(max(actual_s / predicted_s, 1 / MOST_RATIO), MOST_RATIO)
         log = math.log(ratio)
         self.count += 1
@@ -104,7 +104,7 @@ class ErrorSummary:
 
     @property
     def mean(self) -> float:
-        """Of the log ratios."""
+        """Mean of the log ratios."""
         return self.total / self.count
 
     @property
@@ -120,26 +120,26 @@ class ErrorSummary:
 
 
 class EstimateErrors:
-    """All that was judged since this core began. Nothing is learnt from it and it is not on the record."""
+    """All estimates judged since this core began. They are not learned from, and are not on the record."""
 
     def __init__(self) -> None:
         self.by: dict[tuple[Moment, Basis], ErrorSummary] = {}
         self.latest: list[Judged] = []
-        """What the last step judged, for whoever counts on."""
+        """Estimates judged in the last step, for metrics."""
 
     def begin_step(self) -> None:
-        """Forget what the step before judged."""
+        """Forget the estimates judged in the step before."""
         self.latest = []
 
     def judge(self, said: dict[Moment, Estimate], attained_s: float) -> None:
-        """A request came to its own end after so many machine seconds."""
+        """Judge the estimates of a request that ended by itself after `attained_s` machine seconds."""
         for moment, estimate in said.items():
             summary = self.by.setdefault((moment, estimate.basis), ErrorSummary())
             ratio = summary.add(estimate.remaining_s, attained_s - estimate.attained_s)
             self.latest.append(Judged(moment, estimate.basis, ratio))
 
     def of(self, moment: Moment) -> ErrorSummary:
-        """Over all bases."""
+        """Return the summary of a moment over all sources."""
         whole = ErrorSummary()
         for (when, _), part in self.by.items():
             if when is moment:
