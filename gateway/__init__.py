@@ -1,1 +1,2 @@
-"""The stateless front: validates, tokenizes, submits over its link to a shard's leader, and streams text back."""
+"""The stateless front end: validates and tokenizes requests, submits them over its link to a shard's leader,
+and streams text back."""

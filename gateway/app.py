@@ -1,4 +1,4 @@
-"""A gateway put together: model files, shards, services, servers."""
+"""The assembled gateway: model files, shards, services and servers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from laps_sd.v1 import (
 )
 
 HEALTH_EVERY_S = 0.25
-"""How old the readiness of the gRPC health service may be. A leader says once a second how its shard is."""
+"""Maximum age of the readiness in the gRPC health service, in seconds. A leader sends the state of its shard
+once a second."""
 TRAFFIC = "traffic"
-"""The health name for what sends clients to gateways, such as a Service of Kubernetes: a gateway that has to refuse new requests
-still resumes, cancels and says when to come again."""
+"""Health name for whatever routes clients to gateways, such as a Kubernetes Service: a gateway that has to
+refuse new requests still resumes and cancels requests and returns the time to retry after."""
 DEMO_MODEL = "laps-sd-demo"
 
 __all__ = ["GatewayApp", "load_configured_model", "serve"]
 
 
 class GatewayApp:
-    """`start`, then `run()` until a signal, or `stop()`."""
+    """One gateway: `start`, then `run()` until a signal, or `stop()`."""
 
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
         self.tenants = tenants = Tenants(settings)
@@ -63,14 +64,14 @@ class GatewayApp:
         self.app.closing.push_async_callback(self._close)
 
     async def start(self) -> None:
-        """Binds the ports. Raises StartupError, with nothing left open."""
+        """Bind the ports. Raises StartupError, with nothing left open."""
         if self._vllm_metrics is not None:
             REGISTRY.register(self._vllm_metrics)
         try:
             await self.app.start()
             if self.http is not None:
                 await self.http.start()
-        except StartupError:  # a port of the two may be open
+        except StartupError:  # one of the two ports may be open
             await self.stop()
             raise
         self.app.spawn(self.shards.run(), name="links to the shards")
@@ -80,11 +81,11 @@ class GatewayApp:
         self.app.spawn(memory.keep_returning(), name="return of freed memory", may_end=True)
 
     async def run(self) -> None:
-        """Serves until a signal, or the failure of a task, which it raises."""
+        """Serve until a signal, or until a task fails; raises the failure of the task."""
         await self.app.run(self._drain)
 
     async def stop(self) -> None:
-        """As the first signal would, and waits for the end."""
+        """Stop as after the first signal, and wait for the end."""
         await self.app.stop(self._drain)
 
     async def _drain(self) -> None:
@@ -103,7 +104,8 @@ class GatewayApp:
         return not (self.app.stopping.is_set() or self.calls.refusal)
 
     async def _mind_health(self) -> None:
-        """Readiness follows what would happen to a request now; TRAFFIC stays, once a leader has greeted, until the stop."""
+        """Set readiness to whether a new request would be accepted now. TRAFFIC is set once a leader has
+        greeted and stays set until the stop."""
         await self.shards.greeted()
         await self.app.set_health(TRAFFIC)
         while True:
@@ -113,7 +115,7 @@ class GatewayApp:
 
 
 def load_configured_model(settings: GatewaySettings) -> ModelFiles:
-    """The model of the settings. Raises StartupError."""
+    """Load the model that the settings name. Raises StartupError."""
     directory = settings.tokenizer_dir
     if directory is None and settings.model == DEMO_MODEL:
         directory = demo_target_dir()
@@ -128,7 +130,7 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """One gateway until a signal."""
+    """Run one gateway until a signal."""
     gateway = GatewayApp(settings, load_configured_model(settings))
     await gateway.start()
     await gateway.run()

@@ -1,13 +1,14 @@
-"""What every way of calling shares, gRPC and HTTP alike: checks, prompt, submission, and the events that come of it.
+"""The part that all protocols share, gRPC and HTTP alike: checks, the prompt, submission, and the resulting
+events.
 
     caller = Caller(tenant="acme", deadline=None)
     async with calls.generate([request], caller) as generation:     # raises LapsSdError until all is accepted
         for accepted in generation.accepted: ...                    # one per choice
         while not generation.over:
             for choice, event in await generation.read(): ...       # Delta or Ended
-    # left early, cancelled or failed: every attachment is closed, which ends what nobody waits for
+    # left early, cancelled or failed: every attachment is closed, which ends requests without a client
 
-Nobody else submits. A limit or a rule that is checked here holds for every protocol.
+No other module submits requests. A limit or a rule that is checked here holds for every protocol.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ __all__ = ["Caller", "Calls", "Event", "Generation"]
 Event: TypeAlias = "inference_pb2.Delta | inference_pb2.Ended"
 
 LONG_PROMPTS_AT_ONCE = 2
-"""Long prompts that are tokenized at the same time. A prompt of the largest size takes some hundred MiB meanwhile."""
+"""Maximum number of long prompts that are tokenized at the same time. Tokenizing a prompt of the largest size
+takes some hundred MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, and until when, as the protocol's own layer found out."""
+    """The caller of a request and its deadline, as determined by the protocol layer."""
 
     tenant: str
     deadline: float | None = None  # hard, in the loop's time
@@ -81,31 +83,33 @@ class Calls:
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
         self._formats = FormatJudge()
         self._mean_open_s = FIRST_OPEN_S
-        """For how long calls were open, the newest counted most."""
+        """Mean time for which calls were open, in seconds; the newest call has the largest weight."""
         self._refused = Turns()
-        """Calls beyond the streams that may be open."""
+        """Retry times of calls refused by the limit of open streams."""
 
     @property
     def refusal(self) -> str:
-        """The reason why any new request would be refused now; empty where one would be accepted."""
+        """Return the reason why any new request would be refused now; empty if one would be accepted."""
         return self._no_room(1) or self._shards.refusal
 
     @property
     def workers(self) -> int:
-        """Connected workers of all shards. A request is accepted without any, and waits for one."""
+        """Return the number of connected workers of all shards. A request is accepted even with no worker,
+        and waits for one."""
         return self._shards.workers
 
     async def close(self) -> None:
-        """Behind the last call."""
+        """Release what the calls share: the process that checks formats. Call it after the last call has
+        ended."""
         await self._formats.close()
 
     @asynccontextmanager
     async def generate(
         self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller
     ) -> AsyncIterator[Generation]:
-        """Submits every choice of every request, and waits until all are accepted.
+        """Submit every choice of every request, and wait until all are accepted.
 
-        Choices are numbered through: those of the first request, then those of the second.
+        Choices are numbered consecutively: those of the first request, then those of the second.
         """
         began = _now()
         tenant = self._tenants.label(caller.tenant)
@@ -128,7 +132,7 @@ class Calls:
     async def resume(
         self, request_id: str, cursor: inference_pb2.Cursor, caller: Caller
     ) -> AsyncIterator[Generation]:
-        """Attaches to a request that exists, for what lies behind the cursor."""
+        """Attach to an existing request and stream its output after the cursor."""
         began = _now()
         tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
@@ -147,25 +151,25 @@ class Calls:
                 yield generation
 
     async def cancel(self, request_id: str, caller: Caller) -> bool:
-        """Ends a request; False if it had ended."""
+        """End a request; return False if it had ended."""
         self._charge(caller)
         link = self._link_of(request_id)
         return await link.cancel(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
 
     async def explain(self, request_id: str, caller: Caller) -> inference_pb2.ExplainResponse:
-        """What the shard's leader says about a request."""
+        """Return the explanation of a request's state from the shard's leader."""
         self._charge(caller)
         link = self._link_of(request_id)
         return await link.explain(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
 
     async def tokenize(self, request: inference_pb2.GenerateRequest, caller: Caller) -> list[int]:
-        """The token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
+        """Return the token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
         self._charge(caller)
         check_request(request, self.settings, self.model)
         return await self._prompt_ids(request)
 
     def detokenize(self, model: str, ids: Sequence[int], caller: Caller) -> str:
-        """The text of a whole output. Raises InvalidArgument, ResourceExhausted."""
+        """Return the text of a whole output. Raises InvalidArgument, ResourceExhausted."""
         self._charge(caller)
         check_model(model, self.model)
         if len(ids) > self.model.context_tokens:
@@ -176,7 +180,8 @@ class Calls:
 
     @contextmanager
     def refusals(self, caller: Caller) -> Iterator[None]:
-        """Counts what is refused inside: for the protocol's own layer, before it has a request to hand in."""
+        """Count refusals raised inside the context: for the protocol layer, before it has a request to
+        submit."""
         try:
             yield
         except LapsSdError as error:
@@ -184,15 +189,15 @@ class Calls:
             metrics.TENANT_REFUSED.labels(self._tenants.label(caller.tenant), error.code.name).inc()
             raise
 
-    # ---- parts
+    # ---- helpers
 
     def _charge(self, caller: Caller) -> None:
-        """Count a call that makes no request by the tenant's rate. Raises ResourceExhausted."""
+        """Charge a call that makes no request to the tenant's rate limit. Raises ResourceExhausted."""
         with self.refusals(caller):
             self._tenants.charge_call(caller.tenant)
 
     def _check(self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller) -> int:
-        """How many outputs are asked for, once all that costs nothing to know is in order."""
+        """Return the number of requested outputs, after all checks that cost nothing."""
         for request in requests:
             check_request(request, self.settings, self.model)
             self._tenants.check_priority(caller.tenant, request.priority)
@@ -207,7 +212,7 @@ class Calls:
     async def _submissions(
         self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller, traceparent: str
     ) -> list[link_pb2.Submit]:
-        """All that is to be handed in. Raises before anything was."""
+        """Return all submissions of a call. Raises before any of them is submitted."""
         made: list[link_pb2.Submit] = []
         for request in requests:
             await self._check_format(request.output_format)
@@ -229,7 +234,7 @@ class Calls:
         return made
 
     async def _check_format(self, wanted: inference_pb2.OutputFormat) -> None:
-        """Raises InvalidArgument when no worker could compile it."""
+        """Raise InvalidArgument if no worker could compile the output format."""
         kind = wanted.WhichOneof("format")
         if kind is None or kind == "json_object":
             return
@@ -247,7 +252,7 @@ class Calls:
                 return list(request.token_ids.ids)
 
     def render(self, messages: inference_pb2.ChatMessages) -> str:
-        """Checked messages as the text of the model's chat template."""
+        """Return checked messages as the text that the model's chat template renders."""
         assert self.model.template is not None, "messages are refused without a template"
         plain = [{"role": message.role, "content": message.content} for message in messages.messages]
         try:
@@ -256,7 +261,7 @@ class Calls:
             raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
 
     async def encode(self, text: str, *, rendered: bool) -> list[int]:
-        """Token ids of a checked text."""
+        """Return the token ids of a checked text."""
         if len(text) < THREAD_FROM_CHARACTERS:
             return await self.model.encode_off_loop(text, rendered=rendered)
         async with self._long_prompts:
@@ -296,10 +301,10 @@ class Calls:
             await generation.close()
 
     async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> _Attachment:
-        """Hands one request in and waits until it is accepted; its stream closes with the stack.
+        """Submit one request and wait until it is accepted; its stream is closed with the stack.
 
-        Each output of a call goes to a shard of its own choice: its idempotency key is its own too, and an earlier call may have
-        left it at another shard than its neighbours'.
+        The shard of each output of a call is chosen separately: each output has its own idempotency key, and
+        an earlier call may have placed it on another shard than the call's other outputs.
         """
         link, stream, acceptance = await self._shards.place(
             submit, deadline=caller.deadline, wait_s=self.settings.scheduler_wait_s
@@ -308,7 +313,7 @@ class Calls:
         return _Attachment(link, stream, acceptance)
 
     def _no_room(self, count: int) -> str:
-        """The reason why this gateway has no room for so many streams; empty where it has."""
+        """Return the reason why this gateway has no room for `count` more streams; empty if it has."""
         is_open, most = self._shards.streams, self.settings.max_streams
         return (
             f"this gateway has {is_open} of {most} streams open, its limit" if is_open + count > most else ""
@@ -325,7 +330,7 @@ class Calls:
 
 
 class _Attachment:
-    """One choice that was accepted: its stream, which somebody else closes, and its output."""
+    """One accepted choice: its stream, which the stack of the call closes, and its output."""
 
     output: Output
     pace: _Pace
@@ -338,7 +343,7 @@ class _Attachment:
         self.over = False
 
     async def read(self) -> list[Event]:
-        """What has come since, at least something. Raises the stream's failure."""
+        """Wait for new output and return it, at least one event. Raises the stream's failure."""
         batch = await self.link.read(self.stream)
         self.pace.tokens(len(batch.token_ids))
         if self.span is not None:
@@ -354,23 +359,24 @@ class _Attachment:
 
 
 class Generation:
-    """The choices of one call as they come. One task reads."""
+    """The choices of one call as they are generated. Only one task may read."""
 
     def __init__(
         self, accepted: Sequence[inference_pb2.Accepted], attachments: Sequence[_Attachment]
     ) -> None:
         self.accepted = accepted
-        """By choice."""
+        """The first message of each choice, by choice."""
         self._attachments = attachments
         self._reading: dict[int, asyncio.Task[list[Event]]] = {}
 
     @property
     def over(self) -> bool:
-        """Every choice has ended, and `read` has returned all of it."""
+        """Return whether every choice has ended and `read` has returned all of its output."""
         return not self._reading and all(attachment.over for attachment in self._attachments)
 
     async def read(self) -> list[tuple[int, Event]]:
-        """What has come since the last call, with its choice. Raises the failure of the first choice that failed."""
+        """Return all output since the last call, each event with its choice. Raises the failure of the first
+        choice that failed."""
         if len(self._attachments) == 1:
             return [(0, event) for event in await self._attachments[0].read()]
         for choice, attachment in enumerate(self._attachments):
@@ -381,21 +387,21 @@ class Generation:
         return [(choice, event) for choice in ready for event in self._reading.pop(choice).result()]
 
     async def close(self) -> None:
-        """Nobody reads any more."""
+        """Cancel all pending reads. Nothing is read afterwards."""
         for task in self._reading.values():
             task.cancel()
         await asyncio.gather(*self._reading.values(), return_exceptions=True)
 
 
 class _Pace:
-    """Measures one attachment: time to the first token, time per token, how it ended."""
+    """Metrics of one attachment: time to the first token, time per token, reason of the end."""
 
     def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
         self.end = ""
         self._tenant = tenant
-        self._billed = billed  # an attachment to a request that exists gets what was counted before
+        self._billed = billed  # tokens of an attachment to an existing request are counted already
         self._began = began
-        self._fresh = fresh  # a resumed stream replays: its times say nothing about the model
+        self._fresh = fresh  # a resumed stream replays tokens: its times do not measure the model
         self._first: float | None = None
         self._last = 0.0
         self._count = 0
@@ -404,7 +410,7 @@ class _Pace:
         return self
 
     def tokens(self, count: int) -> None:
-        """So many tokens arrived now."""
+        """Count `count` tokens that arrived now."""
         if count == 0:
             return
         self._last = _now()
@@ -415,9 +421,9 @@ class _Pace:
                 metrics.FIRST_TOKEN.observe(self._first - self._began)
 
     def ended(self, ended: inference_pb2.Ended) -> None:
-        """It came to its end."""
+        """Record the end of the output."""
         self.end = _end_name(ended)
-        if not (self._fresh and self._billed):  # whoever made the request counts it
+        if not (self._fresh and self._billed):  # the attachment that made the request counts it
             return
         metrics.REQUEST.observe(_now() - self._began)
         metrics.REQUEST_OUTPUT.observe(ended.usage.completion_tokens)
@@ -428,7 +434,7 @@ class _Pace:
         metrics.ACCEPTED.inc(ended.speculation.accepted)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not self.end:  # unless somebody said otherwise, the client left
+        if not self.end:  # without another recorded reason, the client disconnected
             self.end = error.code.name.lower() if isinstance(error, LapsSdError) else "gone"
         metrics.REQUESTS.labels(self.end).inc()
         metrics.OUTPUT_TOKENS.inc(self._count)
@@ -441,7 +447,8 @@ class _Pace:
 def _deadline_of(
     requests: Sequence[inference_pb2.GenerateRequest], *, unix_ms: float, now: float
 ) -> float | None:
-    """The earliest `deadline_unix_ms`, on the clock of `now`. Raises DeadlineExceeded when it has passed."""
+    """Return the earliest `deadline_unix_ms`, on the clock of `now`. Raises DeadlineExceeded if it has
+    passed."""
     given = [request.deadline_unix_ms for request in requests if request.HasField("deadline_unix_ms")]
     if not given:
         return None
@@ -459,7 +466,8 @@ def _no_later_than(deadline: float | None, caller: Caller) -> Caller:
 
 @asynccontextmanager
 async def _until(deadline: float | None) -> AsyncIterator[None]:
-    """gRPC ends a call at its own deadline; what a field says is kept here until the scheduler keeps it."""
+    """Enforce the deadline of a request's field until the scheduler enforces it. gRPC itself ends a call at
+    the call's own deadline."""
     try:
         async with asyncio.timeout_at(deadline):
             yield
@@ -468,12 +476,13 @@ async def _until(deadline: float | None) -> AsyncIterator[None]:
 
 
 def _key_of(key: str, *, output: int) -> str:
-    """The idempotency key of one output of a call. A line feed is in no key of a client, so none of these is one of theirs."""
+    """Return the idempotency key of one output of a call. A client's key never contains a line feed, so no
+    key made here equals a client's key."""
     return f"{key}\n{output}" if key and output else key
 
 
 def _end_name(ended: inference_pb2.Ended) -> str:
-    """A finish reason as a metric's label: "stop", "length" …"""
+    """Return a finish reason as a metric's label: "stop", "length" …"""
     return inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
 
 

@@ -1,14 +1,14 @@
-"""Token ids to text, a piece at a time, for one output. Pure.
+"""Conversion of token ids to text, piece by piece, for one output. Pure.
 
-Words:
+Terms:
 
-* T(n)    the text of the first n output tokens: `decode(ids[:n])` without the replacement characters at its end, which stand
-          for bytes that may still become a character. T(n) is a prefix of T(n + 1).
-* shown   the longest prefix of T(n) that no later token can take back: it ends before the first stop string in T(n), and
-          before the longest end of T(n) that could still grow into one.
+* T(n)    the text of the first n output tokens: `decode(ids[:n])` without the replacement characters at its
+          end, which are bytes that may still become a character. T(n) is a prefix of T(n + 1).
+* shown   the longest prefix of T(n) that no later token can change: it ends before the first stop string in
+          T(n), and before the longest end of T(n) that could still grow into one.
 
-Both are functions of the tokens alone, not of how they arrived. So a cursor (next token, characters shown) means the same at
-every gateway, and text resumed at a cursor continues exactly.
+Both are functions of the tokens alone, not of how they arrived. So a cursor (next token, characters shown)
+means the same at every gateway, and text resumed at a cursor continues exactly.
 
 The text of an output is that of its output tokens alone: the prompt does not take part in decoding.
 """
@@ -31,14 +31,15 @@ class TokenDecoder:
         self._decode = decode
         self._silent_ids = silent_ids
         # Only the end of the output is decoded again:
-        #   window[:chunk_start]   text known, kept because a decoder may treat the first token of a sequence in its own way
+        #   window[:chunk_start]   text known, kept because a decoder may treat the first token of a sequence
+        #                          differently
         #   window[chunk_start:]   tokens since the last place where the text ended in a whole character
         self._window: list[int] = []
         self._chunk_start = 0
         self._given = 0  # characters of decode(window) returned so far
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The next tokens; returns what T grew by."""
+        """Add the next tokens; return the text by which T grew."""
         visible = [token for token in ids if token not in self._silent_ids]
         if not visible:
             return ""
@@ -52,7 +53,8 @@ class TokenDecoder:
         return grown
 
     def _slide(self) -> None:
-        """Forget all but the newest chunk, unless it alone has no text to measure a difference against."""
+        """Drop all but the newest chunk, unless that chunk alone has no text to measure a
+        difference against."""
         chunk = self._window[self._chunk_start :]
         text = self._decode(chunk)
         if text:
@@ -62,9 +64,10 @@ class TokenDecoder:
 
 
 class Detokenizer:
-    """The text of one output that may be shown, as its tokens come in.
+    """The displayable text of one output, as its tokens arrive.
 
-    `start_offset` is the text offset of the cursor that a client resumes from; what lies before it is not returned again.
+    `start_offset` is the text offset of the cursor that a client resumes from; text before it is not returned
+    again.
     """
 
     def __init__(
@@ -83,18 +86,22 @@ class Detokenizer:
 
     @property
     def text_offset(self) -> int:
-        """Characters of the output that a client has, once it got all that `feed` returned."""
+        """Return the number of characters of the output that a client has received, given all that `feed`
+        returned."""
         return max(self._shown, self._start_offset)
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The next tokens of the output; returns the text that can be shown now and was not before."""
+        """Add the next tokens of the output; return the text that can be shown now and could not be shown
+        before."""
         self._held += self._decoder.feed(ids)
         return self._show(self._first_unsettled())
 
     def finish(self, cut_characters: int = 0) -> str:
-        """No tokens follow. Returns what was held back, less the last `cut_characters` characters of the whole text.
+        """End the output. Return the text that was held back, without the last `cut_characters` characters of
+        the whole text.
 
-        A stop string never appears, even when the end forgot to cut it. Unfinished characters at the very end have no text.
+        A stop string never appears, even if the end message did not cut it. Incomplete characters at the very
+        end have no text.
         """
         end = max(0, len(self._held) - cut_characters)
         self._held = self._held[:end]
@@ -107,12 +114,14 @@ class Detokenizer:
         return text[known:]
 
     def _first_stop(self) -> int:
-        """Where the first stop string begins in the held text; its length when there is none."""
+        """Return the index of the first stop string in the held text; the length of the held text if there is
+        none."""
         found = [position for position in map(self._held.find, self._stop) if position >= 0]
         return min(found, default=len(self._held))
 
     def _first_unsettled(self) -> int:
-        """Where the held text stops being certain: at a stop string, or at an end that could become one."""
+        """Return the index from which the held text is uncertain: at a stop string, or at an end that could
+        become one."""
         held = self._held
         first = self._first_stop()
         for stop in self._stop:

@@ -1,6 +1,7 @@
-"""The child of `gateway.formats`: reads a format in each line, writes an empty line that it has it, and then what is wrong with it.
+"""The child process of `gateway.formats`. It reads one format per line, writes an empty line to confirm
+receipt, and then writes the problem of the format.
 
-May end over any of them; the empty line tells the parent over which.
+The process may end while it handles a format; the empty line shows the parent which format caused that.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import sys
 
 from laps_sd.formats import first_line, matcher_of
 
-# All our choice. A format that takes more is refused.
+# All are our choice. A format that exceeds one of these limits is refused.
 CPU_S = 0.5
-"""Processor time for one format. The largest within the limits of `laps_sd.formats` take 0.2 s."""
+"""Processor time for one format, in seconds. The largest formats within the limits of `laps_sd.formats` take
+0.2 s."""
 MEMORY_BYTES = 512 << 20
-"""Address space; the interpreter has 30 MiB of it."""
+"""Limit of the address space; the interpreter takes 30 MiB of it."""
 STACK_BYTES = 4 << 20
-"""Half of what a worker has: what overflows a worker's ends the child first."""
+"""Stack limit, half of a worker's: a format that overflows a worker's stack ends the child first."""
 
 
 def judge(kind: str, text: str) -> str:
-    """The verdict. May take long, or end the process."""
+    """Return the verdict on a format. May take long, or end the process."""
     wanted = text
     if kind == "json_schema":
         try:
@@ -32,7 +34,8 @@ def judge(kind: str, text: str) -> str:
     try:
         from llguidance import LLTokenizer
 
-        # As a worker will, with a vocabulary of its own: single bytes take the same expressions and rules.
+        # Compile as a worker does, but with another vocabulary: single bytes accept the same expressions and
+        # rules.
         matcher = matcher_of(kind, wanted, LLTokenizer("byte"))
     except ImportError:
         return "cannot be used: this gateway is without the package llguidance"
@@ -43,9 +46,10 @@ def judge(kind: str, text: str) -> str:
 
 
 def main() -> None:
-    """Judges what comes in, line by line, until the pipe ends."""
+    """Judge the incoming formats, line by line, until the pipe ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to everybody; the parent decides
+        # a terminal sends these signals to all processes; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     for limit, most in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_STACK, STACK_BYTES),

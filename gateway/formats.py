@@ -1,13 +1,14 @@
-"""Whether an output format can be used at all, found out in a process of its own.
+"""Check, in a separate process, whether an output format can be used at all.
 
-A worker compiles the format against its vocabulary; what is wrong with it by itself is told to the client before the request is
-accepted. That costs time and memory that only the format decides, and the library may end the process over it
-(`laps_sd.formats`): so a child compiles, one format at a time, with a bound on all of them, and the gateway's event loop only waits for its
-verdict. A format that ends the child is refused, and the next one gets a new child; a child that ended before it took the format
-says nothing of it.
+A worker compiles the format against its vocabulary. A problem of the format itself is reported to the client
+before the request is accepted. The check costs time and memory that depend only on the format, and the
+library may end the process because of it (`laps_sd.formats`): so a child process compiles, one format at a
+time, with limits on time, memory and stack, and the gateway's event loop only waits for its verdict. A format
+that ends the child is refused, and the next format gets a new child. A child that ended before it took the
+format gives no verdict on it.
 
     formats = FormatJudge()
-    problem = await formats.problem_of("regex", "(a")     # "cannot be used: …"; empty: nothing is wrong
+    problem = await formats.problem_of("regex", "(a")     # "cannot be used: …"; empty: no problem
     await formats.close()
 """
 
@@ -28,25 +29,27 @@ from laps_sd.errors import ResourceExhausted, Unavailable
 
 __all__ = ["FormatJudge"]
 
-# All our choice.
+# All are our choice.
 WALL_S = 30.0
-"""After which a child is given up that takes no time at all, on a machine that has none left."""
+"""Wall time after which a child is ended even if it used no processor time, as on an overloaded machine;
+seconds."""
 MAX_WAITING = 64
-"""Formats that wait for their turn, of all callers together."""
+"""Maximum number of formats that wait for their turn, of all callers together."""
 KEPT = 256
-"""Verdicts that are remembered, the most recently used."""
+"""Number of verdicts kept, the most recently used."""
 CHILDREN = 3
-"""That may end one after the other before they take a format, until the caller is told to come again."""
+"""Number of children that may end in a row before they take a format; after that the caller gets Unavailable
+and may retry."""
 
 CHILD = "gateway.format_child"
 
 
 class _ChildrenEnd(Exception):
-    """One after the other, before they take a format."""
+    """Raised when `CHILDREN` children in a row ended before they took a format."""
 
 
 class FormatJudge:
-    """Judges formats, each once. For one event loop."""
+    """A checker of output formats; it checks each format once. For one event loop."""
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[tuple[str, str], asyncio.Task[str]] = OrderedDict()
@@ -54,7 +57,8 @@ class FormatJudge:
         self._child: Process | None = None
 
     async def problem_of(self, kind: str, text: str) -> str:
-        """What is wrong with a `json_schema`, `regex` or `grammar`, in words that go behind the field's name; empty: nothing.
+        """Return the problem of a `json_schema`, `regex` or `grammar`, worded to follow the field's name;
+        empty if there is none.
 
         Raises ResourceExhausted when too many formats wait, Unavailable when the child gives no answer.
         """
@@ -70,7 +74,8 @@ class FormatJudge:
             self._verdicts[key] = verdict
             verdict.add_done_callback(functools.partial(self._judged, key))
         self._verdicts.move_to_end(key)
-        # Whoever waits may be cancelled; the child's answer then is for the next who asks.
+        # The waiting caller may be cancelled; the child's answer is then kept for the next caller with this
+        # format.
         return await asyncio.shield(verdict)
 
     def _judged(self, key: tuple[str, str], verdict: asyncio.Task[str]) -> None:
@@ -80,7 +85,7 @@ class FormatJudge:
             self._verdicts.popitem(last=False)
 
     async def close(self) -> None:
-        """Ends the child, and whoever waits for it."""
+        """End the child and cancel all waiting callers."""
         tasks = list(self._verdicts.values())
         for task in tasks:
             task.cancel()
@@ -97,22 +102,22 @@ class FormatJudge:
                     assert child.stdout is not None
                     answer = await child.stdout.readline()
             except BaseException as error:
-                await self._end_child()  # it may still answer, and nobody would know whom
+                await self._end_child()  # a late answer of this child could not be matched to a format
                 if isinstance(error, TimeoutError | _ChildrenEnd):
                     raise Unavailable("no output format can be judged now", retry_after_s=1.0) from error
                 raise
             if answer:
                 return str(json.loads(answer))
-            # Not killed: asyncio then would not learn what it died of.
+            # The child is not killed here: asyncio would then not learn its exit status.
             return _fate(await child.wait())
 
     async def _hand_over(self, line: bytes) -> Process:
-        """The child that has taken a format."""
+        """Send the format to a child and return the child that has taken it. Raises _ChildrenEnd."""
         for _ in range(CHILDREN):
             child = await self._living_child()
             if await self._taken(child, line):
                 return child
-            # It ended while it had nothing to do, or was killed: its end says nothing of this format.
+            # The child ended while it was idle, or was killed: its end does not depend on this format.
             await self._end_child()
         raise _ChildrenEnd
 
@@ -122,14 +127,15 @@ class FormatJudge:
                 *(sys.executable, "-m", "laps_sd.child", str(os.getpid()), CHILD),
                 stdin=PIPE,
                 stdout=PIPE,
-                stderr=DEVNULL,  # where the library repeats what clients sent
+                stderr=DEVNULL,  # there the library repeats input of clients
             )
         return self._child
 
     async def _taken(self, child: Process, line: bytes) -> bool:
-        """Gives a child a format; false: it has ended before it read the whole."""
+        """Send a format to a child; return False if the child ended before it had read all of it."""
         assert child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop's for a pipe that is closed already
+        # RuntimeError: uvloop's error for a closed pipe
+        with contextlib.suppress(ConnectionError, RuntimeError):
             child.stdin.write(line)
             await child.stdin.drain()
         return bool(await child.stdout.readline())
@@ -143,7 +149,7 @@ class FormatJudge:
 
 
 def _fate(status: int) -> str:
-    """What a child that ended says of its format."""
+    """Return the problem of a format from the exit status of the child that it ended."""
     match -status:
         case signal.SIGPROF:
             return f"cannot be used: it takes more than {CPU_S:g} s to compile"

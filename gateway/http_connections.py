@@ -1,8 +1,8 @@
 """Bounds on the connections of the HTTP port: their number, and the time to the end of a request's headers.
 
-aiohttp has neither bound: a client that sends a header a minute, or nothing at all, keeps a connection, and
-its file, for an hour or for ever. With TLS a connection counts from the end of its handshake, which has as
-much time as the headers have.
+aiohttp has neither bound: a client that sends one header a minute, or nothing at all, keeps a connection, and
+its file, for an hour or without limit. With TLS a connection counts from the end of its handshake, for which
+the time limit is that of the headers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from gateway import metrics
 __all__ = ["HttpConnections"]
 
 HEADERS_S = 10.0
-"""Longest time from the beginning of a connection, or from the first bytes after an answer, to the end of the
-next request's headers. Our choice: aiohttp takes 64 KiB of headers at most. Where no bytes come after an
-answer, aiohttp's own limit for idle connections holds (an hour, so that a proxy in front ends them first), or
-they make room for new ones."""
+"""Longest time, in seconds, from the beginning of a connection, or from the first bytes after an answer, to
+the end of the next request's headers. Our choice: aiohttp takes 64 KiB of headers at most. If no bytes come
+after an answer, aiohttp's own limit for idle connections holds (an hour, so that a proxy in front closes them
+first), or they are closed to make room for new connections."""
 
 
 class HttpConnections:
     """The open connections of one server. `connect` is the protocol factory of the listening socket."""
 
     def __init__(self, make_protocol: Callable[[], asyncio.Protocol], most: int) -> None:
-        """`make_protocol` makes the protocol that serves one connection; at most `most` are open at a time."""
+        """Set the factory of the protocol that serves one connection, and the limit: at most `most`
+        connections are open at a time."""
         self._make_protocol = make_protocol
         self._most = most
         self._deadlines: dict[asyncio.BaseTransport, asyncio.TimerHandle | None] = {}
-        """Of each open connection; None while no headers are awaited."""
+        """Timer of each open connection; None while no headers are awaited."""
         self._idle: dict[asyncio.BaseTransport, None] = {}
-        """Those that have answered a request and got nothing since, the longest idle first."""
+        """Connections that have answered a request and received nothing since, the longest idle first."""
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -44,7 +45,8 @@ class HttpConnections:
 
     @contextmanager
     def request(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-        """Let a connection live while a request whose headers have come is answered. None: it has ended."""
+        """Keep a connection open while a request is answered whose headers have arrived. `transport` is None
+        if the connection has ended."""
         if transport is not None and transport in self._deadlines:
             self._idle.pop(transport, None)
             self._await_headers(transport, False)
@@ -55,9 +57,8 @@ class HttpConnections:
                 self._idle[transport] = None
 
     def opened(self, transport: asyncio.Transport) -> bool:
-        """Count a new connection. Where there are too many, end the longest idle one for it; where none is
-        idle, end the new one and return False.
-        """
+        """Count a new connection. Beyond the limit, end the longest idle connection to make room; if none is
+        idle, end the new connection and return False."""
         if len(self) >= self._most and not self._end_longest_idle():
             metrics.HTTP_CONNECTIONS_REFUSED.inc()
             transport.abort()
@@ -66,13 +67,13 @@ class HttpConnections:
         return True
 
     def received(self, transport: asyncio.BaseTransport) -> None:
-        """Bytes have come: after an answer they are the beginning of the next request."""
+        """Start the timer of the next request if these bytes are the first after an answer."""
         if transport in self._idle:
             del self._idle[transport]
             self._await_headers(transport, True)
 
     def closed(self, transport: asyncio.BaseTransport) -> None:
-        """Count a connection as gone; once more does nothing."""
+        """Count a connection as closed; a repeated call does nothing."""
         self._idle.pop(transport, None)
         if (deadline := self._deadlines.pop(transport, None)) is not None:
             deadline.cancel()
@@ -96,13 +97,13 @@ class HttpConnections:
 
 
 class _Bounded(asyncio.Protocol):
-    """Passes everything on to the protocol that serves the connection."""
+    """A protocol that passes everything on to the protocol that serves the connection."""
 
     def __init__(self, protocol: asyncio.Protocol, connections: HttpConnections) -> None:
         self._protocol = protocol
         self._connections = connections
         self._transport: asyncio.BaseTransport | None = None
-        """None where the connection was refused."""
+        """Transport of the connection; None if the connection was refused."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._connections.opened(cast(asyncio.Transport, transport)):

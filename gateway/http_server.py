@@ -1,13 +1,14 @@
-"""OpenAI's API over HTTP, in the gateway's process: the same calls as gRPC, in other words.
+"""OpenAI's API over HTTP, in the gateway's process: the same calls as over gRPC, in another format.
 
     POST /v1/chat/completions, /v1/completions      whole, or as server-sent events that end in [DONE]
     GET  /v1/models, /v1/models/NAME
-    GET  /health                                    200 while a new request would be accepted, else 503 with the reason
+    GET  /health                                    200 while a new request would be accepted, else 503 and why
     GET  /live                                      200 while the process answers at all
     GET  /metrics                                   Prometheus, the same as at the metrics port
 
-A client that disconnects cancels its handler, whose attachments then close: it needs no word of ours. Until a request is
-accepted an error is a status with OpenAI's error object; behind the first chunk it is an event, since the status is out.
+aiohttp cancels the handler of a client that disconnects; the handler's attachments are then closed, without
+code here. Until a request is accepted an error is a status with OpenAI's error object; after the first chunk
+it is an event, because the status was already sent.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ TTL_HEADER = "x-llm-d-inference-ttl"
 KEY_HEADER = "Idempotency-Key"
 MAX_REQUEST_ID_CHARACTERS = 128
 BACKLOG = 128
-"""Connections that the system holds until they are accepted; aiohttp's choice."""
+"""Number of connections that the operating system holds until they are accepted; aiohttp's choice."""
 BODY_S = 30.0
-"""A body that has not come by then is given up."""
+"""Seconds after which a request is refused whose body has not arrived."""
 QUIET_S = 15.0
-"""A stream that is silent for this long gets a comment, so that proxies keep it and a dead client is noticed."""
+"""Seconds of silence after which a stream gets a comment, so that proxies keep it open and a dead client is
+noticed."""
 LAST_WORDS_S = 0.2
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -75,13 +77,13 @@ EVENT_STREAM = {
 }
 
 HTTP_LOGGER = "aiohttp.server"
-"""Where aiohttp tells of octets that are no HTTP, each with its traceback."""
+"""Logger in which aiohttp reports bytes that are not HTTP, each with its traceback."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """`start`, then `stop_listening` and `close`."""
+    """The HTTP server: `start`, then `stop_listening` and `close`."""
 
     def __init__(self, calls: Calls, tenants: Tenants, app: ServiceApp) -> None:
         logging.getLogger(HTTP_LOGGER).addFilter(_is_news)
@@ -113,7 +115,7 @@ class HttpServer:
         return 0 if self._connections is None else len(self._connections)
 
     async def start(self) -> None:
-        """Binds the port and answers. Raises StartupError."""
+        """Bind the port and start to answer. Raises StartupError."""
         settings = self._calls.settings
         assert settings.http_port is not None, "whoever wants no HTTP makes no server"
         bound = _bind(settings.grpc_host, settings.http_port)
@@ -132,18 +134,18 @@ class HttpServer:
         log.info("listening for HTTP", host=settings.grpc_host, port=self.port, tls=settings.tls is not None)
 
     async def stop_listening(self) -> None:
-        """Takes no new connections; calls in progress go on."""
+        """Accept no new connections; calls in progress continue."""
         if self._server is not None:
             server, self._server = self._server, None
             server.close()
 
     async def close(self) -> None:
-        """Ends everything."""
+        """End all connections and calls."""
         await self.stop_listening()
         await self._runner.cleanup()
 
     def _tls(self) -> ssl.SSLContext | None:
-        """As the gRPC port has it."""
+        """Return the TLS context with the certificates of the gRPC port; None without TLS."""
         settings = self._calls.settings
         if settings.tls_cert is None:
             return None
@@ -157,11 +159,12 @@ class HttpServer:
             raise StartupError(f"The TLS files of the HTTP port cannot be used: {error}.") from error
         return context
 
-    # ---- around every call
+    # ---- middleware
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every answer has OpenAI's shape and a request id; every call counts as work until it is over."""
+        """Answer every call in OpenAI's shape and with a request id; count it as work in progress until it is
+        over."""
         assert self._connections is not None, "it was started"
         with self._connections.request(request.transport):
             if self._app.stopping.is_set() and request.path != "/live":
@@ -234,7 +237,8 @@ class HttpServer:
             order = read(read_body(await _body(request), self._calls.settings.max_message_fields))
             _put_key(order, read_header(KEY_HEADER, _header(request, KEY_HEADER)))
         async with AsyncExitStack() as stack:
-            # With a time to live the answer waits for its first tokens: before them it can still be refused.
+            # With a time to live the status is sent only with the first tokens: before them the request can
+            # still be refused.
             try:
                 async with asyncio.timeout(ttl_s):
                     generation = await stack.enter_async_context(self._calls.generate(order.requests, caller))
@@ -264,7 +268,7 @@ async def _stream(
     first: Sequence[tuple[int, Event]],
     headers: dict[str, str],
 ) -> web.StreamResponse:
-    """Server-sent events; those that came together go out together."""
+    """Send server-sent events; events that arrived together are sent together."""
     response = web.StreamResponse(headers=EVENT_STREAM | headers)
     await response.prepare(request)
     try:
@@ -291,7 +295,7 @@ async def _stream(
 
 
 async def _next(generation: Generation, response: web.StreamResponse) -> list[tuple[int, Event]]:
-    """What comes next; meanwhile the client hears that we are there."""
+    """Return the next events; while waiting, send comments that show the client a live connection."""
     while True:
         try:
             async with asyncio.timeout(QUIET_S):
@@ -301,8 +305,9 @@ async def _next(generation: Generation, response: web.StreamResponse) -> list[tu
 
 
 async def _body(request: web.Request) -> bytes:
-    """The bytes of a body, bounded before they are read."""
-    # A page in a browser may post plain text to any address; for JSON it would have to ask, and is not answered.
+    """Return the bytes of a body; its size is checked before it is read."""
+    # A web page may post plain text to any address; for JSON the browser first sends a preflight request,
+    # which is not granted.
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
     if request.headers.get("Content-Encoding", "identity") != "identity":
@@ -318,25 +323,28 @@ async def _body(request: web.Request) -> bytes:
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
-    """Says that a body may come (RFC 9110, section 10.1.1). aiohttp's own stumbles over an Expect that is no text."""
+    """Send 100 Continue (RFC 9110, section 10.1.1). aiohttp's own handler fails on an Expect header that is
+    not text."""
     if request.headers.get("Expect", "").lower() != "100-continue":
         return _said_by_aiohttp(
             web.HTTPExpectationFailed(text="the only expectation that is met is 100-continue"), 0
         )
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # nothing of the answer is out
+    request.writer.output_size = 0  # no part of the answer is sent yet
     return None
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what a client sent that is no HTTP: it is told so, and fills no log."""
+    """Return False for client input that is not HTTP: the client gets an error, and the log stays
+    free of it."""
     error = record.exc_info[1] if record.exc_info else None
-    # The last: aiohttp wanted to repeat octets that are no text. Mistakes of ours never get there, see `_guarded`.
+    # UnicodeEncodeError: aiohttp tried to repeat bytes that are not text. Our own errors never get here, see
+    # `_guarded`.
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError | UnicodeEncodeError)
 
 
 def _header(request: web.Request, name: str) -> str:
-    """The one value of a header, empty without one. Raises InvalidArgument."""
+    """Return the one value of a header, empty without one. Raises InvalidArgument."""
     given = request.headers.getall(name, [])
     if len(given) > 1:
         raise InvalidArgument(name, "must be sent once at most, got it twice")
@@ -344,13 +352,14 @@ def _header(request: web.Request, name: str) -> str:
 
 
 def _put_key(order: Order, key: str) -> None:
-    """The idempotency key of a header."""
+    """Set the idempotency key from a header."""
     for request in order.requests:
         request.idempotency_key = key
 
 
 def _own_request_id(request: web.Request) -> str:
-    """The client's name for its request, if it may stand in a header and a log."""
+    """Return the client's id for its request if it is valid in a header and a log; otherwise an
+    empty text."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     return (
         given if len(given) <= MAX_REQUEST_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
@@ -365,7 +374,7 @@ def _refusal(error: LapsSdError) -> web.Response:
 
 
 def _said_by_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:
-    """No such path, wrong method, body too large …, in OpenAI's shape."""
+    """Return an error of aiohttp (unknown path, wrong method, body too large …) in OpenAI's shape."""
     message = error.text or HTTPStatus(error.status).phrase
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         message = f"the body must be at most {max_bytes} bytes"
@@ -374,12 +383,13 @@ def _said_by_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     if error.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
-        response.force_close()  # what is left of the body is not worth reading
+        response.force_close()  # the rest of the body is not worth reading
     return response
 
 
 def _incident(error: Exception, path: str) -> LapsSdError:
-    """A mistake of ours: the traceback stays here, the client gets a word that leads to it."""
+    """Return the error for a bug in the gateway: the traceback is logged here, the client gets an id to find
+    it by."""
     incident = secrets.token_hex(4)
     log.error("call failed", path=path, incident=incident, exc_info=error)
     return LapsSdError(f"internal error, incident {incident}")

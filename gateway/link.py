@@ -1,4 +1,5 @@
-"""The gateway's end of GatewayLink for one shard: finds the leader, stays connected, repairs after every fault.
+"""The gateway's end of GatewayLink for one shard: finds the leader, stays connected, recovers after every
+fault.
 
     link = ShardLink(settings, "s0", seeds=["scheduler-0:50052", "scheduler-1:50052"])
     run = asyncio.create_task(link.run())        # until cancelled
@@ -9,8 +10,9 @@
     finally:
         link.close(stream)                       # no await: works in a cancelled call, and in order after the Submit
 
-What must be said is decided in `streams` without awaiting. Here it is put in a queue that lives as long as a connection;
-whatever was in it when the connection broke is rebuilt from the streams at the next greeting.
+`streams` decides without awaiting which messages must be sent. This module puts them in a queue that lives as
+long as a connection; the messages in it when the connection breaks are rebuilt from the streams at the next
+greeting.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ log = get_logger(__name__)
 
 PROTOCOL_VERSIONS = (1,)
 MAX_REDIRECTS = 4  # in one round of dialling: two standbys may name each other for a moment
-PATIENCE_ROUNDS = 8  # of dialling in vain, before it is worth a warning: about 3 s, a change of leader
+PATIENCE_ROUNDS = 8  # failed rounds of dialling before a warning: about 3 s, a change of leader
 EXPLAIN_PAUSE_S = 0.1
 
 Call = grpc.aio.StreamStreamCall
 
 
 class _Broken(Exception):
-    """The conversation is over; `leader` is whom to ask next, if anybody said."""
+    """Raised when the conversation is over; `leader` is the next address to dial, empty if none was named."""
 
     def __init__(self, reason: str, leader: str = "") -> None:
         super().__init__(reason)
@@ -58,14 +60,15 @@ class _Broken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """How dialling one address went."""
+    """The result of dialling one address."""
 
     greeted: bool
     leader: str = ""
 
 
 class ShardLink:
-    """See the top of this file. One task runs `run`; everything else may be called from any task of the same loop."""
+    """The link to the leader of one shard, see the top of this file. One task runs `run`; everything else may
+    be called from any task of the same loop."""
 
     def __init__(
         self,
@@ -77,14 +80,15 @@ class ShardLink:
     ) -> None:
         self.shard = shard
         self.seeds = list(settings.scheduler_seeds if seeds is None else seeds)
-        """Any of them names the leader. May change at any time; the next round of dialling asks the new ones."""
+        """Addresses of schedulers; each of them names the leader. May change at any time; the next round of
+        dialling uses the new ones."""
         self.load: link_pb2.ShardLoad | None = None
-        """What the leader said last; None while there is none."""
+        """Load in the leader's latest report; None without a leader."""
         self.submitted = 0
-        """New requests since the leader said so."""
+        """Number of new requests since the leader's latest report."""
         self.streams = Streams(buffer_tokens=settings.stream_buffer_tokens, restore_s=settings.restore_s)
         self.greeted = asyncio.Event()
-        """Set for good by the first leader."""
+        """Event that the first leader sets; it stays set."""
         self.gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._settings = settings
         self._rng = rng or random.Random()
@@ -99,12 +103,12 @@ class ShardLink:
 
     @property
     def connected(self) -> bool:
-        """A leader has greeted on the present connection."""
+        """Return whether a leader has greeted on the present connection."""
         return self._connected.is_set()
 
     @property
     def refusal(self) -> str:
-        """The reason why the shard would refuse any new request now; empty where it would accept one."""
+        """Return the reason why the shard would refuse any new request now; empty if it would accept one."""
         if not self.connected:
             return f"no scheduler leads shard {self.shard}, or it cannot be reached"
         if self.load is not None and self.load.HasField("refuses"):
@@ -112,18 +116,19 @@ class ShardLink:
         return ""
 
     def expected_wait_s(self, request_s: float) -> float:
-        """Until a new request would run, when each takes `request_s` of machine time. Endless without a worker, and while the
-        leader has not said how much it has to do."""
+        """Return the expected seconds until a new request would run, if each takes `request_s` of machine
+        time. Infinite without a worker, and until the leader has reported its backlog."""
         if self.load is None or not self.load.workers:
             return math.inf
-        # All gateways have heard the same load, and choose as this one does until they hear it again.
+        # All gateways have received the same load report, and choose as this one does until the next report.
         since_s = self.submitted * max(1, self.load.gateways) * request_s
         return (self.load.backlog_s + since_s) / self.load.workers
 
     # ---- for calls
 
     def submit(self, submit: link_pb2.Submit, *, deadline: float | None) -> ClientStream:
-        """Hands a request in; waits for a leader if there is none. `deadline` in the loop's time. Close the stream."""
+        """Submit a request; without a leader it waits for one. `deadline` is in the loop's time. Close the
+        stream."""
         stream, message = self.streams.submit(
             submit, attachment_id=self._new_attachment_id(), deadline=deadline, now=self._now()
         )
@@ -132,7 +137,7 @@ class ShardLink:
         return stream
 
     def attach(self, request_id: str, *, tenant: str) -> ClientStream:
-        """Attaches to a request from its first token. Close the stream."""
+        """Attach to a request from its first token. Close the stream."""
         stream, message = self.streams.attach(
             request_id, tenant=tenant, attachment_id=self._new_attachment_id(), now=self._now()
         )
@@ -140,7 +145,8 @@ class ShardLink:
         return stream
 
     async def accepted(self, stream: ClientStream, *, wait_s: float) -> Acceptance:
-        """What the scheduler says to a new stream. Raises its refusal, or Unavailable after `wait_s`."""
+        """Wait for the scheduler's answer to a new stream and return it. Raises its refusal, or Unavailable
+        after `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while stream.acceptance is None and stream.failure is None:
@@ -156,18 +162,19 @@ class ShardLink:
         return stream.acceptance
 
     async def read(self, stream: ClientStream) -> Batch:
-        """Everything that arrived since the last read, at least something. Raises the stream's failure."""
+        """Return everything that arrived since the last read; wait until something has. Raises the stream's
+        failure."""
         await stream.news.wait()
         batch, messages = self.streams.take(stream, self._now())
         self._send(*messages)
         return batch
 
     def close(self, stream: ClientStream) -> None:
-        """The client is gone or has everything. Idempotent."""
+        """Close a stream whose client is gone or has everything. Idempotent."""
         self._send(*self.streams.close(stream))
 
     async def cancel(self, request_id: str, *, tenant: str, wait_s: float) -> bool:
-        """Ends a request; False if it had ended. Raises NotFound or Unavailable."""
+        """End a request; return False if it had ended. Raises NotFound or Unavailable."""
         cancel_id = self.streams.new_id()
         message = link_pb2.GatewayMessage(
             cancel=link_pb2.CancelRequested(cancel_id=cancel_id, request_id=request_id, tenant=tenant)
@@ -187,7 +194,7 @@ class ShardLink:
         return reply.cancelled
 
     async def explain(self, request_id: str, *, tenant: str, wait_s: float) -> inference_pb2.ExplainResponse:
-        """Asks the leader why a request is where it is. Raises NotFound or Unavailable."""
+        """Return the leader's explanation of a request's state. Raises NotFound or Unavailable."""
         request = admin_pb2.AdminExplainRequest(request_id=request_id, tenant=tenant)
         try:
             async with asyncio.timeout(wait_s):
@@ -210,8 +217,8 @@ class ShardLink:
     # ---- the connection
 
     async def run(self) -> None:
-        """Keeps a connection to the shard's leader, for ever."""
-        known = ""  # who led last, or was named as the leader
+        """Keep a connection to the shard's leader until cancelled."""
+        known = ""  # the last leader, or the scheduler named as the leader
         rounds = 0
         while True:
             seeds = self._rng.sample(self.seeds, len(self.seeds))
@@ -228,18 +235,19 @@ class ShardLink:
                     redirects += 1
                     addresses.appendleft(visit.leader)
             rounds += 1
-            if not known and rounds & (rounds - 1) == 0:  # the 1st, 2nd, 4th, 8th … round in vain
+            if not known and rounds & (rounds - 1) == 0:  # the 1st, 2nd, 4th, 8th … failed round
                 say = log.info if rounds < PATIENCE_ROUNDS else log.warning
                 say("no scheduler leads", shard=self.shard, asked=seeds, rounds=rounds)
             await asyncio.sleep(self._backoff_s(max(0, rounds - 1)))
 
     def _backoff_s(self, rounds: int) -> float:
-        """Doubles up to the longest; half of it is chance, so that gateways do not come back all at once."""
+        """Return the pause before the next round: it doubles up to the longest; half of it is random, so that
+        gateways do not all reconnect at once."""
         longest = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2.0 ** min(rounds, 16))
         return longest * self._rng.uniform(0.5, 1.0)
 
     async def _visit(self, address: str) -> _Visit:
-        """Dials, and stays for as long as that scheduler leads and can be heard."""
+        """Dial one scheduler, and stay connected as long as it leads and its messages arrive."""
         greeted = False
         leader = ""
         call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply] | None = None
@@ -272,7 +280,7 @@ class ShardLink:
         return _Visit(greeted, leader)
 
     async def _converse(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
-        """Listens and talks until one of the two fails; raises that."""
+        """Receive and send until one of the two fails; raise that failure."""
         # No TaskGroup: until Python 3.13 one that fails while it is being cancelled forgets the cancellation.
         tasks = [
             asyncio.create_task(self._listen(call), name="gateway link, listening"),
@@ -291,7 +299,7 @@ class ShardLink:
     async def _hello(
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]
     ) -> link_pb2.GatewayLinkReply:
-        """Says hello and returns the leader's. Raises _Broken and what gRPC raises."""
+        """Send a hello and return the leader's. Raises _Broken and the errors of gRPC."""
         hello = link_pb2.GatewayHello(
             gateway_id=self.gateway_id,
             protocol_versions=PROTOCOL_VERSIONS,
@@ -360,7 +368,7 @@ class ShardLink:
         )
         metrics.LINK_GREETINGS.labels(self.shard).inc()
         self._leader_epoch = reply.leader_epoch
-        # A leader knows nothing of what was said to another: everything is said again.
+        # A new leader does not know the messages sent to the previous one: everything is sent again.
         self._outbox.clear()
         self._outbox.extend(self.streams.reconnected(self._now()))
         self._outbox.extend(message for message, answer in self._cancels.values() if not answer.done())
@@ -391,11 +399,12 @@ class ShardLink:
                 _, answer = self._cancels.get(reply.cancel_reply.cancel_id, (None, None))
                 if answer is not None and not answer.done():
                     answer.set_result(reply.cancel_reply)
-            case _:  # a heartbeat, or something that a newer scheduler says
+            case _:  # a heartbeat, or a message of a newer scheduler
                 pass
 
     def _send(self, *messages: link_pb2.GatewayMessage) -> None:
-        """Queues messages while a leader listens; without one they are not needed, see `Streams.reconnected`."""
+        """Queue messages while a leader is connected; without one they are not needed, see
+        `Streams.reconnected`."""
         if messages and self.connected:
             self._outbox.extend(messages)
             self._outbox_filled.set()
@@ -411,13 +420,13 @@ class ShardLink:
 async def _ask_admin(
     channel: grpc.aio.Channel, request: admin_pb2.AdminExplainRequest
 ) -> inference_pb2.ExplainResponse | None:
-    """The answer, or None when another leader must be asked. Raises what the leader refused."""
+    """Return the answer, or None if another leader must be tried. Raises the leader's refusal."""
     try:
         response: inference_pb2.ExplainResponse = await admin_pb2_grpc.AdminStub(channel).ExplainRequest(
             request
         )
         return response
-    except grpc.aio.UsageError:  # the channel was closed meanwhile
+    except grpc.aio.UsageError:  # the channel was closed in the meantime
         return None
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -437,7 +446,8 @@ async def _ask_admin(
 
 
 def _is_answer(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a scheduler said so (with details of google.rpc), not the connection to it."""
+    """Return whether the error comes from a scheduler (with details of google.rpc), not from the connection
+    to it."""
     return any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
 
 
@@ -448,7 +458,8 @@ def _reason(error: BaseException) -> str:
 
 
 def deadline_of(remaining_s: float | None, now: float) -> float | None:
-    """A call's deadline in the loop's time. gRPC says None, or something endless, when there is none."""
+    """Return a call's deadline in the loop's time. gRPC gives None, or an endless time, when there
+    is none."""
     if remaining_s is None or not math.isfinite(remaining_s) or remaining_s > 10 * 365 * 86400:
         return None
     return now + remaining_s

@@ -1,7 +1,7 @@
-"""Freed memory goes back to the system.
+"""Return freed memory to the operating system.
 
-glibc keeps what was freed between blocks that are still in use: after a flood of large messages a gateway would keep hundreds of MiB
-for as long as it runs. `malloc_trim` gives them back.
+glibc keeps freed memory between blocks that are still in use: after a flood of large messages a gateway would
+keep hundreds of MiB as long as it runs. `malloc_trim` returns them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable
 __all__ = ["keep_returning"]
 
 RETURN_EVERY_S = 5.0
-"""Our choice. A call takes about a millisecond, in a thread."""
+"""Seconds between two calls; our choice. A call takes about a millisecond, in a thread."""
 
 
 async def keep_returning() -> None:
-    """Returns freed memory every few seconds, for ever; at once where the C library has no such call."""
+    """Return freed memory every few seconds until cancelled; return at once if the C library has no such
+    call."""
     trim = _trim()
     while trim is not None:
         await asyncio.sleep(RETURN_EVERY_S)

@@ -1,4 +1,5 @@
-"""What a gateway counts. One line per metric; no label is a request id, and a tenant is one only if its file names it."""
+"""The metrics of a gateway. One line per metric; no label is a request id, and a tenant is a label only if
+the gateway's file names it."""
 
 from __future__ import annotations
 

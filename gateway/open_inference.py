@@ -1,4 +1,5 @@
-"""`inference.GRPCInferenceService`, the Open Inference Protocol: texts in, texts out, by the same calls as everything else."""
+"""`inference.GRPCInferenceService`, the Open Inference Protocol: texts in, texts out, by the same calls as
+the other protocols."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVER_METHODS = tuple(
     f"/{SERVICE}/{method}" for method in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata")
 )
-"""Open to all, as health is."""
+"""Methods open to all callers, as the health service is."""
 INPUT, OUTPUT = "text_input", "text_output"
 LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
@@ -38,7 +39,8 @@ TAKEN = (
 
 
 class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """See the proto. A request becomes a completion of OpenAI's, so that there is one reading of parameters."""
+    """The service of the proto. A request is converted to an OpenAI completion, so that parameters are read
+    in one place only."""
 
     def __init__(self, calls: Calls, tenants: Tenants, ready: Callable[[], bool]) -> None:
         self._calls = calls
@@ -46,27 +48,27 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         self._ready = ready
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:  # type: ignore[override]
-        """It answers."""
+        """Return that the process is alive: it answers."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:  # type: ignore[override]
-        """As the health service says."""
+        """Return the same readiness as the health service."""
         return pb.ServerReadyResponse(ready=self._ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # type: ignore[override]
-        """The one model is ready with the server."""
+        """Return whether the model is ready: the one model is ready with the server."""
         return pb.ModelReadyResponse(ready=self._ready() and request.name == self._calls.model.name)
 
     async def ServerMetadata(  # type: ignore[override]
         self, request: pb.ServerMetadataRequest, context: Context
     ) -> pb.ServerMetadataResponse:
-        """Who this is."""
+        """Return the name and version of the server."""
         return pb.ServerMetadataResponse(name="laps-sd", version=laps_sd.__version__)
 
     async def ModelMetadata(  # type: ignore[override]
         self, request: pb.ModelMetadataRequest, context: Context
     ) -> pb.ModelMetadataResponse:
-        """One input, one output."""
+        """Return the metadata of the model: one input, one output."""
         model = self._calls.model.name
         if request.name != model:
             raise NotFound(f"there is no model {request.name[:80]!r}")
@@ -79,7 +81,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         )
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:  # type: ignore[override]
-        """Generates one text for each element of the input."""
+        """Generate one text for each element of the input."""
         caller = caller_of(context, self._tenants)
         with self._calls.refusals(caller):
             order = _order(request)
@@ -92,7 +94,8 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
 
 
 def _order(request: pb.ModelInferRequest) -> Order:
-    """The completion that a request asks for. Raises InvalidArgument in the words of this protocol."""
+    """Return the completion that a request describes. Raises InvalidArgument in the terms of this
+    protocol."""
     body: Json = {"model": request.model_name, "prompt": _texts(request)}
     for name, parameter in request.parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
@@ -156,7 +159,7 @@ def _response(request: pb.ModelInferRequest, reply: Reply) -> pb.ModelInferRespo
         },
         outputs=[pb.ModelInferResponse.InferOutputTensor(name=OUTPUT, datatype="BYTES", shape=[len(texts)])],
     )
-    if request.raw_input_contents:  # the answer has the form of the question
+    if request.raw_input_contents:  # the answer has the same form as the request
         response.raw_output_contents.append(
             b"".join(len(text).to_bytes(LENGTH_BYTES, "little") + text for text in texts)
         )

@@ -1,11 +1,11 @@
-"""OpenAI's JSON to our messages and back: chat completions, completions, models, errors. Pure.
+"""Conversion of OpenAI's JSON to our messages and back: chat completions, completions, models, errors. Pure.
 
-A body is read field by field. What the engine has is taken; what merely labels a request is taken and means nothing;
-everything else is refused by name, unless it has the value that asks for nothing (`null`, `tools: []`, `n: 1` …). A client
-never gets an answer that silently leaves out what it asked for.
+A body is read field by field. Fields that the engine supports are used; fields that merely label a request
+are accepted and ignored; every other field is refused by name, unless its value requests nothing (`null`,
+`tools: []`, `n: 1` …). An answer never silently leaves out a requested feature.
 
-Bounds are those of `validation`, which sees the same message whatever protocol it came by; here only shapes are checked, and
-numbers of items above anything that it could be set to, before a message is made of each.
+Bounds are those of `validation`, which gets the same message from every protocol. This module checks only
+shapes, and refuses numbers of items above the largest possible setting before it makes a message of each.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ Kind = Literal["chat", "text"]
 
 DONE = b"data: [DONE]\n\n"
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-"""A string of JSON; one that never ends too, so that it is looked at once."""
+"""A string of JSON. An unterminated string matches too, so that it is scanned only once."""
 MAX_PROMPTS = 1024
 MAX_ITEMS = 65_536
 MAX_TOKEN_IDS = 1_048_576
-"""Prompts; messages, their parts and stop texts; token ids of all prompts together."""
+"""Maximum number of prompts; of messages, their parts and stop texts; of token ids of all prompts
+together."""
 MAX_VALUES = MAX_TOKEN_IDS + MAX_ITEMS
-"""Values of all lists and objects of a body, counted before it is decoded."""
+"""Maximum number of values of all lists and objects of a body, counted before it is decoded."""
 UINT32 = 2**32 - 1
 UINT64 = 2**64 - 1
 INT32 = 2**31 - 1
@@ -80,18 +81,18 @@ NOTHING: Mapping[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""What the engine does not have, with the values (beside null) that do not ask for it."""
+"""Fields that the engine does not support, with the values (besides null) that do not request them."""
 
 GUIDED = ("guided_json", "guided_regex", "guided_grammar")
 """vLLM's names for output formats that OpenAI does not have."""
 
 LABELS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
-"""What says something about a request and asks for nothing."""
+"""Fields that label a request and have no effect on it."""
 
 OURS_TO_THEIRS = (("sampling.", ""), ("messages.messages", "messages"), ("token_ids.ids", "prompt"),
                   ("output_format.", "response_format."))  # fmt: skip
 ROLES = {"developer": "system"}
-"""Roles that a template knows by another name."""
+"""Roles that a template has under another name."""
 
 STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -107,7 +108,7 @@ STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-"""As google.rpc.Code says; everything else is 500."""
+"""HTTP statuses of codes, as in google.rpc.Code; every other code is 500."""
 
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
@@ -115,7 +116,7 @@ FINISH_REASONS = {
     FinishReason.FINISH_REASON_STOP: "stop",
     FinishReason.FINISH_REASON_STOP_SEQUENCE: "stop",
     FinishReason.FINISH_REASON_LENGTH: "length",
-    # The text is cut off where it was, as it is by a limit of tokens.
+    # The text is cut off at this point, as it is by a limit of tokens.
     FinishReason.FINISH_REASON_TIME_LIMIT: "length",
 }
 
@@ -128,24 +129,24 @@ UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a body asks for."""
+    """The parsed content of a body."""
 
     kind: Kind
     requests: Sequence[inference_pb2.GenerateRequest]
-    """One per prompt; they differ in nothing else."""
+    """One request per prompt; they differ only in the prompt."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
 
     @property
     def choices_per_prompt(self) -> int:
-        """How many outputs each prompt gets."""
+        """Return the number of outputs for each prompt."""
         return self.requests[0].n if self.requests[0].HasField("n") else 1
 
 
 def read_body(raw: bytes, most_fields: int) -> Json:
-    """The object in a body. Raises InvalidArgument, for too many values before any is made: an empty list takes three bytes here
-    and fifty in memory."""
+    """Return the object in a body. Raises InvalidArgument; for too many values before any value is made,
+    because an empty list takes three bytes here and fifty in memory."""
     if not _few(raw, most_fields) and not _few(STRING.sub(b"", raw), most_fields):
         raise InvalidArgument(
             "",
@@ -162,7 +163,7 @@ def read_body(raw: bytes, most_fields: int) -> Json:
 
 
 def _few(raw: bytes, most_fields: int) -> bool:
-    """Whether JSON is within the bounds even if its strings were more of it."""
+    """Return whether JSON is within the bounds even if the contents of its strings are counted as JSON."""
     fields = raw.count(b"[") + raw.count(b"{") + raw.count(b":")
     return fields <= most_fields and raw.count(b",") <= MAX_VALUES
 
@@ -172,7 +173,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class _Fields:
-    """Reads an object's fields by type; null is absent. What nobody read is refused by `finish`."""
+    """A reader of an object's fields by type; null counts as absent. `finish` refuses the fields that were
+    not read."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
@@ -198,7 +200,7 @@ class _Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidArgument(name, f"must be a number, got {_kind(value)}")
-        if not abs(value) <= 3e38:  # what a float of the message can hold
+        if not abs(value) <= 3e38:  # the range of a float field of the message
             raise InvalidArgument(name, "must be a number of ordinary size")
         return float(value)
 
@@ -213,7 +215,7 @@ class _Fields:
         return value
 
     def finish(self) -> None:
-        """Raises for what would change the answer and is not there."""
+        """Raise InvalidArgument for fields that would change the answer and are not supported."""
         for name, value in self._body.items():
             if value is None or name in self._read or name in LABELS:
                 continue
@@ -224,7 +226,7 @@ class _Fields:
 
 
 def read_chat(body: Json) -> Order:
-    """A chat completion."""
+    """Parse the body of a chat completion."""
     fields = _Fields(body)
     request = _common(fields)
     alternatives = fields.integer("top_logprobs", 0, UINT32)
@@ -247,7 +249,7 @@ def read_chat(body: Json) -> Order:
 
 
 def read_completion(body: Json) -> Order:
-    """A completion of text or token ids; several prompts make several requests."""
+    """Parse the body of a completion of text or token ids; each of several prompts becomes a request."""
     fields = _Fields(body)
     request = _common(fields)
     max_tokens = fields.integer("max_tokens", 1, UINT32)
@@ -296,7 +298,7 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
 def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
-    """What both endpoints have; absent fields stay absent."""
+    """Return the fields that both endpoints have; absent fields stay absent."""
     stop = fields.get("stop")
     if stop is None:
         stop = []
@@ -333,7 +335,7 @@ def _common(fields: _Fields) -> inference_pb2.GenerateRequest:
 
 
 def _logit_bias(value: object) -> dict[int, float]:
-    """JSON's keys are texts."""
+    """Return the biases by token id; JSON's keys are texts."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -349,7 +351,8 @@ def _logit_bias(value: object) -> dict[int, float]:
 
 
 def _output_format(fields: _Fields) -> inference_pb2.OutputFormat | None:
-    """OpenAI's `response_format`; or one of vLLM's `guided_json`, `guided_regex`, `guided_grammar`."""
+    """Return the format in OpenAI's `response_format`, or in one of vLLM's `guided_json`, `guided_regex`,
+    `guided_grammar`."""
     guided = [name for name in GUIDED if fields.get(name) is not None]
     wanted = fields.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type") == "text":
@@ -376,7 +379,7 @@ def _output_format(fields: _Fields) -> inference_pb2.OutputFormat | None:
                 raise InvalidArgument(
                     "response_format.json_schema.schema", f"must be a JSON schema, got {_kind(schema)}"
                 )
-            # Order of properties is order of output. `strict` says what is always so here.
+            # The order of properties is the order of output. `strict` is not needed: it always holds here.
             return inference_pb2.OutputFormat(json_schema=json.dumps(schema))
         case other:
             raise InvalidArgument(
@@ -398,7 +401,7 @@ def _guided(name: str, value: object) -> inference_pb2.OutputFormat:
 
 
 def _top_k(fields: _Fields) -> int | None:
-    """vLLM says -1 where we say 0: all."""
+    """Return top_k; vLLM's -1 for "all" becomes our 0."""
     top_k = fields.integer("top_k", -1, UINT32)
     return 0 if top_k == -1 else top_k
 
@@ -416,7 +419,7 @@ def _message(where: str, message: object) -> inference_pb2.ChatMessage:
 
 
 def _content(where: str, content: object) -> str:
-    """A text, or parts that are all text."""
+    """Return the text of a content: a text, or parts that are all text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -438,7 +441,7 @@ def _content(where: str, content: object) -> str:
 
 
 def _prompts(prompt: object) -> Sequence[str | list[int]]:
-    """A text, token ids, or a list of either."""
+    """Return the prompts of a text, of token ids, or of a list of either."""
     if isinstance(prompt, str):
         return [_text("prompt", prompt)]
     if not isinstance(prompt, list) or not prompt:
@@ -471,7 +474,7 @@ def _check_count(where: str, items: Sequence[object], most: int) -> None:
 
 
 def read_header(name: str, value: str) -> str:
-    """The text of a header, whose octets may be no UTF-8. Raises InvalidArgument."""
+    """Return the text of a header, whose bytes may not be UTF-8. Raises InvalidArgument."""
     return _text(name, value)
 
 
@@ -480,15 +483,14 @@ def _text(where: str, value: object) -> str:
         raise InvalidArgument(where, f"must be a text, got {_kind(value)}")
     try:
         value.encode()
-    except (
-        UnicodeEncodeError
-    ):  # half of a surrogate pair, which JSON and headers can write and nothing else can hold
+    except UnicodeEncodeError:  # lone surrogates: only JSON and headers can hold them
         raise InvalidArgument(where, "must be valid Unicode") from None
     return value
 
 
 def read_ttl_s(name: str, value: str, most_s: float) -> float | None:
-    """Seconds of a header that holds a duration as Go writes it ("1500ms", "1m30s"); None without the header."""
+    """Return the seconds of a header that holds a duration in Go's notation ("1500ms", "1m30s"); None without
+    the header."""
     if not value:
         return None
     parts = DURATION.findall(value[:64])
@@ -506,7 +508,7 @@ def _split(part: str) -> tuple[str, str]:
 
 
 def _kind(value: object) -> str:
-    """What JSON calls it."""
+    """Return the JSON name of a value's type."""
     match value:
         case None:
             return "nothing"
@@ -537,13 +539,13 @@ class _Choice:
     """Tokens whose log probabilities have not been sent."""
     text: TokenDecoder | None = None
     characters: int = 0
-    """Of the text of the tokens whose log probabilities have been sent."""
+    """Characters of the text of the tokens whose log probabilities have been sent."""
     tokens: int = 0
     end: inference_pb2.Ended | None = None
 
 
 class Reply:
-    """One answer: in chunks (`opening`, `chunks`, `closing`), or `add` everything and take the `whole`."""
+    """One answer: in chunks (`opening`, `chunks`, `closing`), or whole (`add` every event, then `whole`)."""
 
     def __init__(
         self,
@@ -561,10 +563,10 @@ class Reply:
         self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: order.choices_per_prompt])
         self._choices = [_Choice() for _ in accepted]
         self.id = accepted[0].request_id
-        """Of the first choice, as every other call of LAPS-SD takes it."""
+        """Request id of the first choice; every other call of LAPS-SD accepts it."""
 
     def add(self, choice: int, event: Event) -> None:
-        """Keeps what has come. Raises how a choice failed."""
+        """Add an event of a choice. Raises the failure of a failed choice."""
         kept = self._choices[choice]
         if isinstance(event, inference_pb2.Delta):
             kept.tokens += len(event.token_ids)
@@ -579,7 +581,7 @@ class Reply:
         kept.end = event
 
     def whole(self) -> Json:
-        """The answer of a call without stream; every choice has ended."""
+        """Return the answer of a call without stream; every choice has ended."""
         choices = []
         for index, choice in enumerate(self._choices):
             text = "".join(choice.texts)
@@ -600,13 +602,13 @@ class Reply:
         }
 
     def opening(self) -> Iterator[Json]:
-        """Chunks before anything has come."""
+        """Return the chunks before any output has arrived."""
         if self._chat:
             for index in range(len(self._choices)):
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
     def chunks(self, choice: int, event: Event) -> Iterator[Json]:
-        """Chunks of one event, which is added too."""
+        """Return the chunks of one event, and add the event."""
         self.add(choice, event)
         if isinstance(event, inference_pb2.Delta):
             if event.text:
@@ -619,7 +621,7 @@ class Reply:
             )
 
     def closing(self) -> Iterator[Json]:
-        """The last chunk, if it was asked for."""
+        """Return the last chunk, if it was requested."""
         if self._order.include_usage:
             yield {
                 **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
@@ -645,7 +647,8 @@ class Reply:
         return chunk
 
     def _logprobs(self, choice: _Choice) -> Json | None:
-        """Those that have not been sent; None where there are none. Unknown ones are null, as OpenAI has it for a first token."""
+        """Return the log probabilities that have not been sent; None if there are none. Unknown ones are
+        null, as OpenAI writes the first token's."""
         if not self._order.requests[0].HasField("logprobs"):
             return None
         told, choice.logprobs = choice.logprobs, []
@@ -682,7 +685,8 @@ class Reply:
         }
 
     def _name(self, token: int, before: str = "") -> str:
-        """A token's text; of half a character its bytes, as OpenAI writes them: `\\xe2\\x82`, in completions behind `bytes:`."""
+        """Return a token's text. Part of a character is written as its bytes, as OpenAI does: `\\xe2\\x82`,
+        in completions after `bytes:`."""
         octets = self._files.pieces.bytes_of(token)
         try:
             return octets.decode()
@@ -703,7 +707,7 @@ class Reply:
         }
 
     def _metrics(self) -> Json:
-        """What speculation did, in vLLM's words; and the times, which vLLM has not."""
+        """Return the speculation metrics under vLLM's names, and the times, which vLLM does not have."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
         rounds = sum(end.speculation.rounds for end in ends)
         drafted = sum(end.speculation.drafted for end in ends)
@@ -734,17 +738,17 @@ def _finish(choice: _Choice) -> str:
 
 
 def sse(value: Json) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def models_json(model: ModelFiles, created_unix_s: int) -> Json:
-    """The list of models."""
+    """Return the list of models."""
     return {"object": "list", "data": [model_json(model, created_unix_s)]}
 
 
 def model_json(model: ModelFiles, created_unix_s: int) -> Json:
-    """One model."""
+    """Return the entry of one model."""
     return {
         "id": model.name,
         "object": "model",
@@ -758,14 +762,14 @@ def model_json(model: ModelFiles, created_unix_s: int) -> Json:
 
 
 def http_status(error: LapsSdError) -> int:
-    """The status line of an error."""
+    """Return the HTTP status of an error."""
     if isinstance(error, InvalidArgument) and error.violations[0][0] == "model":
         return 404
     return STATUSES.get(error.code, 500)
 
 
 def error_json(error: LapsSdError) -> Json:
-    """An error in OpenAI's shape; fields have the names that the client used."""
+    """Return an error in OpenAI's shape; fields have the client's names."""
     status = http_status(error)
     message, param = error.message, None
     if isinstance(error, InvalidArgument):
@@ -791,7 +795,8 @@ def _their_name(name: str) -> str:
 
 
 def retry_headers(error: LapsSdError) -> dict[str, str]:
-    """When to try again: in whole seconds as HTTP has it, and in milliseconds as OpenAI's clients read it first."""
+    """Return the headers with the time to retry after: in whole seconds for HTTP, and in milliseconds, which
+    OpenAI's clients read first."""
     if not isinstance(error, ResourceExhausted | Unavailable) or error.retry_after_s is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What arrived of an output, as the messages a client gets. Pure."""
+"""Conversion of the received output to the messages that a client gets. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINISH_REASONS = {
 
 
 def accepted_event(acceptance: Acceptance, model: ModelFiles) -> inference_pb2.Accepted:
-    """The first message of a stream."""
+    """Return the first message of a stream."""
     return inference_pb2.Accepted(
         request_id=acceptance.request_id,
         model=acceptance.model or model.name,
@@ -38,7 +38,8 @@ def accepted_event(acceptance: Acceptance, model: ModelFiles) -> inference_pb2.A
 
 
 class Output:
-    """One attachment's output after a cursor. Feed it every batch from token 0 on: text needs its beginning."""
+    """The output of one attachment after a cursor. Feed it every batch from token 0 on: decoding needs the
+    beginning of the text."""
 
     def __init__(
         self, acceptance: Acceptance, model: ModelFiles, cursor: inference_pb2.Cursor | None = None
@@ -54,7 +55,8 @@ class Output:
         self.tokens = 0  # of the whole output so far
 
     def messages(self, batch: Batch) -> Iterator[inference_pb2.Delta | inference_pb2.Ended]:
-        """At most one delta, then the end if it is there. Raises DeadlineExceeded for an end by the hard deadline."""
+        """Yield at most one delta, then the end if it has arrived. Raises DeadlineExceeded for an end by the
+        hard deadline."""
         text = self._text.feed(batch.token_ids)
         if batch.end is not None and batch.end.kind != Kind.KIND_DEADLINE:
             text += self._text.finish(batch.end.cut_characters)

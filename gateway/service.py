@@ -1,4 +1,4 @@
-"""`laps_sd.v1.Inference` as a gateway serves it: proto in, `calls`, proto out."""
+"""`laps_sd.v1.Inference` as a gateway serves it: reads the proto, uses `calls`, writes the proto."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """See the proto."""
+    """The service of the proto."""
 
     def __init__(self, calls: Calls, tenants: Tenants) -> None:
         self._calls = calls
@@ -30,19 +30,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     # gRPC cancels a call at its deadline, so no wait here looks at it.
 
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Submits and streams."""
+        """Submit a request and stream its output."""
         async with self._calls.generate([request], self._caller(context)) as generation:
             await _relay(generation, context)
 
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        """Submits and collects."""
+        """Submit a request and return its whole output."""
         async with self._calls.generate([request], self._caller(context)) as generation:
             return await _collect(generation)
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:  # type: ignore[override]
-        """Attaches to a request and streams what lies behind the cursor."""
+        """Attach to a request and stream its output after the cursor."""
         caller = self._caller(context)
         async with self._calls.resume(request.request_id, request.cursor, caller) as generation:
             await _relay(generation, context)
@@ -50,20 +50,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Cancel(  # type: ignore[override]
         self, request: inference_pb2.CancelRequest, context: Context
     ) -> inference_pb2.CancelResponse:
-        """Ends a request."""
+        """End a request."""
         cancelled = await self._calls.cancel(request.request_id, self._caller(context))
         return inference_pb2.CancelResponse(cancelled=cancelled)
 
     async def Explain(  # type: ignore[override]
         self, request: inference_pb2.ExplainRequest, context: Context
     ) -> inference_pb2.ExplainResponse:
-        """Passes on what the shard's leader says."""
+        """Return the explanation of the shard's leader."""
         return await self._calls.explain(request.request_id, self._caller(context))
 
     async def ListModels(  # type: ignore[override]
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """The one model."""
+        """Return the one model."""
         served = self._calls.model
         model = inference_pb2.Model(
             name=served.name,
@@ -76,7 +76,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # type: ignore[override]
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        """A prompt as token ids."""
+        """Return the token ids of a prompt."""
         prompt = inference_pb2.GenerateRequest(model=request.model)
         match request.WhichOneof("prompt"):
             case "text":
@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(  # type: ignore[override]
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        """Output tokens as text."""
+        """Return the text of output tokens."""
         text = self._calls.detokenize(request.model, request.token_ids, self._caller(context))
         return inference_pb2.DetokenizeResponse(text=text)
 
@@ -100,12 +100,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def identify(context: Context, tenants: Tenants) -> str:
-    """The tenant of a gRPC call, from its metadata alone. Raises Unauthenticated, InvalidArgument."""
+    """Return the tenant of a gRPC call, from its metadata alone. Raises Unauthenticated, InvalidArgument."""
     return tenants.of(_metadata(context))
 
 
 def caller_of(context: Context, tenants: Tenants) -> Caller:
-    """Who makes a gRPC call, and until when. Raises Unauthenticated, InvalidArgument."""
+    """Return the caller of a gRPC call, with its deadline. Raises Unauthenticated, InvalidArgument."""
     metadata = _metadata(context)
     return Caller(
         tenant=tenants.of(metadata),

@@ -1,4 +1,4 @@
-"""What can be set about a gateway."""
+"""The settings of a gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GatewaySettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(LinkSettings, ServingSettings):
-    """One gateway process."""
+    """Settings of one gateway process."""
 
     grpc_host: str = field("127.0.0.1", help="Address the gRPC server listens on; 0.0.0.0 in a container")
     http_port: int | None = field(
@@ -156,13 +156,13 @@ class GatewaySettings(LinkSettings, ServingSettings):
 
     @property
     def allows_anonymous(self) -> bool:
-        """Whether a call may come from nobody in particular."""
+        """Return whether calls that identify no tenant are accepted."""
         if self.anonymous != "auto":
             return self.anonymous == "yes"
         return self.api_keys_file is None and self.local_only
 
     def problems(self) -> Iterator[str]:
-        """What no single field can check."""
+        """Yield the problems that no check of a single field can find."""
         yield from super().problems()
         if not self.shard or not all(character.isalnum() or character in "-_" for character in self.shard):
             yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."

@@ -1,16 +1,19 @@
-"""The shards that a gateway submits to: which of them gets a new request, and where an existing one lives.
+"""The shards that a gateway submits to: selects the shard of a new request, and finds the shard of an
+existing one.
 
     shards = Shards(settings)
     run = asyncio.create_task(shards.run())           # until cancelled: the links, and changes of the shards file
     link, stream, acceptance = await shards.place(submit, deadline=None, wait_s=30)
     link = shards.link_of(request_id)
 
-A new request goes to the shard where it is expected to wait least, by what the leaders say about their queues every second.
-One that a shard cannot take (full, record away) is offered to the next best. An idempotency key belongs to the shard that
-claimed it first; whoever else is asked names that shard.
+A new request goes to the shard with the shortest expected wait, from the reports that the leaders send about
+their queues every second. A request that a shard cannot take (queue full, record unavailable) is offered to
+the next best shard. An idempotency key belongs to the shard that claimed it first; every other shard refuses
+the key and names that shard.
 
-With a shards file (`LAPS_SD_SHARDS_FILE`) shards come and go while traffic runs. One that is taken out of the file, or marked
-as draining, gets no new requests; its link stays for as long as a stream of it is open.
+With a shards file (`LAPS_SD_SHARDS_FILE`) shards can be added and removed while traffic runs. A shard that is
+removed from the file, or marked as draining, gets no new requests; its link stays as long as one of its
+streams is open.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ __all__ = ["ShardPlace", "Shards", "new_request_id", "parse_shards"]
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""How often the shards file is read."""
+"""Interval between two reads of the shards file, in seconds."""
 MAX_FILE_BYTES = 1024 * 1024
 BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 ID_CHARACTERS = 26  # 130 bits
@@ -48,22 +51,24 @@ Refused = link_pb2.SubmitRefused
 
 
 def new_request_id(shard: str) -> str:
-    """Names the shard; the rest is chance, so that no two gateways issue the same."""
+    """Return a request id that names the shard; the rest is random, so that no two gateways issue the same
+    id."""
     return f"{shard}.{''.join(secrets.choice(BASE32) for _ in range(ID_CHARACTERS))}"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlace:
-    """Where a shard's schedulers are."""
+    """Addresses of a shard's schedulers."""
 
     shard: str
     seeds: tuple[str, ...]
     draining: bool = False
-    """No new requests."""
+    """True if the shard gets no new requests."""
 
 
 def parse_shards(text: str) -> list[ShardPlace]:
-    """The shards file: one line `NAME HOST:PORT[,HOST:PORT …] [draining]` per shard; `#` begins a comment.
+    """Parse the shards file: one line `NAME HOST:PORT[,HOST:PORT …] [draining]` per shard; `#` begins a
+    comment.
 
     Raises ValueError with a sentence that names the line.
     """
@@ -90,19 +95,20 @@ def parse_shards(text: str) -> list[ShardPlace]:
 
 
 class Shards:
-    """See the top of this file. One task runs `run`; everything else may be called from any task of the same loop."""
+    """The links to all shards, see the top of this file. One task runs `run`; everything else may be called
+    from any task of the same loop."""
 
     def __init__(self, settings: GatewaySettings, *, rng: random.Random | None = None) -> None:
-        """Raises StartupError when the shards file cannot be used."""
+        """Read the shards file, if there is one. Raises StartupError if it cannot be used."""
         self._settings = settings
         self._rng = rng or random.Random()
         self._links: dict[str, ShardLink] = {}
         self._named: set[str] = set()
-        """In the shards file. The others are draining: their last streams are served."""
+        """Shards in the shards file. The others are draining: their last streams are served."""
         self._draining: set[str] = set()
         self._removed: set[str] = set()
-        """Were in the file, and have drained."""
-        self._text = ""  # of the shards file, as it was last read
+        """Shards that were in the file, and have drained."""
+        self._text = ""  # the last text read from the shards file
         if settings.shards_file is None:
             places = [ShardPlace(settings.shard, settings.scheduler_seeds)]
         else:
@@ -117,30 +123,32 @@ class Shards:
 
     @property
     def links(self) -> Mapping[str, ShardLink]:
-        """Those of all shards, draining ones too."""
+        """Return the links of all shards, including draining ones."""
         return self._links
 
     @property
     def streams(self) -> int:
-        """Open client streams."""
+        """Return the number of open client streams."""
         return sum(len(link.streams) for link in self._links.values())
 
     @property
     def workers(self) -> int:
-        """Connected workers, as the leaders said last."""
+        """Return the number of connected workers, from the leaders' latest reports."""
         return sum(link.load.workers for link in self._links.values() if link.load is not None)
 
     @property
     def refusal(self) -> str:
-        """The reasons why every shard would refuse any new request now; empty where one would accept it."""
+        """Return the reasons why every shard would refuse any new request now; empty if one would
+        accept it."""
         reasons = [link.refusal for link in self._open()]
         return "; ".join(reasons) if all(reasons) else ""
 
     def link_of(self, request_id: str) -> ShardLink:
-        """Where a request lives. Raises NotFound; Unavailable for a shard that the shards file may only not name yet.
+        """Return the link to the shard of a request. Raises NotFound; Unavailable for a shard that is perhaps
+        not in the shards file yet.
 
-        The file reaches the gateways one after the other. Until this one has it too, an id of a new shard must not be called
-        unknown: its client would give up a request that lives.
+        A change of the file reaches the gateways one after the other. Until this gateway has it too, it must
+        not report an id of a new shard as unknown: the client would give up a live request.
         """
         shard = shard_of(request_id)
         link = self._known(shard)
@@ -157,9 +165,10 @@ class Shards:
     async def place(
         self, submit: link_pb2.Submit, *, deadline: float | None, wait_s: float
     ) -> tuple[ShardLink, ClientStream, Acceptance]:
-        """Submits to the best shard that takes the request; its id is issued here. The caller closes the stream.
+        """Submit to the best shard that takes the request; the request id is issued here. The caller closes
+        the stream.
 
-        Raises what the first shard refused it for, or Unavailable after `wait_s`.
+        Raises the first shard's refusal, or Unavailable after `wait_s`.
         """
         tried: set[str] = set()
         candidates = self._open()
@@ -184,7 +193,7 @@ class Shards:
                 raise
 
     def _elsewhere(self, refused: link_pb2.SubmitRefused | None, tried: Container[str]) -> ShardLink | None:
-        """Who is asked next; None: nobody."""
+        """Return the shard to try next; None if there is none."""
         if refused is None:
             return None
         if refused.reason == Refused.REASON_KEY_ELSEWHERE:
@@ -201,16 +210,18 @@ class Shards:
         return None
 
     def _least_wait(self, links: list[ShardLink]) -> ShardLink:
-        """Equal waits: who got fewer requests since the leaders last spoke; then chance, so that gateways differ."""
+        """Return the link with the shortest expected wait. Equal waits: the link with fewer requests since
+        the leaders' latest reports; then a random one, so that gateways choose differently."""
         loads = [link.load for link in links if link.load is not None]
-        # Shards of one pool serve requests of one kind: an empty one learns from the others what a request takes.
+        # Shards of one pool serve requests of one kind: for an empty shard the time per request is that of
+        # the others.
         request_s = max((load.backlog_s / load.requests for load in loads if load.requests), default=0.0)
         return min(
             links, key=lambda link: (link.expected_wait_s(request_s), link.submitted, self._rng.random())
         )
 
     def _known(self, shard: str) -> ShardLink | None:
-        """One that was written into the file a moment ago is known as well."""
+        """Return a shard's link, also if the shard was added to the file a moment ago."""
         if shard not in self._links:
             self._look()
         return self._links.get(shard)
@@ -218,10 +229,10 @@ class Shards:
     def _open(self) -> list[ShardLink]:
         return [link for shard, link in self._links.items() if shard not in self._draining]
 
-    # ---- shards come and go
+    # ---- changes of the shards
 
     async def run(self) -> None:
-        """Keeps a connection to the leader of each shard, for ever. Raises what a link failed with."""
+        """Keep a connection to the leader of each shard until cancelled. Raises the failure of a link."""
         tasks: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
@@ -244,9 +255,9 @@ class Shards:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def greeted(self) -> None:
-        """Returns once a leader of any shard has greeted."""
+        """Return once a leader of any shard has greeted."""
         while not any(link.greeted.is_set() for link in self._links.values()):
-            # For a while only: the shards may be others by then.
+            # The wait is limited: the shards may have changed by then.
             waiting = [asyncio.create_task(link.greeted.wait()) for link in self._links.values()]
             try:
                 await asyncio.wait(waiting, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
@@ -256,7 +267,7 @@ class Shards:
                 await asyncio.gather(*waiting, return_exceptions=True)
 
     def _look(self) -> None:
-        """Takes up a change of the shards file. One that cannot be used changes nothing, and is said once."""
+        """Apply a change of the shards file. An unusable file changes nothing, and is logged once."""
         path = self._settings.shards_file
         if path is None:
             return

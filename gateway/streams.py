@@ -1,15 +1,19 @@
-"""The client streams of one shard, and what the scheduler must hear about them. Pure: no I/O, time is an argument.
+"""The client streams of one shard, and the messages about them that the scheduler needs. Pure: no I/O, time
+is an argument.
 
-A stream is one client's attachment to one request. It lives from `submit` or `attach` to `close`. Whatever happens on
-the link, its tokens come out once each and in order:
+A stream is one client's attachment to one request. It lives from `submit` or `attach` to `close`. Whatever
+happens on the link, each of its tokens is returned once and in order:
 
-* a delivery of tokens that are known is cut down to what is new;
-* a delivery that leaves a gap is not taken; the stream asks to be attached again at its next token;
-* a delivery that does not fit the buffer is taken as far as it fits; the rest is read again once the client has read on;
-* after a broken link `reconnected` asks for everything again: unanswered submissions, then attachments at their next token;
+* a delivery that repeats known tokens is cut down to the new ones;
+* a delivery that leaves a gap is discarded; the stream sends another Attach from its next token;
+* a delivery that does not fit the buffer is taken as far as it fits; the rest is requested after the client
+  has read on;
+* after a broken link `reconnected` sends everything again: unanswered submissions, then attachments at their
+  next token;
 * a request that the scheduler does not know any more is submitted again with the tokens that were shown.
 
-Methods return the messages to send. A message returned while no link is up may be thrown away: `reconnected` repeats it.
+Methods return the messages to send. A message returned while no link is up may be dropped: `reconnected`
+repeats it.
 """
 
 from __future__ import annotations
@@ -38,30 +42,30 @@ Message = link_pb2.GatewayMessage
 Refusal = link_pb2.SubmitRefused
 
 ASK_AGAIN_S = 5.0  # an Attach that is not answered for this long is sent again
-LONGEST_MS = 10 * 365 * 86_400_000  # ten years: a scheduler takes no longer deadline
-RETRY_S = 0.25  # pause before something is tried again that the scheduler could not do
+LONGEST_MS = 10 * 365 * 86_400_000  # ten years: a scheduler accepts no longer deadline
+RETRY_S = 0.25  # pause before an operation is retried that the scheduler could not do
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a client learns first."""
+    """The first information that a client gets about its request."""
 
     request_id: str
     prompt_tokens: int
     seed: int
     stop: tuple[str, ...]
-    attached: bool  # to a request that existed
+    attached: bool  # True if the request existed before
     model: str
 
 
 @dataclass(slots=True)
 class Batch:
-    """Everything that arrived since the last one."""
+    """Everything that arrived since the last batch."""
 
     first_token: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
-    end: link_pb2.RequestEnd | None = None  # with the last tokens
+    end: link_pb2.RequestEnd | None = None  # arrives together with the last tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -73,28 +77,28 @@ class ClientStream:
     request_id: str
     submit: (
         link_pb2.Submit | None
-    )  # None: attached to a request that another call submitted, and not told of it
-    deadline: float | None  # of the client's call, in the caller's clock
+    )  # None: attached to a request of another call, whose submission is unknown here
+    deadline: float | None  # deadline of the client's call, in the caller's clock
     acceptance: Acceptance | None = None
     failure: LapsSdError | None = None
-    refused: link_pb2.SubmitRefused | None = None  # why the submission failed, as the scheduler said it
+    refused: link_pb2.SubmitRefused | None = None  # the scheduler's reason why the submission failed
     end: link_pb2.RequestEnd | None = None
-    next_token: int = 0  # the first that has not arrived
-    attach_id: int = 0  # of the Attach that is not answered; 0: none
+    next_token: int = 0  # index of the first token that has not arrived
+    attach_id: int = 0  # id of the unanswered Attach; 0: none
     asked_at: float = 0.0
     retry_at: float | None = None
-    lost_since: float | None = None  # since when the scheduler does not know the request
-    restoring: bool = False  # submitted again, because the record lost it
-    paused: bool = False  # the buffer was full; deliveries are not taken until the client has read
+    lost_since: float | None = None  # time since which the scheduler has not known the request
+    restoring: bool = False  # True if submitted again, because the record lost the request
+    paused: bool = False  # True if the buffer was full; deliveries are discarded until the client has read
     received: array[int] = field(
         default_factory=lambda: array("I")
-    )  # all tokens, if it may have to be restored
+    )  # all tokens, if the request may have to be restored
     waiting: Batch = field(default_factory=lambda: Batch(0))
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def over(self) -> bool:
-        """Nothing more will arrive."""
+        """Return whether nothing more will arrive."""
         return self.end is not None or self.failure is not None
 
 
@@ -109,8 +113,9 @@ class Streams:
         self._submissions: dict[int, ClientStream] = {}
         self._attaches: dict[int, ClientStream] = {}
         self._retries: set[ClientStream] = set()
-        # Questions whose client left before the answer: a scheduler may have heard the Detach before it made
-        # the attachment, and it may have made it to another request than the one that the Detach named.
+        # Questions of clients that left before the answer, with their Detach: the scheduler may have received
+        # the Detach before it made the attachment, and the attachment may belong to another request than the
+        # one in the Detach.
         self._left: dict[int, link_pb2.Detach] = {}
         self._last_id = 0
 
@@ -121,16 +126,16 @@ class Streams:
         return iter(list(self._by_attachment.values()))
 
     def new_id(self) -> int:
-        """A number that names one question on the link."""
+        """Return a number that identifies one question on the link."""
         self._last_id += 1
         return self._last_id
 
-    # ---- what clients do
+    # ---- client operations
 
     def submit(
         self, submit: link_pb2.Submit, *, attachment_id: str, deadline: float | None, now: float
     ) -> tuple[ClientStream, Message]:
-        """A new request, and its stream."""
+        """Return the stream of a new request, and the message that submits it."""
         submit.submission_id = self.new_id()
         submit.attachment_id = attachment_id
         stream = ClientStream(attachment_id, submit.tenant, submit.request_id, submit, deadline)
@@ -141,13 +146,14 @@ class Streams:
     def attach(
         self, request_id: str, *, tenant: str, attachment_id: str, now: float
     ) -> tuple[ClientStream, Message]:
-        """A stream of a request that exists, from its first token."""
+        """Return a stream of an existing request, from its first token."""
         stream = ClientStream(attachment_id, tenant, request_id, None, None)
         self._add(stream)
         return stream, self._attachment(stream, now)
 
     def take(self, stream: ClientStream, now: float) -> tuple[Batch, list[Message]]:
-        """What waits for the client, without blocking. Raises the stream's failure once all that came before is taken."""
+        """Return the output that waits for the client, without blocking. Raises the stream's failure once all
+        earlier output is taken."""
         batch = stream.waiting
         stream.waiting = Batch(stream.next_token)
         stream.news.clear()
@@ -163,7 +169,7 @@ class Streams:
         return batch, []
 
     def close(self, stream: ClientStream) -> list[Message]:
-        """The client is gone, or has everything."""
+        """Close a stream: the client is gone, or has everything."""
         if self._by_attachment.pop(stream.attachment_id, None) is None:
             return []
         detach = link_pb2.Detach(request_id=stream.request_id, attachment_id=stream.attachment_id)
@@ -179,10 +185,10 @@ class Streams:
             return []
         return [Message(detach=detach)]
 
-    # ---- what the link does
+    # ---- events of the link
 
     def reconnected(self, now: float) -> list[Message]:
-        """A leader has greeted: all that it must know, oldest stream first."""
+        """Return all messages that a leader needs after its greeting, oldest stream first."""
         self._left.clear()
         messages = []
         for stream in self:
@@ -195,7 +201,8 @@ class Streams:
         return messages
 
     def tick(self, now: float) -> list[Message]:
-        """What is due to be asked again. Call about once a second while the link is up."""
+        """Return the messages that are due to be sent again. Call it about once a second while the link is
+        up."""
         for stream in list(self._attaches.values()):
             if now - stream.asked_at >= ASK_AGAIN_S:
                 stream.retry_at = now
@@ -207,7 +214,7 @@ class Streams:
         ]
 
     def on_submit_reply(self, reply: link_pb2.SubmitReply, now: float) -> list[Message]:
-        """A submission was accepted or refused."""
+        """Handle the acceptance or refusal of a submission."""
         left = self._left.pop(reply.submission_id, None)
         if left is not None:
             left.request_id = reply.accepted.request_id or left.request_id
@@ -223,7 +230,7 @@ class Streams:
             stream.lost_since = None
             if stream.acceptance is None:
                 self._rename(stream, accepted.request_id or submit.request_id)
-                # A submission that was sent twice meets itself; that is no earlier request.
+                # A submission that was sent twice finds itself; that is not an earlier request.
                 existing = accepted.attached_to_existing and stream.request_id != submit.request_id
                 stream.acceptance = Acceptance(
                     request_id=stream.request_id,
@@ -237,7 +244,7 @@ class Streams:
                 )
                 stream.news.set()
             elif accepted.request_id not in ("", stream.request_id):
-                # While the record was empty somebody used the idempotency key for a request of its own.
+                # While the record was empty another client used the idempotency key for a request of its own.
                 self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
             return []
         refused = reply.refused
@@ -246,7 +253,7 @@ class Streams:
             Refusal.REASON_TENANT_FULL,
             Refusal.REASON_STORE_UNAVAILABLE,
         ):
-            # It was accepted once: it waits for its place instead of being turned away.
+            # The request was accepted once: it waits for room instead of being refused.
             self._retry(stream, now)
         else:
             stream.refused = refused
@@ -254,7 +261,7 @@ class Streams:
         return []
 
     def on_attach_reply(self, reply: link_pb2.AttachReply, now: float) -> list[Message]:
-        """An Attach was answered. Only the newest one of a stream counts."""
+        """Handle the answer to an Attach. Only the newest Attach of a stream counts."""
         left = self._left.pop(reply.attach_id, None)
         if left is not None:
             return [Message(detach=left)] if reply.result == link_pb2.AttachReply.RESULT_ATTACHED else []
@@ -286,7 +293,7 @@ class Streams:
         return []
 
     def on_delivery(self, delivery: link_pb2.Delivery, now: float) -> list[Message]:
-        """Committed tokens, an end, or both."""
+        """Handle committed tokens, an end, or both."""
         streams = self._by_request.get(delivery.request_id)
         if streams is None:
             return []
@@ -297,10 +304,11 @@ class Streams:
             message for stream in list(streams.values()) for message in self._receive(stream, delivery, now)
         ]
 
-    # ---- inside
+    # ---- internals
 
     def _receive(self, stream: ClientStream, delivery: link_pb2.Delivery, now: float) -> list[Message]:
-        # Before it is accepted, a stream cannot know its stop strings; what comes too early is asked for again.
+        # Before acceptance, a stream cannot know its stop strings; tokens that arrive too early are requested
+        # again.
         if stream.over or stream.paused or stream.acceptance is None:
             return []
         known = stream.next_token - delivery.first_token
@@ -329,14 +337,14 @@ class Streams:
         return []
 
     def _lost(self, stream: ClientStream, now: float) -> list[Message]:
-        """The scheduler does not know the request (any more)."""
+        """Handle a request that the scheduler does not know (any more)."""
         if stream.acceptance is None:
             self._fail(stream, NotFound(f"there is no request {stream.request_id!r}"))
             return []
         if stream.submit is not None:
             stream.restoring = True
             return [self._submission(stream, now)]
-        # Somebody else holds what it takes to restore it: its worker, or the gateway that submitted it.
+        # Another process has the data to restore the request: its worker, or the gateway that submitted it.
         if stream.lost_since is None:
             stream.lost_since = now
         if now - stream.lost_since >= self._restore_s:
@@ -346,7 +354,8 @@ class Streams:
         return []
 
     def _can_restore(self, stream: ClientStream, submit: link_pb2.Submit, now: float) -> None:
-        """From its first token on it holds all that it takes to submit a request that another gateway submitted."""
+        """Make the stream able to submit a request again that another gateway submitted. The stream must have
+        all tokens from the first on."""
         submit.submission_id = self.new_id()
         submit.attachment_id = stream.attachment_id
         if submit.HasField("deadline_in_ms"):
@@ -362,7 +371,8 @@ class Streams:
         if stream.deadline is not None:
             message.submit.deadline_in_ms = max(1, round((stream.deadline - now) * 1000))
         if stream.restoring and stream.acceptance is not None:
-            # As it was accepted: an idempotency key may have led to an earlier request with a seed of its own.
+            # Use the accepted id and seed: an idempotency key may have led to an earlier request with its own
+            # seed.
             message.submit.request_id = stream.request_id
             message.submit.specification.request_id = stream.request_id
             message.submit.specification.seed = stream.acceptance.seed
@@ -420,7 +430,7 @@ class Streams:
             del self._by_request[stream.request_id]
 
     def _rename(self, stream: ClientStream, request_id: str) -> None:
-        """The idempotency key was known: the stream belongs to the earlier request."""
+        """Move the stream to the earlier request to which its idempotency key belongs."""
         if request_id == stream.request_id:
             return
         self._unindex(stream)
@@ -429,7 +439,7 @@ class Streams:
 
 
 def _refusal(refused: link_pb2.SubmitRefused) -> LapsSdError:
-    """Why a submission was refused, as its client sees it."""
+    """Return the error that the client of a refused submission gets."""
     retry_after_s = refused.retry_after_ms / 1000 if refused.retry_after_ms else None
     match refused.reason:
         case Refusal.REASON_QUEUE_FULL:

@@ -1,4 +1,4 @@
-"""Whose call this is, and how much of it that tenant may have. The one place that decides it, for every protocol.
+"""The tenants of calls and their limits. Only this module decides on them, for every protocol.
 
 A file names the tenants (TOML; `laps-sd key` writes an entry):
 
@@ -6,11 +6,11 @@ A file names the tenants (TOML; `laps-sd key` writes an entry):
     keys = ["sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
     requests_per_minute = 600      # in the long run; a sixth of it at once
     concurrent_requests = 50       # open at once
-    max_priority = 10              # highest priority it may ask for
+    max_priority = 10              # highest priority of its requests
 
-All but the keys may be left out, and then have no limit of their own. `[tenants.anonymous]` limits calls without a key.
-Keys are 256 bits of chance, so that one round of SHA-256 hides them; the file holds nothing that opens a door. Limits hold
-per gateway: none knows of another.
+All entries except the keys are optional; a missing entry means no limit of the tenant's own.
+`[tenants.anonymous]` limits calls without a key. Keys are 256 random bits, so that one round of SHA-256 hides
+them; the file holds no credentials. Limits hold per gateway: no gateway knows the usage at another.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ IDENTITY = ("authorization", TENANT_KEY, FAIRNESS_KEY)
 MAX_TENANT_CHARACTERS = 64
 MAX_KEY_CHARACTERS = 256
 MAX_FILE_BYTES = 4 * 1024 * 1024
-BURST_SHARE = 1 / 6  # of a minute's requests, at once
+BURST_SHARE = 1 / 6  # share of a minute's requests that may come at once
 CALLS_PER_REQUEST = 10
-"""Calls that make no request (Cancel, Resume, Explain, Tokenize, Detokenize) a tenant may make for each request that it may make. They have
-a bucket of their own: a tenant that has used up its requests can still cancel all of them. Our choice."""
+"""Calls that make no request (Cancel, Resume, Explain, Tokenize, Detokenize) a tenant may make for each
+request that it may make. They have a bucket of their own: a tenant that has used up its requests can still
+cancel all of them. Our choice."""
 FIRST_OPEN_S = 1.0
-"""Assumed duration of a tenant's streams before the first has ended."""
+"""Assumed duration of a tenant's streams before the first has ended, in seconds."""
 NEWEST_SHARE = 0.1
 """Weight of the newest stream in the mean duration."""
 LOOK_AGAIN_S = 5.0
@@ -65,12 +66,12 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class TenantFileError(ValueError):
-    """The file of tenants cannot be used. The message is a sentence."""
+    """Raised when the file of tenants cannot be used. The message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one tenant may have of one gateway; None: no limit of its own."""
+    """Limits of one tenant at one gateway; None: no limit of its own."""
 
     requests_per_minute: float | None = None
     concurrent_requests: int | None = None
@@ -78,21 +79,21 @@ class Quota:
 
     @property
     def burst(self) -> float:
-        """Requests at once."""
+        """Return the number of requests that may come at once."""
         return max(1.0, (self.requests_per_minute or 0.0) * BURST_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """What the file says. Pure; `read` alone does I/O."""
+    """The content of the file of tenants. Pure; only `read` does I/O."""
 
     tenants: Mapping[str, str]
-    """Digest of a key to its tenant."""
+    """Tenant by the digest of a key."""
     quotas: Mapping[str, Quota]
 
     @classmethod
     def read(cls, path: Path) -> KeyFile:
-        """Raises TenantFileError."""
+        """Read the file. Raises TenantFileError."""
         try:
             with path.open("rb") as file:
                 raw = file.read(MAX_FILE_BYTES + 1)
@@ -102,12 +103,12 @@ class KeyFile:
             raise TenantFileError(f"{path} must be at most {MAX_FILE_BYTES} bytes")
         try:
             return cls.parse(raw.decode())
-        except ValueError as error:  # of TOML, of UTF-8, and our own
+        except ValueError as error:  # errors of TOML, of UTF-8, and our own
             raise TenantFileError(f"{path}: {error}") from error
 
     @classmethod
     def parse(cls, text: str) -> KeyFile:
-        """Raises ValueError with a sentence that names the entry."""
+        """Parse the text of the file. Raises ValueError with a sentence that names the entry."""
         body = tomllib.loads(text)
         unknown = sorted(body.keys() - {"tenants"})
         if unknown:
@@ -138,7 +139,7 @@ def _digests(name: str, keys: Any) -> list[str]:
         raise ValueError(f"tenants.{ANONYMOUS}.keys must be absent: it is who calls without one")
     for index, key in enumerate(keys):
         if not isinstance(key, str) or not HASH.fullmatch(key):
-            # What stands there may be a key by mistake: it is not repeated.
+            # The invalid value may be a key that was entered by mistake: the message does not repeat it.
             raise ValueError(f"tenants.{name}.keys[{index}] must be sha256: and 64 hexadecimal digits")
     return keys
 
@@ -158,7 +159,7 @@ def _quota(name: str, entry: Mapping[str, Any]) -> Quota:
 
 
 class _Bucket:
-    """Calls that a tenant may make: it fills at a rate up to a burst."""
+    """A token bucket of the calls that a tenant may make: it fills at a rate up to a burst."""
 
     def __init__(self) -> None:
         self._allowance: float | None = None
@@ -167,7 +168,8 @@ class _Bucket:
         self._refused = Turns()
 
     def take(self, count: int, full: float, per_s: float, now: float) -> float:
-        """Take `count` calls; return 0, or the seconds after which they may be tried. More calls than the burst may empty a full one."""
+        """Take `count` calls; return 0, or the seconds after which they may be tried again. A full bucket may
+        be emptied by more calls than the burst."""
         allowance = full if self._allowance is None else self._allowance
         allowance = min(full, allowance + (now - self._counted_at) * per_s)
         self._allowance, self._counted_at = allowance, now
@@ -179,23 +181,24 @@ class _Bucket:
 
 
 class _Account:
-    """What a tenant has at this moment."""
+    """The present usage of a tenant."""
 
     def __init__(self) -> None:
         self.open = 0
         self.mean_open_s = FIRST_OPEN_S
-        """For how long its streams were open, the newest counted most."""
+        """Mean time for which its streams were open, in seconds; the newest stream has the largest weight."""
         self.requests = _Bucket()
         self.calls = _Bucket()
         self.refused = Turns()
-        """Calls beyond the streams that it may have open."""
+        """Retry times of calls refused by the tenant's limit of open streams."""
 
 
 class Tenants:
-    """Reads the headers of HTTP and the metadata of gRPC alike."""
+    """The tenants of the file and their usage. Reads the headers of HTTP and the metadata of gRPC alike."""
 
     def __init__(self, settings: GatewaySettings, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds. Raises StartupError when the file cannot be used."""
+        """Read the file of tenants, if there is one. `clock` returns seconds. Raises StartupError if the file
+        cannot be used."""
         self._clock = clock
         self._trust_metadata = settings.trust_tenant_metadata
         self._anonymous = settings.allows_anonymous
@@ -210,7 +213,8 @@ class Tenants:
                 raise StartupError(f"LAPS_SD_API_KEYS_FILE: {error}.") from error
 
     def of(self, headers: Iterable[tuple[str, str]]) -> str:
-        """The tenant of a call, from its headers as they came. Raises Unauthenticated, InvalidArgument."""
+        """Return the tenant of a call, from its headers as received. Raises Unauthenticated,
+        InvalidArgument."""
         try:
             return self._of(_once(headers))
         except LapsSdError as error:
@@ -219,7 +223,7 @@ class Tenants:
 
     def _of(self, headers: Mapping[str, str]) -> str:
         given = headers.get("authorization", "")
-        if given and self._path is not None:  # without keys of ours it is meant for somebody else
+        if given and self._path is not None:  # without a keys file the header is for another server
             return self._by_key(given)
         if self._trust_metadata:
             for key in (TENANT_KEY, FAIRNESS_KEY):
@@ -230,9 +234,9 @@ class Tenants:
                     )
                 if (
                     not tenant.isprintable()
-                ):  # nor are halves of surrogate pairs, which stand for octets that are no text
+                ):  # also refuses lone surrogates, which represent bytes that are not text
                     raise InvalidArgument(key, "must hold printable characters only")
-                if "," in tenant:  # what a proxy makes of several headers of one name, see `_once`
+                if "," in tenant:  # a proxy joins several headers of one name with commas, see `_once`
                     raise InvalidArgument(key, "must be one name, without a comma")
                 if tenant:
                     return tenant
@@ -245,25 +249,28 @@ class Tenants:
         key = key.strip()
         if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise Unauthenticated("the authorization must be: Bearer KEY")
-        # Looked up by its digest: how long that takes says nothing about a key. Octets that are no text are no key.
+        # The key is looked up by its digest: the time that takes reveals nothing about a key. Bytes that are
+        # not ASCII are not a key.
         tenant = self._file.tenants.get(digest_of(key)) if key.isascii() else None
         if tenant is None:
             raise Unauthenticated("the API key is not known here")
         return tenant
 
     def label(self, tenant: str) -> str:
-        """The tenant as a metric's label: only what the file names has one of its own, so that there are not too many."""
+        """Return the tenant as a metric's label: only tenants named in the file have their own label, which
+        bounds the number of labels."""
         return tenant if tenant == ANONYMOUS or tenant in self._file.quotas else OTHERS
 
     def check_priority(self, tenant: str, priority: int) -> None:
-        """Raises PermissionDenied for a priority above what the tenant may ask for."""
+        """Raise PermissionDenied for a priority above the tenant's highest."""
         most = self._quota(tenant).max_priority
         if most is not None and priority > most:
             raise PermissionDenied(f"priority must be at most {most} for tenant {tenant!r}, got {priority}")
 
     @contextmanager
     def admitted(self, tenant: str, count: int, *, new: bool) -> Iterator[None]:
-        """Lets `count` streams be open meanwhile. `new` ones are paid for by the tenant's rate.
+        """Allow `count` streams to be open inside the context. Streams with `new` are charged to the tenant's
+        rate.
 
         Raises ResourceExhausted; InvalidArgument for more than the tenant may ever have open.
         """
@@ -298,7 +305,7 @@ class Tenants:
                 self._accounts.pop(tenant, None)
 
     def charge_call(self, tenant: str) -> None:
-        """Count a call that makes no request. Raises ResourceExhausted."""
+        """Charge a call that makes no request. Raises ResourceExhausted."""
         quota = self._quota(tenant)
         if quota.requests_per_minute is None:
             return
@@ -315,16 +322,16 @@ class Tenants:
     def _quota(self, tenant: str) -> Quota:
         return self._file.quotas.get(tenant, Quota())
 
-    # ---- a file that changes
+    # ---- changes of the file
 
     async def watch(self) -> None:
-        """Takes over what is written to the file, for ever; a file that cannot be used changes nothing."""
+        """Apply changes of the file until cancelled; an unusable file changes nothing."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             await asyncio.to_thread(self.maybe_reload)
 
     def maybe_reload(self) -> bool:
-        """Reads the file again if it has changed; whether the new one holds."""
+        """Read the file again if it has changed; return whether the new content is in force."""
         stamp = self._stamp()
         if self._path is None or stamp == self._seen:
             return False
@@ -338,7 +345,8 @@ class Tenants:
         return True
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """What differs when the file is another one, also behind the links by which Kubernetes swaps a secret."""
+        """Return values that change with the file, also if Kubernetes replaces a secret by changing the
+        symbolic links in front of it."""
         if self._path is None:
             return None
         try:
@@ -349,9 +357,9 @@ class Tenants:
 
 
 def _once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the headers that name a caller. Raises InvalidArgument for one that was sent twice: where a proxy appends its own header
-    to the client's, and the gateway used the other one, a client could choose its tenant.
-    """
+    """Return the headers that identify a caller. Raises InvalidArgument for a header that was sent twice: if
+    a proxy appended its own header to the client's, and the gateway used the client's, a client could choose
+    its tenant."""
     found: dict[str, str] = {}
     for given, value in headers:
         name = given.lower()

@@ -1,4 +1,5 @@
-"""What single tokens are made of, where a text of its own would lose some of it: half a character, a blank at the start."""
+"""The bytes of single tokens, for cases where the decoded text of one token would lose some: part of a
+character, a blank at the start."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _letters() -> dict[str, int]:
-    """GPT-2's alphabet: each byte as a character that can be printed, those that cannot from U+0100 on."""
+    """Return GPT-2's alphabet: each byte as a printable character, unprintable bytes from U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printed)]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -25,7 +26,8 @@ LETTERS = _letters()
 
 
 class TokenBytes:
-    """`bytes_of(token_id)`: of all tokens of a text they make up its UTF-8, but for what a decoder strips at its ends."""
+    """The bytes of tokens. `bytes_of(token_id)` of all tokens of a text, joined, is the text's UTF-8, except
+    for the characters that a decoder strips at its ends."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -39,7 +41,7 @@ class TokenBytes:
         self._blanks = [blank for step in steps if (blank := _blank(step))]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Empty for an id that the tokenizer does not know."""
+        """Return the bytes of a token; empty for an id that the tokenizer does not know."""
         if token_id in self._added:
             return self._added[token_id].encode()
         piece = self._tokenizer.id_to_token(token_id)
@@ -58,7 +60,7 @@ class TokenBytes:
 
 
 def _steps(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """What the decoder of a tokenizer.json does, one after the other."""
+    """Yield the steps of the decoder in a tokenizer.json, in order."""
     if tokenizer.decoder is None:
         return
     waiting = [json.loads(tokenizer.decoder.__getstate__())]
@@ -69,7 +71,7 @@ def _steps(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 def _blank(step: dict[str, Any]) -> tuple[str, str] | None:
-    """How a step writes a blank: (as in the vocabulary, as in a text)."""
+    """Return how a step writes a blank: (in the vocabulary, in a text)."""
     match step:
         case {"type": "Metaspace", "replacement": str(written)}:
             return written, " "

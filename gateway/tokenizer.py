@@ -1,4 +1,4 @@
-"""The model as a gateway knows it: tokenizer, chat template, context limit. No weights, no torch."""
+"""The parts of a model that a gateway uses: tokenizer, chat template, context limit. No weights, no torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from laps_sd import model_dir
 
 __all__ = ["ChatTemplate", "ModelFiles", "ModelFilesError", "TemplateRefused", "load_model"]
 
-THREAD_FROM_CHARACTERS = 4096  # a shorter text is tokenized sooner than a thread could take it over
+THREAD_FROM_CHARACTERS = 4096  # a shorter text is tokenized faster than it is passed to a thread
 
 
 class ModelFilesError(ValueError):
-    """The tokenizer directory cannot be used. The message is a sentence that names the file."""
+    """Raised when the tokenizer directory cannot be used. The message is a sentence that names the file."""
 
 
 class TemplateRefused(ValueError):
-    """The chat template cannot render these messages (an order of roles it does not know, for instance)."""
+    """Raised when the chat template cannot render these messages (for instance because of an unknown order of
+    roles)."""
 
 
 class ChatTemplate:
@@ -47,7 +48,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt up to where the assistant's answer begins. Raises TemplateRefused."""
+        """Return the prompt up to the beginning of the assistant's answer. Raises TemplateRefused."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -56,13 +57,14 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise TemplateRefused(str(error) or type(error).__name__) from error
-        # The template is code that came with a model: whatever it raises over these messages is its refusal.
+        # The template is code that came with a model: any error that it raises for these messages is its
+        # refusal.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
 
 def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """Like the filter of transformers: no HTML escaping, no ASCII escaping."""
+    """Serialize like the filter of transformers: no HTML escaping, no ASCII escaping."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -76,7 +78,7 @@ def _strftime_now(format: str) -> str:  # noqa: A002 -- the name that templates 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a gateway needs to know about a model. Thread-safe."""
+    """The tokenizer and the limits of a model. Thread-safe."""
 
     name: str
     tokenizer: Tokenizer
@@ -88,32 +90,37 @@ class ModelFiles:
     pieces: TokenBytes
 
     def encode_text(self, text: str) -> list[int]:
-        """Plain text as it stands, with what the tokenizer puts around a sequence (often a begin token)."""
+        """Return the token ids of a plain text, with the tokens that the tokenizer adds around a sequence
+        (often a begin token)."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=True).ids
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Text of the chat template, which has written all special tokens itself."""
+        """Return the token ids of text from the chat template, which has written all special tokens
+        itself."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     async def encode_off_loop(self, text: str, *, rendered: bool) -> list[int]:
-        """Tokenizes; a long text in a thread, because the tokenizer gives the interpreter lock up."""
+        """Return the token ids of a text; a long text is tokenized in a thread, because the tokenizer
+        releases the interpreter lock."""
         encode = self.encode_rendered if rendered else self.encode_text
         if len(text) < THREAD_FROM_CHARACTERS:
             return encode(text)
         return await asyncio.to_thread(encode, text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included; an id that the tokenizer does not know has none."""
+        """Return the text of ids, special tokens included; an id that the tokenizer does not know has no
+        text."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
 
 def load_model(directory: Path, *, name: str, context_tokens: int | None = None) -> ModelFiles:
-    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises ModelFilesError.
+    """Load tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises
+    ModelFilesError.
 
-    `context_tokens` overrides what the model says.
+    `context_tokens` overrides the limit in the model's files.
     """
     tokenizer_path = directory / "tokenizer.json"
     if not tokenizer_path.is_file():
@@ -122,7 +129,8 @@ def load_model(directory: Path, *, name: str, context_tokens: int | None = None)
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
     except Exception as error:  # the library raises bare Exception
         raise ModelFilesError(f"{tokenizer_path}: not a tokenizer: {error}") from error
-    # Truncation and padding are settings of training pipelines that some files carry; a prompt is never cut silently.
+    # Truncation and padding are settings of training pipelines that some files contain; a prompt is never cut
+    # silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -183,7 +191,7 @@ def _chat_template(
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object from a file; empty when there is no such file."""
+    """Return the object in a file; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -196,7 +204,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """A special token is written as a text, or as an object with its content."""
+    """Return the text of a special token, which is written as a text, or as an object with its content."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,4 +1,5 @@
-"""The span of a call, with the semantic conventions of generative AI; `laps_sd.tracing` shows the whole trace."""
+"""The span of a call, with the semantic conventions of generative AI; `laps_sd.tracing` describes the whole
+trace."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ PROVIDER = "laps-sd"
 
 
 class CallSpan:
-    """What one call tells of itself. Without tracing it keeps quiet."""
+    """The span of one call. Without tracing it records nothing."""
 
     def __init__(self, span: Span | None, traceparent: str, *, choices_per_prompt: int = 1) -> None:
         self._choices_per_prompt = choices_per_prompt
         self.traceparent = traceparent
-        """What the services behind are told: this span, or the caller's where nobody traces here."""
+        """The parent passed to the services called: this span, or the caller's if this gateway does not
+        trace."""
         self._span = span
         self._began_ns = time.time_ns()
         self._first = True
@@ -36,7 +38,7 @@ class CallSpan:
         self._failed = ""
 
     def accepted(self, accepted: Sequence[inference_pb2.Accepted]) -> None:
-        """All choices are on the record."""
+        """Record that all choices are in the store."""
         if self._span is None:
             return
         self._span.add_event("accepted")
@@ -46,7 +48,7 @@ class CallSpan:
         self._span.set_attribute("gen_ai.usage.input_tokens", sum(one.prompt_tokens for one in prompts))
 
     def tokens(self, count: int) -> None:
-        """So many came."""
+        """Count `count` new tokens; the first ones set the time to the first chunk."""
         if self._span is None or count == 0:
             return
         self._output_tokens += count
@@ -56,7 +58,7 @@ class CallSpan:
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", after_s)
 
     def ended(self, ended: inference_pb2.Ended) -> None:
-        """A choice is over."""
+        """Record the end of a choice."""
         if self._span is None:
             return
         reason = inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
@@ -82,7 +84,7 @@ class CallSpan:
         )
 
     def over(self, error: BaseException | None) -> None:
-        """Nothing follows."""
+        """End the span; nothing follows."""
         if self._span is None:
             return
         from opentelemetry.trace import Status, StatusCode
@@ -97,7 +99,7 @@ class CallSpan:
         if error is not None:
             known = isinstance(error, LapsSdError)
             self._span.set_attribute("error.type", error.code.name if known else type(error).__name__)  # type: ignore[attr-defined]
-            # A client that leaves has not failed.
+            # A client that disconnects is not a failure.
             if isinstance(error, Exception):
                 self._span.set_status(Status(StatusCode.ERROR, error.message if known else ""))  # type: ignore[attr-defined]
         self._span.end()
@@ -107,7 +109,7 @@ class CallSpan:
 def call_span(
     tracing: Tracing, requests: Sequence[inference_pb2.GenerateRequest], traceparent: str, *, model: str
 ) -> Iterator[CallSpan]:
-    """The span of a call, below its caller's."""
+    """Start the span of a call, as a child of its caller's."""
     span = _start(tracing, requests, traceparent, model)
     try:
         yield span
@@ -142,7 +144,8 @@ def _start(
 def _asked(
     request: inference_pb2.GenerateRequest, operation: str, model: str, *, prompts: int
 ) -> dict[str, Any]:
-    """What was asked for, as far as it says nothing of the prompt; checked later, so of any size here."""
+    """Return the attributes of a request that contain nothing of the prompt; the request is checked later, so
+    values may have any size here."""
     sampling = request.sampling
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,
@@ -166,4 +169,4 @@ def _asked(
 
 
 def _choices(request: inference_pb2.GenerateRequest) -> int:
-    return max(1, request.n)  # as it came: what cannot be is refused later
+    return max(1, request.n)  # the unchecked value: an invalid one is refused later

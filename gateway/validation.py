@@ -1,9 +1,10 @@
-"""What a client sends, checked and completed. Pure: no clock, no randomness, no I/O.
+"""The checks of client input, and the completion of requests with defaults. Pure: no clock, no randomness, no
+I/O.
 
 Two steps, because a prompt must be tokenized and an output format compiled in between (`formats.py`):
 
-1. `check_request`: everything that can be judged from the message alone. Cheap; bounds what tokenizing may cost.
-2. `complete`: with the prompt's token ids, the submission as the scheduler gets it.
+1. `check_request`: everything that can be checked in the message alone. Cheap; bounds the cost of tokenizing.
+2. `complete`: with the prompt's token ids, the submission that the scheduler gets.
 
 Each problem is an InvalidArgument that names the field, as a path from the request, and the limit.
 """
@@ -36,7 +37,8 @@ ROLES = ("system", "user", "assistant")
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 FIRST_MS, LAST_MS = 10**12, 10**13
-"""Of a deadline: from 2001 to 2286, so that seconds and microseconds are not mistaken for milliseconds."""
+"""Range of a deadline in milliseconds: from 2001 to 2286, so that seconds and microseconds are not mistaken
+for milliseconds."""
 MAX_KEY_CHARACTERS = 128
 MAX_CLASS_CHARACTERS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -46,8 +48,9 @@ MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 MAX_CHARACTERS_PER_TOKEN = 64
-"""A prompt with more characters than this for each token of the context cannot fit. Tokenizing takes a hundred octets and more
-for each token that comes out, so what cannot fit is refused before."""
+"""Maximum number of characters of a prompt for each token of the context; a longer prompt cannot fit.
+Tokenizing takes a hundred bytes and more for each resulting token, so a prompt that cannot fit is refused
+before."""
 CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
 REQUEST_ID = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9]+)")
 
@@ -58,7 +61,8 @@ Drafter = inference_pb2.Speculation.Drafter
 def check_request(
     request: inference_pb2.GenerateRequest, settings: GatewaySettings, model: ModelFiles
 ) -> None:
-    """Raises InvalidArgument unless the request can be tokenized and everything but its length is in bounds."""
+    """Raise InvalidArgument unless the request can be tokenized and everything except its length is in
+    bounds."""
     check_model(request.model, model)
     _check_prompt(request, settings, model)
     _check_sampling(request.sampling, settings, model)
@@ -105,13 +109,13 @@ def check_request(
 
 
 def check_model(name: str, model: ModelFiles) -> None:
-    """Raises InvalidArgument unless the model served here is meant."""
+    """Raise InvalidArgument unless the name is that of the model served here."""
     if name and name != model.name:
         raise InvalidArgument("model", f"must be {model.name!r}, the model served here, got {_shown(name)}")
 
 
 def choices_of(request: inference_pb2.GenerateRequest) -> int:
-    """How many outputs a checked request asks for."""
+    """Return the number of outputs of a checked request."""
     return request.n if request.HasField("n") else 1
 
 
@@ -131,7 +135,7 @@ def _check_prompt(
             ids = request.token_ids.ids
             if not ids:
                 raise InvalidArgument("token_ids.ids", "must not be empty")
-            if len(ids) >= model.context_tokens:  # before each is looked at: there may be millions
+            if len(ids) >= model.context_tokens:  # before each id is checked: there may be millions
                 raise _too_long("token_ids.ids", len(ids), model)
             check_ids("token_ids.ids", ids, model)
 
@@ -168,7 +172,7 @@ def _check_characters(field: str, characters: int, settings: GatewaySettings, mo
 
 
 def check_ids(field: str, ids: Sequence[int], model: ModelFiles) -> None:
-    """Raises InvalidArgument when a token id is not in the model's vocabulary."""
+    """Raise InvalidArgument if a token id is not in the model's vocabulary."""
     if ids and max(ids) >= model.vocab_size:
         index = next(index for index, token in enumerate(ids) if token >= model.vocab_size)
         raise InvalidArgument(
@@ -285,10 +289,10 @@ def complete(
     fallback_seed: int,
     choice: int = 0,
 ) -> gateway_link_pb2.Submit:
-    """The submission of a checked request, defaults filled in; the id comes with the shard.
+    """Return the submission of a checked request, with defaults filled in; the id is added with the shard.
 
-    Raises InvalidArgument when it does not fit the context. Each choice is a request of its own, whose seed is the choice's number further (our choice); the first is what the
-    request would be with n = 1.
+    Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
+    seed is increased by the choice's number (our choice); the first choice equals the request with n = 1.
     """
     prompt = request.WhichOneof("prompt") or "prompt"
     if not prompt_ids:
@@ -360,8 +364,8 @@ def _too_long(field: str, tokens: int, model: ModelFiles) -> InvalidArgument:
 
 
 def body_hash(request: inference_pb2.GenerateRequest) -> bytes:
-    """Return what an idempotency key stands for: the request as sent, without the key itself and without the deadline. A retry
-    has another deadline, and wants the same result."""
+    """Return the hash of the request that an idempotency key identifies: the request as sent, without the key
+    itself and without the deadline. A retry has another deadline, but needs the same result."""
     body = inference_pb2.GenerateRequest()
     body.CopyFrom(request)
     body.ClearField("idempotency_key")
@@ -370,7 +374,7 @@ def body_hash(request: inference_pb2.GenerateRequest) -> bytes:
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidArgument unless this could be an id that some gateway issued."""
+    """Raise InvalidArgument unless this could be an id that some gateway issued."""
     if not request_id:
         raise InvalidArgument("request_id", "must not be empty")
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
@@ -382,10 +386,10 @@ def check_request_id(request_id: str) -> None:
 
 
 def shard_of(request_id: str) -> str:
-    """The shard that a request lives in."""
+    """Return the shard of a request."""
     return request_id.partition(".")[0]
 
 
 def _shown(text: str) -> str:
-    """A client's text for an error message: quoted, not too long."""
+    """Return a client's text for an error message: quoted, not too long."""
     return repr(text if len(text) <= 40 else text[:40] + "…")

@@ -1,12 +1,14 @@
-"""The metrics of a gateway once more, under the names of vLLM's: for dashboards, autoscalers and endpoint pickers that read those.
+"""The metrics of a gateway under vLLM's names: for dashboards, autoscalers and endpoint pickers that read
+those.
 
-A vLLM server is front and engine in one process; here the gateway is where its clients call, so all names are found at a gateway.
-Nothing is counted twice: what stands below is made of the gateway's own metrics at each scrape. Everything has vLLM's labels
-`model_name` and `engine` ("0").
+A vLLM server is front end and engine in one process; here clients call the gateway, so all names are found at
+a gateway. Nothing is counted twice: the metrics below are computed from the gateway's own metrics at each
+scrape. All have vLLM's labels `model_name` and `engine` ("0").
 
-* Running and waiting are this gateway's requests, so that a sum over gateways is the whole: waiting means that no output has come.
-* KV usage is that of all workers, as the leaders said last.
-* What is known only at the end of a request (waits, speculation, preemptions) is counted then.
+* Running and waiting are this gateway's requests, so that a sum over gateways is the total: waiting means
+  that no output has arrived.
+* KV usage is that of all workers, from the leaders' latest reports.
+* Values known only at the end of a request (waits, speculation, preemptions) are counted then.
 * Times between tokens are the mean of a request: one observation per request.
 """
 
@@ -38,7 +40,7 @@ SAME: dict[str, MetricWrapperBase] = {
     "vllm:spec_decode_num_draft_tokens": metrics.DRAFTED,
     "vllm:spec_decode_num_accepted_tokens": metrics.ACCEPTED,
 }
-"""Name of vLLM's metric, without the `_total` of a counter, and ours with the same meaning."""
+"""Our metrics with the same meaning, by the name of vLLM's metric, without the `_total` of a counter."""
 FINISHED = {
     "stop": "stop",
     "stop_sequence": "stop",
@@ -47,18 +49,18 @@ FINISHED = {
     "cancelled": "abort",
     "gone": "abort",
 }
-"""How a stream ended, as vLLM calls it. Others are errors, and no success."""
+"""vLLM's name for the end of a stream. Other ends are errors, and not successes."""
 
 
 class VllmMetrics(Collector):
-    """Register it where metrics are collected."""
+    """A collector of metrics. Register it where metrics are collected."""
 
     def __init__(self, model: str, shards: Shards) -> None:
         self._labels = {"model_name": model, "engine": "0"}
         self._shards = shards
 
     def collect(self) -> Iterable[Metric]:
-        """All of them, as of now."""
+        """Yield all metrics with their present values."""
         for name, metric in SAME.items():
             yield from self._renamed(name, metric)
         yield self._prompt_tokens()
