@@ -1,16 +1,17 @@
-"""Which of the ranked requests of one worker run next: one pure function, the same in the worker and in simulations.
+"""The choice of the requests of one worker that run next: one pure function, the same in the worker and in
+simulations.
 
-The scheduler decides levels, ranks, priorities and placement; this function applies what only the place
-knows at the moment of the round: slots, KV blocks, hysteresis, the reserved share and the KV latch.
+The scheduler decides levels, ranks, priorities and placement; this function applies what is known only on the
+worker at the moment of the round: slots, KV blocks, hysteresis, the reserved share and the KV latch.
 
-Words: a candidate is *resident* when its KV is on the device, *waiting* when it did not take part in the
-previous round. Its *cost* is `index_s`, plus `resume_cost_s` if it is not resident; candidates are compared by
-`(rank_class, cost, request_id)`, smaller first.
+Terms: a candidate is *resident* when its KV is on the device, *waiting* when it did not take part in the
+previous round. Its *cost* is `index_s`, plus `resume_cost_s` if it is not resident; candidates are compared
+by `(rank_class, cost, request_id)`, smaller first.
 
 Invariants
-  * Standard library only: no clock, no I/O, no randomness. Equal arguments give equal answers, in whatever
-    order the candidates come.
-  * Nothing is evicted while the KV of everything that runs fits, and nothing that runs is evicted.
+  * Standard library only: no clock, no I/O, no randomness. Equal arguments give equal results, in any order
+    of the candidates.
+  * Nothing is evicted while the KV of all running requests fits, and no running request is evicted.
   * The chosen requests always fit: slots, and blocks with their growth in this round.
   * Work conserving: no slot stays free while a candidate that would fit waits.
 
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 
 class Residency(enum.IntEnum):
-    """Where the KV of a request lies on its worker."""
+    """Place of the KV of a request on its worker."""
 
     NONE = 0
     HOST = 1
@@ -37,7 +38,7 @@ class Residency(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One entry of the assignment, joined with what the worker knows of the request."""
+    """One entry of the assignment, joined with the worker's own state of the request."""
 
     request_id: str
     rank_class: int
@@ -47,11 +48,11 @@ class Candidate:
     resume_cost_s: float
     """Machine seconds it costs to take it up again (prefill, swap in) if it is not on the device."""
     reserved: bool
-    """One of the oldest requests of the shard: may use the reserved share."""
+    """True for one of the oldest requests of the shard: it may use the reserved share."""
     pinned: bool
-    """Never paused once it runs (policies without preemption)."""
+    """True if it is never paused once it runs (policies without preemption)."""
     running: bool
-    """Took part in the previous round."""
+    """True if it took part in the previous round."""
     residency: Residency
     tokens: int
     """Context length now: prompt and outputs."""
@@ -61,14 +62,14 @@ class Candidate:
 
 
 class ReserveClock(NamedTuple):
-    """One-slot worker: how the reserved share stands, in the present cycle."""
+    """State of the reserved share in the present cycle, on a one-slot worker."""
 
     request_id: str = ""
     """The oldest request that is here."""
     rounds: int = 0
-    """Of the cycle so far; only those count in which an old request was here."""
+    """Rounds of the cycle so far; only those count in which an old request was here."""
     had: int = 0
-    """Those of them in which it ran, in the share or by its own rank."""
+    """Those of these rounds in which it ran, in the share or by its own rank."""
 
 
 NEW_CLOCK = ReserveClock()
@@ -86,23 +87,23 @@ class Place:
     max_growth_tokens: int
     """Tokens a request can grow in one round: the longest draft and the bonus token (γ + 1)."""
     kv_latched: bool = False
-    """What `Choice.kv_latched` said at the last round."""
+    """`Choice.kv_latched` of the last round."""
     reserve_clock: ReserveClock = NEW_CLOCK
-    """What `Choice.reserve_clock` said at the last round."""
+    """`Choice.reserve_clock` of the last round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the worker does before its next round."""
+    """Actions of the worker before its next round."""
 
     run: tuple[str, ...]
     """Requests of the next round, best first."""
     evict: tuple[str, ...]
     """Requests on the device whose blocks are needed: worst rank first. Swapped out, or dropped if the host is full."""
     kv_latched: bool = False
-    """True while KV pressure suspends preemption; handed back in at the next round."""
+    """True while KV pressure suspends preemption; passed back in at the next round."""
     reserve_clock: ReserveClock = NEW_CLOCK
-    """Handed back in at the next round."""
+    """Passed back in at the next round."""
 
 
 HYSTERESIS = 0.10
@@ -120,10 +121,10 @@ RESERVED_CYCLE_ROUNDS = RESERVED_SLICE_ROUNDS * RESERVED_ONE_IN
 
 
 def reserved_slots(slots: int, clock: ReserveClock = NEW_CLOCK) -> int:
-    """How many slots of this round belong to the oldest requests of the shard, whatever their rank.
+    """Return how many slots of this round belong to the oldest requests of the shard, whatever their rank.
 
-    With one slot the share is a floor: what the oldest had of a cycle by its own rank is part of it, and what it lacks is
-    taken at the end of the cycle. Why: docs/decisions/0018.
+    With one slot the share is a floor: rounds of a cycle that the oldest had by its own rank are part of it,
+    and the missing ones are taken at the end of the cycle. Why: docs/decisions/0018.
     """
     if slots >= 2:
         return max(1, slots // RESERVED_ONE_IN)
@@ -138,7 +139,7 @@ _rank = itemgetter(0, 1, 2)
 
 
 def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
-    """Return who runs in the next round and whose KV goes first.
+    """Return the requests of the next round and those whose KV is evicted first.
 
     Slots are filled in this order:
       1. running requests that are pinned;
@@ -146,8 +147,8 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
       3. the other running requests, best first;
       4. waiting requests, best first. One that finds no room displaces the worst running ones, if it beats each
          of them by the hysteresis.
-    Whoever does not fit is passed over. Under the KV latch nobody is displaced in step 4, and resident requests come
-    before the others there.
+    A request that does not fit is passed over. Under the KV latch no request is displaced in step 4, and
+    resident requests come before the others there.
     """
     entries = [_entry(candidate, place) for candidate in candidates]
     entries.sort(key=_rank)
@@ -171,7 +172,7 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
         if not selection.add_if_it_fits(entry) and not latched:
             displaced = selection.displace_for(entry) or displaced
     if displaced:
-        # A big one that went may have left room for several small ones, itself not among the waiting above.
+        # A displaced big request may leave room for several small ones. It is itself not in `waiting`.
         for entry in entries:
             if entry[2] not in selection.chosen:
                 selection.add_if_it_fits(entry)
@@ -194,14 +195,17 @@ def _entry(candidate: Candidate, place: Place) -> _Entry:
 
 
 def _resident_first(entry: _Entry) -> int:
-    """Sort key under the latch: on the device, swapped out, nowhere. Stable, so rank decides among equals."""
+    """Return the sort key under the latch: on the device, swapped out, nowhere. The sort is stable, so rank
+    decides among equals.
+    """
     return -entry[3].residency
 
 
 def _is_latched(entries: Sequence[_Entry], place: Place) -> bool:
-    """Whether KV pressure suspends preemption in this round.
+    """Return whether KV pressure suspends preemption in this round.
 
-    Pressure is what lies on the device, with this round's growth of what runs, as a share of the fuller pool.
+    Pressure is the KV on the device, with this round's growth of the running requests, as a share of the
+    fuller pool.
     """
     target = draft = 0
     for _, _, _, candidate, target_needed, draft_needed in entries:
@@ -216,10 +220,12 @@ def _is_latched(entries: Sequence[_Entry], place: Place) -> bool:
 
 
 def _clock_now(place: Place, entries: Sequence[_Entry]) -> ReserveClock:
-    """The clock before this round: of the same request as before, or of another one that is the oldest now.
+    """Return the clock before this round: of the same request as before, or of another one that is the oldest
+    now.
 
-    Each round that the one before had pays for the rounds that it stands for, the past ones only: so n rounds of the
-    oldest, whoever they are, come within `RESERVED_ONE_IN` · n rounds and two cycles.
+    Each round that the request before had counts for `RESERVED_ONE_IN` rounds of the cycle, past ones only:
+    so n rounds of the oldest requests, even if these change, come within `RESERVED_ONE_IN` · n rounds and two
+    cycles.
     """
     clock = place.reserve_clock
     if place.slots > 1:
@@ -253,7 +259,9 @@ def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Sele
 
 
 class _Selection:
-    """Who runs, and what is left of the slots and of both pools. Invariant: what is chosen fits."""
+    """The chosen requests, and the slots and blocks of both pools that are left. Invariant: the chosen
+    requests fit.
+    """
 
     def __init__(self, place: Place, entries: Sequence[_Entry]) -> None:
         self.chosen: dict[str, _Entry] = {}
@@ -263,7 +271,8 @@ class _Selection:
         self._target = place.target_blocks
         self._draft = place.draft_blocks
         self.victims: list[_Entry] = []
-        """Chosen ones that may be displaced, worst last: they ran, are not pinned and not in the reserved share."""
+        """Chosen requests that may be displaced, worst last: they ran, are not pinned and not in the reserved
+        share."""
 
     def add_if_it_fits(self, entry: _Entry) -> bool:
         if self._slots == 0 or entry[4] > self._target or entry[5] > self._draft:
@@ -295,20 +304,24 @@ class _Selection:
         return self.add_if_it_fits(entry)
 
     def _beats(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
-        """Whether `entry` may displace `victim` when so many blocks are left once it runs instead."""
+        """Return whether `entry` may displace `victim`, with `target_left` and `draft_left` blocks left once
+        it runs instead.
+        """
         if entry[0] != victim[0]:
             return entry[0] < victim[0]
         setup = entry[1] - entry[3].index_s
         if entry[3].index_s * (1 + HYSTERESIS) + setup >= victim[3].index_s:
             return False
-        # The costs of both: what `entry` pays to begin, and what `victim` will pay because it lost its KV.
+        # The costs of both: `entry` pays its set-up, and `victim` will pay for its KV if it loses it.
         with_eviction = entry[3].index_s * (1 + HYSTERESIS_EVICTING) + setup + victim[3].resume_cost_s
         return with_eviction < victim[3].index_s or not self._would_evict(
             entry, victim, target_left, draft_left
         )
 
     def _would_evict(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
-        """Whether `victim` loses its KV: eviction is worst rank first, so only better ones than it stay for sure."""
+        """Return whether `victim` loses its KV: eviction is worst rank first, so only better ones than it
+        stay for sure.
+        """
         # Compared by id: compiled, a tuple has no identity.
         for other in takewhile(lambda other: other[2] != victim[2], self._entries):
             if other[2] not in self.chosen and other[2] != entry[2]:
@@ -317,7 +330,9 @@ class _Selection:
         return target_left < victim[3].target_blocks or draft_left < victim[3].draft_blocks
 
     def evictions(self) -> list[str]:
-        """Lazy: only what is short, worst rank first, never one that runs."""
+        """Return the requests to evict: only as many as the missing blocks need, worst rank first, never a
+        running one.
+        """
         target, draft = self._target, self._draft
         paused = [
             e for e in self._entries if (e[3].target_blocks or e[3].draft_blocks) and e[2] not in self.chosen
@@ -329,7 +344,7 @@ class _Selection:
         for entry in reversed(paused):
             if target >= 0 and draft >= 0:
                 break
-            # One that holds nothing of the pool that is short would go for nothing.
+            # Evicting a request without blocks in the pool that is short would gain nothing.
             if (target < 0 and entry[3].target_blocks) or (draft < 0 and entry[3].draft_blocks):
                 target += entry[3].target_blocks
                 draft += entry[3].draft_blocks

@@ -23,8 +23,9 @@ from scheduler_svc.store.store import Store
 log = get_logger(__name__)
 
 YOUNG_CONTAINERS = 50_000
-"""How many more containers must exist before Python looks for cycles among them. Its own 700 is less than what one turn makes,
-so it would go through everything that this process leads again and again, for cycles that requests and messages do not form.
+"""Number of additional containers that must exist before Python looks for cycles among them. Python's own 700
+is less than what one turn makes, so it would go through everything that this process leads again and again,
+for cycles that requests and messages do not form.
 """
 
 
@@ -85,7 +86,7 @@ async def serve(settings: SchedulerSettings) -> None:
         nonlocal failure
         try:
             await leadership.run()
-        except SchemaMismatch as error:  # nothing that this release could do about it, now or later
+        except SchemaMismatch as error:  # this release cannot lead such a record, now or later
             failure = StartupError(f"Shard {settings.shard!r} cannot be led: {error}.")
             app.stop_soon()
 
@@ -103,8 +104,8 @@ async def serve(settings: SchedulerSettings) -> None:
 
 
 def look_for_cycles_seldom() -> None:
-    """What a process that leads does first."""
-    gc.freeze()  # what was imported stays
+    """Set up the garbage collector: the first action of a process that leads."""
+    gc.freeze()  # imported objects stay for the life of the process
     gc.set_threshold(YOUNG_CONTAINERS)
 
 

@@ -1,11 +1,14 @@
-"""Tells an autoscaler how much work waits: KEDA's ExternalScaler, answered by a leader and by a standby.
+"""The amount of waiting work, for an autoscaler: KEDA's ExternalScaler, answered by a leader and by a
+standby.
 
-The metric is machine seconds: what all unfinished requests of the pool still need by the estimates. With a target of T seconds
-per worker, Kubernetes wants `backlog / T` workers, rounded up: so many that the queue would be worked off within T seconds.
-From zero the queue itself starts the first worker: requests are accepted and wait while none exists.
+The metric is machine seconds: the estimated remaining time of all unfinished requests of the pool. With a
+target of T seconds per worker, Kubernetes starts `backlog / T` workers, rounded up: with these the queue
+would be empty within T seconds. From zero the queue itself starts the first worker: requests are accepted and
+wait while none exists.
 
-A leader reads its core. A standby counts the unfinished requests in the record and gives each the mean of what one needed when
-its leader last saved what it had learnt (our choice: exact enough for the seconds of a takeover, and one small read).
+A leader reads its core. A standby counts the unfinished requests in the record and multiplies their number by
+the mean of one request when its leader last saved what it had learnt (our choice: exact enough for the
+seconds of a takeover, and one small read).
 """
 
 from __future__ import annotations
@@ -29,27 +32,31 @@ __all__ = ["ExternalScaler"]
 DEFAULT_TARGET_S = 30.0
 """Machine seconds of work per worker, where the trigger names none."""
 UNKNOWN_REQUEST_S = 1.0
-"""What a request counts before anything was learnt of the pool's requests: our choice."""
+"""Machine seconds of one request before anything was learnt of the pool's requests: our choice."""
 LOOK_S = 1.0
-"""Interval between two looks of a stream at whether there is work."""
+"""Seconds between two checks of a stream for work."""
 
 
 class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
-    """For the pool of this scheduler's shard. `stopping`: set when the process is to end, which ends the streams."""
+    """ExternalScaler for the pool of this scheduler's shard. `stopping`: set when the process is to end,
+    which ends the streams.
+    """
 
     def __init__(self, leadership: Leadership, stopping: asyncio.Event) -> None:
         self._leadership = leadership
         self._stopping = stopping
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Any) -> pb.IsActiveResponse:
-        """Whether any request is unfinished."""
+        """Return True if any request is unfinished."""
         self._check_pool(request)
         return pb.IsActiveResponse(result=await self._is_active())
 
     async def StreamIsActive(
         self, request: pb.ScaledObjectRef, context: Any
     ) -> AsyncIterator[pb.IsActiveResponse]:
-        """At once, and whenever it changes. A record that is away does not end it: KEDA would wait before it comes back."""
+        """Yield the present answer at once, and again whenever it changes. A record that is away does not end
+        the stream: KEDA would wait before it connects again.
+        """
         self._check_pool(request)
         told: bool | None = None
         while not self._stopping.is_set():
@@ -62,7 +69,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_S)
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Any) -> pb.GetMetricSpecResponse:
-        """One metric; its target comes from the trigger's metadata."""
+        """Return the one metric; its target comes from the trigger's metadata."""
         self._check_pool(request)
         target_s = _target_s(request)
         spec = pb.MetricSpec(
@@ -71,7 +78,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         return pb.GetMetricSpecResponse(metricSpecs=[spec])
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
-        """The backlog in machine seconds."""
+        """Return the backlog in machine seconds."""
         self._check_pool(request.scaledObjectRef)
         backlog_s = await self._backlog_s()
         value = pb.MetricValue(

@@ -1,7 +1,7 @@
-"""Requests and the clients on them: submissions, attachments, cancels, graces, deadlines, ends.
+"""Requests and their clients: submissions, attachments, cancels, grace periods, deadlines, ends.
 
-Holds the table of the requests that this leader leads. A request enters it when the record has it, and leaves
-it with its one end.
+This module holds the table of the requests that this leader leads. A request enters it when the record has
+it, and leaves it with its one end.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 MOST_TENANT_TURNS = 1024
-"""Tenants at their limit whose refused requests are remembered, to spread their retries."""
+"""Number of tenants at their limit whose refused requests are remembered, to spread their retries."""
 RETRY_STORE_MS = 1000
 LEAST_REQUEST_TOKENS = 2
-"""Of the smallest request: one of its prompt, one of its output."""
+"""Tokens of the smallest request: one of its prompt, one of its output."""
 ENDS_KEPT_S = 10.0
 MAX_ENDS_KEPT = 10_000
-"""How long, and how many, ended requests are held for a record that loses the last of what was written: a server that
-syncs every second loses that much, an asynchronous replica its delay."""
+"""Seconds for which ended requests are kept, and the most that are kept, for a record that loses the last of
+what was written: a server that syncs every second loses that much, an asynchronous replica its delay.
+"""
 Refused = gateway_pb.SubmitRefused
 
 
 @dataclass(frozen=True, slots=True)
 class EndedLately:
-    """A request whose end is on the record, and the end once more, as a commit behind all of its tokens."""
+    """A request whose end is on the record, and that end as a commit that follows all of its tokens."""
 
     at_s: float
     live: Live
@@ -55,8 +56,12 @@ class EndedLately:
 
 
 class Clients:
-    """See the top of the file. `confirm_lead` comes back when the record holds what this leader committed, or raises
-    Fenced. `capacity_tokens` is what the core says; `retry_after_s` guesses when a full queue has room."""
+    """Table of the requests and their clients; see the top of the file.
+
+    `confirm_lead` returns when the record holds what this leader committed, or raises Fenced.
+    `capacity_tokens` returns the capacity from the core; `retry_after_s` estimates when a full queue has
+    room.
+    """
 
     def __init__(
         self,
@@ -72,15 +77,23 @@ class Clients:
     ) -> None:
         self.live: dict[str, Live] = {}
         self.reserved_tokens = 0
-        """Prompt and output tokens that they may need in all, as the record counts them against its limit."""
+        """Prompt and output tokens that the requests may need in all, as the record counts them against its
+        limit.
+        """
         self.newest_sequence = 0
-        """Of all requests the record has ever accepted, as far as this leader knows."""
+        """Largest sequence number of all requests the record has ever accepted, as far as this leader
+        knows.
+        """
         self.brought_back_until_s = 0.0
-        """The record was empty when this leader came: until then those who hold what it lost bring it back."""
+        """Time until which gateways and workers bring back lost requests, if the record was empty when this
+        leader took over.
+        """
         self.ended_lately: deque[EndedLately] = deque(maxlen=MAX_ENDS_KEPT)
         """The ends that the record may still lose, oldest first."""
         self.doubtful: set[str] = set()
-        """Submissions that were refused because the record did not answer, and that it may hold all the same."""
+        """Ids of submissions that were refused because the record did not answer, and that it may hold all
+        the same.
+        """
         self._settings = settings
         self._store = store
         self._timers = timers
@@ -90,11 +103,11 @@ class Clients:
         self._retry_after_s = retry_after_s
         self._traces = traces
         self._turns = Turns()
-        """Of the requests that a full queue refused."""
+        """Turns of the requests that a full queue refused."""
         self._tenant_turns: dict[str, Turns] = {}
-        """Of those refused since their tenant has too many."""
+        """Turns, by tenant, of the requests that were refused because their tenant has too many."""
 
-    # Requests come and go.
+    # Begin and end of requests.
 
     def adopt(self, live: Live) -> None:
         """Lead this request from now on."""
@@ -118,7 +131,9 @@ class Clients:
         )
 
     def ended(self, live: Live, commit: Commit, now_s: float) -> None:
-        """The record has its end: tell whoever is attached, and let go of it."""
+        """Send the end of a request, which is on the record, to its attached clients, and stop leading the
+        request.
+        """
         assert commit.end is not None, "this is the commit that ended it"
         live.finish(commit.end, commit.detail, commit.cut_characters, now_s)
         live.stop_timers()
@@ -135,25 +150,26 @@ class Clients:
         )
 
     def forget_old_ends(self, now_s: float) -> None:
-        """Drop the ends that the record can no longer lose. Only while the record answers: an outage can outlast ENDS_KEPT_S,
-        and what it lost is known afterwards.
+        """Drop the ends that the record can no longer lose. Call it only while the record answers: an outage
+        can outlast ENDS_KEPT_S, and what it lost is known afterwards.
         """
         while self.ended_lately and self.ended_lately[0].at_s < now_s - ENDS_KEPT_S:
             self.ended_lately.popleft()
 
     def ends_are_written_back(self, now_s: float) -> None:
-        """The record has them since now, and can lose them again."""
+        """Note that the record has the ends since now, and can lose them again."""
         written = [replace(ended, at_s=now_s) for ended in self.ended_lately]
         self.ended_lately.clear()
         self.ended_lately.extend(written)
 
     def owe(self, live: Live) -> None:
-        """It has tokens or an end that its attachments have not been sent."""
+        """Mark a request that has tokens or an end that its attachments have not been sent."""
         for attachment in live.attachments.values():
             attachment.session.owe(attachment)
 
     def refusal(self) -> Refused | None:
-        """Return what any new request would be refused for now; None where one within the limits would be accepted.
+        """Return the reason for which any new request would be refused now; None where one within the limits
+        would be accepted.
 
         Without a worker requests are accepted all the same: they wait for one.
         """
@@ -178,7 +194,9 @@ class Clients:
         return f"the queue of shard {self._settings.shard} is full"
 
     def start_grace(self, live: Live, now_s: float, at_least_s: float) -> None:
-        """Nobody is attached: end the request unless somebody attaches in time."""
+        """Start the grace period of a request without an attached client: it ends unless a client attaches in
+        time.
+        """
         if live.keep or live.attachments:
             return
         live.stop_grace()
@@ -189,10 +207,10 @@ class Clients:
     def _end_at(self, request_id: str, when_s: float, end: End, detail: str) -> Timer:
         return self._timers.at(when_s, lambda turn: turn.events.append(EndRequested(request_id, end, detail)))
 
-    # What gateways say.
+    # Messages of gateways.
 
     def heard(self, turn: Turn, session: GatewaySession, message: gateway_pb.GatewayMessage) -> None:
-        """One message of a gateway."""
+        """Handle one message of a gateway."""
         match message.WhichOneof("message"):
             case "submit":
                 turn.submits.append(FromGateway(session, message))
@@ -209,7 +227,7 @@ class Clients:
                 turn.departures.append(FromGateway(session, message))
 
     async def depart(self, turn: Turn) -> None:
-        """Detaches, cancels and closed streams of this turn, in the order in which they came."""
+        """Handle the detaches, cancels and closed streams of this turn, in the order in which they came."""
         cancels = [
             item.message.cancel.request_id
             for item in turn.departures
@@ -226,7 +244,7 @@ class Clients:
                 for attachment in list(session.attachments.values()):
                     self._detach(attachment, turn.now_s, self._settings.reattach_grace_s)
             elif item.message.HasField("detach"):
-                # Attached through another stream by now? Then this gateway's word on it is out of date.
+                # If it has attached through another stream by now, this gateway's detach is out of date.
                 left = session.attachments.get(item.message.detach.attachment_id)
                 if left is not None:
                     self._detach(left, turn.now_s, 0.0)
@@ -240,11 +258,14 @@ class Clients:
         cancel: gateway_pb.CancelRequested,
         ended: Mapping[str, Live] | None,
     ) -> None:
-        """`ended`: requests that are not led here and have ended; None where the record cannot be read."""
+        """Cancel a request for its tenant.
+
+        `ended`: requests that are not led here and have ended; None where the record cannot be read.
+        """
         live = self.live.get(cancel.request_id)
         if live is None:
             if ended is None and translate.can_be_named(cancel.request_id):
-                return  # no answer: the gateway gives up after its own time
+                return  # no answer: the gateway gives up after its own timeout
             live = (ended or {}).get(cancel.request_id)
         if live is None or live.facts.tenant != cancel.tenant:
             _reply_cancel(session, cancel, found=False, cancelled=False)
@@ -255,7 +276,7 @@ class Clients:
             turn.cancelled.append((session, cancel, live))
 
     async def admit(self, turn: Turn) -> None:
-        """Write this turn's submissions to the record; what it takes is accepted, and only that."""
+        """Write this turn's submissions to the record; only those that it takes are accepted."""
         unix_ms = round(turn.now_s * 1000)
         admitted: list[tuple[FromGateway, NewRequest]] = []
         for item in turn.submits:
@@ -274,7 +295,7 @@ class Clients:
             admitted.append((item, translate.new_request(submit, unix_ms)))
         if not admitted:
             return
-        # Whatever lease epochs it had, none was as large as the time in seconds.
+        # All earlier lease epochs of the request were smaller than the time in seconds.
         shown = {
             new.request_id: Shown(tuple(item.message.submit.shown_ids), lease_epoch=int(turn.now_s))
             for item, new in admitted
@@ -297,7 +318,9 @@ class Clients:
             self._admitted(turn, item, new, result, shown.get(new.request_id))
 
     async def _give_time(self, live: Live, deadline_unix_ms: int | None) -> None:
-        """A retry with the same idempotency key may have more time than the attempt before: its caller gets what it asks for."""
+        """Give a request the deadline of a retry with the same idempotency key: the retry may have more time
+        than the attempt before, and its caller gets the time that it requested.
+        """
         if live.deadline_s is None:
             return
         if deadline_unix_ms is not None and deadline_unix_ms <= live.deadline_s * 1000:
@@ -315,7 +338,9 @@ class Clients:
         return await self._leading(lambda: self._store.submit(requests, shown))
 
     async def _leading(self, write: Callable[[], Awaitable[T]]) -> T:
-        """Write to the record, again where the lead had to be confirmed first. Raises Fenced, StoreUnavailable."""
+        """Write to the record, a second time where the lead had to be confirmed first. Raises Fenced,
+        StoreUnavailable.
+        """
         while True:
             try:
                 return await write()
@@ -323,7 +348,9 @@ class Clients:
                 await self._confirm_lead()
 
     def _limit_tokens(self) -> int:
-        """Without a worker everything within the settings waits; with some, what none could hold would wait for ever."""
+        """Return the most tokens of a request. Without a worker every request within the settings waits; with
+        workers, a request that none of them could hold would never run.
+        """
         limit = self._settings.max_context_tokens
         return min(limit, self._capacity_tokens() or limit)
 
@@ -339,7 +366,8 @@ class Clients:
                 elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
                     turn.seen_further.append((live, tuple(shown.token_ids)))
                 if live is None:
-                    # A known idempotency key, or a repeated Submit whose answer got lost, and it has ended since.
+                    # A known idempotency key, or a repeated Submit whose answer was lost; the request has
+                    # ended since.
                     turn.unknown_submits.append((item, result.request_id))
                 else:
                     self._accept(item, live)
@@ -359,14 +387,16 @@ class Clients:
                 _refuse(item, Refused.REASON_TENANT_FULL, detail, round(wait_s * 1000))
 
     def _tenant_turn_s(self, tenant: str, limit: int, now_s: float) -> float:
-        """Return when a tenant at its limit has room for this one, if its requests end as often as those of others."""
+        """Return when a tenant at its limit has room for this request, if its requests end as often as those
+        of others.
+        """
         if len(self._tenant_turns) >= MOST_TENANT_TURNS:
             self._tenant_turns.clear()
         each_s = self._retry_after_s() * len(self.live) / limit
         return self._tenant_turns.setdefault(tenant, Turns()).next_s(now_s, each_s, each_s)
 
     def _enter(self, turn: Turn, live: Live, shown: Shown | None, source: str) -> None:
-        """It is on the record now: new, or again."""
+        """Begin to lead a request that is on the record now, new or restored."""
         self.adopt(live)
         if shown is None:
             turn.events.append(Arrived(live.facts))
@@ -377,14 +407,17 @@ class Clients:
         metrics.WRITTEN_BACK.labels(source).inc()
 
     async def take_offers(self, turn: Turn) -> None:
-        """Write what workers hold, and a record that was emptied under an earlier leader has lost, to the record again.
-        Whoever holds it drops it and it goes on from the outputs that were acknowledged; its gateway attaches by itself.
+        """Write requests that workers hold, and that a record emptied under an earlier leader has lost, to
+        the record again.
+
+        The worker that holds one drops it, and generation resumes after the acknowledged outputs; its gateway
+        attaches by itself.
         """
         unix_ms = round(turn.now_s * 1000)
         for held in turn.offers:
             live = self.live.get(held.request_id)
             if live is not None:
-                # Acknowledged is committed: if the record has less, it has lost the rest.
+                # Acknowledged outputs are committed: if the record has fewer, it has lost the rest.
                 if len(held.specification.committed_ids) > len(live.committed):
                     turn.seen_further.append((live, tuple(held.specification.committed_ids)))
                 continue
@@ -450,10 +483,10 @@ class Clients:
         if self.live.get(live.request_id) is live:
             self.start_grace(live, now_s, at_least_s)
 
-    # What only the record knows.
+    # Requests that only the record has.
 
     async def ask_record(self, turn: Turn) -> None:
-        """Attach to requests that are not led here: they have ended."""
+        """Attach clients to requests that are not led here: they have ended."""
         wanted = [attach.request_id for _, attach in turn.unknown_attaches]
         wanted += [request_id for _, request_id in turn.unknown_submits]
         ended: Mapping[str, Live] = {}
@@ -480,7 +513,7 @@ class Clients:
                 _refuse(item, Refused.REASON_STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
 
     def answer_cancelled(self, turn: Turn) -> None:
-        """The ends that were asked for are on the record."""
+        """Answer the cancels of this turn, whose ends are on the record."""
         for session, cancel, live in turn.cancelled:
             by_cancel = live.end is not None and live.end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
             _reply_cancel(session, cancel, found=True, cancelled=by_cancel)
@@ -503,7 +536,9 @@ class Clients:
         }
 
     async def settle_doubtful(self) -> list[Live]:
-        """Requests that were refused and that the record holds all the same; the caller ends them. Raises StoreUnavailable."""
+        """Return requests that were refused and that the record holds all the same; the caller ends them.
+        Raises StoreUnavailable.
+        """
         found: list[Live] = []
         for request_id in list(self.doubtful):
             stored = await self._store.read(request_id)
@@ -519,7 +554,7 @@ def _offer_again(held: worker_pb.HeldRequest) -> Callable[[Turn], None]:
 
 def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token: int) -> None:
     before = live.attachments.get(attachment_id)
-    if before is not None:  # the gateway dialled again: this is the newer stream of the same client
+    if before is not None:  # the gateway reconnected: this is the newer stream of the same client
         before.session.forget(attachment_id)
     live.stop_grace()
     attachment = Attachment(attachment_id, session, live, from_token)

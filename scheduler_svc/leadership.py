@@ -1,4 +1,4 @@
-"""Leads the shard while the record says so; stands by otherwise.
+"""Leads the shard while this process is the leader on the record; stands by otherwise.
 
 Exactly one `Loop` exists while this process leads, none otherwise. A leader that cannot renew in time stops
 acting at once: its scripts would be fenced anyway, and its streams end with NOT_LEADER.
@@ -30,7 +30,7 @@ from scheduler_svc.turn import LeadInDoubt
 log = get_logger(__name__)
 
 WRONG_CLOCK_S = 1.0
-"""Difference between the clocks of scheduler and record from which on it is logged."""
+"""Seconds between the clocks of scheduler and record from which on the difference is logged."""
 
 
 class Leadership:
@@ -51,7 +51,7 @@ class Leadership:
         """The leader's loop, once it has recovered; None on a standby."""
         self.epoch = ""
         self.leader_address = ""
-        """Where the leader listens, as last read."""
+        """Address of the leader, as last read."""
         self.sessions: set[WorkerSession | GatewaySession] = set()
         self.outage = Outage()
         self._on_lead = on_lead
@@ -77,7 +77,9 @@ class Leadership:
                 self._step_down("this scheduler no longer leads")
 
     async def write_back(self) -> None:
-        """Before a graceful stop: write back what the record has lost, if it has. Waits at most two lease periods."""
+        """Write back what the record has lost, if anything, before a graceful stop. Waits at most two lease
+        periods.
+        """
         if self.loop is None:
             return
         settled = asyncio.Event()
@@ -173,15 +175,16 @@ class Leadership:
         return loop
 
     async def _renew(self) -> None:
-        """Renew three times per lease. While the record is away no other process can lead either, so it keeps trying, often enough
-        to be the first that finds the record again.
+        """Renew the lease three times per period. While the record is away no other process can lead either,
+        so this one keeps trying, often enough to be the first that reaches the record again.
         """
         while True:
             await asyncio.sleep(self.settings.lease_s / (8 if self.outage.on else 3))
             try:
                 if not await self.store.renew_leadership():
                     raise Fenced("the lease was not renewed in time")
-                # A full server renews a lease, and an idle leader writes nothing else.
+                # A full server renews a lease, and an idle leader writes nothing else: this write shows
+                # whether the server is full.
                 await self.store.try_write()
                 self.outage.answered(writable=True)
             except RecordBehind:

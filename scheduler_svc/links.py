@@ -1,13 +1,13 @@
-"""What waits to be sent on each stream, as state rather than as a queue.
+"""Content to be sent on each stream, as state rather than as a queue.
 
-A session holds the *newest* picture of what its peer must hear, so a slow peer costs no memory: an
-assignment replaces the one before, an acknowledgement the smaller one, and an attachment is only a
-position in tokens that the working copy (or the record) holds anyway.
+A session holds the *newest* state for its peer, so a slow peer costs no memory: an assignment replaces the
+one before, an acknowledgement the smaller one, and an attachment is only a position in tokens that the
+working copy (or the record) holds anyway.
 
 The loop writes to a session, the stream's handler takes from it; both on one event loop, so no lock.
 
-What is made for every request of every round is filled in where it lies, field by field: half the time of building
-messages and putting them into others, which copies them.
+Messages that are made for every request of every round are filled in place, field by field: half the time of
+building messages and putting them into others, which copies them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.working_copy import Attachment, Live
 
 MAX_BYTES_PER_MESSAGE = 2 * 1024 * 1024
-"""Of specifications in one message, which stays well below what the peer takes: an output format may be larger than its prompt."""
+"""Bytes of specifications in one message, which stays well below the limit of the peer: an output format may
+be larger than its prompt.
+"""
 MAX_TOKENS_PER_MESSAGE = 65_536
 """Token ids in one message of deliveries."""
 TOKENS_PER_ALTERNATIVE = 4
-"""What a token's probability takes on the wire, in token ids."""
+"""Size of a token's probability on the wire, in token ids."""
 MAX_DELIVERIES_PER_MESSAGE = 512
 MAX_ANSWERS = 10_000
-"""Answers to a gateway, or drops for a worker, that may wait to be sent before the peer is no longer read: one that asks and does
-not listen costs no more memory than this."""
+"""Answers to a gateway, or drops for a worker, that may wait to be sent; with more, the peer is no longer
+read: a peer that sends requests and does not read the answers costs no more memory than this.
+"""
 ACKNOWLEDGE_WITHIN_S = 0.02
-"""An acknowledgement that nothing else travels with may wait this long for company: a worker needs it for its bound of
-unacknowledged tokens only, and each message costs the worker interpreter time that its engine wants."""
+"""Seconds that an acknowledgement may wait for another message to travel with. A worker needs it only for its
+bound of unacknowledged tokens, and each message costs the worker interpreter time that its engine needs.
+"""
 
 
 def _set_event() -> asyncio.Event:
@@ -54,7 +58,7 @@ class WorkerSession:
     """Specifications the worker has: request id → lease epoch it has it under."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     room: asyncio.Event = field(default_factory=_set_event)
-    """Cleared while `MAX_ANSWERS` wait."""
+    """Event that is cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
     _specifications: dict[str, worker_pb.LeasedSpecification] = field(default_factory=dict)
@@ -69,7 +73,7 @@ class WorkerSession:
     _drained: bool = False
 
     def acknowledge(self, number: int) -> None:
-        """All reports up to `number` are dealt with for good."""
+        """Acknowledge all reports up to `number`, which are handled for good."""
         self._acknowledged = max(self._acknowledged, number)
         if self._acknowledging is None:
             self._acknowledging = asyncio.get_running_loop().call_later(
@@ -81,7 +85,7 @@ class WorkerSession:
         self.wake.set()
 
     def drop(self, requests: tuple[tuple[str, int], ...]) -> None:
-        """Tell the worker to forget these, at this lease epoch or an older one."""
+        """Send the order to drop these requests, at this lease epoch or an older one."""
         for request_id, lease_epoch in requests:
             self._drops[request_id] = max(lease_epoch, self._drops.get(request_id, 0))
             pending = self._specifications.get(request_id)
@@ -119,12 +123,12 @@ class WorkerSession:
         self.wake.set()
 
     def drain(self) -> None:
-        """An operator wants this worker to leave."""
+        """Send the order of an operator that this worker leaves."""
         self._drain = True
         self.wake.set()
 
     def drained(self) -> None:
-        """The worker holds nothing any more."""
+        """Send the notice that the worker holds nothing any more."""
         self._drained = True
         self.wake.set()
 
@@ -135,7 +139,9 @@ class WorkerSession:
         self.wake.set()
 
     def take(self) -> list[worker_pb.WorkerLinkReply]:
-        """What to send now, in the order a worker must hear it: drops, specifications, assignment, the rest."""
+        """Return the messages to send now, in the order that a worker needs: drops, specifications,
+        assignment, the rest.
+        """
         self.wake.clear()
         self.room.set()
         replies: list[worker_pb.WorkerLinkReply] = []
@@ -195,26 +201,26 @@ class GatewaySession:
     attachments: dict[str, Attachment] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     room: asyncio.Event = field(default_factory=_set_event)
-    """Cleared while `MAX_ANSWERS` wait."""
+    """Event that is cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
     _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
 
     def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
-        """Answer one of its questions."""
+        """Send the answer to a message of the gateway."""
         self._replies.append(reply)
         if len(self._replies) >= MAX_ANSWERS:
             self.room.clear()
         self.wake.set()
 
     def owe(self, attachment: Attachment) -> None:
-        """Its request has tokens or an end that this attachment has not been sent."""
+        """Mark an attachment whose request has tokens or an end that it has not been sent."""
         self._dirty[attachment.attachment_id] = attachment
         self.wake.set()
 
     def forget(self, attachment_id: str) -> None:
-        """The attachment is gone; nothing more is sent to it."""
+        """Remove an attachment; nothing more is sent to it."""
         self.attachments.pop(attachment_id, None)
         self._dirty.pop(attachment_id, None)
 
@@ -225,7 +231,9 @@ class GatewaySession:
         self.wake.set()
 
     def take(self) -> list[gateway_pb.GatewayLinkReply]:
-        """What to send now: answers first, then one message of deliveries; call again until it is empty."""
+        """Return the messages to send now: answers first, then one message of deliveries; call again until it
+        is empty.
+        """
         self.wake.clear()
         self.room.set()
         replies, self._replies = self._replies, []

@@ -1,15 +1,16 @@
-"""The one task of a leader: collect what arrived, let the core decide, act. Record first, then the wire.
+"""The one task of a leader: collect messages, call the core, carry out its commands. The record comes first.
 
 A turn:
   1. take what is in the inbox, up to a bound, and the timers that are due;
-  2. write new requests to the record, and say accepted to those it took;
+  2. write new requests to the record, and send "accepted" for those that it took;
   3. `core.step(now, events)`;
   4. carry out the record commands in one pipeline, again and again until the record has answered;
-  5. only then: acknowledge reports, owe committed tokens to clients, send drops, specifications, assignments.
+  5. only then: acknowledge reports, mark committed tokens for delivery to clients, send drops,
+     specifications, assignments.
 
-One task owns all of it and nothing is awaited between looking and changing, so there is no lock. A refusal
-of the record is news for the next turn. Every way out of a request (finished, cancelled, deadline, worker
-lost) is the same path.
+One task has all of it, and nothing is awaited between reading and changing the state, so there is no lock. A
+refusal of the record is an event of the next turn. Every end of a request (finished, cancelled, deadline,
+worker lost) takes the same path.
 """
 
 from __future__ import annotations
@@ -69,18 +70,21 @@ log = get_logger(__name__)
 RecordCommand = Commit | Finish | Release | Lease | Rank
 RECORD_COMMANDS = (Commit, Finish, Release, Lease, Rank)
 MAX_INBOX = 20_000
-"""Items that may wait for a turn before streams are no longer read."""
+"""Items that may wait for a turn; with more, streams are no longer read."""
 MAX_TURN = 256
-"""Items of one turn. A loop that has fallen behind gains nothing from longer ones, while all that a turn writes has to be on
-the record within the store's timeout: 256 reports of 64 requests take it about half a second."""
+"""Items of one turn. A loop that is late gains nothing from longer turns, while everything that a turn writes
+has to be on the record within the store's timeout: 256 reports of 64 requests take it about half a second.
+"""
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
 OBSERVE_S = 1.0
-"""How often the queue's gauges are read."""
+"""Seconds between two readings of the queue's gauges."""
 FOLLOW_CLOCK_S = 10.0
-"""How often the leader compares its clock with that of the record's server."""
+"""Seconds between two comparisons of the leader's clock with that of the record's server."""
 MEAN_REQUEST_S = "mean_request_s"
-"""Key in the record, beside what the policy has learnt: machine seconds that an unfinished request still needs in the mean."""
+"""Key in the record, stored with what the policy has learnt: machine seconds that an unfinished request still
+needs on average.
+"""
 WRITE_BACK_TOGETHER = 32
 FORGOTTEN_DETAIL = "the record lost how this request ended"
 MISMATCH_DETAIL = "the record holds other outputs than were committed"
@@ -88,7 +92,7 @@ NO_STANDING = Standing(rounds=0, drafted=0, accepted=0, attained_s=0.0, preempti
 
 
 def _pauses_s() -> Iterator[float]:
-    """Between two attempts: doubling up to the longest."""
+    """Yield the pauses in seconds between two attempts: doubling up to the longest."""
     pause_s = FIRST_RETRY_S
     while True:
         yield pause_s
@@ -96,7 +100,7 @@ def _pauses_s() -> Iterator[float]:
 
 
 class Loop:
-    """Leads one shard, from `recover` until it is fenced."""
+    """Leader of one shard, from `recover` until it is fenced."""
 
     def __init__(
         self,
@@ -114,7 +118,9 @@ class Loop:
         self.clock = clock
         self.outage = outage
         self.room = asyncio.Event()
-        """Cleared while the loop is far behind: streams are not read then, and flow control holds the peers back."""
+        """Event that is cleared while the loop is far behind: streams are not read then, and flow control
+        holds the peers back.
+        """
         self.room.set()
         self.timers = Timers()
         self.roster = Roster(settings, self.timers)
@@ -135,15 +141,18 @@ class Loop:
         self._mean_request_s: float | None = None
         """Machine seconds left per unfinished request, when there last was one."""
         self._kv_usage = 0.0
-        """As read last."""
+        """Share of KV blocks in use, as read last."""
         self._recovered_from: str | None = None
-        """Incarnation of the record that the working copy was read from. While it lasts, workers may hold what an emptied
-        one has lost; a leader that outlived an emptied record knows everything itself."""
+        """Incarnation of the record that the working copy was read from. While this is set, workers may hold
+        what an emptied record has lost; a leader that outlived an emptied record knows everything itself.
+        """
 
-    # The outside of the loop.
+    # Interface of the loop.
 
     def load(self, *, gateways: int) -> gateway_pb.ShardLoad:
-        """What gateways choose a shard by; `gateways`: how many of them hear it."""
+        """Return the load by which gateways choose a shard; `gateways`: the number of gateways that receive
+        it.
+        """
         return gateway_pb.ShardLoad(
             backlog_s=self.core.totals().backlog_s,
             requests=len(self.clients.live),
@@ -154,20 +163,22 @@ class Loop:
         )
 
     def put(self, item: Item) -> None:
-        """Hand something to the next turn."""
+        """Queue an item for the next turn."""
         self._inbox.append(item)
         self._arrived.set()
         if len(self._inbox) > MAX_INBOX:
             self.room.clear()
 
     def agrees(self, fingerprint: str) -> bool:
-        """Whether a worker's model pair is the pool's."""
+        """Return True if a worker's model pair is the pool's."""
         return self.roster.agrees(
             fingerprint, has_outputs=any(live.committed for live in self.clients.live.values())
         )
 
     async def recover(self) -> None:
-        """Rebuild the working copy from the record. Once, before anything else; raises StoreUnavailable, Fenced."""
+        """Rebuild the working copy from the record. Called once, before anything else. Raises
+        StoreUnavailable, Fenced.
+        """
         self._recovered_from = self.store.incarnation
         events: list[Event] = []
         holders: set[str] = set()
@@ -179,7 +190,7 @@ class Loop:
                 self.clients.adopt(live)
                 if stored.worker_id is not None:
                     holders.add(stored.worker_id)
-        now_s = self.clock()  # peers can come from now on, however long the reading took
+        now_s = self.clock()  # peers may connect from now on, however long the reading took
         if self.store.record_was_empty:
             self.clients.brought_back_until_s = now_s + self.settings.reattach_grace_s
         for live in self.clients.live.values():
@@ -194,7 +205,7 @@ class Loop:
             await self._carry_out(Turn(now_s), self.core.step(now_s, events))
 
     async def run(self) -> None:
-        """Turn after turn, until `Fenced` is raised out of it."""
+        """Run turn after turn, until `Fenced` is raised out of it."""
         while True:
             await self._wait()
             items = [self._inbox.popleft() for _ in range(min(len(self._inbox), MAX_TURN))]
@@ -270,7 +281,7 @@ class Loop:
     def _heard_worker(self, turn: Turn, session: WorkerSession, message: worker_pb.WorkerMessage) -> None:
         entry = self.roster.workers.get(session.worker_id)
         if entry is None or entry.session is not session:
-            return  # an older stream of a worker that has dialled again: it offers everything there
+            return  # an older stream of a worker that has reconnected: the new stream carries everything
         match message.WhichOneof("message"):
             case "reports":
                 entry.last_report_s = turn.now_s
@@ -296,7 +307,9 @@ class Loop:
                     live.tell_logprobs(progress.position, progress.logprobs)
 
     async def _end_doubtful(self, turn: Turn) -> None:
-        """The record did not answer a submission, it was refused, and now the record turns out to have it."""
+        """End requests whose submission was refused because the record did not answer, and that the record
+        has all the same.
+        """
         try:
             found = await self.clients.settle_doubtful()
         except StoreUnavailable:
@@ -318,7 +331,7 @@ class Loop:
             self.clients.forget_old_ends(self.clock())
             try:
                 await self.store.settle_claims()
-            except StoreUnavailable as error:  # the next second tries again
+            except StoreUnavailable as error:  # tried again in the next second
                 self.outage.began(error)
 
     def _follow_clock_soon(self, turn: Turn) -> None:
@@ -329,7 +342,7 @@ class Loop:
         if not self.outage.on:
             try:
                 self.store.clock.follow(await self.store.measure_clock())
-            except StoreUnavailable as error:  # the next interval tries again
+            except StoreUnavailable as error:  # tried again in the next interval
                 self.outage.began(error)
 
     def _save_priors_soon(self, turn: Turn) -> None:
@@ -344,19 +357,21 @@ class Loop:
             learnt[MEAN_REQUEST_S] = self._mean_request_s
         blob = json.dumps(learnt, separators=(",", ":"))
         if blob == self._saved_priors and not self.outage.on:
-            return  # in an outage it is written all the same, to learn whether that is over
+            return  # in an outage it is written all the same, which shows whether the outage is over
         try:
             await self.store.save_priors(blob.encode())
         except Fenced:
             self.put(LeadInDoubt())
-        except StoreUnavailable as error:  # the next interval tries again
+        except StoreUnavailable as error:  # tried again in the next interval
             self.outage.began(error)
         else:
             self._saved_priors = blob
             self.outage.wrote()
 
     def _retry_after_s(self) -> float:
-        """When a full queue may have room: what one request takes, by the estimates, bounded to 0.1 to 30 s."""
+        """Return the seconds until a full queue may have room: the estimated time of one request, bounded to
+        0.1 to 30 s.
+        """
         workers = max(1, len(self.roster.workers))
         each_s = self.core.totals().backlog_s / max(1, len(self.clients.live)) / workers
         return min(30.0, max(0.1, each_s))
@@ -391,9 +406,9 @@ class Loop:
         self.clients.answer_cancelled(turn)
 
     async def _record(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
-        """Write, and keep trying: while the record is away nothing is shown and nothing is decided.
+        """Write the commands, and retry: while the record is away nothing is shown and nothing is decided.
 
-        Sending the same again is safe: what is on the record already is answered ALREADY. Raises Fenced.
+        Sending the same again is safe: the record answers ALREADY for what it has. Raises Fenced.
         """
         if not commands:
             return []
@@ -416,8 +431,9 @@ class Loop:
         return statuses
 
     async def _confirm_lead(self) -> None:
-        """After `Fenced`. The lease only ran out, and nobody has led since? Then it is taken up again under the same epoch.
-        The record lost something? Then it gets back what this leader holds. Raises Fenced when somebody else leads.
+        """Confirm the lead after `Fenced`. If the lease only ran out and no other process has led since, it
+        is renewed under the same epoch. If the record lost something, it gets back what this leader holds.
+        Raises Fenced when another process leads.
         """
         pauses_s = _pauses_s()
         while True:
@@ -435,7 +451,7 @@ class Loop:
                         await self.store.reclaimed()
                         self._saved_priors = ""
                 except Fenced:
-                    continue  # lost again amid it
+                    continue  # lost again during the confirmation
                 except StoreUnavailable as unavailable:
                     self.outage.began(unavailable, stuck=True)
                     self.store.distrust()
@@ -445,7 +461,9 @@ class Loop:
                 await asyncio.sleep(next(pauses_s))
 
     async def _write_back(self) -> None:
-        """Everything that this leader has committed and the record lacks. Raises StoreUnavailable, Fenced."""
+        """Write back everything that this leader has committed and the record lacks. Raises StoreUnavailable,
+        Fenced.
+        """
         live = self.clients.live
         reached = await self.store.reached(list(live))
         behind = [
@@ -470,7 +488,8 @@ class Loop:
         known = {*live, *self.clients.doubtful}
         unknown = [request_id for request_id in await self.store.unfinished_ids() if request_id not in known]
         for start in range(0, len(unknown), WRITE_BACK_TOGETHER):
-            # Ended long ago for this leader and its clients; which end it was is what the record has lost.
+            # For this leader and its clients these requests ended long ago; the record has lost which end it
+            # was.
             batch = self.store.batch()
             batch.finish(
                 [
@@ -483,7 +502,7 @@ class Loop:
         log.warning("written back", requests=len(behind), unfinished=len(live), ended_again=len(unknown))
 
     async def _write(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
-        """One pipeline; a run of one kind of command is one script call."""
+        """Write the commands in one pipeline; a run of one kind of command is one script call."""
         batch = self.store.batch()
         queue: dict[type[RecordCommand], Callable[..., Pending[list[TransitionStatus]]]] = {
             Commit: batch.commit,
@@ -522,7 +541,7 @@ class Loop:
                 live.standing = replace(live.standing, level=command.level, score=command.score)
 
     def _ended(self, live: Live, commit: Commit, now_s: float) -> None:
-        """The record has its end: nothing here keeps it but what must still be delivered."""
+        """Release a request whose end is on the record: only what must still be delivered is kept."""
         session = self.roster.session(live.worker_id) if live.worker_id is not None else None
         if session is not None:
             session.known.pop(live.request_id, None)
@@ -531,7 +550,9 @@ class Loop:
     async def _refused(
         self, command: Commit | Finish | Release | Lease, status: TransitionStatus, now_s: float
     ) -> None:
-        """The core's picture was wrong: it forgets the request, and hears again what the record says."""
+        """Correct the core's wrong state of a request: the core drops the request, and receives the state on
+        the record.
+        """
         request_id, kind = command.request_id, type(command).__name__.lower()
         metrics.REFUSED.labels(kind, status.name.lower()).inc()
         log.warning("the record refused", request_id=request_id, transition=kind, status=status.name)
@@ -550,7 +571,7 @@ class Loop:
                 return
             self.clients.owe(live)
         if stored is None or len(stored.committed_ids) < len(live.committed):
-            # Nobody else could have ended it or taken tokens away: the record has lost them.
+            # No other process could have ended it or removed tokens: the record has lost them.
             if await self._restore(live.to_record()):
                 metrics.WRITTEN_BACK.labels("leader").inc()
             else:
@@ -562,7 +583,9 @@ class Loop:
         self._next_events.append(recovered(live))
 
     async def _restore(self, stored: StoredRequest) -> bool:
-        """Write one request back, however long the record is away. False: the record holds other outputs."""
+        """Write one request back, however long the record is away. Return False if the record holds other
+        outputs.
+        """
         pauses_s = _pauses_s()
         while True:
             try:
@@ -579,11 +602,15 @@ class Loop:
                 return answer.result()[0] in (TransitionStatus.OK, TransitionStatus.ALREADY)
 
     async def _go_on_behind(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
-        """A client has seen more outputs than the record has: they hold, and whoever runs it begins anew behind them."""
+        """Continue a request after the outputs that a client has seen, if they are more than the record has:
+        they are kept, and the next worker generates after them.
+        """
         if live.end is not None or len(shown) > live.facts.max_tokens or max(shown) > translate.MAX_TOKEN_ID:
             return
         if shown[: len(live.committed)] != tuple(live.committed):
-            return  # nothing to gain; its stream goes on where this request passes what it has seen
+            # Nothing to gain; the stream continues once this request is past the outputs that the client has
+            # seen.
+            return
         further = replace(
             live.to_record(), committed_ids=shown, lease_epoch=live.lease_epoch + 1, worker_id=None
         )
@@ -620,13 +647,13 @@ class Loop:
             if known.get(request_id) != listed.lease_epoch:
                 entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
         if not entry.listed:
-            entry.last_report_s = now_s  # the watchdog counts from when there is something to do
+            entry.last_report_s = now_s  # the watchdog counts from the time when there is work
         entry.listed = len(entries)
         entry.session.assign(entries)
 
 
 def _as_commit(finish: Finish, live: Live) -> Commit:
-    """The same end as a commit without tokens."""
+    """Return the same end as a commit without tokens."""
     return Commit(
         request_id=finish.request_id,
         lease_epoch=live.lease_epoch,
@@ -641,7 +668,7 @@ def _as_commit(finish: Finish, live: Live) -> Commit:
 
 
 def _as_ended(stored: StoredRequest) -> Commit:
-    """The end that the record has, as the commit that brought it."""
+    """Return the end that the record has, as the commit that brought it."""
     return Commit(
         request_id=stored.request_id,
         lease_epoch=stored.lease_epoch,

@@ -1,4 +1,4 @@
-"""What a scheduler counts. Observed by the shell; the core counts nothing for others."""
+"""Metrics of a scheduler. Observed by the shell; the core counts nothing for others."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def observe_estimates(judged: Iterable[Judged]) -> None:
 
 
 def observe_queue(core: Scheduler, pool: str) -> float:
-    """Read the gauges off the core. Returns the share of KV blocks in use."""
+    """Set the gauges from the core. Returns the share of KV blocks in use."""
     for level, depth in enumerate(core.depth_by_level()):
         QUEUE_DEPTH.labels(str(level)).set(depth)
     views, backlog_s = core.workers(), core.totals().backlog_s
@@ -158,7 +158,9 @@ def observe_queue(core: Scheduler, pool: str) -> float:
 
 
 def leads(leading: bool) -> None:
-    """A process that does not lead knows nothing of the queue, and shows none."""
+    """Set whether this process leads. A process that does not lead has no data of the queue, and shows
+    none.
+    """
     LEADING.set(leading)
     if not leading:
         QUEUE_DEPTH.clear()

@@ -1,4 +1,6 @@
-"""Whether the record can be used now, said once: one line when it goes, one when it is back, a gauge and a counter."""
+"""The availability of the record, logged once: one line when an outage begins, one when it ends, a gauge and
+a counter.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,27 @@ log = get_logger(__name__)
 
 
 class Outage:
-    """One per process: a leader's loop, its lease and a standby all hear of the same record."""
+    """Availability of the record, one object per process: a leader's loop, its lease and a standby all use
+    the same record.
+    """
 
     def __init__(self) -> None:
         self.stuck = False
-        """A write of the leader waits for the record; submissions are refused at the door instead of queued behind it."""
+        """True while a write of the leader waits for the record; submissions are then refused on arrival
+        instead of queued after it.
+        """
         self._faults: list[Fault] = []
         self._error = ""
-        """Of the latest fault."""
+        """Error text of the latest fault."""
         self._began_s = 0.0
 
     @property
     def on(self) -> bool:
-        """Whether the record was unavailable when it was last needed."""
+        """Return True if the record was unavailable when it was last needed."""
         return bool(self._faults)
 
     def began(self, error: StoreUnavailable, *, stuck: bool = False) -> None:
-        """Something could not be read or written. Each kind of fault is told once in an outage."""
+        """Note that a read or a write failed. Each kind of fault is logged once in an outage."""
         self.stuck = self.stuck or stuck
         self._error = str(error)
         if not self._faults:
@@ -46,21 +52,22 @@ class Outage:
         )
 
     def report(self) -> admin_pb.RecordOutage | None:
-        """Return what an operator is shown of the outage; None while there is none."""
+        """Return the state of the outage for an operator; None while there is none."""
         if not self._faults:
             return None
         lasts_s = time.monotonic() - self._began_s
         return admin_pb.RecordOutage(fault=self._faults[-1].value, error=self._error, lasts_s=lasts_s)
 
     def answered(self, *, writable: bool = False) -> None:
-        """It can be reached; `writable`: and took a write that needs memory. That ends no outage while another write waits, and
-        without `writable` none for which a server needs more memory.
+        """Note that the record can be reached; with `writable`, that it also took a write that needs memory.
+        That ends no outage while another write waits. Without `writable` it ends none for which a server
+        needs more memory.
         """
         if not self.stuck and (writable or Fault.FULL not in self._faults):
             self.wrote()
 
     def wrote(self) -> None:
-        """It took what it was given."""
+        """Note that the record took the write that was sent to it."""
         self.stuck = False
         if self._faults:
             log.info("the record is back", faults=[fault.value for fault in self._faults])

@@ -1,7 +1,7 @@
-"""What `LAPS_SD_REDIS_URL` says. Imports no client library: settings are checked where none is installed.
+"""Parser of `LAPS_SD_REDIS_URL`. Imports no client library: settings are checked where none is installed.
 
     redis://HOST:PORT/DB                               one server
-    redis://HOST:PORT,HOST:PORT/DB                     whichever of them is the primary; nodes of a Redis Cluster
+    redis://HOST:PORT,HOST:PORT/DB                     the primary among them; nodes of a Redis Cluster
     redis+sentinel://HOST:PORT,HOST:PORT/NAME/DB       sentinels, and the name under which they watch the primary
     unix://PATH                                        a socket file
 
@@ -22,25 +22,25 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A URL taken apart."""
+    """Parts of a URL."""
 
     url: str
-    """For the client library: one host, no credentials."""
+    """URL for the client library: one host, no credentials."""
     addresses: tuple[Address, ...]
-    """Of servers, or of sentinels. Empty: a socket file."""
+    """Addresses of servers, or of sentinels. Empty: a socket file."""
     sentinel_name: str = ""
-    """Of the primary; empty: `addresses` are servers."""
+    """Name of the primary at the sentinels; empty: `addresses` are servers."""
     username: str = ""
     password: str = ""
 
     @property
     def tls(self) -> bool:
-        """Whether servers and sentinels are dialled with TLS."""
+        """Return True if servers and sentinels are reached with TLS."""
         return self.url.startswith("rediss")
 
 
 def parse_redis_url(text: str) -> RedisUrl:
-    """Raises ValueError, whose text never holds the URL: it may hold a password."""
+    """Return the parsed URL. Raises ValueError, whose text never holds the URL: it may hold a password."""
     scheme, separator, rest = text.partition("://")
     if scheme == "unix" and separator:
         credentials, _, path = rest.rpartition("@")

@@ -1,12 +1,13 @@
-"""Who may do what on the scheduler's port, by the names in the client's certificate.
+"""Roles of clients on the scheduler's port, by the names in the client's certificate.
 
     LAPS_SD_CLIENT_ROLES=gateway=gateway.prod,worker=*.worker.prod,operator=spiffe://prod/operator
 
-A name is a DNS name or a URI among the subject alternative names (RFC 5280, section 4.2.1.6), as the gRPC library has verified them.
-`*.` at the front stands for one label (RFC 6125, section 6.4.3). The common name counts for nothing: CAs hand it out unchecked.
+A name is a DNS name or a URI among the subject alternative names (RFC 5280, section 4.2.1.6), as the gRPC
+library has verified them. `*.` at the front matches one label (RFC 6125, section 6.4.3). The common name
+counts for nothing: CAs hand it out unchecked.
 
-Every method needs a role unless it is listed as open to whoever has a certificate of the CA; a method that is not listed at all is
-open to nobody.
+Every method needs a role unless it is listed as open to every client with a certificate of the CA; a method
+that is not listed at all is open to no client.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ METHODS: tuple[tuple[str, frozenset[Role] | None], ...] = (
     ("/laps_sd.v1.WorkerLink/", frozenset({"worker"})),
     ("/laps_sd.v1.Admin/ExplainRequest", frozenset({"gateway", "operator"})),
     ("/laps_sd.v1.Admin/", frozenset({"operator"})),
-    # They read, and tell nothing of a request: how much work there is, whether the process is well, which methods it has.
+    # These only read, and return nothing of a request: the amount of work, the health of the process, the
+    # list of methods.
     ("/externalscaler.ExternalScaler/", None),
     ("/grpc.health.v1.Health/", None),
     ("/grpc.reflection.", None),
 )
-"""The first prefix that fits decides. None: no role is needed."""
+"""Roles by prefix of the method; the first prefix that fits decides. None: no role is needed."""
 
 LABEL = r"[A-Za-z0-9_-]+"
 DNS_NAME = re.compile(rf"(?:\*\.)?{LABEL}(?:\.{LABEL})*", re.ASCII)
@@ -44,15 +46,15 @@ MAX_SHOWN = 5
 
 
 def roles_of_method(method: str) -> frozenset[Role] | None:
-    """The roles that may call it; None: no role is needed."""
+    """Return the roles that may call the method; None: no role is needed."""
     return next((roles for prefix, roles in METHODS if method.startswith(prefix)), frozenset())
 
 
 class ClientRoles:
-    """What `LAPS_SD_CLIENT_ROLES` says. Without an entry no role is needed for anything."""
+    """Parsed value of `LAPS_SD_CLIENT_ROLES`. Without an entry no role is needed for anything."""
 
     def __init__(self, given: Sequence[str]) -> None:
-        """Raises ValueError, with the end of a sentence."""
+        """Parse the entries. Raises ValueError, with the end of a sentence."""
         self._names: dict[Role, list[Callable[[str], object]]] = {role: [] for role in ROLES}
         for entry in given:
             wanted, separator, name = entry.partition("=")
@@ -67,7 +69,7 @@ class ClientRoles:
         self._checks = bool(given)
 
     def check(self, method: str, context: Any) -> None:
-        """Raises PermissionDenied unless the client of this call may make it."""
+        """Raise PermissionDenied unless the client of this call may make it."""
         needed = roles_of_method(method) if self._checks else None
         if needed is None:
             return
@@ -82,7 +84,7 @@ class ClientRoles:
             )
 
     def of(self, names: Iterable[str]) -> set[Role]:
-        """The roles of whoever has these names."""
+        """Return the roles of a client with these names."""
         names = list(names)
         return {
             role for role, fits in self._names.items() if any(fit(name) for fit in fits for name in names)
@@ -90,7 +92,9 @@ class ClientRoles:
 
 
 def names_of(auth: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """DNS names and URIs of a verified certificate, from gRPC's properties of the peer; none for plain text."""
+    """Return the DNS names and URIs of a verified certificate, from gRPC's properties of the peer; none for
+    plain text.
+    """
     found = [*auth.get("peer_dns", ()), *auth.get("peer_uri", ())]
     return [name.decode("ascii", "replace") for name in found]
 

@@ -1,6 +1,7 @@
-"""The workers of the shard as the shell sees them: connected, in their grace, or gone.
+"""The workers of the shard as the shell sees them: connected, in their grace period, or removed.
 
-The core is told of a loss only when the grace is over; until then a worker that dials again keeps its requests.
+The core receives the loss of a worker only after its grace period; until then a worker that reconnects keeps
+its requests.
 """
 
 from __future__ import annotations
@@ -25,59 +26,65 @@ class WorkerEntry:
     worker_id: str
     name: str = ""
     session: WorkerSession | None = None
-    """None in its grace: the stream broke, or it has leases on the record and has not said hello to this leader."""
+    """Stream of the worker; None in its grace period: the stream broke, or the worker has leases on the
+    record and has not sent a hello to this leader.
+    """
     timer: Timer | None = None
-    """The watchdog while it has a session, the end of its grace while it has none."""
+    """Watchdog while the worker has a session; end of its grace period while it has none."""
     listed: int = 0
     last_report_s: float = 0.0
 
     def replace_timer(self, timer: Timer | None) -> None:
-        """Cancel the timer it has, and keep this one."""
+        """Cancel the present timer and keep this one."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = timer
 
 
 class Roster:
-    """Who is there, by worker id and by the name that survives a restart."""
+    """Workers of the shard, by worker id and by the name that survives a restart."""
 
     def __init__(self, settings: SchedulerSettings, timers: Timers) -> None:
         self.workers: dict[str, WorkerEntry] = {}
         self.fingerprint = ""
-        """Of the pool's model pair, as the first worker said it."""
+        """Fingerprint of the pool's model pair, from the hello of the first worker."""
         self._settings = settings
         self._timers = timers
 
     def session(self, worker_id: str) -> WorkerSession | None:
-        """The stream of a worker; None while it has none."""
+        """Return the stream of a worker; None while it has none."""
         entry = self.workers.get(worker_id)
         return entry.session if entry is not None else None
 
     def named(self, id_or_name: str) -> WorkerEntry | None:
-        """A worker by its id, or by its name."""
+        """Return a worker by its id or by its name."""
         for entry in self.workers.values():
             if id_or_name in (entry.worker_id, entry.name):
                 return entry
         return None
 
     def agrees(self, fingerprint: str, *, has_outputs: bool) -> bool:
-        """Whether a worker's model pair is the pool's. The pool may change its pair only while nothing depends on it:
-        no worker is connected and no unfinished request has outputs."""
+        """Return True if a worker's model pair is the pool's. The pool may change its pair only while nothing
+        depends on it: no worker is connected and no unfinished request has outputs.
+        """
         bound = has_outputs or any(entry.session is not None for entry in self.workers.values())
         if not self.fingerprint or not bound:
             self.fingerprint = fingerprint
         return self.fingerprint == fingerprint
 
     def expect(self, worker_id: str, now_s: float) -> None:
-        """The record has leases of this worker: give it its grace to say hello to a new leader."""
+        """Give a worker with leases on the record its grace period, in which it can send a hello to a new
+        leader.
+        """
         if worker_id not in self.workers:
             entry = self.workers[worker_id] = WorkerEntry(worker_id)
             self._start_grace(entry, now_s)
 
     def opened(self, turn: Turn, session: WorkerSession, hello: worker_pb.WorkerHello) -> None:
-        """A worker said hello: for the first time, or again after its stream broke."""
+        """Handle the hello of a worker: its first one, or one after its stream broke."""
         for other in list(self.workers.values()):
-            # The same name under another id, and no stream left: that process is dead, nothing to wait for.
+            # The same name under another id, and no stream left: that process is dead, so its grace period
+            # ends now.
             if (
                 other.name == hello.worker_name
                 and other.worker_id != hello.worker_id
@@ -98,7 +105,7 @@ class Roster:
         log.info("worker up", worker_id=hello.worker_id, slots=hello.slots, held=len(hello.held))
 
     def closed(self, turn: Turn, session: WorkerSession, *, silent: bool) -> None:
-        """A stream ended. A silent worker has had its grace already."""
+        """Handle the end of a stream. A silent worker has had its grace period already."""
         entry = self.workers.get(session.worker_id)
         if entry is None or entry.session is not session:
             return
@@ -110,14 +117,14 @@ class Roster:
             self._start_grace(entry, turn.now_s)
 
     def drain(self, turn: Turn, worker_id: str) -> None:
-        """An operator wants it to leave: it is told, and gets no new work."""
+        """Drain a worker for an operator: it receives the order to leave, and gets no new work."""
         session = self.session(worker_id)
         if session is not None:
             session.drain()
             turn.events.append(WorkerDraining(worker_id))
 
     def excuse(self, now_s: float) -> None:
-        """Nobody could report for a while, as the record was away: the watchdogs begin anew."""
+        """Restart the watchdogs: no worker could report while the record was unavailable."""
         for entry in self.workers.values():
             entry.last_report_s = now_s
 
@@ -127,7 +134,9 @@ class Roster:
         )
 
     def _watch(self, entry: WorkerEntry, now_s: float) -> None:
-        """The watchdog: connected, listed work, and no report for too long is as good as dead."""
+        """Set the watchdog: a connected worker with assigned requests that sends no report for too long
+        counts as dead.
+        """
 
         def look(turn: Turn) -> None:
             assert entry.session is not None, "the timer is replaced when the session ends"

@@ -1,7 +1,8 @@
-"""The scheduler's gRPC side: streams in, streams out. Nothing is decided here.
+"""The scheduler's gRPC side: streams in, streams out. It makes no decisions.
 
 Both links have the same shape. A reader hands each message to the loop; a writer sends what the session
-holds, and a heartbeat each second. Whichever ends first ends the stream, and the loop always hears of it.
+holds, and a heartbeat each second. The first of the two to end ends the stream, and the loop always receives
+the end as an event.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Session = TypeVar("Session", WorkerSession, GatewaySession)
 
 
 class _Stream:
-    """One connected peer: reads, writes, beats."""
+    """Stream of one connected peer: reads, writes, heartbeats."""
 
     def __init__(self, leadership: Leadership, context: Any, session: WorkerSession | GatewaySession) -> None:
         self.leadership = leadership
@@ -61,7 +62,7 @@ class _Stream:
         self._beat_due = True
 
     async def run(self, take: Callable[[Any], Awaitable[None]], heartbeat: Callable[[], Any]) -> None:
-        """Until either side ends it, or the session is closed."""
+        """Serve the stream until either side ends it, or the session is closed."""
         reader = asyncio.create_task(self._read(take))
         writer = asyncio.create_task(self._write(heartbeat))
         try:
@@ -93,7 +94,7 @@ class _Stream:
             if self._beat_due:
                 self._beat_due = False
                 await self.context.write(heartbeat())
-                # A timer a second, and none for each wait: streams wait a hundred times a second.
+                # One timer per second, and none for each wait: streams wait a hundred times a second.
                 asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
                 if time.monotonic() - self.heard_s > self.leadership.settings.silence_s:
                     self.silent = True
@@ -106,7 +107,7 @@ class _Stream:
 
 
 async def _hello(context: Any, kind: str) -> Any:
-    """The first message of a stream, which must be a hello."""
+    """Return the first message of a stream, which must be a hello."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             message = await context.read()
@@ -118,7 +119,7 @@ async def _hello(context: Any, kind: str) -> Any:
 
 
 def _version(offered: Any) -> int | None:
-    """The newest protocol version that both sides speak."""
+    """Return the newest protocol version that both sides support; None without one."""
     return max(set(offered) & set(PROTOCOL_VERSIONS), default=None)
 
 
@@ -278,7 +279,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    """What operators and Explain read. All reads; draining is handed to the loop."""
+    """Interface for operators and Explain. All methods only read; draining is handed to the loop."""
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
@@ -288,7 +289,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         if loop is None:
             where = self._leadership.leader_address or "nobody known"
             outage = self._leadership.outage.report()
-            # Without the error's own words: callers look for the leader's address in this sentence.
+            # Without the error's own text: callers look for the leader's address in this sentence.
             why = f"; it cannot use the record ({outage.fault}) for {outage.lasts_s:.0f} s" if outage else ""
             raise FailedPrecondition(
                 f"this scheduler does not lead shard {self._leadership.settings.shard}: ask {where}{why}"
@@ -356,7 +357,9 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def NominateVictim(
         self, request: admin_pb.NominateVictimRequest, context: Any
     ) -> admin_pb.NominateVictimResponse:
-        """See admin.proto. Cheapest to lose: the least to compute again; of equals the one with the shortest list."""
+        """See admin.proto. The victim is the worker with the lowest cost of a loss, which is the least to
+        compute again; of equals the one with the shortest list.
+        """
         loop = self._loop()
         views = [view for view in loop.core.workers() if not view.draining]
         if not views:

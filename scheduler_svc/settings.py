@@ -122,11 +122,13 @@ class SchedulerSettings(ServingSettings):
 
     @property
     def open_to_strangers(self) -> bool:
-        """Whether somebody on another machine, and without a certificate, may act as a gateway, a worker or an operator."""
+        """Return True if a client on another machine, without a certificate, may act as a gateway, a worker
+        or an operator.
+        """
         return not self.local_only and self.tls_client_ca is None
 
     def problems(self) -> Iterator[str]:
-        """What no single field can check."""
+        """Yield the problems that the check of a single field cannot find."""
         yield from super().problems()
         yield from self._redis_problems()
         try:

@@ -1,7 +1,9 @@
-"""What a scheduler draws of a request: the whole of it, its wait, its leases, its preemptions. `laps_sd.tracing` shows the trace.
+"""Spans that a scheduler emits for a request: the whole of it, its wait, its leases, its preemptions.
+`laps_sd.tracing` shows the trace.
 
-A lease is drawn when it is over, everything else when the request has ended, from its story. The ids follow from request and lease
-epoch, so a leader that takes over goes on drawing the trace of its predecessor; what it has not seen it leaves out.
+The span of a lease is emitted when the lease is over, all others when the request has ended, from its
+timeline. The ids follow from request and lease epoch, so a leader that takes over continues the trace of its
+predecessor; spans that it has not seen are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["RequestTrace", "RequestTraces"]
 
 @dataclass(slots=True)
 class _Lease:
-    """To one worker."""
+    """Lease of a request to one worker."""
 
     epoch: int
     worker_id: str
@@ -32,26 +34,26 @@ class _Lease:
 
 
 class RequestTrace:
-    """Of one request whose trace is recorded."""
+    """Trace of one request, if it is recorded."""
 
     def __init__(self, tracing: Tracing, request_id: str, call: Parent) -> None:
         self.call = call
-        """The span that the submission came with."""
+        """Span that the submission came with."""
         self.leases: list[_Lease] = []
         self._tracing = tracing
         self._request_id = request_id
 
     @property
     def request(self) -> Parent:
-        """The request's own span."""
+        """Return the request's own span."""
         return Parent(self.call.trace_id, span_id_of("request", self._request_id))
 
     def run(self, lease_epoch: int) -> Parent:
-        """The span of a lease; below it its worker draws."""
+        """Return the span of a lease, which is the parent of its worker's spans."""
         return Parent(self.call.trace_id, span_id_of("run", self._request_id, lease_epoch))
 
     def leased(self, lease_epoch: int, worker_id: str | None, now_s: float) -> None:
-        """It is on the list of this worker from now on, or on none."""
+        """Note that the request is on the list of this worker from now on, or on none."""
         last = self.leases[-1] if self.leases else None
         if last is not None and last.ended_s is None:
             if (last.epoch, last.worker_id) == (lease_epoch, worker_id):
@@ -74,7 +76,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """Of all requests that a scheduler leads."""
+    """Traces of all requests that a scheduler leads."""
 
     def __init__(self, tracing: Tracing, *, shard: str, policy: str) -> None:
         self._tracing = tracing
@@ -82,18 +84,19 @@ class RequestTraces:
         self._policy = policy
 
     def begin(self, live: Live) -> None:
-        """It is led here from now on."""
+        """Begin the trace of a request that is led here from now on."""
         if not self._tracing.on:
             return
         call = parent_of(live.specification.traceparent)
         if call is None:
             return
         live.trace = RequestTrace(self._tracing, live.request_id, call)
-        # Leased under an earlier leader, perhaps; since when, the record does not say.
+        # The request may have been leased under an earlier leader; the record does not hold the time of the
+        # lease.
         live.trace.leased(live.lease_epoch, live.worker_id, live.started_s or live.facts.arrival_s)
 
     def ended(self, live: Live, end: End, detail: str, story: Sequence[StoryLine], now_s: float) -> None:
-        """Draws what is left of it."""
+        """Emit the remaining spans of the request."""
         trace = live.trace
         if trace is None:
             return
@@ -132,7 +135,7 @@ class RequestTraces:
 
 
 def pauses(story: Sequence[StoryLine], began_s: float, ended_s: float) -> Iterator[tuple[float, float, str]]:
-    """From when to when it gave way to others during this lease, and why."""
+    """Yield the begin, the end and the reason of each preemption during this lease."""
     paused: StoryLine | None = None
     for line in story:
         if not began_s <= line.at_s <= ended_s:
@@ -142,7 +145,7 @@ def pauses(story: Sequence[StoryLine], began_s: float, ended_s: float) -> Iterat
         elif line.what == "resumed" and paused is not None:
             yield paused.at_s, line.at_s, paused.detail
             paused = None
-        elif line.what == LEFT_OUT:  # when it went on is not told
+        elif line.what == LEFT_OUT:  # the time of its resumption is not known
             paused = None
     if paused is not None:
         yield paused.at_s, ended_s, paused.detail

@@ -40,9 +40,13 @@ RESIDENCIES = {
 }
 MAX_NAME_LENGTH = 256
 MAX_DRAFTED_PER_ROUND = 4096
-"""More than any draft is long: a worker that says more is counted with this, so that no sum runs away."""
+"""Upper bound of the draft tokens of a round, more than any draft is long: a larger number from a worker
+counts as this, so that no sum overflows.
+"""
 MAX_PREFILLED_PER_ROUND = 2**24
-"""More than any context is long; counted like the above."""
+"""Upper bound of the prefilled tokens of a round, more than any context is long; a larger number counts as
+this.
+"""
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_FORMAT_BYTES = 2**19
@@ -52,15 +56,18 @@ MAX_SLOTS = 65_536
 MAX_TOKEN_ID = 2**31 - 1
 MAX_BODY_HASH_BYTES = 64
 MAX_TIME_MS = 10 * 365 * 86_400_000
-"""Ten years: what gateways take for "no deadline"."""
+"""Ten years: the value that gateways treat as "no deadline"."""
 MAX_DURATION_S = 86_400.0
-"""No part of a round takes a day."""
+"""Upper bound of a duration: no part of a round takes a day."""
 NOWHERE = 2**32
-"""A position that no output reaches: the core takes a worker that reports it for one whose picture is wrong."""
+"""Position that no output reaches: for the core, a worker that reports it has a wrong state of the
+request.
+"""
 
 
 def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None:
-    """Refuse what no gateway of ours sends; a gateway is trusted less than it is meant to be.
+    """Refuse a submission that none of our gateways sends; gateways get less trust here than the design gives
+    them.
 
     Raises InvalidArgument naming the field and the limit.
     """
@@ -120,17 +127,21 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
 
 
 def check_attachment(submit: gateway_pb.Submit) -> None:
-    """A gateway's submission is an attachment too. Raises InvalidArgument."""
+    """Check the attachment id of a gateway's submission, which is an attachment too. Raises
+    InvalidArgument.
+    """
     _bounded("attachment_id", submit.attachment_id, minimum=1)
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidArgument for what no request is called."""
+    """Raise InvalidArgument for a string that cannot be a request id."""
     _bounded("request_id", request_id, minimum=1)
 
 
 def can_be_named(*names: str) -> bool:
-    """Whether all of these may be names of something here. Whoever asks for anything else is told that it is not there."""
+    """Return True if all of these strings have a valid length for names here. A call with any other name gets
+    "not found".
+    """
     return all(1 <= len(name) <= MAX_NAME_LENGTH for name in names)
 
 
@@ -140,7 +151,7 @@ def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
 
 
 def new_request(submit: gateway_pb.Submit, arrival_unix_ms: int) -> NewRequest:
-    """A checked submission as the record takes it."""
+    """Return a checked submission as the record takes it."""
     specification = submit.specification
     settings = gateway_pb.Specification()
     settings.CopyFrom(specification)
@@ -173,8 +184,9 @@ def new_request(submit: gateway_pb.Submit, arrival_unix_ms: int) -> NewRequest:
 
 
 def offered(held: worker_pb.HeldRequest, incarnation: str, now_unix_ms: int) -> gateway_pb.Submit | None:
-    """The submission of a request that a worker holds, if the record in which it stood is gone: with the outputs that a
-    leader had acknowledged. None if that record is the present one (then the request has ended), or for what makes no sense.
+    """Return the submission of a request that a worker holds, if its record is gone: with the outputs that a
+    leader had acknowledged. Return None if the present record is the one that had the request (then the
+    request has ended), or for invalid data.
     """
     origin = gateway_pb.Origin()
     try:
@@ -195,7 +207,7 @@ def offered(held: worker_pb.HeldRequest, incarnation: str, now_unix_ms: int) -> 
 
 
 def check_gateway_hello(hello: gateway_pb.GatewayHello) -> None:
-    """Refuse a gateway without a name, or with one that nobody wants in a log. Raises InvalidArgument."""
+    """Refuse a gateway without a name, or with a name that is too long for a log. Raises InvalidArgument."""
     _bounded("hello.gateway_id", hello.gateway_id, minimum=1)
 
 
@@ -215,7 +227,7 @@ def check_hello(hello: worker_pb.WorkerHello) -> None:
 
 
 def worker_facts(hello: worker_pb.WorkerHello) -> WorkerFacts:
-    """What the core knows of a worker."""
+    """Return the facts about a worker that the core needs."""
     return WorkerFacts(
         worker_id=hello.worker_id,
         slots=hello.slots,
@@ -228,7 +240,7 @@ def worker_facts(hello: worker_pb.WorkerHello) -> WorkerFacts:
 
 
 def held_requests(hello: worker_pb.WorkerHello) -> tuple[Held, ...]:
-    """What the worker says it holds."""
+    """Return the requests that the worker holds by its hello."""
     return tuple(
         Held(held.request_id, held.lease_epoch, RESIDENCIES.get(held.residency, Residency.NONE))
         for held in hello.held
@@ -236,8 +248,8 @@ def held_requests(hello: worker_pb.WorkerHello) -> tuple[Held, ...]:
 
 
 def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReported:
-    """One round as the core hears it. A report is never refused: times that are no times count as 0, a request that is
-    named twice counts once, and tokens that are no tokens count as a picture that is wrong.
+    """Return one round as an event for the core. A report is never refused: invalid times count as 0, a
+    request that is named twice counts once, and invalid tokens count as a wrong state of the request.
     """
     heard = [_progress(progress) for progress in report.progress]
     once = {(progress.request_id, progress.lease_epoch): progress for progress in reversed(heard)}
@@ -262,7 +274,7 @@ def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReport
 
 
 def _duration(value_s: float) -> float:
-    return value_s if 0 < value_s <= MAX_DURATION_S else 0.0  # not a number is neither
+    return value_s if 0 < value_s <= MAX_DURATION_S else 0.0  # NaN fails both comparisons
 
 
 def _progress(progress: worker_pb.RequestProgress) -> Progress:
@@ -296,7 +308,7 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
 
 
 def story_lines(lines: Iterable[StoryLine], arrival_s: float) -> list[pb.StoryLine]:
-    """A story as a client reads it: seconds since acceptance."""
+    """Return a timeline for a client: seconds since acceptance."""
     return [
         pb.StoryLine(at_s=max(0.0, line.at_s - arrival_s), what=line.what, detail=line.detail)
         for line in lines
@@ -311,7 +323,7 @@ STATES = {
 
 
 def explanation(view: Explanation) -> pb.Explanation:
-    """An unfinished request, as the core explains it."""
+    """Return the core's explanation of an unfinished request."""
     return pb.Explanation(
         request_id=view.request_id,
         state=STATES[view.place],
@@ -345,7 +357,7 @@ def explanation(view: Explanation) -> pb.Explanation:
 
 
 def stored_explanation(stored: StoredRequest, policy: str) -> pb.Explanation:
-    """A request that has ended: the whole story, from the record."""
+    """Return the explanation of a request that has ended: the whole timeline, from the record."""
     standing = stored.standing
     return pb.Explanation(
         request_id=stored.request_id,
@@ -367,7 +379,7 @@ def stored_explanation(stored: StoredRequest, policy: str) -> pb.Explanation:
 
 
 def queue_entry(entry: QueueEntry) -> admin_pb.QueueEntry:
-    """One line of the queue."""
+    """Return one line of the queue."""
     return admin_pb.QueueEntry(
         request_id=entry.request_id,
         tenant=entry.tenant,
@@ -385,7 +397,9 @@ def queue_entry(entry: QueueEntry) -> admin_pb.QueueEntry:
 
 
 def worker_status(view: WorkerView, session: WorkerSession | None) -> admin_pb.WorkerStatus:
-    """One worker and what it carries; `session` is its stream, None while it is in its grace."""
+    """Return the status of one worker and of its requests; `session` is its stream, None while it is in its
+    grace period.
+    """
     return admin_pb.WorkerStatus(
         worker_id=view.worker_id,
         worker_name=session.worker_name if session is not None else "",

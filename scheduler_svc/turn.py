@@ -1,4 +1,4 @@
-"""What reaches the loop, and what one turn of it collects."""
+"""Items that reach the loop, and what one turn of it collects."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class FromGateway:
 
 @dataclass(frozen=True, slots=True)
 class GatewayClosed:
-    """Its stream ended; its clients may come back through it or another gateway."""
+    """End of a gateway's stream; its clients may come back through it or another gateway."""
 
     session: GatewaySession
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOpened:
-    """A worker said hello and was found acceptable."""
+    """Accepted hello of a worker."""
 
     session: WorkerSession
     hello: worker_pb.WorkerHello
@@ -48,7 +48,7 @@ class FromWorker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerClosed:
-    """Its stream ended; `silent`: because nothing was heard from it for too long."""
+    """End of a worker's stream; `silent`: the worker sent nothing for too long."""
 
     session: WorkerSession
     silent: bool
@@ -56,14 +56,16 @@ class WorkerClosed:
 
 @dataclass(frozen=True, slots=True)
 class DrainOrdered:
-    """An operator wants a worker to leave."""
+    """Order of an operator that a worker leaves."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeadInDoubt:
-    """The record may have lost something: compare, and write back what it lacks. Then set `settled`."""
+    """Doubt about the record, which may have lost something: compare, and write back what it lacks. Then set
+    `settled`.
+    """
 
     settled: asyncio.Event | None = None
 
@@ -77,60 +79,63 @@ class Turn:
 
     now_s: float
     events: list[Event] = field(default_factory=list)
-    """For the core."""
+    """Events for the core."""
     submits: list[FromGateway] = field(default_factory=list)
-    """New requests, to be written before the core hears of them."""
+    """New requests, to be written to the record before the core receives them."""
     offers: list[worker_pb.HeldRequest] = field(default_factory=list)
-    """What workers hold and nobody here knows."""
+    """Requests that workers hold and that are not led here."""
     seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
     """Requests that were submitted again with more outputs shown than the record has, and those outputs."""
     lead_in_doubt: bool = False
+    """True if leadership, and what the record holds, must be confirmed before anything else."""
     settled: list[asyncio.Event] = field(default_factory=list)
-    """Set once the record holds what this leader holds."""
-    """Leadership, and what the record holds, must be confirmed before anything else."""
+    """Events to set once the record holds what this leader holds."""
     unknown_attaches: list[tuple[GatewaySession, gateway_pb.Attach]] = field(default_factory=list)
-    """Attaches to requests that are not led here: the record is asked."""
+    """Attaches to requests that are not led here; they are looked up in the record."""
     unknown_submits: list[tuple[FromGateway, str]] = field(default_factory=list)
     """Submissions that the record answered with a request that is not led here, and its id."""
     acknowledge: dict[WorkerSession, int] = field(default_factory=dict)
-    """Reports that are dealt with once this turn is on the record."""
+    """Newest report of each worker that can be acknowledged once this turn is on the record."""
     departures: list[FromGateway | GatewayClosed] = field(default_factory=list)
-    """Detaches, cancels and closed streams, in order. Heard after this turn's admissions, which they may be about."""
+    """Detaches, cancels and closed streams, in order. Handled after this turn's admissions, which they may be
+    about.
+    """
     cancelled: list[tuple[GatewaySession, gateway_pb.CancelRequested, Live]] = field(default_factory=list)
     """Answered once the ends are on the record: a request may have ended by itself in the same turn."""
     respecify: list[tuple[WorkerSession, str]] = field(default_factory=list)
-    """Specifications that a worker asked for again."""
+    """Workers and the request ids of which they requested the specification again."""
     chores: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """What is done at the end of the turn, when nobody waits for it any more."""
+    """Work for the end of the turn, when nothing waits for it any more."""
 
 
 class Timer:
-    """One action at one time. `cancel` frees what the action holds at once, however far away its time is."""
+    """One action at one time. `cancel` frees at once what the action holds, however far away its time is."""
 
     __slots__ = ("_timers", "action", "when_s")
 
     def __init__(self, timers: Timers, when_s: float, action: Callable[[Turn], None]) -> None:
         self.when_s = when_s
         self.action: Callable[[Turn], None] | None = action
-        """None once it has run or was cancelled."""
+        """Action of the timer; None once it has run or was cancelled."""
         self._timers = timers
 
     def cancel(self) -> None:
-        """Let it never run. It may have run, or be cancelled already."""
+        """Cancel the action. It may have run, or be cancelled already."""
         if self.action is not None:
             self.action = None
             self._timers.cancelled()
 
 
 class Timers:
-    """What happens at a time, unless it is cancelled before. Cancelled timers never outnumber the others for long: the
-    memory follows what is still to happen, not how much was ever set."""
+    """Actions with their times. Cancelled timers never outnumber the others for long: the memory follows the
+    actions that are still to run, not the number of all that were ever set.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self._cancelled = 0
-        """Entries of the heap that will not run."""
+        """Number of entries of the heap that will not run."""
 
     def at(self, when_s: float, action: Callable[[Turn], None]) -> Timer:
         """Run `action` in the first turn at or after `when_s`."""
@@ -140,7 +145,7 @@ class Timers:
 
     @property
     def next_s(self) -> float | None:
-        """When the next one is due."""
+        """Return when the next timer is due; None without one."""
         return self._heap[0][0] if self._heap else None
 
     def run_due(self, turn: Turn) -> None:
@@ -154,8 +159,9 @@ class Timers:
                 action(turn)
 
     def cancelled(self) -> None:
-        """Count one more cancelled entry. At half of the heap it is built again without them, so that a cancellation
-        costs constant time in the mean."""
+        """Count one more cancelled entry. At half of the heap it is rebuilt without them, so that a
+        cancellation costs constant time on average.
+        """
         self._cancelled += 1
         if self._cancelled * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].action is not None]

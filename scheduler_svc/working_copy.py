@@ -1,7 +1,7 @@
 """The scheduler's copy of the record: token ids, attachments and times of the requests it leads.
 
-The core knows numbers only; everything a worker or a client must be *sent* lies here. Tokens are appended
-after the record has them, so whatever stands in `Live.committed` may be shown.
+The core knows numbers only; everything that must be *sent* to a worker or a client is kept here. Tokens are
+appended after the record has them, so everything in `Live.committed` may be shown.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
 
 UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True)
 MAX_COUNT = 2**32 - 1
-"""What a counter on the wire can say."""
+"""Largest value of a counter on the wire."""
 
 
 @dataclass(eq=False, slots=True)
 class Attachment:
-    """One client stream, through one gateway: how far it has been sent."""
+    """One client stream, through one gateway, with the position up to which it has been sent."""
 
     attachment_id: str
     session: GatewaySession
@@ -49,70 +49,74 @@ class Attachment:
 
 @dataclass(eq=False, slots=True)
 class Live:
-    """One request. Unfinished ones stand in the loop's table; an ended one lives on until it is delivered."""
+    """One request. Unfinished requests are in the loop's table; an ended one is kept until it is
+    delivered.
+    """
 
     facts: RequestFacts
     model: str
     specification: gateway_pb.Specification
-    """Without `committed_ids`; those are in `committed`."""
+    """Specification without `committed_ids`; those are in `committed`."""
     idempotency_key: str
     body_hash: str
     keep: bool
     grace_s: float
-    """How long it lives with nobody attached."""
+    """Seconds that the request lives without an attached client."""
     deadline_s: float | None
     """Hard deadline and soft limit, on the loop's clock."""
     time_limit_s: float | None
     most_logprobs: int | None
-    """Alternatives that the request asks for with each token, at most; None where it wants no logprobs."""
+    """Most alternatives per token, as the client requested them; None without logprobs."""
     standing: Standing
-    """As the record has it; as are the next five."""
+    """Progress as the record has it; as are the next five fields."""
     lease_epoch: int = 0
     worker_id: str | None = None
     deaths: int = 0
     death_round: int = 0
-    """Of its workers; as in `Request`, and as the record has them."""
+    """Deaths of its workers, and its rounds at the last one; as in `Request`, and as the record has them."""
     committed: array[int] = field(default_factory=lambda: array("i"))
     attachments: dict[str, Attachment] = field(default_factory=dict)
     limits: tuple[Timer, ...] = ()
-    """Its deadline and its time limit."""
+    """Timers of its deadline and its time limit."""
     grace: Timer | None = None
-    """Ends it unless a client attaches in time."""
+    """Timer that ends the request unless a client attaches in time."""
     started_s: float | None = None
     first_token_s: float | None = None
     cached_prompt_tokens: int = 0
     logprobs: dict[int, pb.TokenLogprobs] = field(default_factory=dict)
-    """By position, where the request asks for them, as workers told. Not on the record."""
+    """Logprobs by position, if requested, as workers reported them. Not on the record."""
     end: gateway_pb.RequestEnd | None = None
     trace: RequestTrace | None = None
-    """What will be drawn of it; None where its trace is not recorded."""
+    """Trace to emit of the request; None where its trace is not recorded."""
 
     @property
     def request_id(self) -> str:
-        """Names the request everywhere."""
+        """Return the id that names the request everywhere."""
         return self.facts.request_id
 
     def stop_grace(self) -> None:
-        """A client is attached, or the request has ended."""
+        """Cancel the grace timer: a client is attached, or the request has ended."""
         if self.grace is not None:
             self.grace.cancel()
             self.grace = None
 
     def stop_timers(self) -> None:
-        """The request has ended: nothing will happen to it any more, and no timer holds memory until its time."""
+        """Cancel all timers of an ended request, so that none of them holds memory until its time."""
         self.stop_grace()
         for timer in self.limits:
             timer.cancel()
         self.limits = ()
 
     def lease(self, lease_epoch: int, worker_id: str | None, now_s: float) -> None:
-        """Take over whom the record gives it to; None: nobody."""
+        """Set the worker that leases the request on the record; None: no worker."""
         self.lease_epoch, self.worker_id = lease_epoch, worker_id
         if self.trace is not None:
             self.trace.leased(lease_epoch, worker_id, now_s)
 
     def tell_logprobs(self, position: int, told: Sequence[pb.TokenLogprobs]) -> None:
-        """Keep what a worker says of the tokens from `position` on, within what was asked for."""
+        """Keep the logprobs that a worker reported for the tokens from `position` on, as far as the
+        client requested them.
+        """
         if self.most_logprobs is None:
             return
         for at, one in enumerate(told, position):
@@ -120,18 +124,20 @@ class Live:
                 self.logprobs[at] = one
 
     def logprobs_of(self, first: int, count: int) -> list[pb.TokenLogprobs]:
-        """Of committed tokens of a request that asks for them."""
+        """Return the logprobs of committed tokens, for a request with logprobs."""
         return [self.logprobs.get(at, UNKNOWN_LOGPROBS) for at in range(first, first + count)]
 
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
-        """Take over what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""
+        """Append what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""
         fresh = tokens[len(self.committed) - position :]
         if fresh and self.first_token_s is None:
             self.first_token_s = now_s
         self.committed.extend(fresh)
 
     def finish(self, end: End, detail: str, cut_characters: int, now_s: float) -> None:
-        """Write down the one end; what attachments are still owed is delivered with it."""
+        """Store the one end of the request; it is delivered with everything that its attachments have not
+        been sent.
+        """
         standing = self.standing
         rounds = standing.rounds
         accepted_at_s = self.facts.arrival_s
@@ -155,7 +161,7 @@ class Live:
         )
 
     def to_record(self) -> StoredRequest:
-        """What the record should hold of it, unfinished: the inverse of `from_record`."""
+        """Return what the record should hold of the unfinished request: the inverse of `from_record`."""
         facts = self.facts
         arrival_unix_ms = round(facts.arrival_s * 1000)
         submission = gateway_pb.Specification()
@@ -199,7 +205,9 @@ class Live:
     def specification_with_outputs(
         self, origin: gateway_pb.Origin, lease_epoch: int
     ) -> gateway_pb.Specification:
-        """What a worker needs to go on from the committed tokens, and what it keeps for a scheduler that needs it."""
+        """Return what a worker needs to continue after the committed tokens, and what it keeps for a
+        scheduler that needs it.
+        """
         specification = gateway_pb.Specification()
         specification.CopyFrom(self.specification)
         specification.committed_ids.extend(self.committed)
@@ -209,13 +217,13 @@ class Live:
         return specification
 
     def origin(self, now_s: float, incarnation: str) -> gateway_pb.Origin:
-        """Everything that a worker's hello would lack to restore the request."""
+        """Return everything that the worker's hello would lack to restore the request."""
         submit = self.submission(now_s)
         submit.specification.ClearField("prompt_ids")
         return gateway_pb.Origin(submit=submit, written_unix_ms=round(now_s * 1000), incarnation=incarnation)
 
     def submission(self, now_s: float) -> gateway_pb.Submit:
-        """As it was submitted, with what is left of its times; without outputs."""
+        """Return the request as it was submitted, with the rest of its times; without outputs."""
         facts = self.facts
         submit = gateway_pb.Submit(
             request_id=facts.request_id,
@@ -249,7 +257,7 @@ def _unix_ms(moment_s: float | None) -> int | None:
 
 
 def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specification) -> Live:
-    """The working copy of a request that the record has just accepted."""
+    """Return the working copy of a request that the record has just accepted."""
     arrival_s = new.arrival_unix_ms / 1000.0
     specification = gateway_pb.Specification()
     specification.CopyFrom(submitted)
@@ -313,7 +321,7 @@ def from_record(stored: StoredRequest) -> Live:
 
 
 def recovered(live: Live) -> Recovered:
-    """The event by which a core learns of a request that the record has, and what it had reached."""
+    """Return the event that passes a request on the record, and its progress, to a core."""
     standing = live.standing
     return Recovered(
         facts=live.facts,
@@ -331,7 +339,7 @@ def recovered(live: Live) -> Recovered:
 
 
 def started_from_story(story: tuple[StoryLine, ...], arrival_s: float) -> float | None:
-    """When its first round was, if the story tells."""
+    """Return when its first round was; None if the timeline does not have it."""
     for line in story:
         if line.what == "started":
             return max(line.at_s, arrival_s)

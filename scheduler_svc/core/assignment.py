@@ -1,4 +1,6 @@
-"""Whether a worker's list must be sent again: only when what it chooses could change, never because time passes."""
+"""The decision whether a worker's list is sent again: only when its choices could change, never because time
+passes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from scheduler_svc.core.worker import Worker
 
 
 def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
-    """The list to send, best first with the reserved ones in front, or None when the worker's own serves."""
+    """Return the list to send, best first after the reserved ones, or None when the worker's own is good
+    enough.
+    """
     if worker.facts is None:
         return None
     if not worker.must_send and not _differs(worker, settings.resend_index_change):
@@ -25,7 +29,7 @@ def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
 
 
 def _entry(request: Request, worker: Worker) -> AssignEntry:
-    """Made once for each rank: who waits is sent again and again as it was."""
+    """Return the entry of a request, made once per rank: a waiting request is sent many times unchanged."""
     entry = request.entry
     if entry is None:
         rank = request.rank
@@ -46,14 +50,15 @@ def _is_preferred(request: Request, worker: Worker) -> bool:
 
 
 def _is_pinned(request: Request) -> bool:
-    # Between tenants a policy without preemption has no say: a tenant that is ahead can be paused.
+    # A policy without preemption does not apply between tenants: a tenant that is ahead can be paused.
     return request.rank.pinned and not request.tenant_ahead
 
 
 def _differs(worker: Worker, tolerance: float) -> bool:
-    """Three cases. Somebody is new, and its turn may be near: send. Everybody runs, and the list is no longer than
-    the slots: ranks decide nothing. Otherwise: send if an entry moved in a way that could turn a decision. Who left is
-    no reason, since the worker knows: it ended there, or a Drop goes out.
+    """Return whether the list must be sent, by three cases. A member is new, and its turn may be near: send.
+    All members run, and the list is no longer than the slots: ranks decide nothing. Otherwise: send if an
+    entry moved in a way that could change a decision. A member that left is no reason, since the worker
+    knows: it ended there, or a Drop is sent.
     """
     members = worker.members
     if _brings_news(worker):
@@ -68,12 +73,12 @@ def _differs(worker: Worker, tolerance: float) -> bool:
 
 
 def _brings_news(worker: Worker) -> bool:
-    """Whether the worker must hear of members that it does not know.
+    """Return whether the worker must receive members that it does not have.
 
-    Those at the end of a long list can wait until there are more of them: a request ends in nearly every round of a full
-    worker and another one is listed for it, and each list that is sent names them all. They can while the worker knows
-    half as many again as it has slots, and they come after all of these (our choice). Where KV is short it may have to look
-    further than that for one that fits.
+    New members at the end of a long list can wait until there are more of them: a request ends in nearly
+    every round of a full worker and another one is listed for it, and each list that is sent names them all.
+    They can wait while the worker knows 1.5 times as many members as it has slots, and they come after all of
+    these (our choice). Where KV is short it may have to look further than that for one that fits.
     """
     if not worker.unsent:
         return False
@@ -90,12 +95,12 @@ def _brings_news(worker: Worker) -> bool:
 
 
 def _moved(request: Request, worker: Worker, sent: AssignEntry, tolerance: float) -> bool:
-    # Compared before an entry is made of it: most ranks move in every round, and few so far.
+    # Compared before the entry is built: most ranks move in every round, and few move so far.
     if sent.reserved != _is_preferred(request, worker) or sent.pinned != _is_pinned(request):
         return True
     rank, rank_class = request.rank, request.order_key[0]
     if request.running:
-        # A running request that looks better than when it was sent keeps its place all the same.
+        # A running request whose rank got better since it was sent keeps its place all the same.
         return rank_class > sent.rank_class or rank.index_s > sent.index_s * (1 + tolerance)
     before, after = sent.index_s + sent.resume_cost_s, rank.index_s + rank.resume_cost_s
     return rank_class != sent.rank_class or abs(after - before) > tolerance * before

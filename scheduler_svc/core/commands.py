@@ -1,4 +1,4 @@
-"""Everything the core can ask for.
+"""Commands of the core to its caller.
 
 The caller's contract, per step:
   1. Carry out the record commands (Commit, Finish, Release, Lease, Rank) in the order given; nothing below
@@ -6,7 +6,8 @@ The caller's contract, per step:
   2. Answer refusals with `Refused` events at the next step, and leave refused requests out of `Assign`.
   3. Then acknowledge reports, show committed tokens to clients, and send Drop and Assign to the workers.
 
-What is made for every request of every round has its constructor written out, for the reason given in `core/rank.py`.
+Commands made for every request of every round have their constructors written out, for the reason given in
+`core/rank.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from scheduler_svc.core.events import End
 @final
 @dataclass(slots=True)
 class Standing:
-    """What the record keeps of a request's progress and place in the queue."""
+    """Progress of a request and its place in the queue, for the record."""
 
     rounds: Final[int]
     drafted: Final[int]
@@ -129,7 +130,7 @@ class Release:
     lease_epoch: Final[int]
     deaths: Final[int]
     death_round: Final[int]
-    """As in `Request`: the record keeps both, for the next leader."""
+    """These two are as in `Request`; the record keeps both, for the next leader."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class Rank:
 @final
 @dataclass(slots=True)
 class AssignEntry:
-    """What `laps_sd.choose` needs to know from the scheduler; see `Candidate`."""
+    """The scheduler's part of the input of `laps_sd.choose`; see `Candidate`."""
 
     request_id: Final[str]
     lease_epoch: Final[int]
@@ -198,7 +199,7 @@ class AssignEntry:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Replaces the worker's list; best first, longer than its batch while that much is queued."""
+    """Replaces the worker's list; best first, longer than its batch while the queue can fill it."""
 
     worker_id: str
     entries: tuple[AssignEntry, ...]

@@ -1,4 +1,4 @@
-"""Everything the core can hear. Frozen facts; token ids travel through untouched."""
+"""Events that the core receives. Frozen facts; token ids pass through unchanged."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class End(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What the core knows of a request from its submission. Never changes."""
+    """Facts of a request from its submission. They never change."""
 
     request_id: str
     sequence: int
     """Arrival order within the shard; breaks ties."""
     arrival_s: float
-    """On the clock that `step` is given."""
+    """Time of arrival, on the clock of `step`."""
     tenant: str
     priority: int
     """Higher runs first."""
@@ -64,12 +64,12 @@ class Recovered:
     lease_epoch: int
     deaths: int = 0
     death_round: int = 0
-    """As in `Request`."""
+    """These two are as in `Request`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker can hold, from its hello. Fixed for the life of its process."""
+    """Capacity of a worker, from its hello. Fixed for the life of its process."""
 
     worker_id: str
     """One process: a worker that starts again has another id."""
@@ -83,7 +83,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A request that a worker says it holds, in its hello."""
+    """A request that a worker holds, by its hello."""
 
     request_id: str
     lease_epoch: int
@@ -92,7 +92,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """A worker said hello (first contact, or again after a broken stream or a change of leader)."""
+    """The hello of a worker (first contact, or again after a broken stream or a change of leader)."""
 
     facts: WorkerFacts
     held: tuple[Held, ...]
@@ -100,17 +100,17 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Its grace is over: its requests must go on elsewhere."""
+    """The grace of a worker is over: its requests must continue elsewhere."""
 
     worker_id: str
     hung: bool = False
-    """Connected, and without a report for too long. Otherwise its stream ended, and only that it dials again would show
-    that its process lives."""
+    """True: connected, and without a report for too long. Otherwise its stream ended, and only a new
+    connection would show that its process lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """No new work; its requests move at a round boundary, or finish if that is sooner."""
+    """The worker takes no new work; its requests move at a round boundary, or finish if that is sooner."""
 
     worker_id: str
 
@@ -118,7 +118,7 @@ class WorkerDraining:
 @final
 @dataclass(slots=True)
 class Progress:
-    """What one request did in one round."""
+    """Progress of one request in one round."""
 
     request_id: Final[str]
     lease_epoch: Final[int]
@@ -190,7 +190,7 @@ class ResidencyChange:
 
 @dataclass(frozen=True, slots=True)
 class RoundReported:
-    """One round of one worker: who took part, what came out, what it cost."""
+    """One round of one worker: the requests that took part, their tokens, the costs."""
 
     worker_id: str
     progress: tuple[Progress, ...]
@@ -200,7 +200,7 @@ class RoundReported:
     prefill_s: float
     swap_s: float
     idle_s: float
-    """Between the end of the round before and the start of this one."""
+    """Time between the end of the round before and the start of this one."""
     total_s: float
     free_target_blocks: int
     free_draft_blocks: int
@@ -208,7 +208,7 @@ class RoundReported:
 
 @dataclass(frozen=True, slots=True)
 class EndRequested:
-    """Something outside the worker ends it: a cancel, a deadline, a soft time limit, an error."""
+    """A reason outside the worker ends the request: a cancel, a deadline, a soft time limit, an error."""
 
     request_id: str
     end: End

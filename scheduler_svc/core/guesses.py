@@ -1,8 +1,10 @@
-"""How many output tokens a request still has, given a guess of its length: the client's hint, a worker's prediction.
+"""Expected remaining output tokens of a request, given a guess of its length: the client's hint, a worker's
+prediction.
 
-A guess is a measurement with an error that was observed (`Calibration`). What was measured is one of the lengths that the
-class has (`LengthTable`): both together give which of those are likely for this request (`GuessedLengths`, Bayes' rule).
-Where a class has many answers near 400 tokens, a guess of 350 means one of those.
+A guess is a measurement with an error that was observed (`Calibration`). The measured length is one of the
+lengths that the class has (`LengthTable`): both together give which of those are likely for this request
+(`GuessedLengths`, Bayes' rule). Where a class has many answers near 400 tokens, a guess of 350 means one of
+those.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ from scheduler_svc.core.lengths import (
 )
 
 REACH = 5.0
-"""Spreads around a guess within which lengths are looked at."""
+"""Distance from a guess within which lengths are considered, in spreads."""
 CELLS_PER_SPREAD = 8
-"""Guesses at least this much finer than their own error are told apart, others share what is worked out."""
+"""Cells per spread of a guess. Guesses are rounded to cells, at least this much finer than their own error;
+guesses of one cell share a computed distribution."""
 MOST_CELLS = 128
-"""Worked out at a time, for one class and kind of guess: clients choose what they guess, and must not grow the memory."""
+"""Distributions kept at a time, for one class and kind of guess: clients choose their guesses, and must not
+grow the memory."""
 LEAST_MASS = 1e-9
 """Share of the lengths that a bin has at least: a guess can always be right."""
 SPREAD_STEP = math.log(1.05)
-"""Spreads are rounded to steps of 5 %, so that tenants whose guesses are about as good share what is worked out."""
+"""Spreads are rounded to steps of 5 %, so that tenants whose guesses are about as good share a computed
+distribution."""
 _below = NormalDist().inv_cdf
 
 
@@ -44,14 +49,14 @@ def rounded_spread(spread: float) -> float:
 
 @final
 class GuessedLengths:
-    """The lengths of a class as guesses leave them likely. Holds for one state of the table: its owner makes another one
-    when the table was built again.
+    """The likely lengths of a class, given guesses. Valid for one state of the table: its owner makes another
+    one when the table was built again.
     """
 
     def __init__(self, table: LengthTable) -> None:
         self._table = table
         self._likely: dict[tuple[int, int], _Likely] = {}
-        """By the step of the spread, and the cell of the guess."""
+        """Distributions by the step of the spread, and the cell of the guess."""
 
     def left(self, calibration: Calibration, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
         """Return the tokens left of a request that emitted `emitted` of at most `most`, whose length was guessed."""
@@ -81,7 +86,7 @@ class _Normal:
         self.reach = math.ceil(REACH * spread / cell_width) + cells_per_bin
         """The middle is there in both lists."""
         self.above: list[float] = []
-        """Chance of more than so much."""
+        """Probability of more than each cell."""
         self.shifted: list[float] = []
         """Share of the exponential's mean that lies above."""
         for cell in range(-self.reach, self.reach + 1):
@@ -116,7 +121,7 @@ class _Likely:
         first = max(0, -((reach - cell) // step) + 1)
         above, shifted, at = normal.above, normal.shifted, self._end(0)
         above_end, shifted_end = above[at], shifted[at]
-        # Whatever lies beyond the last bin is taken to be as likely as what is in it.
+        # Lengths beyond the last bin are taken to be as likely as those in it.
         mass = self._mass(0)
         tail, moment = mass * above_end, mass * shifted_end
         tails, moments = [tail], [moment]
@@ -134,7 +139,7 @@ class _Likely:
         self._moments = moments
 
     def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
-        """As `GuessedLengths.left`."""
+        """Return the tokens left; see `GuessedLengths.left`."""
         if emitted > self._longest:
             # Far beyond the guess: the tail of a lognormal there falls off like an exponential of this length.
             spread = self._normal.spread
@@ -154,12 +159,12 @@ class _Likely:
         return self._masses[self._last - from_last] + LEAST_MASS
 
     def _end(self, from_last: int) -> int:
-        """Where the end of that bin lies in the lists of the normal distribution."""
+        """Return the index of the end of that bin in the lists of the normal distribution."""
         normal = self._normal
         return (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
 
     def _beyond(self, length: int) -> tuple[float, float]:
-        """The share that is longer, and its moment."""
+        """Return the share that is longer, and its moment."""
         if length == 0:
             return self._tails[-1], self._moments[-1]
         log_length = math.log(length)
@@ -177,7 +182,7 @@ class _Likely:
         )
 
     def _length_at(self, share: float) -> float:
-        """The length that this share, but for the common factor, exceeds."""
+        """Return the length that this share, except for the common factor, exceeds."""
         tails, normal = self._tails, self._normal
         low, high = 0, len(tails) - 1
         while low < high:  # the first that is not less

@@ -1,6 +1,7 @@
-"""Every change of a lease, and the commands that say so.
+"""Changes of leases, and the commands that carry them out.
 
-A step collects here; `commands` gives them in the order of the contract (`core/commands.py`): the record first.
+The commands of a step are collected here; `commands` returns them in the order of the contract
+(`core/commands.py`): the record first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scheduler_svc.core.worker import Worker
 
 
 class Ledger:
-    """One step's commands, and what they do to the shard."""
+    """Commands of one step, and their effects on the shard."""
 
     def __init__(self, shard: Shard, ranker: Ranker, now_s: float) -> None:
         self.now_s = now_s
@@ -26,17 +27,17 @@ class Ledger:
         self._drops: dict[str, list[tuple[str, int]]] = {}
 
     def write(self, command: Commit | Finish | Rank) -> None:
-        """A transition of the record that changes no lease."""
+        """Add a transition of the record that changes no lease."""
         self._record.append(command)
 
     def drop(self, worker_id: str, request_id: str, lease_epoch: int) -> None:
-        """Tell a worker to forget a request, whatever the core knows of either."""
+        """Make a worker forget a request, whatever the core knows of either."""
         drops = self._drops.setdefault(worker_id, [])
         if (request_id, lease_epoch) not in drops:
             drops.append((request_id, lease_epoch))
 
     def take_off(self, request: Request) -> None:
-        """Tell its worker to forget a listed request, which the shard then moves or forgets."""
+        """Make its worker forget a listed request, which the shard then moves or forgets."""
         assert request.worker is not None
         self.drop(request.worker, request.request_id, request.lease_epoch)
         if not request.is_harmless:
@@ -45,18 +46,18 @@ class Ledger:
             worker.quiet_at_s = self.now_s + QUIET_S
 
     def is_stale(self, request: Request) -> bool:
-        """Whether its rank rests on an older version of the priors."""
+        """Return whether its rank uses an older version of the priors."""
         return self._ranker.is_stale(request)
 
     def refresh(self, request: Request) -> bool:
-        """Rank it anew if the priors have a newer version; return whether they had."""
+        """Rank it again if the priors have a newer version; return whether they had."""
         if not self._ranker.is_stale(request):
             return False
         self.rerank(request)
         return True
 
     def rerank(self, request: Request) -> None:
-        """Rank a queued or listed request by what is known now."""
+        """Rank a queued or listed request by the present priors."""
         self._shard.rerank(request, self._ranker.rank(request))
 
     def lease(self, request: Request, worker: Worker) -> None:
@@ -75,7 +76,9 @@ class Ledger:
         self._record.append(Rank(request.request_id, request.rank.level, request.order_key[1]))
 
     def move(self, request: Request, worker: Worker, why: str) -> None:
-        """From one list to another in one transition of the record. `why`: what is told of that worker."""
+        """Move a request from one list to another in one transition of the record. `why` describes that
+        worker in its story.
+        """
         self._take_off(request, tell_worker=True)
         self._shard.lease(request, worker)
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
@@ -88,7 +91,9 @@ class Ledger:
         self._shard.take_back(request, self._ranker.rank(request))
 
     def commands(self, settings: CoreSettings) -> list[Command]:
-        """All of the step's: the record's, then what workers must forget, then their new lists, then who may leave."""
+        """Return all commands of the step: for the record, then for workers that must forget requests, then
+        new lists, then for workers that may leave.
+        """
         commands = self._record
         commands.extend(Drop(worker_id, tuple(drops)) for worker_id, drops in self._drops.items())
         touched = list(self._shard.touched.values())

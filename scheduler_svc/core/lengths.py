@@ -1,7 +1,7 @@
-"""How many output tokens a request still has, given how many it has emitted.
+"""Expected remaining output tokens of a request, given how many it has emitted.
 
-From the lengths that its class had before (`LengthTable`, a residual-life table). `guesses.py` adds what somebody said of
-this very request.
+The estimate uses the earlier lengths of its class (`LengthTable`, a residual-life table). `guesses.py` adds
+guesses of the length of this very request.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ DEFAULT_LOG_MEAN = math.log(150)
 DEFAULT_LOG_SPREAD = 1.0
 """Output lengths with no history: chat-like, lognormal(ln 150, 1.0). Our choice."""
 SHAPE_PRIOR = 2.0
-"""Requests that the lengths of all classes (for those: the default) count for in the mean and spread of ln(length) of one."""
+"""Weight, in requests, of the lengths of all classes (for those: of the default) in the mean and spread of
+ln(length) of one class."""
 SHAPE_WEIGHT = 30.0
-"""Requests that a lognormal of that mean and spread counts for in the histogram: two numbers are learnt from a few
-requests, 150 bins from hundreds. Our choice."""
+"""Weight, in requests, of a lognormal of that mean and spread in the histogram: a few requests are enough to
+learn two numbers, 150 bins take hundreds. Our choice."""
 LEAST_LOG_SPREAD = 0.03
-"""Of that lognormal: a third of a bin."""
+"""Least spread of that lognormal: a third of a bin."""
 FORGET_REQUESTS = 1000.0
 CREDIBLE = (0.1, 0.9)
 """The interval that estimates report."""
@@ -36,7 +37,7 @@ _KEEP = 1 - 1 / FORGET_REQUESTS
 _LARGEST_UNIT = 1e9
 _ROOT_HALF = math.sqrt(0.5)
 _NOTHING = 1e-9
-"""A tail thinner than this says nothing about what follows."""
+"""A tail thinner than this has no information about the lengths beyond."""
 
 
 @final
@@ -57,7 +58,7 @@ class TokensLeft:
 
 
 def chance_above(z: float) -> float:
-    """The chance of more than z standard deviations above the mean of a normal distribution."""
+    """Return the probability of more than z standard deviations above the mean of a normal distribution."""
     return 0.5 * math.erfc(z * _ROOT_HALF)
 
 
@@ -71,7 +72,7 @@ def _lognormal_masses(log_mean: float, log_spread: float) -> list[float]:
 
 
 def _sums_from(values: list[float]) -> list[float]:
-    """At i the sum of the values from i on; one more than values, ending in 0."""
+    """Return at i the sum of the values from i on; one more than values, ending in 0."""
     return [*accumulate(reversed(values), initial=0.0)][::-1]
 
 
@@ -79,15 +80,17 @@ DEFAULT_MASSES = _lognormal_masses(DEFAULT_LOG_MEAN, DEFAULT_LOG_SPREAD)
 
 
 class LengthTable:
-    """Output lengths of one class as a histogram with logarithmic bins, forgetting slowly, and its residual life.
+    """Output lengths of one class as a histogram with logarithmic bins and slow forgetting, and its residual
+    life.
 
-    The residual life is built from the histogram at intervals (`stale` says when), so that a rank is a look-up.
+    The residual life is built from the histogram at intervals (see `stale`), so that a rank is a look-up.
     """
 
     def __init__(self) -> None:
         self._counts = [0.0] * BINS
         self._unit = 1.0
-        """What one observation adds to `_counts` by now: it grows, instead of all that was seen before fading."""
+        """Weight of the newest observation in `_counts`. It grows, which is cheaper than to decay all
+        counts."""
         self.weight = 0.0
         self._since_built = 0
         self._basis = ""
@@ -99,7 +102,7 @@ class LengthTable:
 
     @property
     def counts(self) -> list[float]:
-        """Requests in each bin, older ones for less."""
+        """Return the requests in each bin; older ones have less weight."""
         return [count / self._unit for count in self._counts]
 
     @counts.setter
@@ -110,12 +113,14 @@ class LengthTable:
 
     @property
     def masses(self) -> list[float]:
-        """Share of the lengths in each bin, as of the last build."""
+        """Return the share of the lengths in each bin, as of the last build."""
         return self._masses
 
     @property
     def basis(self) -> str:
-        """What an estimate by this table rests on, for people; written once for each weight, since every rank has it."""
+        """Return the basis of this table's estimates, for people. It is formatted once for each weight, since
+        every rank has it.
+        """
         if self._basis_weight != self.weight:
             self._basis_weight = self.weight
             self._basis = f"lengths of {self.weight:.0f} requests of its class"
@@ -123,11 +128,11 @@ class LengthTable:
 
     @property
     def stale(self) -> bool:
-        """Whether enough was observed since the last build to make another worth it."""
+        """Return whether enough was observed since the last build to make another worth its cost."""
         return self._since_built > 0.05 * self.weight
 
     def observe(self, length: int) -> None:
-        """A request ended by itself after so many tokens."""
+        """Learn from a request that ended by itself after `length` tokens."""
         self._unit /= _KEEP
         self._counts[min(bisect_left(EDGES, length) - 1, BINS - 1)] += self._unit
         self.weight = self.weight * _KEEP + 1
@@ -137,7 +142,9 @@ class LengthTable:
             self._unit = 1.0
 
     def rebuild(self, pool: LengthTable | None) -> None:
-        """Take up what was observed; `pool`, of all classes, is what to expect of one with no history."""
+        """Rebuild the table from the observed lengths. `pool`, the table of all classes, is the prior of a
+        class with no history.
+        """
         mean = DEFAULT_LOG_MEAN if pool is None else pool._log_mean
         variance = DEFAULT_LOG_SPREAD**2 if pool is None else pool._log_variance
         total, squares = SHAPE_PRIOR * mean, SHAPE_PRIOR * (variance + mean * mean)
@@ -168,17 +175,21 @@ class LengthTable:
         self._high: list[float] = []
 
     def _build_intervals(self) -> None:
-        """At each edge, for requests that have come so far: the lengths at the ends of the credible interval."""
+        """Compute the ends of the credible interval at each edge, for requests that have emitted that many
+        tokens.
+        """
         self._low = _exceeded_by(1 - CREDIBLE[0], self._tail)
         self._high = _exceeded_by(1 - CREDIBLE[1], self._tail)
 
     def _beyond(self, length: int, i: int) -> tuple[float, float]:
-        """Share of the lengths beyond `length`, of bin i, and share × length over them; flat inside a bin."""
+        """Return the share of the lengths beyond `length`, which is in bin i, and share × length over them;
+        flat inside a bin.
+        """
         inside = self._masses[i] * (EDGES[i + 1] - length) / (EDGES[i + 1] - EDGES[i])
         return self._tail[i + 1] + inside, self._moment[i + 1] + inside * (EDGES[i + 1] + length) / 2
 
     def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
-        """Given `emitted` so far, and never more than `most` in all."""
+        """Return the tokens left after `emitted`, with never more than `most` in all."""
         i = _bin_above(emitted)
         if i >= BINS:
             return _lindy(emitted, most)
@@ -200,12 +211,12 @@ _BIN_ABOVE = [bisect_right(EDGES, length) - 1 for length in range(4097)]
 
 
 def _bin_above(length: int) -> int:
-    """The bin of what is a little longer; `BINS` and more if there is none."""
+    """Return the bin of lengths a little above `length`; `BINS` or more if there is none."""
     return _BIN_ABOVE[length] if length <= 4096 else bisect_right(EDGES, length) - 1
 
 
 def _exceeded_by(share: float, tail: list[float]) -> list[float]:
-    """At each edge the length that this share of those beyond it exceeds."""
+    """Return at each edge the length that this share of the lengths beyond the edge exceeds."""
     lengths = []
     end = 1
     for i in range(BINS):
@@ -221,13 +232,15 @@ def _exceeded_by(share: float, tail: list[float]) -> list[float]:
 
 
 def _lindy(emitted: int, most: int) -> TokensLeft:
-    """Longer than anything seen: it may go on for about as long as half of what it has."""
+    """Return an estimate for a request longer than all observed ones: half of its length so far."""
     guess = max(1.0, emitted / 2)
     return bounded(guess, guess / 10, guess * 10, most - emitted, "longer than any request before")
 
 
 def bounded(mean: float, low: float, high: float, most: int, basis: str) -> TokensLeft:
-    """At least one token is left of an unfinished request, at most what its limit allows."""
+    """Return the estimate within bounds: an unfinished request has at least one token left, at most what its
+    limit allows.
+    """
     # Without min and max: this is part of every rank.
     bound = most if most > 1.0 else 1.0
     mean = bound if mean > bound else mean if mean > 1.0 else 1.0

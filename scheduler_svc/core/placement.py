@@ -1,7 +1,8 @@
-"""Which worker's list a request is on (our choice).
+"""Placement of requests on the lists of workers (our choice).
 
-Bound to the worker with the fewest unfinished requests when there is room; kept there with its KV; taken by a worker
-with a free slot when nothing else waits. Everything here ends in a call of the ledger.
+A request is bound to the worker with the fewest unfinished requests when there is room; kept there with its
+KV; taken by a worker with a free slot when no other request waits. Every decision here ends in a call of the
+ledger.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from scheduler_svc.core.shard import Shard
 from scheduler_svc.core.worker import Worker
 
 MOST_REFRESHED = 8
-"""Ranks at the front of the queue that are made anew in one step, however many wait there on older priors."""
+"""Ranks at the front of the queue that are computed again in one step, however many wait there on older
+priors."""
 
 SUSPECTS_PER_WORKER = 4
-"""Requests that wait to run alone for each worker that is cleared for them. Our choice: a trial takes eight rounds, a cleared worker up
-to `QUIET_S` and the KV of what ran there."""
+"""Requests that wait to run alone for each worker that is cleared for them. Our choice: a trial takes eight
+rounds, a cleared worker costs up to `QUIET_S` and the KV of the requests that ran there."""
 
 MOST_LISTS_REFRESHED = 4
-"""Lists whose ranks are made anew in one step, because a queued request was about to overtake them."""
+"""Lists whose ranks are computed again in one step, because a queued request was about to overtake them."""
 
 
 def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
@@ -39,9 +41,10 @@ def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
 
 
 def _run_alone(shard: Shard, ledger: Ledger) -> None:
-    """The requests that workers may have died of get workers for themselves, those with the most deaths first, then those that wait
-    longest: what was on such a worker goes on elsewhere, at the cost of its KV, which is less than a further death would cost.
-    One worker serves several suspects in turn; where many wait, as after a power loss, up to half of the workers do.
+    """Give workers of their own to the requests that workers may have died of, those with the most deaths
+    first, then the longest waiting. Other requests of such a worker continue elsewhere, at the cost of their
+    KV, which is less than a further death would cost. One worker serves several suspects in turn; if many
+    wait, as after a power loss, up to half of the workers do.
     """
     trials = [worker for worker in shard.workers.values() if worker.alone]
     if not trials and not shard.suspects:
@@ -63,11 +66,11 @@ def _run_alone(shard: Shard, ledger: Ledger) -> None:
 
 
 def _try_next(worker: Worker, suspects: list[Request], shard: Shard, ledger: Ledger) -> None:
-    """Lease the next suspect to a worker on which none is. What is there has been cleared, and makes room."""
+    """Lease the next suspect to a worker that has none. Other requests there are cleared, and make room."""
     able = (suspect for suspect in suspects if suspect.worker is None and worker.holds(suspect))
     request = next(able, None)
     if request is None or worker.draining:
-        shard.set_alone(worker, False)  # what it was kept for is cleared, or has ended, or it leaves itself
+        shard.set_alone(worker, False)  # its suspect is cleared or has ended, or it leaves itself
         return
     _clear(worker, shard, ledger)
     if ledger.now_s >= worker.quiet_at_s:
@@ -84,29 +87,32 @@ def _clear(worker: Worker, shard: Shard, ledger: Ledger) -> None:
 
 
 def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
-    """The reserved requests are on some list whatever their rank, spread as the workers' reserved shares allow."""
+    """Lease the reserved requests to some worker whatever their rank, spread as the workers' reserved shares
+    allow.
+    """
     shard.update_reserved()
     for request in list(shard.reserved_queued.values()):
         # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
         free = next(_with_reserve_for(shard, request), None)
         ledger.lease(request, free or next(worker for worker in shard.by_load() if worker.holds(request)))
     for worker in list(shard.touched.values()):
-        # With one slot the share is a slice of time, too rarely there to be worth the KV that a move costs. On a list that is not
-        # longer than the slots nobody waits for one.
+        # With one slot the share is a slice of time, too rare to be worth the KV that a move costs. On a list
+        # that is not longer than the slots no request waits for one.
         waits_for_slots = worker.takes_work and len(worker.members) > worker.slots > 1
         if waits_for_slots and worker.reserved > worker.reserved_share:
             _spread_reserved(worker, shard, ledger)
 
 
 def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
-    """Requests that became the oldest on one list would wait for each other, while another worker's reserved share has
-    nobody: those that do not run there move to it. Not to where KV is short: there they could wait as well. Who comes
-    into a free slot in the next round stays: where nothing is preempted, the other worker may have none for long.
+    """Move reserved requests that do not run on this worker to workers whose reserved share is not used:
+    requests that became the oldest on one list would wait for each other. They do not move to a worker where
+    KV is short: there they could wait as well. A request that gets a free slot in the next round stays: where
+    nothing is preempted, the other worker may have none for long.
     """
     free_slots = 0 if crowded.is_short_of_blocks else max(0, crowded.slots - len(crowded.running))
     waiting = [request for request in crowded.in_order if not request.running][free_slots:]
     waiting = [request for request in waiting if request.reserved]
-    for request in sorted(waiting, key=lambda request: request.residency):  # what has no KV moves at no cost
+    for request in sorted(waiting, key=lambda request: request.residency):  # without KV: moves at no cost
         able = _with_reserve_for(shard, request)
         free = next((worker for worker in able if not worker.is_short_of_blocks), None)
         if free is not None:
@@ -116,15 +122,18 @@ def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
 
 
 def _with_reserve_for(shard: Shard, request: Request) -> Iterator[Worker]:
-    """Workers that could run it to its end and whose reserved share is not used up, least loaded first."""
+    """Yield the workers that could run it to its end and whose reserved share is not used up, least loaded
+    first.
+    """
     for worker in shard.by_load():
         if worker.holds(request) and worker.reserved < worker.reserved_share:
             yield worker
 
 
 class _Front:
-    """The best queued requests. New priors are applied lazily: to who comes to the front, and since that may move them
-    back, to those behind them; but to a bounded number in one step, so that its cost does not grow with the queue.
+    """The best queued requests. New priors are applied lazily: to the requests at the front, and since that
+    may move them back, to those after them; but to a bounded number in one step, so that its cost does not
+    grow with the queue.
     """
 
     def __init__(self, shard: Shard, ledger: Ledger) -> None:
@@ -133,7 +142,7 @@ class _Front:
         self._left = MOST_REFRESHED
 
     def at(self, index: int) -> tuple[Request, bool]:
-        """The queued request there, and whether its rank rests on the newest priors."""
+        """Return the queued request there, and whether its rank uses the newest priors."""
         while True:
             request = self._shard.queued_at(index)
             if self._left == 0:
@@ -144,7 +153,9 @@ class _Front:
 
 
 def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
-    """Best-ranked first, to whoever has the fewest unfinished requests, until the lists are full."""
+    """Lease queued requests, best rank first, to the worker with the fewest unfinished requests, until the
+    lists are full.
+    """
     at = 0
     while at < len(shard.queued):
         room = next(_with_room(shard), None)
@@ -160,7 +171,7 @@ def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
 
 
 def _with_room(shard: Shard) -> Iterator[Worker]:
-    """Workers whose list is not full, least loaded first."""
+    """Yield the workers whose list is not full, least loaded first."""
     for worker in shard.by_load():
         if len(worker.members) >= shard.list_length(worker):
             return  # the others are fuller: load is members per slot, the length a multiple of the slots
@@ -168,14 +179,15 @@ def _with_room(shard: Shard) -> Iterator[Worker]:
 
 
 def has_room_for(shard: Shard, request: Request) -> bool:
-    """Whether some list with room could take it."""
+    """Return whether some list with room could take it."""
     return any(worker.holds(request) for worker in _with_room(shard))
 
 
 def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
-    """A queued request that belongs into the first part of a full list goes onto it: the one whose end is worst.
+    """Lease a queued request that belongs into the first part of a full list: onto the list with the worst
+    end.
 
-    So a better arrival is on a list in the step in which it arrives, and may displace what runs.
+    So a better arrival is on a list in the step in which it arrives, and may displace a running request.
     """
     refreshed = 0
     while shard.queued:
@@ -193,13 +205,15 @@ def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
 
 
 def _refresh_list(worker: Worker, ledger: Ledger) -> bool:
-    """Rank members anew that rest on older priors; return whether there were any."""
+    """Rank members again whose ranks use older priors; return whether there were any."""
     stale = [request for request in worker.members.values() if ledger.refresh(request)]
     return bool(stale)
 
 
 def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
-    """What fell too far behind the end of its list, and has nothing on the worker, is there for others again."""
+    """Return requests to the queue that fell too far below the end of their list and have nothing on the
+    worker.
+    """
     for worker in list(shard.touched.values()):
         length = shard.list_length(worker)
         keep = length + max(1, int(settings.list_margin * length))
@@ -210,7 +224,9 @@ def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -
 
 
 def _steal(shard: Shard, ledger: Ledger) -> None:
-    """A worker with a free slot takes what others have listed and do not run; the queue has nothing for it."""
+    """Move requests to workers with a free slot from workers that have them listed and do not run them.
+    The queue has nothing for the workers with a free slot.
+    """
     if not _has_victims(shard):
         return
     for thief in list(_with_free_slots(shard)):
@@ -234,11 +250,13 @@ def _with_free_slots(shard: Shard) -> Iterator[Worker]:
 
 
 def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
-    """From the longest list on; then from lists that are short enough, where KV blocks are not."""
+    """Return a request of the longest list or the next ones; if there is none, one of a list that is short
+    enough but lacks KV blocks.
+    """
     for victim in takewhile(lambda worker: len(worker.members) > worker.slots, shard.by_load_reversed()):
         able = [request for request in victim.in_order if not request.running and thief.holds(request)]
         if able:
-            # What has no KV moves at no cost; best rank first among equals.
+            # Requests without KV move at no cost; best rank first among equals.
             return min(able, key=lambda request: request.residency)
     for victim in shard.short_of_blocks.values():
         for request in victim.waiting_for_blocks:

@@ -1,7 +1,7 @@
-"""What is learnt online, per workload class and of the machine; survives a restart on the record.
+"""Statistics learnt online, per workload class and of the machine; a restart reads them back from the record.
 
-The scheduler feeds it, policies read it. Ranks are computed when their request is touched, so a change here reaches
-a waiting request with its next event, never by itself.
+The scheduler updates them, policies read them. Ranks are computed when their request is touched, so a change
+here reaches a waiting request with its next event, never by itself.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from scheduler_svc.core.lengths import BINS, LengthTable, TokensLeft
 
 FORMAT = 4
 READABLE_FORMATS = (2, 3, 4)
-"""What an earlier build learnt is taken on, but for the errors of guesses, which formats 2 and 3 have without a slope."""
+"""Formats that can be read. Priors of earlier builds are used, except the errors of guesses in formats 2 and
+3, which have no slope."""
 COST_CHANGE = 0.05
 ENOUGH_ROUNDS = 50.0
 """Rounds of a class before its means are carried from one draft length to another."""
 MAX_CLASSES = 256
-"""Classes are named by clients and must not grow the memory. A further one takes the place of the class that ended a request
-longest ago, among those of the tenant that has brought the most: one tenant's classes do not drive out those of others."""
+"""Bound on classes: clients name them, and they must not grow the memory. A further class replaces the class
+with the oldest last end of a request, among the classes of the tenant that has brought the most: one tenant's
+classes do not drive out those of others."""
 MAX_CALIBRATIONS = 4096
 
 
 @dataclass(slots=True)
 class ClassPriors:
-    """What one workload class was like."""
+    """Statistics of one workload class."""
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     positions: PositionStatistics = field(default_factory=PositionStatistics)
@@ -49,12 +51,14 @@ class ClassPriors:
     worker_guesses: GuessHistory = field(default_factory=GuessHistory)
     guessed: GuessedLengths = field(init=False)
     of_client: Calibration = ASSUMED
-    """Of the hints of all clients in this class; like the next one as of the last build of the table."""
+    """Calibration of the hints of all clients in this class. This and `of_worker` are as of the last build of
+    the table."""
     of_worker: Calibration = ASSUMED
     owner: str = ""
     """The tenant that brought the class."""
     variances: tuple[float, float] | None = None
-    """Of its acceptance, as of the newest end: what a rank asks for is not worked out for each rank."""
+    """Variances of its acceptance, as of the newest end. They are kept, because computing them for each rank
+    would cost too much."""
     draft_length_factor: float = 1.0
     """Tokens per round at the present draft length, over those at the draft lengths of the class's history."""
 
@@ -62,7 +66,7 @@ class ClassPriors:
         self._take_up_guesses()
 
     def rebuild_lengths(self, pool: LengthTable | None) -> None:
-        """Take up what was observed of lengths and guesses."""
+        """Recompute the tables from the lengths and guesses observed so far."""
         self.lengths.rebuild(pool)
         self._take_up_guesses()
 
@@ -72,7 +76,7 @@ class ClassPriors:
         self.of_worker = self.worker_guesses.calibrated(ASSUMED)
 
     def rebuild_positions(self, pool: list[float] | None) -> None:
-        """Take up what was observed of draft positions and lengths."""
+        """Recompute the tables from the draft positions and draft lengths observed so far."""
         self.positions.rebuild(pool)
         acceptance = self.acceptance
         if self.positions.rounds >= ENOUGH_ROUNDS:
@@ -81,11 +85,11 @@ class ClassPriors:
 
 
 class Priors:
-    """All that was learnt.
+    """Everything learnt.
 
-    What a rank asks for is always the newest. `version` says when ranks made before should be made again: it grows at
-    intervals (`publish`), and only if a length table was built anew or the cost of a round moved by more than
-    `COST_CHANGE`.
+    Estimates for a rank always use the newest statistics. `version` shows when older ranks should be computed
+    again: it grows at intervals (`publish`), and only if a length table was rebuilt or the cost of a round
+    moved by more than `COST_CHANGE`.
     """
 
     def __init__(self) -> None:
@@ -93,23 +97,26 @@ class Priors:
         self.cost = CostModel()
         self._all = ClassPriors()
         self._classes: dict[str, ClassPriors] = {}
-        """The one that ended a request longest ago first."""
+        """Ordered by the time of their last end of a request, oldest first."""
         self._tenants = TenantGuesses()
         self._calibrations: dict[tuple[str, str], Calibration] = {}
-        """Of the hints of a tenant in a class, as of its last end there or of the last build of a table."""
+        """Calibration of the hints of a tenant in a class, as of its last end there or of the last build of a
+        table."""
         self._share_s = self.cost.share_s(0)
         """Cost of a round as of this version."""
         self._tables_changed = False
 
-    # What policies ask.
+    # Estimates, for policies.
 
     def tokens_per_round(self, workload_class: str, rounds: int, emitted: int) -> TokensPerRound:
-        """Tokens that a request of this class will gain per round, after so many rounds and tokens of its own.
+        """Return the tokens that a request of this class will gain per round, after `rounds` rounds and
+        `emitted` tokens of its own.
 
-        The means of the class and of all are carried to the draft length of late, by what each draft position was
-        worth: where workers draft less than they used to (a fuller batch, another setting), the estimate follows in a
-        few hundred rounds and not in the 20,000 that a mean takes to forget. A request's own rounds are taken as they
-        are: workers choose the draft length for each request, and go on doing so.
+        The means of the class and of all classes are converted to the recent draft length, by the acceptance
+        of each draft position: where workers draft less than they used to (a fuller batch, another setting),
+        the estimate follows in a few hundred rounds and not in the 20,000 that a mean takes to forget. A
+        request's own rounds are not converted: workers choose the draft length for each request, and continue
+        to do so.
         """
         own, everyone = self._of(workload_class), self._all
         pooled = everyone.acceptance.mean(
@@ -122,11 +129,13 @@ class Priors:
         return tokens_per_round(mean, shrinkage(variances), within, rounds, emitted)
 
     def tokens_by_draft_length(self, workload_class: str, draft_length: float) -> float:
-        """Tokens per round of this class if so many tokens were drafted, whatever its history drafted; at 0 exactly 1."""
+        """Return the tokens per round of this class with `draft_length` draft tokens, whatever its history
+        drafted; at 0 exactly 1.
+        """
         return self._of(workload_class).positions.tokens(draft_length)
 
     def mean_tokens_per_round(self, workload_class: str) -> float:
-        """The class mean, for policies that ignore a request's own acceptance."""
+        """Return the class mean, for policies that ignore a request's own acceptance."""
         return self.tokens_per_round(workload_class, 0, 0).mean
 
     def tokens_left(
@@ -138,7 +147,9 @@ class Priors:
         by_worker: bool,
         tenant: str = "",
     ) -> TokensLeft:
-        """Output tokens left of a request that emitted so many of at most `most`; `guess` is of the total."""
+        """Return the remaining output tokens of a request that emitted `emitted` of at most `most`; `guess`
+        is of the total.
+        """
         own = self._of(workload_class)
         if guess is None:
             return own.lengths.left(emitted, most, own.lengths.basis)
@@ -158,7 +169,7 @@ class Priors:
             self._calibrations[key] = found
         return found
 
-    # What the scheduler tells.
+    # Observations, from the scheduler.
 
     def publish(self) -> None:
         """Start a new version if that would change ranks."""
@@ -169,15 +180,15 @@ class Priors:
             self.version += 1
 
     def observe_round(self, batch: int, tokens: int, context_tokens: int, seconds: float) -> None:
-        """What a round cost; see `CostModel`."""
+        """Learn from the cost of a round; see `CostModel`."""
         self.cost.observe_round(batch, tokens, context_tokens, seconds)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """What a prefill cost; see `CostModel`."""
+        """Learn from the cost of a prefill; see `CostModel`."""
         self.cost.observe_prefill(tokens, seconds)
 
     def observe_swap(self, tokens: int, seconds: float) -> None:
-        """What moving context between device and host cost; see `CostModel`."""
+        """Learn from the cost of moving context between device and host; see `CostModel`."""
         self.cost.observe_swap(tokens, seconds)
 
     def observe_tokens(
@@ -189,7 +200,9 @@ class Priors:
         accepted: tuple[int, ...] = (),
         tenant: str = "",
     ) -> None:
-        """A request gained so many tokens in one round, of so many drafted; `tested` and `accepted` by position."""
+        """Learn from one round of a request, which gained `tokens` tokens with `drafted` draft tokens;
+        `tested` and `accepted` count by position.
+        """
         for priors in self._touch(workload_class, tenant, ended=False):
             priors.acceptance.observe_round(tokens, drafted)
             if tested:
@@ -200,7 +213,7 @@ class Priors:
     def observe_acceptance(
         self, workload_class: str, rounds: int, tokens: int, squares: int, tenant: str = ""
     ) -> None:
-        """A request ended: its rounds, their tokens and squared tokens."""
+        """Learn from an ended request: its rounds, their tokens and squared tokens."""
         for priors in self._touch(workload_class, tenant, ended=True):
             priors.acceptance.observe_end(rounds, tokens, squares)
             priors.variances = priors.acceptance.variances()
@@ -213,7 +226,7 @@ class Priors:
         worker_guess: float | None,
         tenant: str = "",
     ) -> None:
-        """A request ran to its own end after so many tokens."""
+        """Learn from a request that ran to its own end after `length` tokens."""
         if client_guess is not None:
             self._tenants.observe(tenant, workload_class, client_guess, length)
             self._calibrations.pop((tenant, workload_class), None)
@@ -261,7 +274,7 @@ class Priors:
     # The record.
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and dictionaries, for JSON."""
+        """Return plain numbers, lists and dictionaries, for JSON."""
         return {
             "format": FORMAT,
             "version": self.version,
@@ -278,7 +291,9 @@ class Priors:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Priors:
-        """What `to_dict` gave; another format starts afresh: priors are a help, never a need."""
+        """Return the priors that `to_dict` gave. With an unknown format return new ones: the core can work
+        without any priors.
+        """
         priors = cls()
         if data.get("format") not in READABLE_FORMATS:
             return priors

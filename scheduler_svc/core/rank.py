@@ -1,7 +1,8 @@
-"""What a policy says of one request: its rank, and the estimate behind it.
+"""The result of a policy for one request: its rank, and the estimate that the rank uses.
 
-Both are made for every request of every round, so their constructors are written out: compiled, such a class costs a tenth
-of a named tuple, or of a dataclass whose constructor is generated when it is imported, and keeps its numbers in itself.
+Both are made for every request of every round, so their constructors are written out: compiled, such a class
+costs a tenth of a named tuple, or of a dataclass whose constructor is generated when it is imported, and
+stores its numbers in itself.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from typing import Final, final
 MAX_LEVELS = 32
 """Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be bounded."""
 AHEAD = MAX_LEVELS
-"""The bit between priority and level: set while the tenant is ahead of others (`core/tenants.py`), and no business of
-a policy. MAX_LEVELS is a power of two, so it is a bit of the class of any priority.
-"""
+"""The bit between priority and level: set while the tenant is ahead of others (`core/tenants.py`). Policies
+do not use it. MAX_LEVELS is a power of two, so it is a bit of the class of any priority."""
 
 
 def pack_rank_class(priority: int, level: int) -> int:
@@ -37,9 +37,10 @@ class Remaining:
     low_s: Final[float]
     high_s: Final[float]
     length_basis: Final[str]
-    """What the estimate of the length rests on, for people."""
+    """Basis of the estimate of the length, for people."""
     own_rounds: Final[int | None]
-    """The request's own rounds that its pace rests on; None if it is taken to be as fast as its class."""
+    """The request's own rounds that its pace is estimated from; None if it is taken to be as fast as its
+    class."""
 
     def __init__(
         self, mean_s: float, low_s: float, high_s: float, length_basis: str, own_rounds: int | None = None
@@ -52,7 +53,7 @@ class Remaining:
 
     @property
     def basis(self) -> str:
-        """What the estimate rests on, for people."""
+        """Return the basis of the estimate, for people."""
         if self.own_rounds is None:
             return self.length_basis
         return f"{self.length_basis}; {self.own_rounds} rounds of its own"
@@ -61,17 +62,18 @@ class Remaining:
 @final
 @dataclass(slots=True)
 class RankKey:
-    """Where a policy puts a request; what `laps_sd.choose` and the queue order by."""
+    """Rank that a policy gives to a request; `laps_sd.choose` and the queue order by it."""
 
     rank_class: Final[int]
     index_s: Final[float]
     """Order inside the class, the set-up cost left out: `resume_cost_s` is added while the KV is not on a device."""
     resume_cost_s: Final[float]
-    """What it costs to take it up from where its KV lies now; if it lies on the device, to compute it again."""
+    """Cost of taking the request up from where its KV lies now, in machine seconds; if the KV is on the
+    device, the cost of computing it again."""
     pinned: Final[bool]
     level: Final[int]
     perceptible: Final[bool | None]
-    """None: the policy makes no such difference."""
+    """True if its level is known; None if the policy makes no such difference."""
     remaining: Final[Remaining]
 
     def __init__(

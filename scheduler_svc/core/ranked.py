@@ -55,7 +55,7 @@ class Ranked(Generic[Key]):
             self._last.insert(at, block[-1])
 
     def remove(self, key: Key) -> None:
-        """Remove a key; KeyError if it is not there."""
+        """Remove a key; raise KeyError if it is not there."""
         at = inside = 0
         if not self._blocks or self._blocks[0][0] != key:  # the first is removed more often than any other
             at = bisect_left(self._last, key)
@@ -71,13 +71,13 @@ class Ranked(Generic[Key]):
             del self._blocks[at], self._last[at]
 
     def position(self, key: Key) -> int:
-        """How many keys are smaller."""
+        """Return the number of smaller keys."""
         at = bisect_left(self._last, key)
         before = sum(len(block) for block in self._blocks[:at])
         return before + (bisect_left(self._blocks[at], key) if at < len(self._blocks) else 0)
 
     def at(self, index: int) -> Key:
-        """The key with so many smaller ones; IndexError if there is none."""
+        """Return the key with `index` smaller ones; raise IndexError if there is none."""
         for block in self._blocks:
             if index < len(block):
                 return block[index]

@@ -1,4 +1,4 @@
-"""Applies the policy to requests, and remembers on which priors each rank rests."""
+"""Computes ranks with the policy, and remembers the version of the priors that each rank uses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Ranker:
     priors: Priors
 
     def rank(self, request: Request) -> RankKey:
-        """Its rank by what is known now."""
+        """Return the rank of a request by the present priors."""
         request.priors_version = self.priors.version
         return self.policy.rank(request, self.priors)
 
     def is_stale(self, request: Request) -> bool:
-        """Whether its rank rests on an older version of the priors."""
+        """Return whether its rank rests on an older version of the priors."""
         return request.priors_version != self.priors.version

@@ -13,25 +13,27 @@ from scheduler_svc.core.rank import AHEAD, RankKey
 from scheduler_svc.core.tenants import Account
 
 STABLE_ROUNDS = 8
-"""Rounds of running acceptance that are remembered; `policies/laps_sd_paper.py` asks for them. Our choice."""
+"""Rounds of running acceptance that are remembered, for `policies/laps_sd_paper.py`. Our choice."""
 MAX_STORY_LINES = 64
 STORY_HEAD = 8
-"""Lines from the beginning that a long story keeps; behind them one line stands for the oldest others."""
+"""Lines from the beginning that a long story keeps; after them one line replaces the oldest others."""
 LEFT_OUT = "left_out"
-"""What that line says happened."""
+"""The event name (`what`) of that line."""
 
 ALONE_AFTER = 2
-"""Deaths of workers after which a request runs alone: one is an accident, two may be its doing. Our choice, like the next two."""
+"""Deaths of workers after which a request runs alone: one is an accident, two may be its doing. Our choice,
+like the next two."""
 MOST_DEATHS = 4
-"""Deaths after which it is ended, those included while it shared a worker. So two workers must die that ran nothing else: an
-operator, or the owner of a spot node, who happens to kill three in a row ends no request."""
+"""Deaths after which it is ended, including those while it shared a worker. So two workers must die that ran
+nothing else: an operator, or the owner of a spot node, who happens to kill three in a row ends no request."""
 SURVIVED_ROUNDS = 8
-"""Rounds with tokens after the last death that clear a request: more than the one or two that a dying worker does not report,
-so that a request that always kills at the same token is not cleared on its way there."""
+"""Rounds with tokens after the last death that clear a request: more than the one or two that a dying worker
+does not report, so that a request that always kills at the same token is not cleared before that token."""
 QUIET_S = 3.0
-"""How long a worker is kept empty between a request that is not known to be harmless and one that runs alone: the time of a Drop
-on its way, of the round that runs when it arrives, and until a death in that round is noticed (`LAPS_SD_WORKER_GRACE_S`). Where
-these take longer a death may count for the wrong request; two in a row are unlikely. Our choice."""
+"""Time that a worker is kept empty between a request that is not known to be harmless and one that runs
+alone, in seconds: the time of a Drop on its way, of the round that runs when it arrives, and until a death in
+that round is noticed (`LAPS_SD_WORKER_GRACE_S`). Where these take longer a death may count for the wrong
+request; two in a row are unlikely. Our choice."""
 
 _PERCEPTIBLE: Final = Moment.PERCEPTIBLE  # compiled, such a name costs no look-up
 
@@ -49,15 +51,15 @@ class Request:
     worker: str | None = None
     emitted: int = 0
     rounds: int = 0
-    """That verified something: a round in which only its context was computed is not one."""
+    """Rounds that verified something; a round that only computed its context does not count."""
     drafted: int = 0
     accepted: int = 0
     attained_s: float = 0.0
     attained_before_level_s: float = 0.0
-    """What it had attained when it entered its present level."""
+    """Machine seconds it had attained when it entered its present level."""
     late_acceptance: tuple[float, ...] = ()
-    """Accepted over drafted tokens in all, after each of the last `STABLE_ROUNDS` rounds that drafted; since this core
-    knows it, and for policies that look back."""
+    """Accepted over drafted tokens in all, after each of the last `STABLE_ROUNDS` rounds that drafted. Covers
+    only rounds that this core has seen, and is kept only for policies with `looks_back`."""
     preemptions: int = 0
     deaths: int = 0
     """Workers that died while it may have been in their batch, since it was last cleared."""
@@ -77,9 +79,10 @@ class Request:
     """Output tokens in all, by the client's hint or by the worker's newest prediction."""
     predicted_by_worker: bool = False
     first_prediction: float | None = None
-    """The worker's first word on its length: what the error of such predictions is learnt from."""
+    """The worker's first prediction of its length; the error of such predictions is learnt from it."""
     seen_rounds: int = 0
-    """Rounds since this core knows it, with their tokens and squared tokens: what the priors learn from at its end."""
+    """Rounds that this core has seen, with their tokens and squared tokens: the priors learn from them at its
+    end."""
     seen_tokens: int = 0
     seen_squares: int = 0
     said: dict[Moment, Estimate] | None = None
@@ -91,83 +94,86 @@ class Request:
     order_key: OrderKey = (0, 0.0, "")
     """Up to date while it is on a list; in the queue, its tenant's turn may have come or gone since."""
     entry: AssignEntry | None = None
-    """What its worker's list says of it; None when that has to be made anew."""
+    """Its entry for its worker's list; None when the entry has to be built again."""
     sent: AssignEntry | None = None
-    """The same as its worker has it; None while it is on no list, or has not been sent."""
+    """The entry that the worker has; None while it is on no list, or has not been sent."""
     account: Account | None = None
-    """Its tenant's, when fairness is on and it is in the shard."""
+    """Account of its tenant, when fairness is on and it is in the shard."""
     story: list[StoryLine] = field(default_factory=list)
     left_out: int = 0
-    """Lines that the story has no more, and the pauses among them."""
+    """Lines that were removed from the story, and the pauses among them."""
     left_out_pauses: int = 0
 
     @property
     def request_id(self) -> str:
-        """Its id."""
+        """Return its id."""
         return self.facts.request_id
 
     @property
     def attained_at_level_s(self) -> float:
-        """Machine seconds charged since it entered its present level."""
+        """Return the machine seconds charged since it entered its present level."""
         return self.attained_s - self.attained_before_level_s
 
     @property
     def runs_alone(self) -> bool:
-        """Whether it gets a worker of its own: nothing else shows that workers die of it and not of a neighbour."""
+        """Return whether it gets a worker of its own: only that shows that workers die of it and not of a
+        neighbour.
+        """
         return self.deaths >= ALONE_AFTER
 
     @property
     def has_survived(self) -> bool:
-        """Whether it has run long enough since the last death to be cleared."""
+        """Return whether it has run long enough since the last death to be cleared."""
         return self.rounds - self.death_round >= SURVIVED_ROUNDS
 
     @property
     def may_have_run(self) -> bool:
-        """Whether it may be in the batch that its worker runs now. A worker prepares a request when it is listed, and its first
-        round is known only afterwards: so a request that has not run there counts as well.
+        """Return whether it may be in the batch that its worker runs now. A worker prepares a request when it
+        is listed, and its first round is known only afterwards: so a request that has not run there counts as
+        well.
         """
         return self.running or not self.ran_here
 
     @property
     def is_harmless(self) -> bool:
-        """Whether it has run on its worker, and no worker died with it."""
+        """Return whether it has run on its worker, and no worker died with it."""
         return self.ran_here and not self.deaths
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and output so far."""
+        """Return the tokens of prompt and output so far."""
         return self.facts.prompt_tokens + self.emitted
 
     @property
     def longest_tokens(self) -> int:
-        """The longest context it may reach."""
+        """Return the longest context it may reach, in tokens."""
         return self.facts.prompt_tokens + self.facts.max_tokens
 
     @property
     def tenant_ahead(self) -> bool:
-        """Whether it comes after the requests of other tenants, because its own has had more."""
+        """Return whether it comes after requests of other tenants, because its own has had more service."""
         return self.account is not None and self.account.ahead
 
     @property
     def rank(self) -> RankKey:
-        """Its rank now."""
+        """Return its present rank."""
         assert self.rank_before is not None, "ranked when it enters the shard"
         return self.rank_before
 
     @property
     def key_now(self) -> OrderKey:
-        """Its order key in its tenant's present turn."""
+        """Return its order key in its tenant's present turn."""
         rank_class, cost, request_id = self.order_key
         return (rank_class | AHEAD if self.tenant_ahead else rank_class & ~AHEAD, cost, request_id)
 
     @property
     def age_key(self) -> OrderKey:
-        """By this the oldest come first."""
+        """Return the key that orders by age, the oldest first."""
         return (0, self.facts.sequence, self.facts.request_id)
 
     @property
     def standing(self) -> Standing:
-        """What the record keeps of it."""
+        """Return its progress and its place in the queue, for the record."""
         return Standing(
             self.rounds,
             self.drafted,
@@ -179,7 +185,7 @@ class Request:
         )
 
     def set_rank(self, rank: RankKey) -> None:
-        """Give it this rank; the order key follows from the rank and from where the KV lies."""
+        """Set its rank; the order key follows from the rank and from where the KV lies."""
         if self.rank_before is None or rank.level != self.rank_before.level:
             self.attained_before_level_s = self.attained_s
         self.rank_before = rank
@@ -190,7 +196,9 @@ class Request:
         self.order_key = (rank_class, cost, self.facts.request_id)
 
     def speculated(self, drafted: int, accepted: int, remember: bool) -> None:
-        """A round drafted so many tokens, and so many of them were accepted. `remember`: for policies that look back."""
+        """Count a round with `drafted` draft tokens, `accepted` of them accepted. `remember`: for policies
+        that look back.
+        """
         if drafted:
             self.drafted += drafted
             self.accepted += accepted
@@ -199,7 +207,7 @@ class Request:
                 self.late_acceptance = (*self.late_acceptance[1 - STABLE_ROUNDS :], so_far)
 
     def remember_estimate(self) -> None:
-        """Keep what its rank says of the remaining service, if this is a moment to be judged."""
+        """Keep the remaining service estimated in its rank, if this is a moment to be judged."""
         said = self.said
         if said is None:
             return
@@ -239,5 +247,5 @@ class Request:
 
 
 def order_key_of(request: Request) -> OrderKey:
-    """By this the best come first."""
+    """Return the key that orders the best first."""
     return request.order_key

@@ -1,10 +1,10 @@
-"""Which request runs where: a function of events and time.
+"""The scheduler: a function of events and time that returns which request runs where.
 
 Invariants
   * No I/O, no clock, no randomness: the same events at the same times give the same commands.
-  * Every accepted request ends in exactly one way, and leaves the core in the step that says so.
+  * Every accepted request ends in exactly one way, and leaves the core in the step that returns its end.
   * A lease is on the record before a request enters any worker's list, and no request is in two lists.
-  * Only the lease epoch judges a report: with another one it changes nothing.
+  * Only the lease epoch decides whether a report counts: with another one it changes nothing.
   * Ranks change by events only, so a step costs O(log n) in queued requests for each event.
 
 The caller's part is the contract at the top of `core/commands.py`.
@@ -46,7 +46,7 @@ from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, Wor
 from scheduler_svc.core.worker import Worker
 
 OF_LATE = 0.02
-"""Weight of the newest round in a worker's figures of late."""
+"""Weight of the newest round in a worker's recent figures."""
 FIRST_GAP_S = 0.25
 GAP_GROWTH = 1.25
 """Seconds between two versions of the priors: at first, and how they grow up to `priors_interval_s`."""
@@ -54,11 +54,11 @@ REFRESHED_PER_ARRIVAL = 4
 """Waiting requests that are ranked again at each arrival. Our choice: with 4, 8 and 16 identical requests wait as under `fcfs`,
 without any up to five times as long. At each round instead, 200 requests that come at once take 1 % longer in the mean."""
 MOST_LOST = 256
-"""Lost workers whose requests are kept in mind, in case one dials again. Our choice."""
+"""Lost workers whose requests are remembered, in case one dials again. Our choice."""
 GIVEN_UP = "{} workers died in a row while they ran this request, {} of them while they ran nothing else: it is not tried again"
 NO_BLOCKS = "no KV blocks left for it"
 OWN_ENDS = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
-"""Ends that say how long a request of its class is; the others cut it short."""
+"""Ends that are observations of the length of a class; the others cut a request short."""
 
 
 class Scheduler:
@@ -71,15 +71,17 @@ class Scheduler:
         self.estimate_errors = EstimateErrors()
         self._ranker = Ranker(policy, priors)
         self._died_with: dict[str, tuple[str, ...]] = {}
-        """By lost worker, the requests that its death was counted for; the oldest first."""
+        """Requests that the death of a lost worker was counted for, by worker; the oldest worker first."""
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
         self._to_refresh: Iterator[Request] = iter(())
-        """Those that get new ranks next if they are queued by then."""
+        """Requests to be ranked again next, if they wait by then."""
         self._shard = Shard(settings.list_factor, settings.reserved_share, settings.tenant_fairness)
 
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
-        """Hear what happened since the last step; return what follows from it, in the order of the contract."""
+        """Apply the events since the last step; return the commands that follow, in the order of the
+        contract.
+        """
         ledger = Ledger(self._shard, self._ranker, now_s)
         self.estimate_errors.begin_step()
         for event in events:
@@ -90,15 +92,18 @@ class Scheduler:
         return ledger.commands(self.settings)
 
     def _publish(self, now_s: float) -> None:
-        """Let waiting requests feel what was learnt, at intervals: often at first, when every round teaches much."""
+        """Apply the learnt priors to waiting requests, at intervals: often at first, when every round changes
+        them much.
+        """
         if now_s >= self._publish_at_s:
             self.priors.publish()
             self._publish_at_s = now_s + self._publish_gap_s
             self._publish_gap_s = min(self._publish_gap_s * GAP_GROWTH, self.settings.priors_interval_s)
 
     def _refresh_waiting(self, ledger: Ledger) -> None:
-        """Rank some waiting requests again, in turn from the oldest to the youngest, before an arrival is ranked. Otherwise it
-        would overtake those that are no worse whenever the estimates of its kind have fallen a little.
+        """Rank some waiting requests again, in turn from the oldest to the youngest, before an arrival is
+        ranked. Otherwise it would overtake others that are no worse whenever the estimates of its kind have
+        fallen a little.
         """
         left = REFRESHED_PER_ARRIVAL
         for request in self._to_refresh:
@@ -126,8 +131,8 @@ class Scheduler:
             case WorkerDraining(worker_id):
                 self._worker_draining(worker_id, ledger)
             case Refused(request_id):
-                # Gone or stale: either way the picture here is wrong. The shell reads the record again and tells
-                # what it finds as `Recovered`.
+                # Gone or stale: either way the core's state is wrong. The shell reads the record again and
+                # sends the request that it finds as `Recovered`.
                 self._forget(request_id, ledger)
             case _:  # pragma: no cover  # mypy proves that nothing is left
                 assert_never(event)
@@ -192,7 +197,7 @@ class Scheduler:
 
     def _worker_up(self, event: WorkerUp, ledger: Ledger) -> None:
         worker = self._shard.worker_up(event.facts)
-        worker.must_send = True  # whatever list it still has, it now gets ours
+        worker.must_send = True  # the list that it still has is replaced by ours
         worker.told_drained = False
         worker.free_target_blocks = event.facts.target_blocks
         worker.free_draft_blocks = event.facts.draft_blocks
@@ -231,7 +236,7 @@ class Scheduler:
 
     def _count_death(self, worker: Worker, hung: bool, ledger: Ledger) -> None:
         if worker.draining:
-            return  # it has been told to end, and does so when its time is over, whatever it runs
+            return  # it was ordered to end, and does so when its time is over, whatever it runs
         died_with = [request for request in worker.members.values() if request.may_have_run]
         is_certain = len(worker.members) == 1
         for request_id in worker.taken_off:
@@ -251,7 +256,9 @@ class Scheduler:
                 del self._died_with[next(iter(self._died_with))]
 
     def _isolate(self, request: Request, lost: Worker, ledger: Ledger) -> None:
-        """A worker died that it had left just before: it waits for a worker of its own from now on."""
+        """Make a request run alone, after the death of a worker that it had just left: it waits for a worker
+        of its own from now on.
+        """
         if request.worker is None:
             self._shard.requeue(request)
         else:
@@ -260,8 +267,9 @@ class Scheduler:
         request.tell(ledger.now_s, "requeued", why)
 
     def _take_deaths_back(self, worker_id: str, ledger: Ledger) -> None:
-        """Clear the requests of a worker that was given up and dials again: it did not die. The record gets the lower count with
-        the next release; if the leader changes before, such a request runs alone for a while.
+        """Clear the requests of a worker that was given up and dials again: it did not die. The record gets
+        the lower count with the next release; if the leader changes before, such a request runs alone for a
+        while.
         """
         for request_id in self._died_with.pop(worker_id, ()):
             request = self._shard.requests.get(request_id)
@@ -301,7 +309,7 @@ class Scheduler:
             if request is None or request.lease_epoch != progress.lease_epoch:
                 ledger.drop(report.worker_id, progress.request_id, progress.lease_epoch)
             elif progress.position > request.emitted:
-                # It has tokens that neither the record nor this core knows of: its picture cannot be trusted.
+                # It has tokens that neither the record nor this core has: its state cannot be trusted.
                 ledger.release(request, tell_worker=True)
                 request.tell(ledger.now_s, "requeued", "its worker was ahead of the record")
             elif _is_duplicate(progress, request):
@@ -372,7 +380,9 @@ class Scheduler:
     def _learn_swap(
         self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
     ) -> None:
-        """What came back from the host ran in this round; what went there is reported with it."""
+        """Learn the cost of swaps. Context that came back from the host ran in this round; moves to the host
+        are reported with it.
+        """
         moved = sum(request.context_tokens for _, request in present if request.residency is Residency.HOST)
         for change in report.residency:
             member = worker.members.get(change.request_id)
@@ -386,7 +396,7 @@ class Scheduler:
             self.priors.observe_swap(moved, report.swap_s)
 
     def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
-        """Who took part now and who did before: starts, pauses, resumptions."""
+        """Update which members run: starts, pauses, resumptions."""
         this, newcomers = worker.rounds, []
         for _, request in present:
             if not request.running and request.last_round != this:
@@ -397,7 +407,7 @@ class Scheduler:
         if worker.priors_version != version:
             worker.priors_version = version
             for request in worker.members.values():
-                if request.last_round != this:  # who ran is ranked anew in any case
+                if request.last_round != this:  # requests that ran are ranked again in any case
                     ledger.refresh(request)
         for request in [request for request in worker.running.values() if request.last_round != this]:
             self._pause(request, worker, self._why_paused(request, best), ledger)
@@ -419,7 +429,7 @@ class Scheduler:
         request.tell(ledger.now_s, "paused", why)
 
     def _why_paused(self, request: Request, newcomer: Request | None) -> str:
-        """Names no other request: ranks and estimates only."""
+        """Return the reason of a pause. It names no other request: ranks and estimates only."""
         if newcomer is None:
             return NO_BLOCKS
         if newcomer.reserved and newcomer.order_key > request.order_key:
@@ -474,8 +484,8 @@ class Scheduler:
     def _charge(
         self, progress: Progress, request: Request, report: RoundReported, prefilled: int, verified: int
     ) -> None:
-        """Attained service: an equal share of the round for all that it verified (for all that took part, if it
-        verified nothing), and of the prefill by the tokens computed.
+        """Charge the attained service: an equal share of the round to all requests that it verified (to all
+        that took part, if it verified nothing), and a share of the prefill by the tokens computed.
         """
         seconds = 0.0
         if progress.tokens or not verified:
@@ -504,7 +514,7 @@ class Scheduler:
             )
 
     def _reside(self, request: Request, residency: Residency, ledger: Ledger | None = None) -> None:
-        """Rank it anew, with its KV there; with a ledger, tell its story."""
+        """Set where the KV of a request lies, and rank it again; with a ledger, add changes to its story."""
         before = request.rank
         request.residency = residency
         rank = self._ranker.rank(request)
@@ -521,18 +531,18 @@ class Scheduler:
             )
 
     def _move_running(self, worker: Worker, ledger: Ledger) -> None:
-        """The round boundary of a draining worker: its requests move when there is room elsewhere and that is
-        sooner than finishing here; those that do not run move in any case.
+        """Move the requests of a draining worker at a round boundary: those that run, when there is room
+        elsewhere and the move costs less than finishing here; the others in any case.
         """
         for request in list(worker.members.values()):
             worth_it = request.rank.remaining.mean_s > resume_cost_s(request, self.priors)
             if not request.running or (worth_it and has_room_for(self._shard, request)):
                 self._move_from_draining(request, ledger)
 
-    # Questions. They change nothing.
+    # Queries. They change nothing.
 
     def explain(self, request_id: str, now_s: float) -> Explanation | None:
-        """Everything about one request; None when it is not here (any more)."""
+        """Return everything about one request; None when it is not here (any more)."""
         request = self._shard.requests.get(request_id)
         if request is None:
             return None
@@ -579,12 +589,12 @@ class Scheduler:
         return f"a worker that can hold its {request.longest_tokens} tokens: the largest now holds {room}"
 
     def rank_of(self, request_id: str) -> RankKey | None:
-        """Where the policy puts it now; None when it is not here (any more)."""
+        """Return its present rank; None when it is not here (any more)."""
         request = self._shard.requests.get(request_id)
         return None if request is None else request.rank
 
     def queue(self, now_s: float, limit: int) -> list[QueueEntry]:
-        """Unfinished requests, best first, at most `limit`."""
+        """Return unfinished requests, best first, at most `limit`."""
         return [
             QueueEntry(
                 request_id=request.request_id,
@@ -604,26 +614,32 @@ class Scheduler:
         ]
 
     def workers(self) -> list[WorkerView]:
-        """All workers, those included that only the record's leases name."""
+        """Return all workers, including those that only the record's leases name."""
         workers = self._shard.workers
         return [_view(workers[worker_id], self.priors) for worker_id in sorted(workers)]
 
     def depth_by_level(self) -> list[int]:
-        """Requests that wait (queued, or listed and not running), by level, up to the highest level ever used."""
+        """Return the number of waiting requests (queued, or listed and not running), by level, up to the
+        highest level ever used.
+        """
         return [self._shard.depth[level] for level in range(max(self._shard.depth, default=-1) + 1)]
 
     @property
     def has_suspects(self) -> bool:
-        """Whether requests wait to run alone: then time alone may bring one of them forward, and a step is due every second."""
+        """Return whether requests wait to run alone. If so, time alone may bring one of them forward, and a
+        step is due every second.
+        """
         return bool(self._shard.suspects)
 
     @property
     def capacity_tokens(self) -> int:
-        """Prompt and output together that some worker that takes work could hold; 0 without any."""
+        """Return the largest sum of prompt and output tokens that some worker that takes work could hold; 0
+        without any.
+        """
         return self._shard.capacity_tokens
 
     def totals(self) -> Totals:
-        """The shard in numbers."""
+        """Return the shard in numbers."""
         queued = len(self._shard.queued) + len(self._shard.parked) + len(self._shard.suspects)
         slots = [worker.slots for worker in self._shard.workers.values() if worker.facts is not None]
         full = self.priors.cost.full_share(sum(slots) / len(slots)) if slots else 1.0
@@ -644,8 +660,8 @@ def _guess(tokens: int | None) -> float | None:
 
 
 def _is_duplicate(progress: Progress, request: Request) -> bool:
-    """Everything it says was committed before. A round without tokens (a prefill) cannot be told from its repetition
-    unless tokens came after it; counting it twice only charges it twice.
+    """Return whether all tokens of a report were committed before. A round without tokens (a prefill) cannot
+    be distinguished from its repetition unless tokens came after it; counting it twice only charges it twice.
     """
     return (
         progress.end is None

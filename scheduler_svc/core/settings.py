@@ -1,4 +1,4 @@
-"""Everything in the core that can be set. One object; the defaults are the policy's (nothing tuned per workload)."""
+"""All settings of the core, in one object. The defaults are the policy's (nothing tuned per workload)."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from scheduler_svc.core.rank import MAX_LEVELS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
-    """Raises ValueError with a sentence when a value makes no sense."""
+    """Settings of the core. Raises ValueError with a sentence when a value makes no sense."""
 
     list_factor: int = 2
-    """A worker's list holds this many times its slots while that much is queued. Below 2 a worker may run dry
-    between two messages; a large one spreads leases that later have to move."""
+    """Length of a worker's list as a multiple of its slots, while the queue can fill it. Below 2 a worker may
+    run dry between two messages; a large value spreads leases that later have to move."""
     list_margin: float = 0.5
-    """How far a request may fall behind the list's length, as a share of it, before it is taken back: 0 moves
-    leases at every change of rank."""
+    """Margin beyond the list's length, as a share of it, before a request is taken back: 0 moves leases at
+    every change of rank."""
     resend_index_change: float = 0.05
-    """A list is sent again when an index moved by more than this share. Larger: older ranks at the workers,
+    """Change of an index, as a share, above which a list is sent again. Larger: older ranks at the workers,
     smaller: more messages that change nothing."""
     priors_interval_s: float = 10.0
-    """Seconds between two versions of what was learnt. Each makes the ranks of waiting requests anew as they come
-    into play: a small value costs time with many workers, a large one leaves old ranks standing."""
+    """Seconds between two versions of the priors. With each version waiting requests are ranked again when
+    they come into play: a small value costs time with many workers, a large one leaves old ranks in place."""
     reserved_share: bool = True
-    """Give max(1, B/32) slots to the oldest requests of the shard, so that nobody waits for ever: our choice. With
-    `tenant_fairness`, to the oldest of those whose tenant is not ahead.
+    """Give max(1, B/32) slots to the oldest requests of the shard, so that no request waits forever: our
+    choice. With `tenant_fairness`, to the oldest of those whose tenant is not ahead.
 
-    Bound, while no KV is latched and all workers can hold the same requests: with two slots or more, as many of the
-    oldest requests as there are reserved slots in the shard are in every round; with one slot each, in 32 of each 1024.
-    So with two slots or more a request has ended when itself has had its rounds that way, after the older ones have had
-    theirs, divided by the number of reserved slots; with one, after those of the older ones.
-    With `tenant_fairness` this is so while its tenant is not ahead, and `core/tenants.py` says how long that can be.
-    """
+    Bound, while no KV is latched and all workers can hold the same requests: with two slots or more, as many
+    of the oldest requests as there are reserved slots in the shard are in every round; with one slot each, in
+    32 of each 1024. So with two slots or more a request has ended when it has had its own rounds that way,
+    after the rounds of the older ones divided by the number of reserved slots; with one, after the rounds of
+    the older ones. With `tenant_fairness` this holds while its tenant is not ahead; `core/tenants.py` has the
+    bound of that time."""
     tenant_fairness: bool = False
     """Keep tenants of one priority within the service of the longest request of each other while both have requests
     in the queue (`core/tenants.py`). A request may then be paused for another tenant's under every policy."""

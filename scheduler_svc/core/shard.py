@@ -1,10 +1,12 @@
 """All requests and workers of a shard, and the orders kept over them.
 
 Invariants (`check` states them in code; tests call it after every step)
-  * A request is in exactly one place: queued, parked, suspect, or on the list of the one worker that it names.
-  * `queued` holds what some worker that takes work could hold, `parked` what none could, `suspects` what must run alone.
-  * The reserved requests are the oldest ones whose tenant is not ahead, as many as the workers' reserved shares add up
-    to. Without fairness between tenants nobody is ahead.
+  * A request is in exactly one place: queued, parked, suspect, or on the list of the one worker that it
+    names.
+  * `queued` holds the requests that some worker that takes work could hold, `parked` those that none could,
+    `suspects` those that must run alone.
+  * The reserved requests are the oldest ones whose tenant is not ahead, as many as the workers' reserved
+    shares add up to. Without fairness between tenants no tenant is ahead.
 
 Only this module changes the orders, so that they cannot drift apart.
 """
@@ -32,7 +34,7 @@ _Cut = tuple[int, float, str, str]
 
 
 class Shard:
-    """The working copy. Changes no rank and emits nothing by itself."""
+    """The state of the shard in memory. Changes no rank and emits nothing by itself."""
 
     def __init__(self, list_factor: int, reserved_share: bool, tenant_fairness: bool = False) -> None:
         self.requests: dict[str, Request] = {}
@@ -68,7 +70,7 @@ class Shard:
         self._cuts: Ranked[_Cut] = Ranked()
         self._cut_of: dict[str, _Cut] = {}
         self._cut_may_differ: dict[str, Worker] = {}
-        """Workers whose list or whose members' ranks changed since somebody asked for full lists."""
+        """Workers whose list or whose members' ranks changed since the last call of `full_lists_behind`."""
         self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
 
@@ -86,7 +88,7 @@ class Shard:
     # Requests.
 
     def enter(self, request: Request) -> None:
-        """A ranked request joins: in the queue, or on the list of the worker that it names."""
+        """Add a ranked request: to the queue, or to the list of the worker that it names."""
         self.requests[request.request_id] = request
         if self._by_tenant:
             request.account = self._accounts.open(request.facts.priority, request.facts.tenant)
@@ -98,7 +100,7 @@ class Shard:
             self._enlist(request, self.worker(request.worker))
 
     def leave(self, request: Request) -> None:
-        """It ended, or is forgotten."""
+        """Remove a request that ended, or that the core forgets."""
         if request.worker is None:
             self._dequeue(request)
         else:
@@ -112,14 +114,14 @@ class Shard:
             self.backlog_s = 0.0  # what rounding left
 
     def lease(self, request: Request, worker: Worker) -> None:
-        """From the queue onto a list, under the next lease epoch."""
+        """Move a request from the queue onto a list, under the next lease epoch."""
         self._dequeue(request)
         request.lease_epoch += 1
         request.entry = None
         self._enlist(request, worker)
 
     def take_back(self, request: Request, rank: RankKey) -> None:
-        """From a list into the queue; its KV is lost, and `rank` (made for a request without KV) says so."""
+        """Move a request from a list into the queue. Its KV is lost; `rank` is for a request without KV."""
         self._delist(request)
         self._count(request, -1)
         assert request.residency is Residency.NONE
@@ -130,7 +132,9 @@ class Shard:
         self._enqueue(request)
 
     def rerank(self, request: Request, rank: RankKey) -> None:
-        """The rank of a listed or queued request, or where its KV lies, changed."""
+        """Update the orders after a change of the rank of a listed or queued request, or of where its KV
+        lies.
+        """
         before, rank_before = request.order_key, request.rank
         request.set_rank(rank)
         self.backlog_s += rank.remaining.mean_s - rank_before.remaining.mean_s
@@ -141,43 +145,49 @@ class Shard:
             worker = self.workers[request.worker]
             worker.reorder()
             self.touched[request.worker] = self._cut_may_differ[request.worker] = worker
-        else:  # nobody ranks anew what is parked
+        else:  # parked requests are not ranked again
             self.queued.remove(before)
             self.queued.add(request.order_key)
 
     def queued_at(self, index: int) -> Request:
-        """The queued request with so many better ones."""
+        """Return the queued request with `index` better ones."""
         key = self.queued.at(index)
         request = self.requests[key[-1]]
         request.order_key = key
         return request
 
     def waits(self, request: Request) -> bool:
-        """Whether it waits for its turn, in the queue or on a list: neither running, nor parked, nor a suspect."""
+        """Return whether it waits for its turn, in the queue or on a list: neither running, nor parked, nor a
+        suspect.
+        """
         request_id = request.request_id
         if request.running or self.requests.get(request_id) is not request:
             return False
         return request.worker is not None or not (request_id in self.parked or request_id in self.suspects)
 
     def requeue(self, request: Request) -> None:
-        """Whether a request without a worker must run alone has changed."""
+        """Put a request without a worker in its place again, after a change of whether it must run alone."""
         self._dequeue(request)
         self._enqueue(request)
 
     def shared_again(self, request: Request) -> None:
-        """It need not run alone any more. Its worker stays cleared for the next one that must."""
+        """Note that a request need not run alone any more. Its worker stays cleared for the next one that
+        must.
+        """
         if request.worker is None:
             self.requeue(request)
         elif not self.suspects:
             self.set_alone(self.workers[request.worker], False)
 
     def set_alone(self, worker: Worker, alone: bool) -> None:
-        """Whether it is kept for a request that runs alone."""
+        """Set whether a worker is kept for a request that runs alone."""
         worker.alone = alone
         self.worker_changed(worker)
 
     def charge(self, account: Account, seconds: float, attained_s: float) -> None:
-        """A round served a request of this tenant so long, and all its rounds `attained_s`."""
+        """Charge a request's tenant for a round: `seconds` of service in the round, `attained_s` in all
+        rounds of the request.
+        """
         self._accounts.charge(account, seconds, attained_s)
 
     def take_turns(self) -> None:
@@ -192,7 +202,7 @@ class Shard:
                     self._set_reserved(key, False)
 
     def set_running(self, request: Request, running: bool) -> None:
-        """Whether it took part in its worker's last round."""
+        """Set whether a request took part in its worker's last round."""
         assert request.running != running
         request.running = running
         request.entry = None
@@ -200,7 +210,9 @@ class Shard:
         self.depth[request.rank.level] += -1 if running else 1
 
     def ahead_of(self, request: Request) -> Ahead:
-        """The unfinished requests that come before it. Costs a bisection for each list: for people's questions."""
+        """Return the numbers of unfinished requests that come before it. Costs a bisection for each list: for
+        people's queries.
+        """
         key = request.key_now
         of_priority = pack_rank_class(request.facts.priority, 0)
         of_turn = of_priority | (key[0] & AHEAD)
@@ -214,7 +226,7 @@ class Shard:
         return self.queued.position(key) + listed + sum(other.key_now < key for other in unqueued)
 
     def in_order(self) -> Iterator[Request]:
-        """All unfinished requests, best first. For people's questions."""
+        """Yield all unfinished requests, best first. For people's queries."""
         unqueued = sorted(request.key_now for request in (*self.parked.values(), *self.suspects.values()))
         lists = [[request.order_key for request in worker.in_order] for worker in self.workers.values()]
         for key in merge(self.queued, unqueued, *lists):
@@ -276,18 +288,18 @@ class Shard:
     # Workers.
 
     def worker(self, worker_id: str) -> Worker:
-        """That worker; one that has not come up yet is remembered for the sake of its leases."""
+        """Return the worker with this id. One that has not come up yet is kept because of its leases."""
         return self.workers.setdefault(worker_id, Worker(worker_id))
 
     def worker_up(self, facts: WorkerFacts) -> Worker:
-        """It said hello, for the first time or again."""
+        """Note the hello of a worker, the first or a later one, and return the worker."""
         worker = self.worker(facts.worker_id)
         worker.facts = facts
         self.worker_changed(worker)
         return worker
 
     def worker_changed(self, worker: Worker) -> None:
-        """It came up, went, began to drain, or has other facts."""
+        """Update the orders for a worker that came up, was lost, began to drain, or has other facts."""
         self._list_changed(worker)
         capacity = max((w.capacity_tokens for w in self.workers.values() if w.takes_work), default=0)
         if capacity != self.capacity_tokens:
@@ -299,7 +311,7 @@ class Shard:
         self._shares_changed = True
 
     def worker_lost(self, worker: Worker) -> None:
-        """It takes no more work, and is forgotten as soon as it has no members."""
+        """Mark a worker as lost: it takes no more work, and is forgotten as soon as it has no members."""
         worker.facts, worker.alone = None, False
         self.short_of_blocks.pop(worker.worker_id, None)
         self.worker_changed(worker)
@@ -312,21 +324,23 @@ class Shard:
             del workers[worker.worker_id]
 
     def list_length(self, worker: Worker) -> int:
-        """How long its list should be while so much is queued."""
+        """Return the length its list should have while the queue can fill it."""
         return self._list_factor * worker.slots
 
     def by_load(self) -> Iterator[Worker]:
-        """Workers that take work, the fewest unfinished requests per slot first."""
+        """Yield the workers that take work, the fewest unfinished requests per slot first."""
         for key in self._loads:
             yield self.workers[key[-1]]
 
     def by_load_reversed(self) -> Iterator[Worker]:
-        """The same, the most unfinished requests per slot first."""
+        """Yield the same workers, the most unfinished requests per slot first."""
         for key in reversed(self._loads):
             yield self.workers[key[-1]]
 
     def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
-        """Workers with a full list in whose first part a request with this key would be, the worst list first."""
+        """Return the workers with a full list in whose first part a request with this key would be, the worst
+        list first.
+        """
         for worker in self._cut_may_differ.values():
             self._refresh_cut(worker)
         self._cut_may_differ.clear()
@@ -371,7 +385,8 @@ class Shard:
             self._set_reserved(_youngest(reserved), False)
         while len(reserved) < self._reserved_total and unreserved and not unreserved.at(0)[0] & AHEAD:
             self._set_reserved(unreserved.at(0), True)
-        # Who came back from the record, or whose turn came, may be older than some that are reserved.
+        # Requests that came back from the record, or whose tenant's turn came, may be older than some
+        # reserved ones.
         while reserved and unreserved and unreserved.at(0) < _youngest(reserved):
             self._set_reserved(_youngest(reserved), False)
             self._set_reserved(unreserved.at(0), True)
@@ -400,7 +415,7 @@ class Shard:
             else:
                 del self.reserved_queued[request.request_id]
 
-    # What must always hold.
+    # Checks of the invariants.
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests: its cost grows with the shard."""

@@ -34,12 +34,15 @@ if TYPE_CHECKING:
 MOST_IDLE = 4096
 """Tenants of one priority that are remembered without a request, because they left while ahead."""
 KEPT_PER_END = 1 - 1 / 1024
-"""How much of the turn stays at each end of a request, so that one giant does not set it for ever."""
+"""Share of the turn that stays at each end of a request, so that one giant request does not set it
+permanently."""
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one tenant has had at one priority. Only `Accounts` changes it, but for `listed`, which the shard keeps."""
+    """Service of one tenant at one priority. Only `Accounts` changes it, except `listed`, which the shard
+    keeps.
+    """
 
     priority: int
     tenant: str
@@ -50,20 +53,21 @@ class Account:
     queued: int = 0
     listed: dict[str, Request] = field(default_factory=dict)
     waiting_at_s: float | None = None
-    """`served_s` as it stands among those that wait; None while nothing of it is in the queue."""
+    """Value of `served_s` in the order of waiting accounts; None while none of its requests is in the
+    queue."""
     ahead_at_s: float = 0.0
-    """`served_s` as it stands among those that are ahead."""
+    """Value of `served_s` in the order of accounts that are ahead."""
 
 
 class Accounts:
-    """All accounts. Events are noted as they come; `settle` draws the conclusions once a step."""
+    """All accounts. Events are noted as they come; `settle` computes once a step which tenants are ahead."""
 
     def __init__(self) -> None:
         self._contests: dict[int, _Contest] = {}
         self._turn_s = 0.0
 
     def open(self, priority: int, tenant: str) -> Account:
-        """A request of that tenant enters the shard."""
+        """Return the account of a request that enters the shard."""
         contest = self._contests.setdefault(priority, _Contest())
         account = contest.accounts.get(tenant)
         if account is None:
@@ -73,20 +77,20 @@ class Accounts:
         return account
 
     def close(self, account: Account) -> None:
-        """A request of it left the shard."""
+        """Count a request of this account that left the shard."""
         account.unfinished -= 1
         self._turn_s *= KEPT_PER_END
         self._contests[account.priority].touched[account.tenant] = account
 
     def queued(self, account: Account, more: int) -> None:
-        """So many more requests of it are in the queue (or fewer)."""
+        """Add `more` to the number of its requests in the queue (negative: fewer)."""
         account.queued += more
         self._contests[account.priority].touched[account.tenant] = account
 
     def charge(self, account: Account, seconds: float, attained_s: float) -> None:
-        """It was served so long; the request that it was served for has had `attained_s` in all.
+        """Charge `seconds` of service; the request that was served has had `attained_s` in all.
 
-        What nobody waited for is not counted: it took nothing from anybody.
+        Service while no account was waiting is not counted: it delayed no other request.
         """
         self._turn_s = max(self._turn_s, attained_s)
         contest = self._contests[account.priority]
@@ -95,7 +99,7 @@ class Accounts:
             contest.touched[account.tenant] = account
 
     def settle(self) -> list[Account]:
-        """The accounts whose turn came or went by the events since the last call."""
+        """Return the accounts whose turn came or went by the events since the last call."""
         turned = []
         for priority, contest in list(self._contests.items()):
             if contest.touched:
@@ -116,12 +120,13 @@ class _Contest:
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.waiting: Ranked[tuple[float, str]] = Ranked()
-        """Those with something in the queue, the least served first."""
+        """Accounts with something in the queue, the least served first."""
         self.mark_s = 0.0
-        """Service of the least served one that waits, now or when somebody waited last. Never falls."""
+        """Service of the least served waiting account, now or when one last waited. Never falls."""
         self.touched: dict[str, Account] = {}
         self.idle: dict[str, Account] = {}
-        """Without a request, and ahead: otherwise leaving and coming back would pay a debt."""
+        """Accounts without a request that are ahead. They are kept, because otherwise a tenant could cancel
+        its excess service by leaving and coming back."""
         self._ahead: Ranked[tuple[float, str]] = Ranked()
 
     def settle(self, turn_s: float) -> list[Account]:
@@ -147,7 +152,9 @@ class _Contest:
         return turned
 
     def _line_up(self, touched: list[Account]) -> None:
-        """Who waits, by service; who begins to wait gains nothing by not having waited (as in the VTC)."""
+        """Update the order of waiting accounts, by service. An account that begins to wait gains nothing from
+        the time before (as in the VTC).
+        """
         for account in touched:
             if account.waiting_at_s is not None:
                 self.waiting.remove((account.waiting_at_s, account.tenant))
@@ -181,7 +188,9 @@ class _Contest:
             del self.accounts[account.tenant]
 
     def _rest(self, account: Account) -> None:
-        """It has no request any more: remembered only while it is ahead, and of those only the newest."""
+        """Remove an account without requests. It is kept only while it is ahead, and of those only the newest
+        are kept.
+        """
         if not account.ahead:
             del self.accounts[account.tenant]
             return
@@ -205,10 +214,11 @@ class _Contest:
 
 
 class TenantOrder:
-    """The interface of `Ranked`, for order keys: a queue for each account, and their heads in one order.
+    """Order keys with the interface of `Ranked`: a queue for each account, and the queues' heads in one
+    order.
 
-    A key is kept without the bit that says whether its tenant is ahead, and given out with it, so that a turn moves
-    one key. The cost of the front is that of `Ranked`; `position` looks at every account.
+    A key is stored without the bit for a tenant that is ahead, and returned with it, so that a turn moves one
+    key. The cost of the front is that of `Ranked`; `position` looks at every account.
     """
 
     def __init__(self, account_of: Callable[[str], Account]) -> None:
@@ -219,7 +229,7 @@ class TenantOrder:
         self._size = 0
         self._walk: Iterator[OrderKey] | None = None
         self._walked: list[OrderKey] = []
-        """The first keys of the present order, as far as somebody asked."""
+        """The first keys of the present order, as far as `at` has read them."""
 
     def __len__(self) -> int:
         return self._size
@@ -245,14 +255,18 @@ class TenantOrder:
         self.turned(account)
 
     def position(self, key: OrderKey) -> int:
-        """How many keys are smaller in the present turns, which the key is of; no request need have it."""
+        """Return the number of smaller keys in the present turns. The key is of these turns too; no request
+        need have it.
+        """
         return sum(
             queue.position((key[0] - (AHEAD if account.ahead else 0), key[1], key[2]))
             for account, queue in self._queues.items()
         )
 
     def at(self, index: int) -> OrderKey:
-        """The key with so many smaller ones; IndexError if there is none. Going on from the last index is cheap."""
+        """Return the key with `index` smaller ones; raise IndexError if there is none. To continue from the
+        last index is cheap.
+        """
         if index == 0:
             return self._heads.at(0)
         if self._walk is None:
@@ -265,7 +279,7 @@ class TenantOrder:
         return self._walked[index]
 
     def turned(self, account: Account) -> None:
-        """Its queue, or whether it is ahead, changed."""
+        """Update the heads after a change of the account's queue or of its turn."""
         self._walk = None
         self._walked.clear()
         queue = self._queues.get(account)

@@ -1,4 +1,4 @@
-"""What the core tells people and metrics. Copies: nothing here changes the core."""
+"""Views of the core for people and metrics. They are copies: nothing here changes the core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler_svc.core.commands import StoryLine
 
 
 class Place(enum.Enum):
-    """Where an unfinished request is."""
+    """Place of an unfinished request."""
 
     QUEUED = "queued"
     """With no worker."""
@@ -20,20 +20,21 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How many unfinished requests come before one, by the first thing that puts them there."""
+    """Numbers of unfinished requests that come before one, by the first reason that puts them there."""
 
     by_priority: int
-    """Theirs is higher."""
+    """Requests of a higher priority."""
     by_tenant: int
-    """Of its priority; its own tenant had more service than theirs (only with fairness between tenants)."""
+    """Requests of its priority whose tenants had less service than its own (only with fairness between
+    tenants)."""
     by_level: int
-    """Of its priority and turn, at a lower level."""
+    """Requests of its priority and turn, at a lower level."""
     by_rank: int
-    """Beside it in all of that, and sooner by what the policy orders by."""
+    """Requests that are equal in all of that, and earlier by the order of the policy."""
 
     @property
     def total(self) -> int:
-        """Its rank among all unfinished requests; 0 is the best."""
+        """Return its position among all unfinished requests; 0 is the best."""
         return self.by_priority + self.by_tenant + self.by_level + self.by_rank
 
 
@@ -47,29 +48,32 @@ class Explanation:
     place: Place
     policy: str
     level: int | None
-    """None: the policy has no levels."""
+    """Its level; None if the policy has no levels."""
     ordered_by: str
-    """What its place rests on, for people."""
+    """Basis of its place, for people."""
     index_s: float
-    """The number behind it, set-up cost included where the policy counts that. Seconds, if it is of time at all."""
+    """Number that orders it, set-up cost included where the policy counts that. In seconds, if it is a time
+    at all."""
     ahead: Ahead
     perceptible: bool | None
-    """None: the policy makes no such difference."""
+    """True if its level is known; None if the policy makes no such difference."""
     remaining_s: float
     remaining_low_s: float
     remaining_high_s: float
     basis: str
-    """What the estimate rests on, for people."""
+    """Basis of the estimate, for people."""
     worker_id: str | None
     lease_epoch: int
     reserved: bool
     """Among the oldest (of the tenants that are not ahead): may use the reserved share."""
     tenant_ahead: bool
-    """It waits for requests of other tenants, because its own had more (only with fairness between tenants)."""
+    """True if it waits for requests of other tenants, because its own had more service (only with fairness
+    between tenants)."""
     waits_for: str
-    """What it needs before its rank matters, for people; empty: some worker that is up could hold it."""
+    """Condition that must hold before its rank matters, for people; empty: some worker that is up could hold
+    it."""
     waiting_s: float
-    """Since its arrival."""
+    """Time since its arrival."""
     attained_s: float
     rounds: int
     drafted: int
@@ -82,7 +86,7 @@ class Explanation:
 
     @property
     def fits_a_worker(self) -> bool:
-        """False: no worker that is up could hold it, so it waits for one."""
+        """Return whether some worker that is up could hold it; if not, it waits for such a worker."""
         return not self.waits_for
 
 
@@ -110,7 +114,7 @@ class WorkerView:
 
     worker_id: str
     up: bool
-    """False: the record has leases of it, and it has not said hello to this leader."""
+    """False: the record has leases of it, and this leader has received no hello from it."""
     draining: bool
     slots: int
     running: int
@@ -123,11 +127,12 @@ class WorkerView:
     rounds: int
     tokens: int
     acceptance: float
-    """Accepted over drafted tokens, of late."""
+    """Accepted over drafted tokens, over recent rounds."""
     tokens_per_s: float
-    """Of late."""
+    """Recent rate."""
     moving_cost_s: float
-    """Machine seconds that taking its requests elsewhere would cost: who is cheapest to lose."""
+    """Machine seconds that moving its requests elsewhere would cost. The worker with the lowest cost is the
+    cheapest to lose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +140,9 @@ class Totals:
     """The shard in numbers."""
 
     queued: int
-    """With no worker."""
+    """Requests with no worker."""
     listed: int
-    """On lists, the running ones included."""
+    """Requests on lists, the running ones included."""
     running: int
     backlog_s: float
-    """Machine seconds of work that is left, by the estimates, were all slots taken."""
+    """Machine seconds of remaining work, by the estimates, if all slots were taken."""

@@ -11,7 +11,7 @@ from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.request import Request, order_key_of
 
 MOST_TAKEN_OFF = 256
-"""Requests that a worker is kept in mind for after they left it: more than it can have in one batch. Our choice."""
+"""Requests remembered after they left a worker: more than it can have in one batch. Our choice."""
 STUCK_ROUNDS = 2
 """Rounds that a worker with slots for all must have left a request out before it counts as short of memory; one may
 pass between the lease and the first round.
@@ -24,56 +24,57 @@ class Worker:
 
     worker_id: str
     facts: WorkerFacts | None = None
-    """None: requests on the record name it, and it has not come up (again)."""
+    """Facts from its hello; None if requests on the record name it, and it has not come up (again)."""
     draining: bool = False
     alone: bool = False
-    """A member runs alone here, or is about to: it takes nothing else."""
+    """True while a member runs alone here, or is about to: the worker gets no other request."""
     taken_off: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_TAKEN_OFF))
-    """The newest requests that left its list since its last report, and may be in its batch all the same: it runs on until it receives the
-    Drop, and does not answer that. Without those that are known to be harmless."""
+    """The newest requests that left its list since its last report. They may still be in its batch, because
+    it runs them until it receives the Drop, which it does not answer. Requests that are known to be harmless
+    are left out."""
     quiet_at_s: float = 0.0
-    """When the newest of them has certainly left its batch."""
+    """Time from which the newest of them has certainly left its batch."""
     members: dict[str, Request] = field(default_factory=dict)
     """Every request leased to it: its list."""
     running: dict[str, Request] = field(default_factory=dict)
     """Members that took part in the last round it reported."""
     must_send: bool = False
-    """It said hello: it gets its list whatever is in it."""
+    """True after its hello: it gets its list, whatever the list holds."""
     told_drained: bool = False
     reserved: int = 0
     """Members that may use the reserved share."""
     unsent: int = 0
-    """Members that it has not been told of."""
+    """Members that were not yet sent to it."""
     priors_version: int = 0
     """The oldest version of the priors that ranks of members rest on, or an older one."""
     free_target_blocks: int = 0
     free_draft_blocks: int = 0
     reserve_debt_blocks: float = 0.0
-    """KV blocks times rounds that its reserved share has used beyond what is its due; see `charge_reserve`."""
+    """KV blocks times rounds that its reserved share has used beyond its part; see `charge_reserve`."""
     rounds: int = 0
     tokens: int = 0
     drafted: float = 0.0
     accepted: float = 0.0
-    """Drafted and accepted tokens of late (decayed)."""
+    """Recent drafted and accepted tokens (decayed)."""
     tokens_per_s: float = 0.0
-    """Of late (decayed)."""
+    """Recent rate (decayed)."""
     _listed: list[Request] = field(default_factory=list)
-    """Its members, best first when they were last put in order."""
+    """Its members, best first as of the last sort."""
     _is_in_order: bool = True
 
     @property
     def takes_work(self) -> bool:
-        """Whether it may be given requests."""
+        """Return whether it may be given requests."""
         return self.facts is not None and not self.draining and not self.alone
 
     @property
     def slots(self) -> int:
-        """Requests it runs at once; none while it is not up."""
+        """Return the number of requests it runs at once; 0 while it is not up."""
         return self.facts.slots if self.facts is not None else 0
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest context it can bring to its end, alone.
+        """Return the longest context it can bring to its end, alone.
 
         A round needs room for the longest draft even when it will draft less, so a draft is set aside.
         """
@@ -84,14 +85,16 @@ class Worker:
 
     @property
     def reserved_share(self) -> int:
-        """Requests that may use its reserved share; a one-slot worker has one, in its reserved rounds."""
+        """Return how many requests may use its reserved share; a one-slot worker has one, in its reserved
+        rounds.
+        """
         return reserved_slots(self.slots) or 1
 
     def charge_reserve(self) -> None:
-        """A round is over. Where KV is short, the reserved share is one of blocks as much as of slots: what it used of
-        them beyond its part is a debt, and until that is paid no other old request is preferred. Otherwise the oldest
-        requests, which are the largest of all where the small ones overtake them, would take many times their share.
-        Our choice.
+        """Charge the reserved share for a round. Where KV is short, the share is one of blocks as much as of
+        slots: blocks used beyond its part are a debt, and until that is paid no other old request is
+        preferred. Otherwise the oldest requests, which are the largest of all where the small ones overtake
+        them, would take many times their share. Our choice.
         """
         facts = self.facts
         if facts is None:
@@ -111,7 +114,7 @@ class Worker:
 
     @property
     def is_short_of_blocks(self) -> bool:
-        """Whether either pool is so full that `choose` may suspend preemption."""
+        """Return whether either pool is so full that `choose` may suspend preemption."""
         facts = self.facts
         assert facts is not None, "asked of workers that take work"
         return (
@@ -121,15 +124,17 @@ class Worker:
 
     @property
     def load(self) -> tuple[float, str]:
-        """Unfinished requests per slot: the order in which workers are offered work, fewest first."""
+        """Return the unfinished requests per slot: workers get requests in this order, fewest first."""
         return (len(self.members) / self.slots, self.worker_id)
 
     def holds(self, request: Request) -> bool:
-        """Whether it could run the request to its end."""
+        """Return whether it could run the request to its end."""
         return request.longest_tokens <= self.capacity_tokens
 
     def has_blocks_for(self, request: Request) -> bool:
-        """Whether it could run the request right now, beside everything that it has; by its last report."""
+        """Return whether it could run the request right now, in addition to all its members; by its last
+        report.
+        """
         facts = self.facts
         assert facts is not None, "asked of workers that take work"
         if len(self.running) < len(self.members):
@@ -143,15 +148,16 @@ class Worker:
 
     @property
     def waiting_for_blocks(self) -> list[Request]:
-        """Members that it leaves out though it has slots for all, best first."""
+        """Return the members that it leaves out although it has slots for all, best first."""
         if len(self.members) > self.slots:
             return []
         return [request for request in self.in_order if self.rounds - request.last_round >= STUCK_ROUNDS]
 
     @property
     def in_order(self) -> list[Request]:
-        """Its members, best first. A report moves the ranks of most of them a little, so they are put in order when somebody
-        asks and not at each change: sorting what is nearly sorted costs less than a bisection for each.
+        """Return its members, best first. A report moves the ranks of most of them a little, so they are
+        sorted when they are read and not at each change: sorting a nearly sorted list costs less than a
+        bisection for each member.
         """
         if not self._is_in_order:
             self._listed.sort(key=order_key_of)
@@ -159,7 +165,7 @@ class Worker:
         return self._listed
 
     def add(self, request: Request) -> None:
-        """Put it on the list."""
+        """Put a request on the list."""
         self.members[request.request_id] = request
         self.unsent += 1
         self.priors_version = min(self.priors_version, request.priors_version)
@@ -170,7 +176,9 @@ class Worker:
             self._listed.append(request)
 
     def remove(self, request: Request) -> None:
-        """Take it off the list, in the worker's own copy too: it ended there, or a Drop says so."""
+        """Take a request off the list, and off the copy that the worker has: the request ended there, or a
+        Drop is sent.
+        """
         del self.members[request.request_id]
         self._listed.remove(request)
         self.running.pop(request.request_id, None)
@@ -180,5 +188,5 @@ class Worker:
         self.reserved -= request.reserved
 
     def reorder(self) -> None:
-        """The order key of a member changed."""
+        """Note that the order key of a member changed."""
         self._is_in_order = False

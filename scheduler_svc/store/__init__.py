@@ -1,4 +1,6 @@
-"""The record: every accepted request, its committed tokens, its lease and its place in the queue, in Redis or Valkey."""
+"""The record: every accepted request, its committed tokens, its lease and its place in the queue, in Redis or
+Valkey.
+"""
 
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store.errors import (

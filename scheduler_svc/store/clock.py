@@ -1,7 +1,8 @@
-"""The time of the record's server, so that deadlines hold when a scheduler takes over whose own clock is wrong.
+"""The time of the record's server, so that deadlines hold when a scheduler takes over whose own clock is
+wrong.
 
-Deadlines, arrivals and ends are on the record as Unix times. Each leader measures the difference between its own clock and the
-server's when it takes over, and follows slowly from then on.
+Deadlines, arrivals and ends are on the record as Unix times. Each leader measures the difference between its
+own clock and the server's when it takes over, and follows slowly from then on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import math
 from collections.abc import Callable
 
 MOST_FOLLOWED_S = 0.1
-"""Most seconds by which one measurement moves a leader's clock. One measurement in ten seconds makes 1 %, a hundred times the drift of
-usual clocks; where the server's clock steps, or another server takes its place, no deadline moves at once. Our choice."""
+"""Most seconds by which one measurement moves a leader's clock. One measurement in ten seconds makes 1 %, a
+hundred times the drift of usual clocks; where the server's clock steps, or another server takes its place, no
+deadline moves at once. Our choice.
+"""
 
 
 class RecordClock:
@@ -29,7 +32,9 @@ class RecordClock:
         return self._latest_s
 
     def off_by_s(self, server_s: float, since_s: float) -> float:
-        """Return how many seconds the server's clock is ahead of this one. It was read between `since_s`, on the local clock, and now."""
+        """Return how many seconds the server's clock is ahead of this one. It was read between `since_s`, on
+        the local clock, and now.
+        """
         return server_s - ((since_s + self._local()) / 2 + self._offset_s)
 
     def local_s(self) -> float:

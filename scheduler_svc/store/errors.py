@@ -1,4 +1,4 @@
-"""What can go wrong with the record as a whole. A single refused transition is an answer, not an error."""
+"""Errors of the record as a whole. A single refused transition is an answer, not an error."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import enum
 
 
 class StoreError(Exception):
-    """The record answered something this code does not expect: a bug here, or keys that something else wrote."""
+    """Unexpected answer of the record: a bug here, or keys that another program wrote."""
 
 
 class Fault(enum.Enum):
-    """Why a record is unavailable; the label of a metric."""
+    """Reason for which a record is unavailable; the label of a metric."""
 
     UNREACHABLE = "unreachable"
     """No connection, or a broken one."""
     SLOW = "slow"
     """No answer in time: paused, overloaded, or the network swallows it."""
     LOADING = "loading"
-    """It reads its data after a start."""
+    """The server reads its data after a start."""
     FULL = "full"
-    """`maxmemory` is reached: what exists can be read and can end, nothing grows."""
+    """`maxmemory` is reached: existing data can be read and requests can end, nothing grows."""
     READ_ONLY = "read_only"
-    """A replica."""
+    """The server is a replica."""
     OTHER = "other"
 
 
 class StoreUnavailable(StoreError):
-    """Expected: the record cannot be reached, is loading, full or read-only. What was sent may or may not have happened.
+    """Expected: the record cannot be reached, is loading, full or read-only. What was sent may or may not
+    have happened.
 
     Sending the very same thing again later is safe.
     """
@@ -37,14 +38,16 @@ class StoreUnavailable(StoreError):
 
 
 class Fenced(StoreError):
-    """Expected: another leader epoch is in force, or none, or the record may have lost something. Whoever gets this acts no
-    more as the leader until `renew_leadership` (and `reclaim_leadership`, if that says so) has confirmed it.
+    """Expected: another leader epoch is in force, or none, or the record may have lost something. A process
+    that gets this error must not act as the leader until `renew_leadership` (and `reclaim_leadership`, if the
+    former raises RecordBehind) has confirmed the lead.
     """
 
 
 class RecordBehind(StoreError):
-    """Expected: nobody else has led, but the record was emptied, or may have lost the last of what was written (it was
-    restarted, or another server answers in its place). `reclaim_leadership`, then `Batch.restore` the working copy.
+    """Expected: no other process has led, but the record was emptied, or may have lost the last of what was
+    written (it was restarted, or another server answers in its place). Call `reclaim_leadership`, then
+    `Batch.restore` with the working copy.
     """
 
 

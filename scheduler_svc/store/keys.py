@@ -12,16 +12,24 @@ import re
 from urllib.parse import quote
 
 SCHEMA_VERSION = 1
-"""Raised when keys, fields or encodings change so that another release would misread them."""
+"""Version of the layout, increased when keys, fields or encodings change so that another release would
+misread them.
+"""
 
 SHARD_TTL_S = 30 * 24 * 3600
-"""How long what belongs to the shard as a whole outlives its last leader. Renewals of leadership refresh it."""
+"""Seconds by which the keys of the shard as a whole outlive its last leader. Renewals of leadership refresh
+them.
+"""
 
 CLAIM_TTL_S = 7 * 24 * 3600
-"""How long a shard keeps an idempotency key for a request that has not ended; a request that waits longer loses it."""
+"""Seconds for which a shard keeps an idempotency key for a request that has not ended; a request that waits
+longer loses it.
+"""
 
 CLAIM_SLACK_S = 60
-"""How much longer a claim lasts than what it points to, so that no other shard takes the key a moment too early."""
+"""Seconds by which a claim outlives the request that it points to, so that no other shard takes the key a
+moment too early.
+"""
 
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -48,7 +56,7 @@ class Keys:
         return self.prefix + "leader_count"
 
     def schema_version(self) -> str:
-        """string: SCHEMA_VERSION of who wrote first · TTL: SHARD_TTL_S."""
+        """string: SCHEMA_VERSION of the first writer · TTL: SHARD_TTL_S."""
         return self.prefix + "schema_version"
 
     def incarnation(self) -> str:
@@ -56,8 +64,8 @@ class Keys:
         return self.prefix + "incarnation"
 
     def server(self) -> str:
-        """string: run id of the server that holds all that the last leader wrote; `behind` while a leader writes back what the record
-        lost; none after a leader resigned · TTL: SHARD_TTL_S.
+        """string: run id of the server that holds all that the last leader wrote; `behind` while a leader
+        writes back what the record lost; none after a leader resigned · TTL: SHARD_TTL_S.
         """
         return self.prefix + "server"
 
@@ -106,8 +114,9 @@ class Keys:
         return f"{self.prefix}idempotency:{quote(tenant, safe='')}:{idempotency_key}"
 
     def claim(self, idempotency: str) -> str | None:
-        """string `shard request-id`: which shard decides about an idempotency key, for all shards; None where `idempotency`
-        is no key that the method above built · TTL: CLAIM_TTL_S, at the end the request's and CLAIM_SLACK_S.
+        """string `shard request-id`: the shard that decides about an idempotency key, for all shards; None where
+        `idempotency` is not a key built by `idempotency()` · TTL: CLAIM_TTL_S, at the end the request's and
+        CLAIM_SLACK_S.
 
         Hashed: its size is bounded, and a client's braces choose no slot.
         """

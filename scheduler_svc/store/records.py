@@ -1,4 +1,4 @@
-"""What goes into the record and what comes out of it. Plain data; no client library, no clock."""
+"""Data that goes into the record and that comes out of it. Plain data; no client library, no clock."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from scheduler_svc.core.events import End
 
 
 class LeaderEpoch(str):
-    """Fencing token of a leadership, `number:nonce`. Compared for equality by the record; the nonce is random and tells
-    apart two epochs that got the same number because the record was lost.
+    """Fencing token of a leadership, `number:nonce`. The record compares it for equality; the nonce is random
+    and distinguishes two epochs that got the same number because the record was lost.
 
-    The number orders the epochs of one shard, so that a peer can tell a newer leader from an older one.
+    The number orders the epochs of one shard, so that a peer can distinguish a newer leader from an older
+    one.
     """
 
     __slots__ = ()
 
     @property
     def number(self) -> int:
-        """Never used again for this shard, and larger than any before."""
+        """Return the number, which is never used again for this shard and is larger than any before."""
         return int(self.partition(":")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who leads the shard now."""
+    """Present leader of the shard."""
 
     owner: str
-    """Where peers dial it."""
+    """Address at which peers connect to it."""
     epoch: LeaderEpoch
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the shard takes in. Checked by the submit script, so that concurrent submits cannot exceed them together."""
+    """Limits of what the shard accepts. Checked by the submit script, so that concurrent submits cannot
+    exceed them together.
+    """
 
     max_requests: int | None = None
     """Unfinished requests in the shard. None: no limit."""
     max_tokens: int | None = None
-    """Sum over the unfinished requests of prompt tokens and `max_tokens`. A request larger than all of it never fits."""
+    """Sum over the unfinished requests of prompt tokens and `max_tokens`. A single request larger than this
+    limit never fits.
+    """
     max_requests_per_tenant: int | None = None
     """Unfinished requests of one tenant."""
 
@@ -61,29 +66,29 @@ class NewRequest:
     max_tokens: int
     expected_output_tokens: int | None
     deadline_unix_ms: int | None
-    """Hard: when it has passed, the work stops and nobody wants the result."""
+    """Hard deadline: when it has passed, the work stops and the result is not needed."""
     time_limit_ms: int | None
-    """Soft: generation stops this long after arrival and what exists is the result."""
+    """Soft limit: generation stops this long after arrival, and the tokens so far are the result."""
     keep: bool
     grace_ms: int
-    """How long it lives with nobody attached; −1: without end."""
+    """Milliseconds that the request lives without an attached client; −1: without end."""
     idempotency_key: str
-    """The client's, unique per tenant. Empty: none."""
+    """Idempotency key of the client, unique per tenant. Empty: none."""
     body_hash: str
-    """Same idempotency key and same hash: the same request. Another hash: refused."""
+    """Hash of the body. Same idempotency key and same hash: the same request. Another hash: refused."""
     seed: int
     submission: bytes
-    """The serialized submission (sampling settings, stop strings …). Opaque to the store."""
+    """Serialized submission (sampling settings, stop strings …). Opaque to the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is known of a request that was on the record before, when it is submitted again."""
+    """State of a request that was on the record before, when it is submitted again."""
 
     token_ids: Sequence[int] = ()
     """Outputs that a client has seen."""
     lease_epoch: int = 0
-    """At least as large as any that a worker may still hold it under."""
+    """Lease epoch at least as large as any under which a worker may still hold the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +99,26 @@ class StoredRequest(NewRequest):
     """Arrival order within the shard."""
     committed_ids: tuple[int, ...]
     lease_epoch: int
-    """Of the newest lease; 0 when there was none."""
+    """Lease epoch of the newest lease; 0 when there was none."""
     worker_id: str | None
-    """Who holds the lease; None while it is queued, and once it has ended."""
+    """Worker that holds the lease; None while the request is queued, and once it has ended."""
     standing: Standing
     end: End | None
     cut_characters: int
     detail: str
     story: tuple[StoryLine, ...]
-    """Written at the end; empty before."""
+    """Timeline of the request, written at its end; empty before."""
     ended_unix_ms: int | None
     first_token_unix_ms: int | None
     deaths: int = 0
-    """Workers that died while it may have been in their batch, since it was last cleared; and its rounds at the last death."""
+    """Workers that died while the request may have been in their batch, since the count was last cleared; and
+    its rounds at the last death.
+    """
     death_round: int = 0
 
 
 class SubmitStatus(enum.Enum):
-    """What became of a submission."""
+    """Outcome of a submission."""
 
     ACCEPTED = "accepted"
     ATTACHED = "attached"
@@ -133,7 +140,7 @@ class SubmitResult:
     sequence: int
     """0 when nothing was accepted or attached to."""
     shard: str = ""
-    """Of ELSEWHERE: which."""
+    """For ELSEWHERE: the other shard."""
 
 
 class TransitionStatus(enum.Enum):
@@ -141,8 +148,8 @@ class TransitionStatus(enum.Enum):
 
     OK = 0
     ALREADY = 1
-    """This very transition is on the record: a retry. As good as OK."""
+    """This very transition is on the record: a retry. Equivalent to OK."""
     STALE = 2
     """Another lease epoch or position is on the record. Nothing changed."""
     GONE = 3
-    """No such unfinished request. Nothing changed."""
+    """The record has no such unfinished request. Nothing changed."""

@@ -17,7 +17,7 @@ class Script:
     name: str
     source: str
     sha: str
-    """What EVALSHA calls it by."""
+    """Hash by which EVALSHA names the script."""
 
 
 def _load(name: str) -> Script:

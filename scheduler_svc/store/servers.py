@@ -1,8 +1,9 @@
-"""Connections to the server that holds a shard's keys, wherever it is now.
+"""Connections to the server that holds a shard's keys, at its present address.
 
-One server, several of which one is the primary, a primary that sentinels name, or the node of a Redis Cluster that has the
-shard's slot: a new connection finds it, and whoever hears that it has moved (`MOVED`, `READONLY`) closes the connection and
-takes a new one. Nothing here retries a command.
+Supported are one server, several servers of which one is the primary, a primary that sentinels name, and the
+node of a Redis Cluster that has the shard's slot. A new connection finds the server. A caller that receives
+the error that it has moved (`MOVED`, `READONLY`) closes the connection and takes a new one. Nothing here
+retries a command.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RedisTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentinelUser:
-    """Who the scheduler is for the sentinels, which know other users than the servers they watch."""
+    """Credentials of the scheduler for the sentinels, which have other users than the servers they watch."""
 
     username: str = ""
     """Empty: their default user."""
@@ -50,14 +51,19 @@ class SentinelUser:
 
 
 class PasswordFile(CredentialProvider):  # type: ignore[misc]  # redis-py has no types here
-    """Read anew for each connection, so that a password can be changed under a running scheduler."""
+    """Credentials that are read from the file for each connection, so that a password can be changed under a
+    running scheduler.
+    """
 
     def __init__(self, path: Path, username: str) -> None:
         self._path = path
         self._username = username
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Raises ConnectionError: a file that cannot be read is a record that cannot be reached."""
+        """Return the password, and the user name if there is one.
+
+        Raises ConnectionError: a file that cannot be read is treated as a record that cannot be reached.
+        """
         try:
             with self._path.open("rb") as file:
                 password = file.read(MAX_PASSWORD_BYTES).decode().strip()
@@ -70,7 +76,9 @@ class PasswordFile(CredentialProvider):  # type: ignore[misc]  # redis-py has no
 
 
 def moved_to(error: object, host: str = "") -> Address | None:
-    """Where a Redis Cluster says that the keys of a command are; an address without a host means `host`."""
+    """Return the address at which a Redis Cluster has the keys of a command, from its error; an address
+    without a host means `host`.
+    """
     if isinstance(error, redis_errors.MovedError):  # read by redis-py itself, from release 8 on
         return error.host or host, int(error.port)
     found = _MOVED.search(str(error)) if isinstance(error, redis_errors.ResponseError) else None
@@ -78,7 +86,7 @@ def moved_to(error: object, host: str = "") -> Address | None:
 
 
 class Servers:
-    """The pool of connections of one store, and the way to its server."""
+    """Pool of connections of one store, and the search for its server."""
 
     def __init__(
         self,
@@ -91,9 +99,13 @@ class Servers:
         password_file: Path | None = None,
         sentinel_user: SentinelUser | None = None,
     ) -> None:
-        """`sentinel_user`: None where they ask for no password. `probe_key`: one of the shard's keys; a node of a cluster says where it is. `timeout_s`: to connect."""
+        """Make the pool; nothing connects yet.
+
+        `sentinel_user`: None where the sentinels need no password. `probe_key`: one of the shard's keys; a
+        node of a cluster without that key answers with the key's address. `timeout_s`: to connect.
+        """
         self.run_id = ""
-        """Of the server that the newest connection leads to; empty where it may not say."""
+        """Run id of the server of the newest connection; empty where the user may not read it."""
         self._url = url
         self._probe_key = probe_key
         self._sentinel_options: dict[str, Any] = {"socket_connect_timeout": timeout_s / 2, "protocol": 2}
@@ -105,7 +117,7 @@ class Servers:
             "max_connections": max_connections,
             "timeout": timeout_s,
             "socket_timeout": None,
-            # So that an address that swallows everything leaves time for the next.
+            # An address that never answers must leave time for the next one.
             "socket_connect_timeout": timeout_s if len(url.addresses) < 2 else timeout_s / 2,
             # Callers retry: they know whether the answer still matters.
             "retry": Retry(NoBackoff(), 0),
@@ -137,7 +149,7 @@ class Servers:
             self.pool.connection_kwargs["redis_connect_func"] = self._greet
 
     def at(self, address: Address) -> BlockingConnectionPool:
-        """Connections to another node of the cluster, for keys that are not the shard's."""
+        """Return the connections to another node of the cluster, for keys that are not the shard's."""
         pool = self._elsewhere.get(address)
         if pool is None:
             host, port = address
@@ -146,12 +158,12 @@ class Servers:
         return pool
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         for pool in (self.pool, *self._elsewhere.values()):
             await pool.aclose()
 
     async def _find(self, connect: Callable[[Address], Awaitable[None]]) -> None:
-        """Connects to the right server. Raises what the last attempt raised."""
+        """Connect to the right server. Raises the error of the last attempt."""
         waiting = deque([await self._named_by_sentinels()] if self._url.sentinel_name else self._order)
         tried: set[Address] = set()
         error: Exception = redis_errors.ConnectionError("no server was tried")
@@ -178,14 +190,14 @@ class Servers:
         raise error
 
     def prefer(self, address: Address) -> None:
-        """The shard's keys are there, as far as anybody has said."""
+        """Try this address first from now on: by the newest information, the shard's keys are there."""
         if self._url.sentinel_name:
             return  # the sentinels know better
         if address in self._order:
             self._order.remove(address)
         self._order.appendleft(address)
         if len(self._order) > MAX_ATTEMPTS + len(self._url.addresses):
-            # The one not heard of for the longest; those of the URL are always worth another try.
+            # Remove the address with the oldest information; those of the URL are always worth another try.
             self._order.remove(
                 next(each for each in reversed(self._order) if each not in self._url.addresses)
             )
@@ -222,7 +234,9 @@ class Servers:
         raise redis_errors.ConnectionError(f"no sentinel names the primary: {error}")
 
     async def _greet(self, connection: Any) -> None:
-        """A new connection: is this the server, and which life of it? One that may not say counts as always the same."""
+        """Check a new connection: is this the right server, and which incarnation of it (its run id)? A user
+        that may not read the run id counts as always connected to the same one.
+        """
         await connection.on_connect()
         questions = [("INFO", "server"), ("INFO", "replication"), ("EXISTS", self._probe_key)]
         await connection.send_packed_command(
@@ -242,7 +256,7 @@ class Servers:
 def _routed(
     find: Callable[[Callable[[Address], Awaitable[None]]], Awaitable[None]], *, tls: bool
 ) -> type[Any]:
-    """A connection class that asks `find` where to connect to."""
+    """Return a connection class that calls `find` for the address to connect to."""
     base: type[Any] = SSLConnection if tls else Connection
 
     class Routed(base):  # type: ignore[misc]  # chosen at run time
@@ -259,7 +273,7 @@ def _routed(
 
 
 async def reply_of(connection: Any) -> Any:
-    """The next reply; an error is a reply too."""
+    """Return the next reply; an error is a reply too."""
     try:
         return await connection.read_response()
     except redis_errors.ResponseError as error:

@@ -1,11 +1,13 @@
-"""The record of one shard: what the scheduler must not lose, in Redis or Valkey.
+"""The record of one shard: the state that the scheduler must not lose, in Redis or Valkey.
 
-The scheduler decides, the scripts in `lua/` move. Each transition compares what it was decided on with what is on
-the record, so a decision that is out of date changes nothing, and one that is sent twice changes nothing more.
+The scheduler decides, the scripts in `lua/` carry out. Each transition compares the state on which it was
+decided with the record, so a decision that is out of date changes nothing, and one that is sent twice changes
+nothing more.
 
-What an operator sees with redis-cli: `HGETALL laps-sd:{shard}:request:ID` (state queued, leased or ended, worker,
-lease_epoch, level, committed, rounds, drafted, accepted, attained_s …), `ZRANGE laps-sd:{shard}:level:0 0 -1 WITHSCORES`,
-`HGETALL laps-sd:{shard}:tenants`, `GET laps-sd:{shard}:leader`. `keys.py` has them all.
+An operator reads it with redis-cli: `HGETALL laps-sd:{shard}:request:ID` (state queued, leased or ended,
+worker, lease_epoch, level, committed, rounds, drafted, accepted, attained_s …), `ZRANGE
+laps-sd:{shard}:level:0 0 -1 WITHSCORES`, `HGETALL laps-sd:{shard}:tenants`, `GET laps-sd:{shard}:leader`.
+`keys.py` has all keys.
 """
 
 from __future__ import annotations
@@ -72,10 +74,12 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 FINISHED_TTL_S = 15 * 60.0
-"""How long a finished request can still be read, and its idempotency key attaches to it, unless its deadline ended it."""
+"""Seconds for which a finished request can still be read, and its idempotency key attaches to it, unless its
+deadline ended it.
+"""
 
 _READ_CHUNK = 128
-"""Requests read together: bounds the time that one reading keeps the server from others."""
+"""Requests read together: bounds the time for which one read blocks the server for others."""
 _RESTORE_CHUNK = 32
 """Requests in one restore call; they carry their prompts."""
 _SHARD_TTL_MS = SHARD_TTL_S * 1000
@@ -93,11 +97,11 @@ _FAULTS = {
     "MOVED": Fault.OTHER,
     "ASK": Fault.OTHER,
 }
-"""Error codes of a server that cannot be read or written now."""
+"""Error codes of a server that cannot be read or written at present."""
 
 
 class Pending(Generic[T]):
-    """An answer that exists once the batch it belongs to has been executed."""
+    """Answer that exists once the batch it belongs to has been executed."""
 
     __slots__ = ("_value", "done")
 
@@ -106,14 +110,14 @@ class Pending(Generic[T]):
         self._value: T | None = None
 
     def set(self, value: T) -> None:
-        """The batch gives the answer."""
+        """Set the answer; the batch calls this."""
         self._value, self.done = value, True
 
     def result(self) -> T:
-        """The answer. Raises RuntimeError before the batch has been executed."""
+        """Return the answer. Raises RuntimeError before the batch has been executed."""
         if not self.done:
             raise RuntimeError("the batch has not been executed")
-        return self._value  # type: ignore[return-value]  # done says that it is a T
+        return self._value  # type: ignore[return-value]  # it is a T once done is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +131,21 @@ class _Call:
 
 @dataclass(slots=True)
 class _Work:
-    """One queueing call on a batch: what was asked, how to send it, where the answer goes."""
+    """One queueing call on a batch: its entries, how to send it, where the answer goes."""
 
     entries: Sequence[Any]
     encode: Callable[[Batch, Sequence[Any], int], _Call]
-    """Not bound: a batch that held itself would live, with all that it carried, until the collector comes by."""
+    """Encoder as a plain function, not a bound method: a batch that held itself would live, with all that it
+    carried, until the garbage collector runs.
+    """
     chunk: int
     pending: Pending[list[TransitionStatus]]
 
 
 class Store:
-    """The record of one shard, seen by one process. Methods raise StoreUnavailable when it cannot be reached."""
+    """The record of one shard, seen by one process. Methods raise StoreUnavailable when it cannot be
+    reached.
+    """
 
     def __init__(
         self,
@@ -151,10 +159,13 @@ class Store:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`open` makes the servers. `wait_replicas`: nothing counts as written before so many replicas have it.
+        """Make the record's interface; `open` also makes the servers.
+
+        `wait_replicas`: nothing counts as written before this number of replicas has it.
 
         `timeout_s` bounds each exchange with the server, connecting included. `clock` gives Unix seconds that
-        never step: the time of this machine. `monotonic` gives seconds: how long a standby has waited for the last leader.
+        never step: the time of this machine. `monotonic` gives seconds: how long a standby has waited for the
+        last leader.
         """
         self.keys = Keys(shard)
         self._servers = servers
@@ -191,7 +202,7 @@ class Store:
         self._incarnation: str | None = None
         self._next_incarnation = secrets.token_hex(8)
         self.record_was_empty = False
-        """There was nothing in the record when this process became its leader."""
+        """True if there was nothing in the record when this process became its leader."""
         self._nonce = secrets.token_hex(8)
         # Whether the record could not be reached since this process last saw a leader.
         self._in_doubt = False
@@ -199,8 +210,9 @@ class Store:
         self._older_since_s: float | None = None
         # The run id of the server that holds all that this leader wrote.
         self._trusted_server: str | None = ""
-        # Which idempotency key expires with which request. A leader has submitted or loaded whatever it ends, so this
-        # saves asking the record at the end; without an entry here it is asked.
+        # The key that expires with each request, by request id: its idempotency key, or its own. A leader has
+        # submitted or loaded every request that it ends, so this saves a read of the record at the end;
+        # without an entry here the record is read.
         self._expires_with: dict[str, str] = {}
         # Claims of requests that have ended; their expiry is set by the next `settle_claims`.
         self._ended_claims: set[str] = set()
@@ -222,7 +234,9 @@ class Store:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Store:
-        """Connects when first used. `url`: see `redis_url`; `tls`, `password_file`, `sentinel_user`: see `servers`.
+        """Return the record of a shard, which connects when first used.
+
+        `url`: see `redis_url`; `tls`, `password_file`, `sentinel_user`: see `servers`.
 
         Raises ValueError.
         """
@@ -247,12 +261,14 @@ class Store:
         )
 
     async def ping(self) -> None:
-        """Returns if the record can be reached."""
+        """Return if the record can be reached; otherwise raise StoreUnavailable."""
         async with self._reached():
             await self._client.ping()
 
     async def measure_clock(self) -> float:
-        """Return how many seconds the server's clock is ahead of `clock`; 0 where the user may not run INFO. Raises StoreUnavailable."""
+        """Return how many seconds the server's clock is ahead of `clock`; 0 where the user may not run INFO.
+        Raises StoreUnavailable.
+        """
         began_s = self.clock.local_s()
         async with self._reached():
             try:
@@ -262,45 +278,50 @@ class Store:
         return self.clock.off_by_s(found["server_time_usec"] / 1e6, began_s)
 
     async def close(self) -> None:
-        """Closes the connections. Leadership, if held, runs out by itself; `resign` first to hand it over at once."""
+        """Close the connections. Leadership, if held, expires by itself; `resign` first to hand it over at
+        once.
+        """
         await self._servers.close()
 
     # leadership
 
     @property
     def epoch(self) -> LeaderEpoch | None:
-        """The leader epoch this process leads under, as far as it knows."""
+        """Return the leader epoch this process leads under, as far as it knows; None if it does not lead."""
         return self._epoch
 
     @property
     def incarnation(self) -> str | None:
-        """Which life of the data this process last led in."""
+        """Return the incarnation id of the record in which this process last led."""
         return self._incarnation
 
     async def acquire_leadership(self, *, owner: str, lease_s: float) -> LeaderEpoch | None:
-        """Become the leader. None while another process leads.
+        """Become the leader. Return None while another process leads.
 
-        None also where the record may be older than what its last leader holds in memory, for `patience_s`: a leader that is alive writes
-        that back first. The record may be older when its server was restarted or replaced, when it lacks an epoch or the data that
-        this process has seen, or when this process could not reach it. Returns the epoch again if this process leads already.
+        For `patience_s` the answer is None also where the record may be older than what its last leader holds
+        in memory: a leader that is alive writes that back first. The record may be older when its server was
+        restarted or replaced, when it lacks an epoch or the data that this process has seen, or when this
+        process could not reach it. The answer is the present epoch if this process leads already.
 
         `owner` is the address where peers find this process. Raises SchemaMismatch, StoreUnavailable.
         """
         try:
             return await self._acquire(owner, lease_s)
         except StoreUnavailable:
-            # The last leader cannot reach it either, as far as this process can see: its time begins again.
+            # As far as this process can see, the last leader cannot reach the record either: its patience
+            # starts again.
             self._in_doubt, self._older_since_s = True, None
             raise
 
     @property
     def waits_for_last_leader(self) -> bool:
-        """Whether this standby found a record that may be older than what its last leader holds."""
+        """Return True if this standby found a record that may be older than what its last leader holds."""
         return self._older_since_s is not None
 
     def patience_s(self, lease_s: float) -> float:
-        """How long a standby leaves a record that may be older to its last leader: two lease periods, and no less than three
-        exchanges, in which a leader that is alive finds the record again. Our choice.
+        """Return the seconds for which a standby leaves a possibly older record to its last leader: two lease
+        periods, and no less than three exchanges, in which a leader that is alive reaches the record again.
+        Our choice.
         """
         return max(2 * lease_s, 3 * self._timeout_s)
 
@@ -322,7 +343,8 @@ class Store:
             scripts.ACQUIRE,
             self._shard_keys,
             [
-                # The same until it has led: an attempt whose answer got lost may have succeeded.
+                # The same nonce until this process has led: an attempt whose answer was lost may have
+                # succeeded.
                 self._nonce,
                 owner,
                 lease_ms,
@@ -357,7 +379,9 @@ class Store:
         return self._epoch
 
     async def renew_leadership(self) -> bool:
-        """False: this process no longer leads, and the next batch would be fenced. Raises RecordBehind."""
+        """Renew the lease. Return False if this process no longer leads, and the next batch would be fenced.
+        Raises RecordBehind.
+        """
         async with self._leading:
             return await self._renew()
 
@@ -378,9 +402,10 @@ class Store:
         return bool(renewed[0])
 
     async def reclaim_leadership(self, *, newest_sequence: int) -> bool:
-        """After RecordBehind: lead on, then restore, then call `reclaimed`. False: another process leads by now.
+        """Take the lead again after RecordBehind; then restore, then call `reclaimed`. Return False if
+        another process leads by now.
 
-        `newest_sequence`: of all requests that were ever accepted; later ones get larger ones.
+        `newest_sequence`: the largest of all requests that were ever accepted; later ones get larger ones.
         """
         async with self._leading:
             return await self._reclaim(newest_sequence)
@@ -409,7 +434,8 @@ class Store:
         return True
 
     async def reclaimed(self) -> None:
-        """All that this leader holds is written back. Until then no standby leads before its patience is over.
+        """Note that everything that this leader holds is written back. Until then no standby leads before its
+        patience is over.
 
         Raises Fenced, and StoreUnavailable: then everything has to be written back again.
         """
@@ -422,7 +448,9 @@ class Store:
             raise
 
     def distrust(self) -> None:
-        """What was to be written back did not arrive: everything is fenced until the next `reclaim_leadership`."""
+        """Fence everything until the next `reclaim_leadership`: the data to be written back did not
+        arrive.
+        """
         self._trusted_server = None
 
     def _lives_in(self, incarnation: bytes) -> None:
@@ -431,7 +459,9 @@ class Store:
         self._trusted_server = self._servers.run_id
 
     async def resign(self) -> None:
-        """Stop leading, so that a standby need not wait for the lease to run out. Nothing happens to another leader."""
+        """Stop leading, so that a standby need not wait for the lease to expire. The lease of another leader
+        is not changed.
+        """
         leadership = self._leadership
         self._forget_leadership()
         if leadership:
@@ -453,19 +483,22 @@ class Store:
     async def submit(
         self, requests: Sequence[NewRequest], shown: Mapping[str, Shown] = MappingProxyType({})
     ) -> list[SubmitResult]:
-        """Write new requests to the record; what is not ACCEPTED is not there. `shown`: by request id, for those that the
-        record has had before and lost. Where it has them still, they stay as they are.
+        """Write new requests to the record; those that are not ACCEPTED are not on it.
+
+        `shown`: by request id, for requests that the record has had before and lost. Requests that it still
+        has stay as they are.
 
         An idempotency key is claimed first, so that no other shard takes it too.
 
-        Raises Fenced, StoreUnavailable (then the outcome is unknown: submit the very same requests again, which answers
-        ACCEPTED for those that are there), ValueError for token ids or request ids that cannot be stored.
+        Raises Fenced, StoreUnavailable (then the outcome is unknown: submit the very same requests again,
+        which answers ACCEPTED for those that are there), ValueError for token ids or request ids that cannot
+        be stored.
         """
         calls = [self._submit_call(request, shown.get(request.request_id, Shown())) for request in requests]
         decides = await self._claim(
             [(request.request_id, self._idempotency_key(request)) for request in requests]
         )
-        # What was accepted once stays, whoever has taken its key since.
+        # A request that was accepted once stays accepted, even if another shard has taken its key since.
         own = [
             request.request_id in shown or owner == self.keys.shard
             for request, owner in zip(requests, decides, strict=True)
@@ -492,13 +525,15 @@ class Store:
         return results
 
     async def claim_again(self, requests: Sequence[NewRequest]) -> None:
-        """After the record was emptied: the shard decides about the idempotency keys of its requests, as before. Where
-        another shard has taken one in between, it stays there.
+        """Claim the idempotency keys of requests again after the record was emptied, so that this shard
+        decides about them, as before. A key that another shard has taken in between stays with it.
         """
         await self._claim([(request.request_id, self._idempotency_key(request)) for request in requests])
 
     async def extend(self, request_id: str, deadline_unix_ms: int | None) -> bool:
-        """Give an unfinished request another deadline, or none. False: it has ended. Raises Fenced, StoreUnavailable."""
+        """Give an unfinished request another deadline, or none. Return False if it has ended. Raises Fenced,
+        StoreUnavailable.
+        """
         keys = [self.keys.leader(), self.keys.request(request_id)]
         deadline = "" if deadline_unix_ms is None else deadline_unix_ms
         [[answer]] = await self._run(
@@ -507,7 +542,9 @@ class Store:
         return _STATUS[answer] is TransitionStatus.OK
 
     async def settle_claims(self) -> None:
-        """Claims of requests that have ended expire soon after them. Call about once a second; raises StoreUnavailable."""
+        """Let the claims of ended requests expire soon after them. Call about once a second; raises
+        StoreUnavailable.
+        """
         while self._ended_claims:
             some = list(itertools.islice(self._ended_claims, MAX_ENTRIES))
             ttl_ms = self._finished_ttl_ms + CLAIM_SLACK_S * 1000
@@ -517,18 +554,19 @@ class Store:
             self._ended_claims.difference_update(some)
 
     def batch(self) -> Batch:
-        """Transitions that travel together, under the leadership of now."""
+        """Return a batch: transitions that are sent together, under the present leadership."""
         return Batch(self, self._leadership)
 
     async def save_priors(self, blob: bytes) -> None:
-        """Raises Fenced."""
+        """Save what the policy has learnt. Raises Fenced."""
         keys = [self.keys.leader(), self.keys.priors()]
         call = _Call(scripts.SAVE_PRIORS, keys, [self._leadership, blob, _SHARD_TTL_MS])
         await self._run([call], leading=True)
 
     async def try_write(self) -> None:
         """Raise StoreUnavailable where a write that needs memory would be refused now. Changes nothing."""
-        # With XX no member is added, and none has this name. The server refuses it as it would refuse any write.
+        # With XX no member is added, and no member has this name. The server refuses it as it would refuse
+        # any write.
         nothing = _packed("ZADD", self.keys.unfinished(), "XX", 0, "-")
         try:
             _raise_errors(await self._send([nothing], self._servers.pool, leading=True))
@@ -538,7 +576,9 @@ class Store:
     # reading
 
     async def load_unfinished(self) -> AsyncIterator[list[StoredRequest]]:
-        """All unfinished requests in the order of arrival, a chunk at a time: the working copy of a new leader."""
+        """Yield all unfinished requests in the order of arrival, a chunk at a time: the working copy of a new
+        leader.
+        """
         async for index in self._index():
             found = await self._read([request_id.decode() for request_id, _ in index])
             unfinished = [request for request in found if request is not None and request.end is None]
@@ -548,19 +588,21 @@ class Store:
                 yield unfinished
 
     async def unfinished_ids(self) -> list[str]:
-        """The ids of all unfinished requests, in the order of arrival."""
+        """Return the ids of all unfinished requests, in the order of arrival."""
         ids: list[str] = []
         async for index in self._index():
             ids += [request_id.decode() for request_id, _ in index]
         return ids
 
     async def count_unfinished(self) -> int:
-        """How many requests are unfinished."""
+        """Return the number of unfinished requests."""
         async with self._reached():
             return int(await self._client.zcard(self.keys.unfinished()))
 
     async def reached(self, request_ids: Sequence[str]) -> list[tuple[int, int] | None]:
-        """Lease epoch and number of committed tokens of each; None for what is not there."""
+        """Return the lease epoch and the number of committed tokens of each; None for a request that is not
+        there.
+        """
         found: list[tuple[int, int] | None] = []
         for start in range(0, len(request_ids), MAX_ENTRIES):
             async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
@@ -571,11 +613,13 @@ class Store:
         return found
 
     async def read(self, request_id: str) -> StoredRequest | None:
-        """One request, also a finished one until it expires."""
+        """Return one request, also a finished one until it expires."""
         return (await self._read([request_id]))[0]
 
     async def read_all(self, request_ids: Sequence[str]) -> dict[str, StoredRequest]:
-        """Return those of the requests that are on the record, finished ones until they expire. Raises StoreUnavailable."""
+        """Return those of the requests that are on the record, finished ones until they expire. Raises
+        StoreUnavailable.
+        """
         found: dict[str, StoredRequest] = {}
         for start in range(0, len(request_ids), _READ_CHUNK):
             for stored in await self._read(request_ids[start : start + _READ_CHUNK]):
@@ -584,13 +628,13 @@ class Store:
         return found
 
     async def last_sequence(self) -> int:
-        """The sequence number of the newest request, ended or not; 0 when there was none."""
+        """Return the sequence number of the newest request, ended or not; 0 when there was none."""
         async with self._reached():
             found = await self._client.get(self.keys.sequence())
         return int(found or 0)
 
     async def load_priors(self) -> bytes | None:
-        """What `save_priors` kept last, by any leader of this incarnation."""
+        """Return what `save_priors` kept last, by any leader of this incarnation."""
         async with self._reached():
             blob: bytes | None = await self._client.get(self.keys.priors())
         return blob
@@ -598,7 +642,7 @@ class Store:
     # inside
 
     async def _index(self) -> AsyncIterator[list[tuple[bytes, float]]]:
-        """(request id, sequence) of all unfinished requests, a chunk at a time."""
+        """Yield (request id, sequence) of all unfinished requests, a chunk at a time."""
         newest = 0
         while True:
             async with self._reached():
@@ -611,8 +655,9 @@ class Store:
             yield index
 
     async def _read(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
-        # Not in a transaction, which a full server refuses. The hash first: tokens are only ever appended, so as
-        # many of them as the hash speaks of belong to its moment, whatever is committed in between.
+        # Not in a transaction, which a full server refuses. The hash is read first: tokens are only ever
+        # appended, so the first tokens, by the count in the hash, are those of its moment, whatever is
+        # committed in between.
         async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
             for request_id in request_ids:
                 pipeline.hgetall(self.keys.request(request_id))
@@ -652,7 +697,9 @@ class Store:
         return _Call(scripts.SUBMIT, keys, arguments)
 
     async def _claim(self, entries: Sequence[tuple[str, str]]) -> list[str]:
-        """Which shard decides, for each request id and the key that expires with it; this one where there is no key."""
+        """Return the shard that decides, for each request id and the key that expires with it; this one where
+        there is no key.
+        """
         shard, ttl_ms = self.keys.shard, CLAIM_TTL_S * 1000
         claims = [self.keys.claim(expires_with) for _, expires_with in entries]
         replies = iter(
@@ -667,7 +714,9 @@ class Store:
         return [shard if claim is None else next(replies)[0].decode() for claim in claims]
 
     async def _unclaim(self, entries: Sequence[tuple[str, str]]) -> None:
-        """Refused: another shard may take the key. If that cannot be said now, it stays until CLAIM_TTL_S is over."""
+        """Release the claims of refused requests, so that another shard may take the key. If the record
+        cannot be reached now, a claim stays until CLAIM_TTL_S is over.
+        """
         calls = [
             _Call(scripts.UNCLAIM, [claim], [self.keys.shard, request_id, 0])
             for request_id, expires_with in entries
@@ -677,13 +726,17 @@ class Store:
             await self._run_anywhere(calls)
 
     def _idempotency_key(self, request: NewRequest) -> str:
-        """The key that expires with the request: where it has none, its own again, which changes nothing."""
+        """Return the key that expires with the request: its idempotency key, or without one its own, which
+        changes nothing.
+        """
         if not request.idempotency_key:
             return self.keys.request(request.request_id)
         return self.keys.idempotency(request.tenant, request.idempotency_key)
 
     async def _learn_idempotency_keys(self, request_ids: Iterable[str]) -> None:
-        """For requests that this process ends, but has neither submitted nor loaded."""
+        """Read the idempotency keys of requests that this process ends, but has neither submitted nor
+        loaded.
+        """
         unknown = [request_id for request_id in request_ids if request_id not in self._expires_with]
         if not unknown:
             return
@@ -697,7 +750,7 @@ class Store:
             )
 
     def _let_go(self, request_id: str) -> None:
-        """It has ended."""
+        """Forget a request that has ended."""
         claim = self.keys.claim(self._expires_with.pop(request_id, ""))
         if claim is not None:
             self._ended_claims.add(claim)
@@ -707,10 +760,10 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def _reached(self) -> AsyncIterator[None]:
-        """Around everything that talks to the server: bounds the time and translates the errors.
+        """Bound the time of an exchange with the server and translate its errors; used around every exchange.
 
-        The client's own timeouts are off. They can swallow the cancellation of the calling task (`asyncio.wait_for`
-        of Python 3.11 does, when its work is done in the same moment).
+        The client's own timeouts are off. They can swallow the cancellation of the calling task
+        (`asyncio.wait_for` of Python 3.11 does, when its work is done in the same moment).
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -729,13 +782,15 @@ class Store:
         return (await self._run([_Call(script, keys, arguments)]))[0]
 
     async def _run(self, calls: Sequence[_Call], *, leading: bool = False) -> list[Any]:
-        """Everything in one pipeline, in order. Raises Fenced, StoreUnavailable, StoreError.
+        """Run the calls in one pipeline, in order. Raises Fenced, StoreUnavailable, StoreError.
 
-        `leading`: only to the server that is known to hold what this leader wrote; to another one, Fenced.
+        `leading`: only on the server that is known to hold what this leader wrote; on another one, raise
+        Fenced.
         """
         replies = await self._replies(calls, self._servers.pool, leading=leading)
         if moved := next((address for reply in replies if (address := moved_to(reply))), None):
-            # What ran before the slot moved already answers that it did. A shard's keys all move together.
+            # Calls that ran before the slot moved answer that they have run. A shard's keys all move
+            # together.
             self._servers.prefer(moved)
             async with self._reached():
                 await self._servers.pool.disconnect(inuse_connections=False)
@@ -749,7 +804,9 @@ class Store:
         return replies
 
     async def _run_anywhere(self, calls: Sequence[_Call]) -> list[Any]:
-        """Calls that each have one key in a slot of its own: in a cluster, wherever it says that those are."""
+        """Run calls that each have one key in a slot of its own: in a cluster, on the nodes that the cluster
+        names.
+        """
         replies = await self._replies(calls, self._servers.pool)
         moved: dict[Address, list[int]] = {}
         for number, reply in enumerate(replies):
@@ -766,14 +823,17 @@ class Store:
     async def _replies(
         self, calls: Sequence[_Call], pool: BlockingConnectionPool, *, leading: bool = False
     ) -> list[Any]:
-        """What the server behind `pool` says to each call, errors included. It learns the scripts if it has to."""
-        # The client's own pipeline encodes each argument in Python, which costs more than all the rest of a commit.
+        """Return the answer of the server of `pool` to each call, errors included. The scripts are loaded if
+        necessary.
+        """
+        # The client's own pipeline encodes each argument in Python, which costs more than all the rest of a
+        # commit.
         packed = [
             _packed("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments) for call in calls
         ]
         replies = await self._send(packed, pool, leading=leading)
         if any(isinstance(reply, redis_errors.NoScriptError) for reply in replies):
-            # The server has started anew. What ran already answers that it did.
+            # The server was restarted. Calls that ran already answer that they have run.
             await self._send([_packed("SCRIPT", "LOAD", script.source) for script in scripts.ALL], pool)
             replies = await self._send(packed, pool, leading=leading)
         return replies
@@ -795,7 +855,8 @@ class Store:
                 await connection.send_packed_command(packed)
                 replies = [await reply_of(connection) for _ in packed]
                 if any(isinstance(reply, redis_errors.ReadOnlyError) or moved_to(reply) for reply in replies):
-                    # A replica by now, or without the slot: the same way may lead to the right server.
+                    # The server is a replica by now, or without the slot: a new connection may lead to the
+                    # right server.
                     await connection.disconnect(nowait=True)
                 if len(packed) > expected:
                     self._check_replicas(replies.pop())
@@ -803,7 +864,7 @@ class Store:
             except (Fenced, StoreUnavailable):
                 raise
             except BaseException:
-                # Answers may still be on their way: nobody else must read them.
+                # Answers may still be on their way: no other caller may read them.
                 await connection.disconnect(nowait=True)
                 raise
             finally:
@@ -838,7 +899,9 @@ class Batch:
         return self._queue(commits, Batch._commit_call)
 
     def finish(self, finishes: Sequence[Finish]) -> Pending[list[TransitionStatus]]:
-        """End requests whoever holds them. Never STALE. ALREADY: ended this way; GONE: ended otherwise."""
+        """End requests, whichever worker holds them. Never STALE. ALREADY: ended this way; GONE: ended
+        otherwise.
+        """
         self._ending.update(finish.request_id for finish in finishes)
         return self._queue(finishes, Batch._finish_call)
 
@@ -855,20 +918,22 @@ class Batch:
         return self._queue(ranks, Batch._rank_call)
 
     def restore(self, requests: Sequence[StoredRequest]) -> Pending[list[TransitionStatus]]:
-        """Write unfinished requests of the working copy back into a record that lost them or the last of them.
+        """Write unfinished requests of the working copy back into a record that lost them or the last of
+        them.
 
-        STALE: the record holds more, or other tokens. GONE: there the request has ended.
+        STALE: the record holds more, or other tokens. GONE: on the record the request has ended.
         """
         return self._queue(requests, Batch._restore_call, _RESTORE_CHUNK)
 
     async def execute(self) -> None:
-        """Send everything as one pipeline and fill the pendings. Nothing queued: nothing sent.
+        """Send everything as one pipeline and fill the pending answers. An empty batch sends nothing.
 
-        Raises Fenced (another leader epoch is in force: nothing that came after it has happened), StoreUnavailable,
-        and ValueError for a level outside 0 … MAX_LEVELS − 1 or token ids that are no int32 (nothing was sent).
+        Raises Fenced (another leader epoch is in force: nothing that came after it has happened),
+        StoreUnavailable, and ValueError for a level outside 0 … MAX_LEVELS − 1 or token ids that do not fit
+        int32 (nothing was sent).
         """
         if self._calls is None:
-            # Once only: a batch that is executed again has to send the very same thing.
+            # Only once: a batch that is executed again has to send the very same data.
             self._calls = await self._encode()
         replies = await self._store._run([call for call, _ in self._calls], leading=True)
         answers: dict[int, list[TransitionStatus]] = {id(work): [] for work in self._work}
@@ -1022,7 +1087,7 @@ def _limit(value: int | None) -> int:
 
 
 def _translated(error: Exception) -> StoreError:
-    """Nothing of the client library leaves this module."""
+    """Return the store's error for one of the client library, none of whose errors leaves this module."""
     if moved := moved_to(error):
         return StoreUnavailable(f"the record's keys are said to be at {moved[0]}:{moved[1]} now", Fault.OTHER)
     match error:

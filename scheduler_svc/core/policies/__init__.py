@@ -1,6 +1,7 @@
-"""Policies: a rank each. Adding one is one small file here and one line in `POLICIES`.
+"""Policies: each computes a rank. Adding one takes one small file here and one line in `POLICIES`.
 
-A policy changes a rank only when it is asked, that is when an event touches the request; it keeps nothing of its own.
+A policy changes a rank only when it is called, that is when an event touches the request; it keeps no state
+of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ POLICIES: dict[str, Callable[[CoreSettings], Policy]] = {
 
 
 def policy_named(name: str, settings: CoreSettings) -> Policy:
-    """The policy of that name; ValueError names the ones there are."""
+    """Return the policy of that name; raise ValueError with all names if there is none."""
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, not {name!r}")
     return POLICIES[name](settings)

@@ -1,6 +1,8 @@
-"""What a policy is, and what several of them share: the estimates, and the building of a rank from them.
+"""The interface of a policy, and shared parts of several: the estimates, and the building of a rank from
+them.
 
-A policy is a rank. It keeps nothing of its own, so what it needs to know of a request's past is on the request.
+A policy computes a rank. It keeps no state of its own, so the past of a request that it needs is on the
+request.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ try:
 except ImportError:  # pragma: no cover  # only the compiler reads it
 
     def mypyc_attr(*attrs: str, **kwattrs: object) -> Callable[[T], T]:
-        """Nothing."""
+        """Return a decorator that changes nothing."""
         return lambda decorated: decorated
 
 
@@ -38,7 +40,7 @@ STEP = math.log(1 + HYSTERESIS)
 """Width of a step of the index, as a difference of logarithms. Our choice: steps of 5 % and 10 % make no difference, except that
 more requests are alike with 10 %."""
 LEAST_COST_S = 1e-9
-"""Costs below this are one step; a worker may report rounds that took no time."""
+"""Costs below this are one step; a worker may report rounds that took no time. In seconds."""
 ARRIVAL_S = 1e-11
 """Index per arrival: the older one first among equals, too little to count otherwise."""
 
@@ -49,21 +51,23 @@ class Policy(ABC):
     """Deterministic: the same request and priors give the same rank."""
 
     name: ClassVar[str]
-    """As configured."""
+    """Name in the configuration."""
     has_levels: ClassVar[bool] = False
-    """Whether it sorts requests into levels; without, all are in level 0 and nobody is told of it."""
+    """True if it sorts requests into levels; otherwise all are in level 0 and no level is shown."""
     looks_back: ClassVar[bool] = False
-    """Whether its ranks rest on `Request.late_acceptance`, which is kept for such policies only."""
+    """True if its ranks use `Request.late_acceptance`, which is kept for such policies only."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
 
     @abstractmethod
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Where the request stands now; `request.rank_before` is its rank so far, if it has one."""
+        """Return the present rank of the request; `request.rank_before` is its rank so far, if it has one."""
 
     def ordered_by(self, request: Request) -> str:
-        """What the place of a ranked request rests on, for people: "a request with …". Names no other request."""
+        """Return the reason for the place of a ranked request, for people: "a request with …". Names no other
+        request.
+        """
         level = f" (level {request.rank.level})" if self.has_levels else ""
         return f"about {request.rank.remaining.mean_s:.3g} s left{level}"
 
@@ -71,14 +75,14 @@ class Policy(ABC):
 @final
 @dataclass(slots=True)
 class Estimate:
-    """What a request still needs."""
+    """Estimated remaining cost of a request."""
 
     decoding_s: Final[float]
     """Machine seconds of decoding that are left."""
     resume_s: Final[float]
-    """As `resume_cost_s`."""
+    """Machine seconds to take it up again, as in `resume_cost_s`."""
     remaining: Final[Remaining]
-    """Decoding, and what must be computed or moved before it."""
+    """Decoding, and the context that must be computed or moved before it."""
 
     def __init__(self, decoding_s: float, resume_s: float, remaining: Remaining) -> None:
         self.decoding_s = decoding_s
@@ -87,14 +91,14 @@ class Estimate:
 
 
 def estimate_by_length(request: Request, priors: Priors) -> Estimate:
-    """From the tokens that are left, at the pace of its class: what is known without looking at its own acceptance."""
+    """Return the estimate by the tokens left, at the pace of its class, without its own acceptance."""
     left = tokens_left(request, priors)
     pace = priors.mean_tokens_per_round(request.facts.workload_class)
     return estimate(request, priors, left, pace, left.low / left.mean, left.high / left.mean)
 
 
 def estimate_by_acceptance(request: Request, priors: Priors) -> Estimate:
-    """From the tokens that are left, at its own pace, shrunk towards that of its class."""
+    """Return the estimate by the tokens left, at its own pace, shrunk towards that of its class."""
     left = tokens_left(request, priors)
     pace = priors.tokens_per_round(request.facts.workload_class, request.rounds, request.emitted)
     low, high = _widen(left.low / left.mean, left.high / left.mean, pace.spread)
@@ -110,8 +114,8 @@ def estimate(
     high: float,
     own_rounds: int | None = None,
 ) -> Estimate:
-    """At `pace` tokens per round, each at the machine's cost for a context half way to its end; `low` and `high` are
-    the ends of the interval as shares of the mean.
+    """Return the estimate at `pace` tokens per round, each round at the machine's cost for a context half way
+    to its end; `low` and `high` are the ends of the interval as shares of the mean.
     """
     decoding_s = left.mean * (priors.cost.share_s(request.context_tokens + left.mean / 2) / pace)
     resume_s = resume_cost_s(request, priors)
@@ -132,7 +136,9 @@ def rank_key(
     perceptible: bool | None = None,
     pinned: bool = False,
 ) -> RankKey:
-    """The rank with this index. `counts_resuming`: what it costs to take the request up is part of its place."""
+    """Return the rank with this index. `counts_resuming`: the cost of taking the request up is part of its
+    place.
+    """
     return RankKey(
         rank_class=pack_rank_class(request.facts.priority, level),
         index_s=index_s,
@@ -145,7 +151,7 @@ def rank_key(
 
 
 def tokens_left(request: Request, priors: Priors) -> TokensLeft:
-    """Output tokens that remain, by the best guess there is."""
+    """Return the remaining output tokens, by the best guess available."""
     facts = request.facts
     return priors.tokens_left(
         facts.workload_class,
@@ -158,17 +164,20 @@ def tokens_left(request: Request, priors: Priors) -> TokensLeft:
 
 
 def resume_cost_s(request: Request, priors: Priors) -> float:
-    """Machine seconds to take it up from where its KV lies; from the device, to compute it again if it were evicted."""
+    """Return the machine seconds to take it up from where its KV lies; from the device, to compute it again
+    if it were evicted.
+    """
     if request.residency is Residency.HOST:
         return priors.cost.swap_in_s(request.context_tokens)
     return priors.cost.prefill_share_s(request.context_tokens)
 
 
 def index_in_steps_s(request: Request, found: Estimate) -> float:
-    """Return the index whose cost, set-up included, is the upper end of a step of `STEP`, with the arrival inside the step.
+    """Return the index whose cost, set-up included, is the upper end of a step of `STEP`, with the arrival
+    inside the step.
 
-    A difference that may not displace a running request says too little to overtake a waiting one. Among requests of one
-    step the order of arrival is the best there is: it has the shortest longest wait.
+    A difference that may not displace a running request is too small to overtake a waiting one. Among
+    requests of one step the order of arrival is the best one: it has the shortest longest wait.
     """
     setup_s = 0.0 if request.residency is Residency.DEVICE else found.resume_s
     cost_s = found.decoding_s + setup_s
@@ -177,7 +186,7 @@ def index_in_steps_s(request: Request, found: Estimate) -> float:
 
 
 def arrival_s(request: Request) -> float:
-    """The part of an index that puts the older one first among equals."""
+    """Return the part of an index that puts the older one first among equals."""
     return request.facts.sequence * ARRIVAL_S
 
 
@@ -191,11 +200,11 @@ class Levels:
         ]
 
     def of(self, service_s: float) -> int:
-        """The level of so much service."""
+        """Return the level of `service_s` seconds of service."""
         return bisect_left(self._ends_s, service_s)
 
     def near(self, service_s: float, level: int, slack: float) -> bool:
-        """Whether so much service, or up to `slack` (at least 1) times more or less, is of this level."""
+        """Return whether `service_s`, or up to `slack` (at least 1) times more or less, is of this level."""
         ends_s = self._ends_s
         return (level == 0 or service_s * slack > ends_s[level - 1]) and (
             level >= len(ends_s) or service_s / slack <= ends_s[level]

@@ -14,10 +14,12 @@ class Fcfs(Policy):
     name = "fcfs"
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Arrival order, whatever it costs."""
+        """Return the rank in arrival order, whatever the request costs."""
         found = estimate_by_length(request, priors)
         return rank_key(request, found, float(request.facts.sequence), counts_resuming=False, pinned=True)
 
     def ordered_by(self, request: Request) -> str:
-        """Its turn: the number itself would tell how many others there were."""
+        """Return a text without the arrival number, because that would reveal how many other requests there
+        were.
+        """
         return "its turn in the order of arrival"

@@ -13,7 +13,7 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
     (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It is lost again where
     the interval of its service in all, what it has had included, becomes wider than that.
   * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level by
-    *remaining* service, what must be computed anew included; it falls back when its acceptance drifts.
+    *remaining* service, what must be computed again included; it falls back when its acceptance drifts.
   * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost, in steps of the hysteresis of
     `laps_sd.choose`; inside a step the order of arrival. Until a request has run, its level is that of an arrival.
 """
@@ -44,7 +44,7 @@ class LapsSd(Policy):
         self._levels = Levels(settings)
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Level by what is known of its service, index by the estimate."""
+        """Return the rank: the level by what is known of the service, the index by the estimate."""
         found = estimate_by_acceptance(request, priors)
         before = request.rank_before
         perceptible = self._is_perceptible(request, found.remaining)
@@ -59,9 +59,10 @@ class LapsSd(Policy):
         )
 
     def _is_perceptible(self, request: Request, remaining: Remaining) -> bool:
-        """Whether its level is known. The base is added because below it all services are one level.
+        """Return whether its level is known. The base is added because below it all services are one level.
 
-        Of one that was perceptible the service in all is judged: near its end what remains is always uncertain by a large factor.
+        For a request that was perceptible, the total service is judged: near its end the remaining service is
+        always uncertain by a large factor.
         """
         known_s, before = self.settings.level_base_s, request.rank_before
         if before is not None and before.perceptible:

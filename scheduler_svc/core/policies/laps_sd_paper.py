@@ -11,7 +11,7 @@ Not public, and our choice:
   * Queues: the levels of `laps-sd` (`level_base_s`, `level_factor`, `level_count`), by attained service, which is also
     the rule of demotion.
   * Order in a queue: the least attained service (non-perceptible) or perceived service (perceptible) first, on one scale.
-    Only the name of the algorithm says so, and that an older one goes first among equals nothing does.
+    Only the name of the algorithm states this; that an older one goes first among equals is stated nowhere.
   * Stable: the running acceptance (all accepted over all drafted tokens so far) moved by less than `STABLE_RANGE`
     over `STABLE_ROUNDS` rounds that drafted. A mark stays. It is not on the record: a new leader looks at as many
     rounds of its own.
@@ -47,7 +47,9 @@ STABLE_RANGE = 0.05
 
 
 class LapsSdPaper(Policy):
-    """For comparison. What is known to be wrong with it: everybody is run for a while before an estimate is trusted."""
+    """The paper's algorithm, for comparison. Known flaw: every request is run for a while before an estimate
+    is trusted.
+    """
 
     name = "laps-sd-paper"
     has_levels = True
@@ -58,7 +60,7 @@ class LapsSdPaper(Policy):
         self._levels = Levels(settings)
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Level by attained service; index by attained or perceived service."""
+        """Return the rank: the level by attained service, the index by attained or perceived service."""
         perceptible = _is_perceptible(request)
         in_level_s = in_queue_s = request.attained_s
         if not perceptible:
@@ -80,7 +82,7 @@ class LapsSdPaper(Policy):
         )
 
     def ordered_by(self, request: Request) -> str:
-        """Attained or perceived service."""
+        """Return the attained or perceived service, as a text for people."""
         rank = request.rank
         if rank.perceptible:
             whole = "left" if self.settings.perceived_levels else "in all"
@@ -97,7 +99,7 @@ def _is_perceptible(request: Request) -> bool:
 
 
 def _estimate(request: Request, priors: Priors, left: TokensLeft) -> Estimate:
-    """T = L / (n·A + 1) · (n·T_SSM + T_LLM), here of the tokens that are left."""
+    """Return the estimate T = L / (n·A + 1) · (n·T_SSM + T_LLM), here for the tokens that are left."""
     n = request.drafted / request.rounds
     acceptance = request.accepted / request.drafted
     basis = f"{left.basis}; {acceptance:.0%} of its drafted tokens were accepted so far"

@@ -1,4 +1,4 @@
-"""Least attained service first, with preemption: whoever has had the least of the machine."""
+"""Least attained service first, with preemption: the least machine time so far runs first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Las(Policy):
     name = "las"
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Whoever had least, whatever is left of it; the older one of two that had nothing."""
+        """Return the rank by attained service, whatever remains; the older one of two requests without any
+        service is first.
+        """
         found = estimate_by_length(request, priors)
         return rank_key(request, found, request.attained_s + arrival_s(request), counts_resuming=False)
 
     def ordered_by(self, request: Request) -> str:
-        """The service so far."""
+        """Return the service so far, as a text for people."""
         return f"{request.attained_s:.3g} s of service so far"

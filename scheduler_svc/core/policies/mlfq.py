@@ -3,17 +3,18 @@
 Kept:
   * Level k has a quantum of `level_base_s` · 2^k machine seconds; the highest priority has the smallest.
   * Skip-join: a request joins the highest level whose quantum covers its prefill, not the topmost one.
-  * A request that has spent more than the quantum of its level there goes one level down, and begins its time there
-    with nothing spent.
+  * A request that has spent more than the quantum of its level there goes one level down, and begins its time
+    there with nothing spent.
   * Preemption between levels, at every round; a request that runs is not displaced by one of its own level.
 
 Not kept:
-  * Promotion of who has waited too long. It changes a rank because time passes; here ranks change by events only. The
-    reserved share, which is there for every policy, sees to it that nobody starves.
-  * Swapping the next ones in ahead of their turn, and the others out. Memory is `laps_sd.choose`'s business.
+  * Promotion of requests that have waited too long. It changes a rank because time passes; here ranks change
+    by events only. The reserved share, which every policy has, prevents starvation.
+  * Swapping the next requests in before their turn, and others out. `laps_sd.choose` manages the memory.
 
-Our choice: the first quantum is a setting and not the shortest iteration measured, since levels that move with a
-measurement would move requests that no event has touched; and inside a level the order is that of arrival.
+Our choice: the first quantum is a setting and not the shortest iteration measured, since levels that move
+with a measurement would move requests that no event has touched; and inside a level the order is that of
+arrival.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Mlfq(Policy):
     has_levels = True
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Demoted once the quantum is used up."""
+        """Return the rank; a request is demoted once its quantum is used up."""
         found = estimate_by_length(request, priors)
         before = request.rank_before
         if before is None:
@@ -48,7 +49,7 @@ class Mlfq(Policy):
         return rank_key(request, found, index_s, counts_resuming=False, level=level)
 
     def ordered_by(self, request: Request) -> str:
-        """The level, and how much of its quantum is gone."""
+        """Return the level, and how much of its quantum is used up, as a text for people."""
         level = request.rank.level
         spent_s, quantum_s = request.attained_at_level_s, self._quantum_s(level)
         return f"{spent_s:.3g} s of the {quantum_s:.3g} s of level {level} used up"
@@ -60,8 +61,9 @@ class Mlfq(Policy):
         return min(level + 1, MAX_LEVELS - 1) if spent_s > self._quantum_s(level) else level
 
     def _joins(self, request: Request, priors: Priors) -> int:
-        """By its prefill. One that a new leader finds on the record has a past: as many levels further down as that
-        would have cost it, and there it begins with nothing spent, which gives away less than a quantum.
+        """Return the level at which a request joins, by its prefill. A request that a new leader finds on the
+        record has attained service: it joins as many levels further down as that service would have cost it,
+        and begins there with nothing spent, which gives away less than a quantum.
         """
         prefill_s = priors.cost.prefill_share_s(request.facts.prompt_tokens)
         level = 0

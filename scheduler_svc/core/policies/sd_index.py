@@ -14,6 +14,8 @@ class SdIndex(Policy):
     name = "sd-index"
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Remaining tokens / shrunken tokens per round × machine share, + set-up cost; in steps."""
+        """Return the rank by remaining tokens / shrunken tokens per round × machine share, + set-up cost; in
+        steps.
+        """
         found = estimate_by_acceptance(request, priors)
         return rank_key(request, found, index_in_steps_s(request, found), counts_resuming=True)

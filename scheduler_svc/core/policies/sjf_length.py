@@ -15,7 +15,9 @@ class SjfLength(Policy):
     name = "sjf-length"
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Predicted tokens at the machine's cost of a token; of a request that lost its KV, those that remain."""
+        """Return the rank by predicted tokens at the machine's cost of a token; for a request that lost its
+        KV, by the remaining ones.
+        """
         found = estimate_by_length(request, priors)
         begun = request.residency is Residency.DEVICE
         return rank_key(request, found, 0.0 if begun else found.decoding_s, counts_resuming=True, pinned=True)

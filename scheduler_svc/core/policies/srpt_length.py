@@ -9,13 +9,13 @@ from scheduler_svc.core.request import Request
 
 
 class SrptLength(Policy):
-    """What `laps-sd` is compared with: the same estimator of length, the same cost, every request with its class's
+    """Baseline for `laps-sd`: the same estimator of length, the same cost, every request with its class's
     tokens per round.
     """
 
     name = "srpt-length"
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """Predicted tokens that remain, at the machine's cost of a token."""
+        """Return the rank by the predicted remaining tokens, at the machine's cost of a token."""
         found = estimate_by_length(request, priors)
         return rank_key(request, found, found.decoding_s, counts_resuming=True)
