@@ -1,7 +1,7 @@
 """Runs a module as a child that never outlives its parent: `python -m laps_sd.child PARENT_PID MODULE [ARGUMENT …]`.
 
-The kernel is asked before anything else runs, so that even a parent killed by SIGKILL leaves nothing behind. Linux
-only; elsewhere the parent's own stop has to do.
+The kernel's parent-death signal is set before anything else runs, so that even a parent killed by SIGKILL
+leaves no child running. Linux only; elsewhere the parent's own stop must suffice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ties this process to its parent and becomes the module."""
+    """Tie this process to its parent and run the module in it."""
     parent, module = int(sys.argv[1]), sys.argv[2]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -21,14 +21,17 @@ __all__ = ["Child", "ChildDied"]
 LOG_LINES = 15
 """Lines of a log that are shown when its process dies."""
 LOG_TAIL_BYTES = 64 * 1024
-"""The part of a log that they are looked for in."""
+"""Size of the end of a log that is searched for these lines."""
 
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="laps-sd-spawner")
-"""Linux counts the end of the *thread* that started a child as its parent's death, so one thread starts them all."""
+"""Thread that starts all children.
+
+Linux counts the end of the *thread* that started a child as its parent's death.
+"""
 
 
 class ChildDied(StartupError):
-    """A child ended by itself; the message shows the end of its log."""
+    """Error for a child that ended by itself; the message shows the end of its log."""
 
     def __init__(self, child: Child, *, while_what: str) -> None:
         self.name = child.name
@@ -39,7 +42,7 @@ class ChildDied(StartupError):
 
 
 class Child:
-    """A module that runs as a process, and can be started again with the same arguments."""
+    """Module that runs as a process, and can be started again with the same arguments."""
 
     def __init__(
         self, name: str, module: str, *arguments: str, environment: Mapping[str, str], log: Path
@@ -52,7 +55,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the process; its output is appended to the log."""
+        """Start the process; its output is appended to the log."""
         assert not self.alive, f"{self.name} runs already"
         command = [sys.executable, "-m", "laps_sd.child", str(os.getpid()), self.module, *self.arguments]
         with self.log.open("ab") as log:
@@ -68,7 +71,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Started, and not ended."""
+        """Return whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -78,12 +81,12 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it runs, or before it was started."""
+        """Exit code, or minus the number of the signal; None while it runs, or before it was started."""
         return self._process.poll() if self._process is not None else None
 
     @property
     def how_it_ended(self) -> str:
-        """The end of a child that has ended, to follow its name: `was killed by SIGKILL`, `ended with exit code 1`."""
+        """Description of its end, to follow its name: `was killed by SIGKILL`, `ended with exit code 1`."""
         code = self.returncode or 0
         if code >= 0:
             return f"ended with exit code {code}"
@@ -93,17 +96,17 @@ class Child:
             return f"was killed by signal {-code}"
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process and whatever it started; nothing if it has ended."""
+        """Send a signal to the process and all processes that it started; do nothing if it has ended."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, number)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM; a paused one has to wake up to hear it."""
+        """Send SIGTERM, then SIGCONT, since a paused process must continue to receive it."""
         self.signal(signal.SIGTERM)
         self.signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within this time."""
+        """Wait at most `timeout_s` for its end; return whether it has ended."""
         if self._process is None:
             return True
         try:
@@ -113,13 +116,13 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """SIGKILL, and gone on return."""
+        """Send SIGKILL; the process has ended on return."""
         self.signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
 
     def log_text(self) -> str:
-        """Everything it has written."""
+        """Return everything it has written."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def last_lines(self, count: int) -> list[str]:
@@ -132,5 +135,5 @@ class Child:
             return []
 
     def log_tail(self) -> str:
-        """The end of it."""
+        """Return the end of its log, indented."""
         return "\n".join("  " + line for line in self.last_lines(LOG_LINES))

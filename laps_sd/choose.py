@@ -15,7 +15,7 @@ Invariants
   * The chosen requests always fit: slots, and blocks with their growth in this round.
   * Work conserving: no slot stays free while a candidate that would fit waits.
 
-The paper is silent on all of this; every rule below is our choice.
+The paper covers none of this; every rule below is our choice.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Candidate:
     rank_class: int
     """Precedence above the index (priority, tenant deficit, level packed into one number); smaller runs first."""
     index_s: float
-    """Position inside the class: machine seconds that remain, or what the policy orders by; smaller runs first."""
+    """Position in the class: remaining machine seconds, or the sort key of the policy; smaller runs first."""
     resume_cost_s: float
-    """Machine seconds it costs to take it up again (prefill, swap in) if it is not on the device."""
+    """Machine seconds to resume it (prefill, swap in) if it is not on the device."""
     reserved: bool
     """True for one of the oldest requests of the shard: it may use the reserved share."""
     pinned: bool
@@ -55,7 +55,7 @@ class Candidate:
     """True if it took part in the previous round."""
     residency: Residency
     tokens: int
-    """Context length now: prompt and outputs."""
+    """Present context length: prompt and outputs."""
     target_blocks: int
     """KV blocks of the target pool that it holds on the device."""
     draft_blocks: int
@@ -65,7 +65,7 @@ class ReserveClock(NamedTuple):
     """State of the reserved share in the present cycle, on a one-slot worker."""
 
     request_id: str = ""
-    """The oldest request that is here."""
+    """Oldest request on this worker."""
     rounds: int = 0
     """Rounds of the cycle so far; only those count in which an old request was here."""
     had: int = 0
@@ -85,7 +85,7 @@ class Place:
     """Blocks in the whole target pool."""
     draft_blocks: int
     max_growth_tokens: int
-    """Tokens a request can grow in one round: the longest draft and the bonus token (γ + 1)."""
+    """Most tokens that a request can grow in one round: the longest draft and the bonus token (γ + 1)."""
     kv_latched: bool = False
     """`Choice.kv_latched` of the last round."""
     reserve_clock: ReserveClock = NEW_CLOCK
@@ -99,7 +99,10 @@ class Choice:
     run: tuple[str, ...]
     """Requests of the next round, best first."""
     evict: tuple[str, ...]
-    """Requests on the device whose blocks are needed: worst rank first. Swapped out, or dropped if the host is full."""
+    """Requests on the device whose blocks are needed, worst rank first.
+
+    They are swapped out, or dropped if the host is full.
+    """
     kv_latched: bool = False
     """True while KV pressure suspends preemption; passed back in at the next round."""
     reserve_clock: ReserveClock = NEW_CLOCK
@@ -107,15 +110,18 @@ class Choice:
 
 
 HYSTERESIS = 0.10
-"""A waiting request must be this much shorter than the one it displaces. Our choice, found by simulation."""
+"""Fraction by which a waiting request must be shorter than the request it displaces.
+
+Our choice, found by simulation.
+"""
 HYSTERESIS_EVICTING = 0.25
-"""The same, where the displaced one would lose its KV."""
+"""The same fraction if the displaced request would lose its KV."""
 LATCH_ON = 0.85
 """Share of a KV pool above which preemption is suspended. 0.7 to 0.9 did well in simulation; our choice."""
 LATCH_OFF = 0.70
-"""Share below which it is allowed again: the gap keeps the latch from chattering."""
+"""Share below which preemption is allowed again: the gap keeps the latch from oscillating."""
 RESERVED_SLICE_ROUNDS = 32
-"""One-slot worker: the reserved share is time, this many rounds out of `RESERVED_CYCLE_ROUNDS`."""
+"""Reserved rounds out of `RESERVED_CYCLE_ROUNDS` on a one-slot worker, where the reserved share is time."""
 RESERVED_ONE_IN = 32
 RESERVED_CYCLE_ROUNDS = RESERVED_SLICE_ROUNDS * RESERVED_ONE_IN
 
@@ -143,7 +149,7 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
 
     Slots are filled in this order:
       1. running requests that are pinned;
-      2. the reserved share, those that run already first (so that it stays with one request until that ends);
+      2. the reserved share, running requests first (so that it stays with one request until that ends);
       3. the other running requests, best first;
       4. waiting requests, best first. One that finds no room displaces the worst running ones, if it beats each
          of them by the hysteresis.
@@ -195,8 +201,9 @@ def _entry(candidate: Candidate, place: Place) -> _Entry:
 
 
 def _resident_first(entry: _Entry) -> int:
-    """Return the sort key under the latch: on the device, swapped out, nowhere. The sort is stable, so rank
-    decides among equals.
+    """Return the sort key under the latch: on the device, swapped out, nowhere.
+
+    The sort is stable, so rank decides among equals.
     """
     return -entry[3].residency
 
@@ -259,8 +266,9 @@ def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Sele
 
 
 class _Selection:
-    """The chosen requests, and the slots and blocks of both pools that are left. Invariant: the chosen
-    requests fit.
+    """Chosen requests, and the slots and blocks of both pools that are left.
+
+    Invariant: the chosen requests fit.
     """
 
     def __init__(self, place: Place, entries: Sequence[_Entry]) -> None:
@@ -284,7 +292,7 @@ class _Selection:
         return True
 
     def displace_for(self, entry: _Entry) -> bool:
-        """Put `entry` in the place of the worst running ones, if it beats each of them; return whether it did."""
+        """Replace the worst running requests by `entry`, if it beats each of them; return whether it did."""
         slots, target, draft = self._slots, self._target, self._draft
         count = 0
         while slots == 0 or entry[4] > target or entry[5] > draft:
@@ -319,10 +327,11 @@ class _Selection:
         )
 
     def _would_evict(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
-        """Return whether `victim` loses its KV: eviction is worst rank first, so only better ones than it
-        stay for sure.
+        """Return whether `victim` loses its KV.
+
+        Eviction is worst rank first, so only requests of better rank are certain to keep theirs.
         """
-        # Compared by id: compiled, a tuple has no identity.
+        # Compared by id: in compiled code a tuple has no identity.
         for other in takewhile(lambda other: other[2] != victim[2], self._entries):
             if other[2] not in self.chosen and other[2] != entry[2]:
                 target_left -= other[3].target_blocks

@@ -7,18 +7,19 @@
                 print(event.text, end="")
 
 A prompt is a text, chat messages, or token ids. Events are those of the public contract: `Accepted` first, then `Delta`s,
-`Ended` last. What the server refuses is raised as the matching error of `laps_sd.errors`.
+`Ended` last. If the server refuses a call, the client raises the matching error of `laps_sd.errors`.
 
-Leaving a stream before its end cancels its request, unless the caller gave an idempotency key or asked to `keep` it:
+Leaving a stream before its end cancels its request, unless the caller gave an idempotency key or set `keep`:
 
     with client.stream("Once upon a time") as events:
         for event in events: ...                     # break, return, an error: the request is cancelled
 
-What cannot be reached, or says when to come again, is tried again for `retry_s`, with pauses that grow, at the next address
-if several were given: every call may be repeated, since a request without an idempotency key gets one. Once a request is
-accepted a lost connection is repaired: the stream goes on at the cursor of the last event, and the caller notices a pause.
+A call that reaches no gateway, or whose error advises when to retry, is retried for `retry_s` with growing
+pauses, at the next address if several were given. Every call may be repeated, since a request without an
+idempotency key gets one. Once a request is accepted, a lost connection is repaired: the stream resumes at the
+cursor of the last event, and the caller notices a pause.
 
-With `n` several outputs come mixed as they happen; `events.choice` says whose the last event was:
+With `n` outputs, their events arrive interleaved; `events.choice` is the index of the last event's output:
 
     events = client.stream("Once upon a time", n=3)
     for event in events:
@@ -114,13 +115,13 @@ RECONNECT_S = 30.0
 RETRY_S = 5.0
 MAX_PAUSE_S = 1.0
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""How a call ends whose gateway died, or was stopped under it."""
+"""Status codes of a call whose gateway died, or was stopped during the call."""
 DRAFTERS = {"model": Speculation.DRAFTER_MODEL, "lookup": Speculation.DRAFTER_LOOKUP}
-LEAVING_S = 2.0  # what the last word of a client that leaves may take
+LEAVING_S = 2.0  # time limit of the cancel call of a client that leaves its stream early
 
 
 class Options(TypedDict, total=False):
-    """Everything about a request but its prompt; see `GenerateRequest` for the meaning."""
+    """All fields of a request except its prompt; see `GenerateRequest` for the meaning."""
 
     model: str
     max_tokens: int
@@ -139,22 +140,25 @@ class Options(TypedDict, total=False):
     priority: int
     time_limit_s: float
     deadline: datetime
-    """Hard, by the gateway's clock, and also while nobody is connected; `timeout_s` is of the call."""
+    """Hard deadline by the gateway's clock, also while no client is connected.
+
+    `timeout_s` limits the call.
+    """
     speculation: Literal["auto", "off"] | int
-    """How to speculate; a number is the longest draft."""
+    """Mode of speculation; a number is the longest draft in tokens."""
     drafter: Literal["model", "lookup"]
-    """Where proposals come from."""
+    """Source of the draft tokens."""
     output_format: OutputFormat
     expected_output_tokens: int
     workload_class: str
     keep: bool
     logprobs: int
     n: int
-    """Outputs of the one prompt."""
+    """Number of outputs for the one prompt."""
 
 
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
-    """The message that a prompt and options make. Absent options stay absent."""
+    """Return the message for a prompt and its options. Absent options stay absent."""
     stop = options.get("stop", ())
     sampling = SamplingParams(
         max_tokens=options.get("max_tokens"),
@@ -206,7 +210,7 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
 
 
 def error_of(error: grpc.RpcError) -> LapsSdError:
-    """A failed call as the error that the server raised."""
+    """Return the error that the server raised for a failed call."""
     code = error.code() if hasattr(error, "code") else None
     text = (error.details() if hasattr(error, "details") else None) or "the call failed"
     advice = retry_after_s(error)
@@ -240,7 +244,7 @@ def _violations(error: grpc.RpcError) -> list[tuple[str, str]]:
 
 
 class _Patience:
-    """For how long to repeat a call that did nothing yet. Pure; time is an argument."""
+    """Time limit for repeating a call that has had no effect yet. Pure; time is an argument."""
 
     def __init__(self, retry_s: float, *, timeout_s: float | None, now: float) -> None:
         self._until = now + retry_s
@@ -248,11 +252,11 @@ class _Patience:
         self._attempts = 0
 
     def timeout_s(self, now: float) -> float | None:
-        """What is left of the caller's time."""
+        """Return the seconds left until the caller's deadline; None without a deadline."""
         return None if self._deadline is None else max(0.001, self._deadline - now)
 
     def pause_s(self, error: grpc.RpcError, now: float) -> float:
-        """Seconds to wait before the next call. Raises when there is to be none."""
+        """Return the seconds to wait before the next call. Raise the error if there is to be none."""
         self._attempts += 1
         pause_s = _pause_s(error, self._attempts)
         ends = self._until if self._deadline is None else min(self._until, self._deadline)
@@ -262,7 +266,7 @@ class _Patience:
 
 
 def _may_work_later(error: grpc.RpcError) -> bool:
-    """Nobody answered, or whoever did said when to come again."""
+    """Return whether no server answered, or the answer advises when to retry."""
     if _is_lost(error):
         return True
     exhausted = hasattr(error, "code") and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -270,13 +274,17 @@ def _may_work_later(error: grpc.RpcError) -> bool:
 
 
 def _pause_s(error: grpc.RpcError | None, attempts: int) -> float:
-    """Doubles, and is at least as long as the server said; part of it is chance, so that clients do not come back all at once."""
+    """Return the seconds of the pause.
+
+    It doubles with each attempt, and is at least as long as the server advises; part of it is random, so that
+    clients do not all retry at once.
+    """
     advice = retry_after_s(error) if error is not None else None
     return max(advice or 0.0, min(MAX_PAUSE_S, 0.02 * 2.0 ** min(attempts, 10)) * random.uniform(0.5, 1.0))
 
 
 class _Progress:
-    """How far the outputs of one call have come, and what to do when its connection is lost. Pure; time is an argument."""
+    """Progress of the outputs of one call, and the repair of a lost connection. Pure; time is an argument."""
 
     def __init__(
         self,
@@ -302,26 +310,27 @@ class _Progress:
 
     @property
     def accepted(self) -> bool:
-        """Whether every output is on the record: then a lost connection can be repaired."""
+        """Return whether every output is on the record: then a lost connection can be repaired."""
         return all(output.request_id for output in self._outputs)
 
     @property
     def ended(self) -> bool:
-        """Nothing follows."""
+        """Return whether every output has ended."""
         return all(output.ended for output in self._outputs)
 
     @property
     def to_cancel(self) -> list[str]:
-        """Requests whose rest nobody can want, when the caller leaves now."""
+        """Return the ids of the requests to cancel if the caller leaves now: no client can want the rest."""
         keep = isinstance(self._request, GenerateRequest) and self._request.keep
         if keep or not self._own_key:
             return []
         return [output.request_id for output in self._outputs if output.request_id and not output.ended]
 
     def request(self) -> GenerateRequest | ResumeRequest:
-        """What to call with: as the caller asked at first, later from where the stream broke.
+        """Return the next request: the caller's at first, later one that resumes where the stream broke.
 
-        Several outputs are found again by their idempotency key, from the start; `take` leaves out what was read before.
+        Several outputs are found again by their idempotency key, and are sent from the start; `take` drops
+        the events that were read before.
         """
         if len(self._outputs) > 1 or not self.accepted:
             return self._request
@@ -329,7 +338,10 @@ class _Progress:
         return ResumeRequest(request_id=output.request_id, cursor=output.cursor)
 
     def timeout_s(self, now: float) -> float | None:
-        """What is left of the caller's time. Raises DeadlineExceeded when that is nothing."""
+        """Return the seconds left until the deadline; None without one.
+
+        Raise DeadlineExceeded if none are left.
+        """
         if self._deadline is None:
             return None
         if now >= self._deadline:
@@ -337,7 +349,7 @@ class _Progress:
         return self._deadline - now
 
     def take(self, message: GenerateEvent, now: float) -> _Chosen | None:
-        """The event for the caller and its choice; None for one that a repaired stream repeats."""
+        """Return the caller's event and its choice; None for an event that a repaired stream repeats."""
         self._lost_at = None
         self._attempts = 0
         if message.choice >= len(self._outputs):
@@ -346,11 +358,11 @@ class _Progress:
         return None if event is None else (message.choice, event)
 
     def lost(self, error: grpc.RpcError | None, now: float) -> float:
-        """Seconds to wait before the next call. Raises when there is to be none."""
+        """Return the seconds to wait before the next call. Raise the error if there is to be none."""
         if error is not None and not self.accepted:
             return self._patience.pause_s(error, now)
         if self._lost_at is None:
-            self._lost_at = now  # not when something was last heard: a gateway that hangs is noticed late
+            self._lost_at = now  # not the time of the last message: a hanging gateway is noticed late
         may_go_on = self.accepted and (error is None or _may_work_later(error))
         if not may_go_on or now - self._lost_at > self._reconnect_s:
             raise (error_of(error) if error is not None else Unavailable("the stream broke off")) from error
@@ -359,7 +371,7 @@ class _Progress:
 
 
 class _Reading:
-    """One output, as far as it was read."""
+    """Read position of one output."""
 
     def __init__(self, start: Cursor) -> None:
         self.request_id = ""
@@ -368,7 +380,7 @@ class _Reading:
         self.ended = False
 
     def take(self, message: GenerateEvent) -> Event | None:
-        """What is new in a message; None where nothing is."""
+        """Return the new part of a message; None if nothing is new."""
         match message.WhichOneof("event"):
             case "accepted":
                 known, self.request_id = self.request_id, message.accepted.request_id
@@ -386,7 +398,7 @@ class _Reading:
 
 
 def _unseen(delta: Delta, cursor: Cursor) -> Delta | None:
-    """What lies behind a cursor; None for nothing."""
+    """Return the part of a delta after a cursor; None if there is none."""
     tokens = cursor.next_token - delta.first_token if delta.token_ids else 0
     characters = cursor.text_offset - (delta.cursor.text_offset - len(delta.text))
     if tokens <= 0 and characters <= 0:
@@ -402,12 +414,12 @@ def _unseen(delta: Delta, cursor: Cursor) -> Delta | None:
 
 
 def _is_lost(error: grpc.RpcError | None) -> bool:
-    """Whether another address may answer where this one did not."""
+    """Return whether another address may answer although this one did not."""
     return error is None or (hasattr(error, "code") and error.code() in LOST)
 
 
 def _collect(events: Sequence[_Chosen]) -> GenerateResponse:
-    """The unary call's answer: choice 0, and the others in `more`."""
+    """Return the response of the unary call: choice 0, and the others in `more`."""
     responses = [GenerateResponse() for _ in range(1 + max((choice for choice, _ in events), default=0))]
     texts: list[list[str]] = [[] for _ in responses]
     for choice, event in events:
@@ -438,12 +450,15 @@ def _addresses(address: str | Sequence[str]) -> list[str]:
 
 
 class Stream(Iterator[Event]):
-    """Events as they come. Leaving its `with` block, or closing it, cancels what nobody then waits for."""
+    """Iterator over the events of a call as they arrive.
+
+    Leaving its `with` block, or closing it, cancels the requests that no client can then wait for.
+    """
 
     def __init__(self, events: Generator[_Chosen, None, None]) -> None:
         self._events = events
         self.choice = 0
-        """Which of the `n` outputs the last event belongs to, from 0."""
+        """Index of the last event's output among the `n`, from 0."""
 
     def __next__(self) -> Event:
         self.choice, event = next(self._events)
@@ -458,17 +473,17 @@ class Stream(Iterator[Event]):
         self.close()
 
     def close(self) -> None:
-        """No more events. Idempotent."""
+        """End the stream. Idempotent."""
         self._events.close()
 
 
 class AsyncStream(AsyncIterator[Event]):
-    """As `Stream`, with `async with` and `aclose`."""
+    """Asynchronous `Stream`, with `async with` and `aclose`."""
 
     def __init__(self, events: AsyncGenerator[_Chosen, None]) -> None:
         self._events = events
         self.choice = 0
-        """Which of the `n` outputs the last event belongs to, from 0."""
+        """Index of the last event's output among the `n`, from 0."""
 
     async def __anext__(self) -> Event:
         self.choice, event = await anext(self._events)
@@ -483,12 +498,12 @@ class AsyncStream(AsyncIterator[Event]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """No more events. Idempotent."""
+        """End the stream. Idempotent."""
         await self._events.aclose()
 
 
 class Client:
-    """Blocks. Safe to share between threads. Close it, or use it in `with`."""
+    """Blocking client. Safe to share between threads. Close it, or use it in `with`."""
 
     def __init__(
         self,
@@ -522,52 +537,52 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends all calls."""
+        """End all calls."""
         for channel in self._channels:
             channel.close()
 
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> GenerateResponse:
-        """The whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
+        """Return the whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
         events = self.stream(prompt, timeout_s=timeout_s, **options)
         return _collect([(events.choice, event) for event in events])
 
     def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Stream:
-        """Events as they come."""
+        """Send a prompt and return its events as they arrive."""
         return self.send(make_request(prompt, **options), timeout_s=timeout_s)
 
     def send(self, request: GenerateRequest, *, timeout_s: float | None = None) -> Stream:
-        """Events of a request that is made already. It gets an idempotency key if it has none."""
+        """Send a ready request and return its events. It gets an idempotency key if it has none."""
         return Stream(self._events(request, timeout_s))
 
     def resume(
         self, request_id: str, cursor: Cursor | None = None, *, timeout_s: float | None = None
     ) -> Stream:
-        """Attaches to a request that exists."""
+        """Attach to an existing request and return its events."""
         return Stream(self._events(ResumeRequest(request_id=request_id, cursor=cursor), timeout_s))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Ends a request; False if it had ended."""
+        """End a request; return False if it had already ended."""
         request = CancelRequest(request_id=request_id)
         response: CancelResponse = self._ask("Cancel", request, timeout_s, self._retry_s)
         return response.cancelled
 
     def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
-        """Why a request is where it is."""
+        """Return why a request is where it is."""
         request = ExplainRequest(request_id=request_id)
         response: ExplainResponse = self._ask("Explain", request, timeout_s, self._retry_s)
         return response.explanation
 
     def models(self, *, timeout_s: float | None = None) -> list[Model]:
-        """What the gateway serves."""
+        """Return the models that the gateway serves."""
         response: ListModelsResponse = self._ask("ListModels", ListModelsRequest(), timeout_s, self._retry_s)
         return list(response.models)
 
     def tokenize(
         self, prompt: str | Sequence[Mapping[str, str]], *, timeout_s: float | None = None
     ) -> list[int]:
-        """The token ids that a text or chat messages make."""
+        """Return the token ids of a text or of chat messages."""
         made = make_request(prompt)
         request = TokenizeRequest()
         if isinstance(prompt, str):
@@ -578,13 +593,13 @@ class Client:
         return list(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
-        """The text of output tokens."""
+        """Return the text of output tokens."""
         request = DetokenizeRequest(token_ids=token_ids)
         response: DetokenizeResponse = self._ask("Detokenize", request, timeout_s, self._retry_s)
         return response.text
 
     def _ask(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
-        """A call that may be repeated."""
+        """Make a call that may be repeated, and return its response."""
         patience = _Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
         while True:
             left_s = patience.timeout_s(time.monotonic())
@@ -641,7 +656,7 @@ class Client:
 
 
 class ChannelClient(Client):
-    """A `Client` over one channel that the caller has made, and closes."""
+    """`Client` over one channel that the caller creates and closes."""
 
     def __init__(
         self,
@@ -660,7 +675,7 @@ class ChannelClient(Client):
 
 
 class AsyncClient:
-    """For asyncio. Make it inside the loop that uses it. Close it, or use it in `async with`.
+    """Client for asyncio. Create it inside the loop that uses it. Close it, or use it in `async with`.
 
     Leave a stream early by its `async with`, so that its end does not wait for the garbage collector.
     """
@@ -691,47 +706,47 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends all calls."""
+        """End all calls."""
         for channel in self._channels:
             await channel.close()
 
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> GenerateResponse:
-        """The whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
+        """Return the whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
         events = self.stream(prompt, timeout_s=timeout_s, **options)
         return _collect([(events.choice, event) async for event in events])
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """Events as they come."""
+        """Send a prompt and return its events as they arrive."""
         return self.send(make_request(prompt, **options), timeout_s=timeout_s)
 
     def send(self, request: GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
-        """Events of a request that is made already. It gets an idempotency key if it has none."""
+        """Send a ready request and return its events. It gets an idempotency key if it has none."""
         return AsyncStream(self._events(request, timeout_s))
 
     def resume(
         self, request_id: str, cursor: Cursor | None = None, *, timeout_s: float | None = None
     ) -> AsyncStream:
-        """Attaches to a request that exists."""
+        """Attach to an existing request and return its events."""
         return AsyncStream(self._events(ResumeRequest(request_id=request_id, cursor=cursor), timeout_s))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Ends a request; False if it had ended."""
+        """End a request; return False if it had already ended."""
         request = CancelRequest(request_id=request_id)
         response: CancelResponse = await self._ask("Cancel", request, timeout_s, self._retry_s)
         return response.cancelled
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
-        """Why a request is where it is."""
+        """Return why a request is where it is."""
         request = ExplainRequest(request_id=request_id)
         response: ExplainResponse = await self._ask("Explain", request, timeout_s, self._retry_s)
         return response.explanation
 
     async def models(self, *, timeout_s: float | None = None) -> list[Model]:
-        """What the gateway serves."""
+        """Return the models that the gateway serves."""
         response: ListModelsResponse = await self._ask(
             "ListModels", ListModelsRequest(), timeout_s, self._retry_s
         )
@@ -740,7 +755,7 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, str]], *, timeout_s: float | None = None
     ) -> list[int]:
-        """The token ids that a text or chat messages make."""
+        """Return the token ids of a text or of chat messages."""
         made = make_request(prompt)
         request = TokenizeRequest()
         if isinstance(prompt, str):
@@ -751,13 +766,13 @@ class AsyncClient:
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
-        """The text of output tokens."""
+        """Return the text of output tokens."""
         request = DetokenizeRequest(token_ids=token_ids)
         response: DetokenizeResponse = await self._ask("Detokenize", request, timeout_s, self._retry_s)
         return response.text
 
     async def _ask(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
-        """A call that may be repeated."""
+        """Make a call that may be repeated, and return its response."""
         patience = _Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
         while True:
             left_s = patience.timeout_s(time.monotonic())

@@ -8,13 +8,14 @@
         def renew_s(self) -> float:              # derived values are properties, never stored twice
             return self.lease_s / 3
 
-        def problems(self) -> Iterator[str]:     # optional: what no single field can check
+        def problems(self) -> Iterator[str]:     # optional: checks across several fields
             if ...: yield "LAPS_SD_A must be smaller than LAPS_SD_B, got …"
 
     settings = load(SchedulerSettings, {"lease_s": 5.0})
 
-One name all the way: the field `lease_s` is the variable LAPS_SD_LEASE_S and the flag --lease-s. The unit ends the name.
-No settings object exists that is out of bounds: the constructor checks, and `ConfigError` holds every sentence at once.
+One name throughout: the field `lease_s` is the variable LAPS_SD_LEASE_S and the flag --lease-s. The name ends
+with the unit. No settings object is out of bounds: the constructor checks, and `ConfigError` holds all
+problems at once.
 
 Types: str, int, float, bool, Path, Literal[...], tuple[str, ...] (comma separated), and `X | None` of these
 (an empty variable is None, or for a tuple the empty tuple).
@@ -55,7 +56,10 @@ UNITS = {"_s": "s", "_ms": "ms", "_bytes": "bytes", "_tokens": "tokens", "_block
 
 
 class ConfigError(Exception):
-    """One or more settings are wrong; each problem is a sentence that names its variable. Exit code 2."""
+    """Error for one or more wrong settings; each problem is a sentence that names its variable.
+
+    Exit code 2.
+    """
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -75,18 +79,21 @@ def field(
     unit: str | None = None,
     secret: bool = False,
 ) -> T:
-    """One setting. `help`: meaning, and what happens when it is too small or too large. A secret is never shown."""
+    """Define one setting.
+
+    `help`: meaning, and what happens when it is too small or too large. A secret is never shown.
+    """
     metadata = {"help": help, "minimum": minimum, "maximum": maximum, "unit": unit, "secret": secret}
-    # As dataclasses.field, it claims to return its default's type.
+    # Typed like dataclasses.field: it declares its default's type as the return type.
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of all settings: checks itself when it is made."""
+    """Base of all settings; the constructor checks the values."""
 
     def __post_init__(self) -> None:
-        """Refuses values out of bounds, all at once."""
+        """Raise ConfigError with the problems of all values that are out of bounds."""
         found = [
             problem for f in dataclasses.fields(self) for problem in _bound_problems(f, getattr(self, f.name))
         ]
@@ -96,22 +103,22 @@ class Settings:
             raise ConfigError(found)
 
     def problems(self) -> Iterator[str]:
-        """What no single field can check; sentences."""
+        """Return the problems that no single field can check, as sentences."""
         return iter(())
 
 
 def variable(name: str) -> str:
-    """The environment variable of a field."""
+    """Return the environment variable of a field."""
     return PREFIX + name.upper()
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a field."""
+    """Return the command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def unit(f: dataclasses.Field[Any]) -> str:
-    """The unit of a field: what `field` says, else what ends its name."""
+    """Return the unit of a field: that given to `field`, else the ending of its name."""
     given: str | None = f.metadata.get("unit")
     if given is not None:
         return given
@@ -136,7 +143,7 @@ def field_types(cls: type[Settings]) -> dict[str, Any]:
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
-    """The type inside `X | None`, and whether None was allowed."""
+    """Return the type inside `X | None`, and whether None is allowed."""
     if get_origin(hint) in (Union, types.UnionType):
         inner = [part for part in get_args(hint) if part is not type(None)]
         assert len(inner) == 1, f"a setting has one type, not {hint}"
@@ -148,7 +155,7 @@ TRUE, FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "n
 
 
 def _parse(name: str, hint: Any, text: str) -> Any:
-    """A value from text; ValueError with the rest of the sentence "LAPS_SD_X must be …"."""
+    """Return the value of a text. Raise ValueError with the rest of the sentence "LAPS_SD_X must be …"."""
     hint, optional = without_none(hint)
     if optional and not text:
         return None
@@ -175,7 +182,7 @@ def _parse(name: str, hint: Any, text: str) -> Any:
 
 
 def _convert(name: str, hint: Any, value: Any) -> Any:
-    """An override as the field's type; text is parsed as from the environment."""
+    """Return an override as the field's type; text is parsed as from the environment."""
     inner, _ = without_none(hint)
     if isinstance(value, str):
         return _parse(name, hint, value)
@@ -216,19 +223,19 @@ def _gather(
 def load(
     cls: type[SettingsT], overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> SettingsT:
-    """The settings of a service. An override of None counts as not given."""
+    """Return the settings of a service. An override of None counts as not given."""
     values, _ = _gather(cls, overrides or {}, os.environ if environ is None else environ)
     return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """One setting, where its value comes from, and what it means."""
+    """One setting with the origin of its value and its meaning."""
 
     name: str
     variable: str
     value: str
-    """As a person may see it: a secret is masked."""
+    """Value for display: a secret is masked."""
     origin: Origin
     unit: str
     help: str
@@ -237,7 +244,7 @@ class Provenance:
 def provenance(
     cls: type[Settings], overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> list[Provenance]:
-    """Every setting of a service with its origin."""
+    """Return every setting of a service with its origin."""
     values, origins = _gather(cls, overrides or {}, os.environ if environ is None else environ)
     settings = cls(**values)
     return [
@@ -254,19 +261,19 @@ def provenance(
 
 
 def shown(f: dataclasses.Field[Any], value: Any) -> str:
-    """As a person may see it: no secret, and no password of a URL."""
+    """Return a value for display: a secret and the password of a URL are masked."""
     if f.metadata.get("secret") and value:
         return MASK
     return without_password(_text(value))
 
 
 def without_password(text: str) -> str:
-    """A URL with its password masked; any other text as it is."""
+    """Return a URL with its password masked; any other text unchanged."""
     return re.sub(r"([?&]password=)[^&]*", rf"\1{MASK}", re.sub(r"(://[^:/@]*:).*@", rf"\1{MASK}@", text))
 
 
 def _text(value: Any) -> str:
-    """The inverse of `_parse`."""
+    """Return the text of a value; the inverse of `_parse`."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -277,10 +284,13 @@ def _text(value: Any) -> str:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """The variables with our prefix that no program of the project reads, each with the known name most like it.
+    """Return the variables with our prefix that no program of the project reads.
 
-    A service takes no notice of variables of the others, since one environment often serves them all. What Kubernetes adds
-    for its own services (LAPS_SD_GATEWAY_PORT and the like, beside LAPS_SD_GATEWAY_SERVICE_HOST) is not meant for us.
+    Each comes with the most similar known name.
+
+    A service ignores the variables of the others, since one environment often serves them all. The variables
+    that Kubernetes adds for its own services (LAPS_SD_GATEWAY_PORT and the like, next to
+    LAPS_SD_GATEWAY_SERVICE_HOST) are not meant for us.
     """
     given = os.environ if environ is None else environ
     services = [name.removesuffix("_SERVICE_HOST") for name in given if name.endswith("_SERVICE_HOST")]
@@ -295,7 +305,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
 
 
 def unknown_sentences(environ: Mapping[str, str] | None = None) -> list[str]:
-    """`unknown`, as a person is told."""
+    """Return the result of `unknown` as sentences for a person."""
     return [
         f"{name} is no setting of any part of LAPS-SD and changes nothing"
         + (f": is {near} meant?" if near else "; docs/settings.md lists them all.")
@@ -304,5 +314,5 @@ def unknown_sentences(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The variables that make a child process load the same settings."""
+    """Return the variables that make a child process load the same settings."""
     return {variable(f.name): _text(getattr(settings, f.name)) for f in dataclasses.fields(settings)}

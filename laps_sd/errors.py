@@ -1,8 +1,8 @@
 """The errors of LAPS-SD, and the one table that maps them to gRPC statuses.
 
 Raise these anywhere in a service. The interceptor of `laps_sd.serving` turns them into a status with `google.rpc`
-details; whatever is not in the table becomes INTERNAL and is logged with its traceback. A message is a sentence for
-the caller: it names what was wrong and, where there is one, the limit.
+details; any other exception becomes INTERNAL and is logged with its traceback. A message is a sentence for
+the caller: it names the problem and, if there is one, the limit.
 
     raise InvalidArgument("sampling.max_tokens", "must be at most 4096, got 9000")
     raise ResourceExhausted("the queue of pool 'demo' is full (10000 requests)", retry_after_s=2.5)
@@ -40,15 +40,18 @@ __all__ = [
 ]
 
 DETAILS_KEY = "grpc-status-details-bin"
-"""Trailing metadata in which gRPC carries `google.rpc.Status`."""
+"""Key of the trailing metadata in which gRPC carries `google.rpc.Status`."""
 
 
 class StartupError(Exception):
-    """The process cannot start or go on, and one sentence says why (port taken, model missing). Exit code 1."""
+    """Error for a process that cannot start or continue. Exit code 1.
+
+    The message is one sentence with the reason (port taken, model missing).
+    """
 
 
 class LapsSdError(Exception):
-    """Expected: something a caller can understand and act upon."""
+    """Expected error: one that a caller can understand and act upon."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -56,26 +59,26 @@ class LapsSdError(Exception):
 
     @property
     def code(self) -> grpc.StatusCode:
-        """The status that a caller sees."""
+        """Status that a caller receives."""
         for kind in type(self).__mro__:
             if kind in STATUS_CODES:
                 return STATUS_CODES[kind]
         return grpc.StatusCode.UNKNOWN
 
     def details(self) -> Sequence[Message]:
-        """What `google.rpc` can say beyond the message."""
+        """Return the `google.rpc` details that go beyond the message."""
         return ()
 
 
 class InvalidArgument(LapsSdError):
-    """A field of the request is wrong, whatever the state of the system."""
+    """Error for a wrong field of the request, whatever the state of the system."""
 
     def __init__(self, field: str, description: str, *more: tuple[str, str]) -> None:
         self.violations: tuple[tuple[str, str], ...] = ((field, description), *more)
         super().__init__("; ".join(f"{name} {text}" if name else text for name, text in self.violations))
 
     def details(self) -> Sequence[Message]:
-        """Each wrong field with its limit."""
+        """Return each wrong field with its limit."""
         return (
             error_details_pb2.BadRequest(
                 field_violations=[
@@ -87,50 +90,50 @@ class InvalidArgument(LapsSdError):
 
 
 class OutOfRange(LapsSdError):
-    """Past the end of what exists."""
+    """Error for a position past the end of the existing data."""
 
 
 class NotFound(LapsSdError):
-    """Unknown, expired, or another tenant's."""
+    """Error for an object that is unknown, expired, or another tenant's."""
 
 
 class AlreadyExists(LapsSdError):
-    """The idempotency key belongs to another body."""
+    """Error for an idempotency key that belongs to another body."""
 
 
 class FailedPrecondition(LapsSdError):
-    """Right request, wrong state or wrong server."""
+    """Error for a right request in the wrong state or at the wrong server."""
 
 
 class Unauthenticated(LapsSdError):
-    """Nobody we know."""
+    """Error for a caller without a known identity."""
 
 
 class PermissionDenied(LapsSdError):
-    """Somebody we know, who may not do this."""
+    """Error for a known caller without the permission for this call."""
 
 
 class DeadlineExceeded(LapsSdError):
-    """The hard deadline passed."""
+    """Error for a hard deadline that has passed."""
 
 
 class Cancelled(LapsSdError):
-    """Ended on request."""
+    """Error for a call that ended on request."""
 
 
 class Unimplemented(LapsSdError):
-    """Part of the contract that this server does not offer."""
+    """Error for a part of the contract that this server does not offer."""
 
 
 class _Retryable(LapsSdError):
-    """May work later; says when, if anybody knows."""
+    """Error for a call that may work later; with the time, if it is known."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
     def details(self) -> Sequence[Message]:
-        """When to try again."""
+        """Return the time until a retry, if it is known."""
         if self.retry_after_s is None:
             return ()
         delay = Duration()
@@ -139,11 +142,11 @@ class _Retryable(LapsSdError):
 
 
 class ResourceExhausted(_Retryable):
-    """A queue or a tenant's share is full."""
+    """Error for a queue or a tenant's share that is full."""
 
 
 class Unavailable(_Retryable):
-    """A part of the system cannot be reached; nothing was accepted."""
+    """Error for a part of the system that cannot be reached; nothing was accepted."""
 
 
 STATUS_CODES: dict[type[LapsSdError], grpc.StatusCode] = {
@@ -163,7 +166,7 @@ STATUS_CODES: dict[type[LapsSdError], grpc.StatusCode] = {
 
 
 def rich_status(error: LapsSdError) -> status_pb2.Status:
-    """The error as `google.rpc.Status`, details included."""
+    """Return the error as `google.rpc.Status`, details included."""
     number: int = error.code.value[0]
     status = status_pb2.Status(code=number, message=error.message)
     for detail in error.details():
@@ -172,14 +175,14 @@ def rich_status(error: LapsSdError) -> status_pb2.Status:
 
 
 def details_metadata(error: LapsSdError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata for `context.abort`; empty when there is nothing to add to the message."""
+    """Return the trailing metadata for `context.abort`; empty if there is nothing to add to the message."""
     if not error.details():
         return ()
     return ((DETAILS_KEY, rich_status(error).SerializeToString()),)
 
 
 def _received_details(error: grpc.RpcError) -> Iterable[Message]:
-    """The `google.rpc` details that came with a failed call, those that we know."""
+    """Yield the `google.rpc` details of a failed call that are of a known type."""
     trailing = getattr(error, "trailing_metadata", lambda: None)() or ()
     for key, value in trailing:
         if key != DETAILS_KEY:
@@ -192,7 +195,7 @@ def _received_details(error: grpc.RpcError) -> Iterable[Message]:
 
 
 def retry_after_s(error: grpc.RpcError) -> float | None:
-    """When the server advises to try again, seconds from now; None without advice."""
+    """Return the seconds from now after which the server advises to retry; None without advice."""
     for detail in _received_details(error):
         if isinstance(detail, error_details_pb2.RetryInfo):
             return float(detail.retry_delay.ToNanoseconds()) / 1e9
@@ -200,7 +203,7 @@ def retry_after_s(error: grpc.RpcError) -> float | None:
 
 
 def describe(error: grpc.RpcError) -> str:
-    """A failed call as one sentence for a person."""
+    """Return a failed call as one sentence for a person."""
     code = getattr(error, "code", lambda: None)()
     text = getattr(error, "details", lambda: None)() or "the call failed"
     sentence = f"{code.name}: {text}" if code is not None else str(text)

@@ -1,7 +1,8 @@
-"""The number of fields of a protobuf message, counted on its bytes before it is decoded.
+"""Number of fields of a protobuf message, counted on its bytes before it is decoded.
 
-Decoding turns a field of two bytes into an object of forty and more: four MiB of empty chat messages become a hundred. The count
-bounds that factor. Packed lists count once, since a number of theirs takes eight bytes at most.
+Decoding turns a field of two bytes into an object of forty and more: 4 MiB of empty chat messages become 100
+MiB. The count bounds that factor. Packed lists count once, since each of their numbers takes eight bytes at
+most.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from laps_sd.errors import InvalidArgument
 __all__ = ["check_fields"]
 
 MAX_DEPTH = 100
-"""Messages within messages; protobuf's own limit."""
+"""Most levels of messages within messages; protobuf's own limit."""
 MAX_VARINT_BYTES = 10
 LEAST_FIELD_BYTES = 2
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 
 Nested: TypeAlias = "dict[int, Nested]"
-"""Tags of the fields that are messages, each with the same of that message."""
+"""Tags of the fields that are messages, each with the tags of that message."""
 
 
 def check_fields(data: bytes, descriptor: Descriptor, most: int) -> None:
-    """Raises InvalidArgument for a message of more than `most` fields, those of messages in it included; DecodeError for bytes that
-    are no message, and for groups, which no message of ours has."""
+    """Raise InvalidArgument for a message of more than `most` fields, those of messages in it included.
+
+    Raise DecodeError for bytes that are not a message, and for groups, which no message of ours has.
+    """
     if len(data) > LEAST_FIELD_BYTES * most:  # a smaller message cannot hold that many
         try:
             _count(data, _nested(descriptor), most)
@@ -86,7 +89,7 @@ def _count(data: bytes, nested: Nested, most: int) -> None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends."""
+    """Return the number at `at`, and the position after it."""
     value = 0
     for place in range(MAX_VARINT_BYTES):
         octet = data[at + place]
@@ -98,7 +101,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 @lru_cache
 def _nested(descriptor: Descriptor) -> Nested:
-    """A message that contains itself has a table that contains itself."""
+    """Return the table of a message; that of a message that contains itself contains itself."""
     known: dict[str, Nested] = {}
 
     def of(message: Descriptor) -> Nested:

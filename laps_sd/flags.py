@@ -1,11 +1,12 @@
-"""From settings to command-line flags: one name runs from the flag over the environment to the field.
+"""Command-line flags from settings: flag, environment variable and field have one name.
 
     @app.command()
     @options(GatewaySettings)
     def gateway(**overrides: Any) -> None:
         settings = load(GatewaySettings, overrides)
 
-Import this module where it is used: typer takes 0.1 s, and a service that is started without flags has no use for it.
+Import this module where it is used: typer takes 0.1 s, and a service that is started without flags does not
+need it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["command_line", "options"]
 
 
 def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers every field of `cls` as a typer option of a command that takes `**overrides`."""
+    """Register every field of `cls` as a typer option of a command that takes `**overrides`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         # Parameters that the command names itself stay as they are.
@@ -48,7 +49,7 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
         fields = [
             _option(f, field_types(cls)[f.name])
             for f in dataclasses.fields(cls)
-            if not f.metadata.get("secret")  # a command line is seen by everybody on the machine
+            if not f.metadata.get("secret")  # all users of the machine can read a command line
         ]
         parameters = [*own, *fields]
 
@@ -88,7 +89,7 @@ def _option(f: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def command_line(service: str, cls: type[Settings], run: Callable[[dict[str, Any]], NoReturn]) -> NoReturn:
-    """Parses this process's arguments and calls `run` with the settings that were given."""
+    """Parse this process's arguments and call `run` with the given settings."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     @app.command()

@@ -1,9 +1,10 @@
-"""Output formats as llguidance takes them, so that gateway and worker judge one alike. The library is imported when it is needed.
+"""Output formats for llguidance, so that gateway and worker accept the same ones.
 
-A format comes from a client, and the library trusts whoever gives it one: it follows a grammar's rules on the stack, panics at some
-schemas, and charges the cost of a step only when the step is over. One derivative of n optional parts in a row costs n² operations, and
-terminals that refer to each other make n double with each line. So the form is bounded here, and the size of what the
-library makes of it by its own limits, below what it would take by itself.
+The library is imported when it is needed. A format comes from a client, and the library trusts its input: it
+follows a grammar's rules on the stack, panics at some schemas, and charges the cost of a step only after the
+step. One derivative of n consecutive optional parts costs n² operations, and n doubles with each line of
+terminals that refer to each other. So this module bounds the form; the library's own limits, set below their
+defaults, bound the size of the compiled result.
 """
 
 from __future__ import annotations
@@ -14,31 +15,45 @@ from typing import Any
 __all__ = ["MAX_CHARACTERS", "first_line", "matcher_of"]
 
 WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
-"""Between the parts of JSON: enough to indent, and no way to go on with blanks to the end of max_tokens (our choice)."""
-MAX_SAID = 200
-"""Characters of what is wrong with a format: it may quote all of it, and a status travels in headers."""
+"""Whitespace between the parts of JSON (our choice).
 
-# All our choice.
+The bound is enough to indent, and keeps an output from filling the rest of max_tokens with blanks.
+"""
+MAX_SAID = 200
+"""Most characters of an error about a format: it may quote the whole format, and headers carry the status."""
+
+# All of these limits are our choice.
 MAX_CHARACTERS = 65536
 MAX_DEPTH = 64
-"""Of a schema's JSON: deeper ones overflow somebody's stack, and none is meant."""
+"""Most levels of a schema's JSON: deeper ones overflow a stack somewhere, and no client needs one."""
 MAX_PATTERN = 1024
-"""Characters of one regular expression in a schema; the size of the others is not bounded by the library, see above."""
+"""Most characters of one regular expression in a schema.
+
+The library does not bound the size of the others, see above.
+"""
 MAX_LEVELS = 1000
-"""Of a grammar: rules, terminals, groups and negations, which may all lie within each other. The library needs up to 3 KiB of stack for each."""
+"""Most rules, terminals, groups and negations of a grammar, which may all be nested.
+
+The library needs up to 3 KiB of stack for each.
+"""
 MAX_LEXER_COST = {"json_schema": 20_000, "regex": 8_000, "grammar": 8_000}
-"""Of the expressions of a format, in the library's units. An object of 200 properties has 5,000, an enumeration of 1,500 names 17,000, a
-grammar of JSON 2,000, 300 keywords in either case 5,000, `\\w` is 1,000. What costs most within them takes 0.1 s once, and then is over its budget for a step."""
+"""Most cost of the expressions of a format, in the library's units.
+
+An object of 200 properties has 5,000, an enumeration of 1,500 names 17,000, a grammar of JSON 2,000, 300
+keywords in either case 5,000, `\\w` 1,000. The most expensive format within the limits takes 0.1 s once, and
+then exceeds its budget for a step.
+"""
 MAX_SYMBOLS = 50_000
-"""Of the rules of a format. An object has 8 for each property."""
+"""Most symbols of the rules of a format. An object has 8 for each property."""
 FAILS = "the library for formats fails over it"
 
 
 def matcher_of(kind: str, wanted: Any, tokenizer: Any) -> Any:
-    """An LLMatcher at the start of a format, within the bounds above.
+    """Return an LLMatcher at the start of a format, within the bounds above.
 
-    `wanted` is a parsed schema where `kind` is json_schema, else the text of a `regex` or a `grammar`; `tokenizer` an LLTokenizer.
-    Raises ImportError, and ValueError, which says what is wrong in words that go behind the field's name.
+    `wanted` is a parsed schema if `kind` is json_schema, else the text of a `regex` or a `grammar`;
+    `tokenizer` is an LLTokenizer. Raises ImportError, and ValueError with a text that follows the field's
+    name in a sentence about the problem.
     """
     problem = _schema_problem(wanted) if kind == "json_schema" else _text_problem(kind, wanted)
     if problem:
@@ -48,10 +63,10 @@ def matcher_of(kind: str, wanted: Any, tokenizer: Any) -> Any:
     limits = LLParserLimits(initial_lexer_fuel=MAX_LEXER_COST[kind], max_grammar_size=MAX_SYMBOLS)
     try:
         matcher = LLMatcher(tokenizer, _grammar(kind, wanted), log_level=0, limits=limits)
-    except (ValueError, TypeError, ArithmeticError) as error:  # what is JSON here and not there
+    except (ValueError, TypeError, ArithmeticError) as error:  # valid JSON here, invalid for the library
         said = str(error)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the library's language, and no Exception
+        if type(error).__name__ != "PanicException":  # the panic of Rust, not an Exception
             raise
         said = FAILS
     else:
@@ -64,13 +79,13 @@ def matcher_of(kind: str, wanted: Any, tokenizer: Any) -> Any:
 
 
 def first_line(said: str) -> str:
-    """Of what llguidance says is wrong, as part of a sentence."""
+    """Return the first line of an error of llguidance, as part of a sentence."""
     lines = said.strip().splitlines()
     return lines[0][:MAX_SAID].rstrip(".") if lines else "it is not valid"
 
 
 def _grammar(kind: str, wanted: Any) -> str:
-    """As the library takes it."""
+    """Return the format in the form that the library takes."""
     from llguidance import LLMatcher
 
     match kind:
@@ -124,7 +139,7 @@ def _text_problem(kind: str, text: str) -> str:
         return f"must have at most {MAX_CHARACTERS} characters, got {len(text)}"
     if kind != "grammar":
         return ""
-    if text.lstrip().startswith("{"):  # the library's own notation, in which anything can be said
+    if text.lstrip().startswith("{"):  # the library's own notation, which can express anything
         return "must be a grammar in the form of Lark"
     levels = sum(map(text.count, ":([~"))
     if levels > MAX_LEVELS:

@@ -1,12 +1,15 @@
-"""Between gRPC and a servicer: errors become statuses, unreadable bytes become INVALID_ARGUMENT, calls are counted.
+"""Layer between gRPC and a servicer.
 
-Towards gRPC every handler takes a stream of requests, and those that want one request get the first. gRPC's own unary
-handlers never answer a call that ends without a message, and decode outside of the handler, where nobody could catch.
-They also decode before the handler runs. Here `authorize` runs first: the message of a refused call is never received, let alone
-decoded. Few methods are open without identity; their messages are small and few are received at a time.
+Errors become statuses, unreadable bytes become INVALID_ARGUMENT, calls are counted.
 
-Handlers raise `laps_sd.errors`; this file alone knows how that looks on the wire. `asyncio.CancelledError` (the client
-has gone, or its deadline passed) and a handler's own `context.abort` pass through untouched.
+For gRPC every handler takes a stream of requests, and a handler of one request gets the first. gRPC's own
+unary handlers never answer a call that ends without a message, and decode outside of the handler, where an
+error cannot be caught. They also decode before the handler runs. Here `authorize` runs first: the message of
+a refused call is never received, let alone decoded. Few methods are open without identity; their messages are
+small and few are received at a time.
+
+Handlers raise `laps_sd.errors`; only this file defines how these look on the wire. `asyncio.CancelledError`
+(the client disconnected, or its deadline passed) and a handler's own `context.abort` pass through untouched.
 """
 
 from __future__ import annotations
@@ -34,30 +37,39 @@ log = get_logger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Authorize: TypeAlias = Callable[[str, Context], object]
-"""Asked with the method and the context of each call before anything of it is read; raises what it is refused with. Methods that
-are open to all are not asked about."""
+"""Check of the method and the context of each call before any message is read.
+
+It raises the error that refuses the call. It is not called for methods that are open to all.
+"""
 
 OPEN_METHODS = ("/grpc.health.v1.Health/",)
 """Prefixes of the methods that need no identity."""
 MAX_OPEN_MESSAGE_BYTES = 4096
 """Largest message of such a method: it holds a name."""
 MAX_OPEN_READS = 64
-"""Calls of such methods whose message is awaited at the same time. gRPC receives a whole message before its
-size is checked here, so this many times `grpc.max_receive_message_length` is what strangers can make a server
-hold. One more ends the call that has waited longest: a small message comes with its call, so that strangers
-who send none keep no probe from its answer."""
+"""Most calls of such methods that wait for their message at the same time.
+
+gRPC receives a whole message before its size is checked here, so strangers can make a server hold this number
+times `grpc.max_receive_message_length`. One more call ends the longest waiting one: a small message comes
+with its call, so strangers that send no message do not keep a probe from its answer.
+"""
 FIRST_MESSAGE_S = 10.0
-"""Longest time from the beginning of a call that takes one message to the end of that message. Our choice: a message of 4 MiB needs
-3.4 Mbit/s."""
+"""Longest time from the beginning of a call that takes one message to the end of that message.
+
+Our choice: a message of 4 MiB needs 3.4 Mbit/s.
+"""
 
 MAX_STATUS_CHARACTERS = 2000
-"""A status travels in headers, of which clients take some kilobytes. What is longer quotes a peer at length."""
+"""Longest message of a status.
+
+Headers carry a status, and clients accept some kilobytes of them. Longer messages quote a peer at length.
+"""
 
 UNCOUNTED = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""Calls that say nothing about work in progress, and that may last for ever."""
+"""Prefixes of the methods whose calls are not work in progress, and may last without end."""
 
 GRPC_LOGGER = "grpc._cython.cygrpc"
-"""Where gRPC tells of what it met after a handler had returned, where nobody else can catch it."""
+"""Logger of gRPC's own errors after a handler has returned, which cannot be caught elsewhere."""
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -70,11 +82,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         open_methods: Sequence[str] = OPEN_METHODS,
         max_fields: int | None = None,
     ) -> None:
-        """`max_fields`: see `laps_sd.fields`; None counts none."""
+        """Create a guard. `max_fields`: see `laps_sd.fields`; None: fields are not counted."""
         self._authorize = authorize
         self._open_methods = tuple(open_methods)
         self._open_reads: dict[asyncio.Timeout, None] = {}
-        """Calls of open methods whose message is awaited, the longest first."""
+        """Calls of open methods that wait for their message, the longest waiting first."""
         self._max_fields = max_fields
         self.active = 0
         """Calls in progress, without health and reflection."""
@@ -84,7 +96,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts a call that came by another protocol while it lasts."""
+        """Count a call of another protocol while it lasts."""
         self.active += 1
         self._idle.clear()
         try:
@@ -95,7 +107,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 self._idle.set()
 
     async def wait_idle(self) -> None:
-        """Returns once no counted call is in progress."""
+        """Return once no counted call is in progress."""
         await self._idle.wait()
 
     async def intercept_service(
@@ -103,7 +115,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Wraps the handler of a call. Nothing is kept: inner interceptors judge each call anew."""
+        """Wrap the handler of a call. Nothing is cached: inner interceptors check each call."""
         method: str = handler_call_details.method
         try:
             handler = await continuation(handler_call_details)
@@ -130,8 +142,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         )
         return made
 
-    # A refused call is aborted outside of the `except`, in a frame without the request: gRPC keeps the abort's exception, whose
-    # traceback would keep the request until Python looks for cycles.
+    # A refused call is aborted outside of the `except`, in a frame without the request: gRPC keeps the
+    # abort's exception, whose traceback would keep the request until Python collects cycles.
 
     def _guard_coroutine(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         async def call(requests: Any, context: Context) -> Any:
@@ -161,7 +173,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     async for item in items:
                         yield item
                 finally:
-                    # A cancelled call must run the handler's `finally` now, not when the collector comes by.
+                    # A cancelled call must run the handler's `finally` now, not at the next garbage
+                    # collection.
                     await items.aclose()
 
         async def guarded(requests: Any, context: Context) -> AsyncIterator[Any]:
@@ -182,7 +195,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _work(self, method: str) -> Iterator[None]:
-        """Count a call while its handler runs. Before its first message it is no work that a stop would wait for."""
+        """Count a call while its handler runs. A stop does not wait for a call before its first message."""
         if method.startswith(UNCOUNTED):
             yield
         else:
@@ -197,7 +210,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._authorize(method, context)
 
     async def _first(self, method: str, context: Context) -> Any:
-        """The one message of a call."""
+        """Return the one message of a call."""
         if not self._is_open(method):
             return await _first(context)
         turn = asyncio.timeout(None)
@@ -221,7 +234,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         longest.reschedule(0.0)
 
     def _decoder(self, deserialize: Any, method: str) -> Any:
-        """Decodes a message of bounded size. The error comes up where the message is read."""
+        """Return a decoder of messages of bounded size. Its error is raised where the message is read."""
         if deserialize is None:
             return None
         max_bytes = MAX_OPEN_MESSAGE_BYTES if self._is_open(method) else None
@@ -242,7 +255,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _refusing(refusal: LapsSdError, method: str) -> Handler:
-    """A handler that ends the call with this error, of whatever shape the method is."""
+    """Return a handler that ends the call with this error, whatever the type of the method."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await _end(context, _end_of(refusal, method))
@@ -264,7 +277,10 @@ async def _first(context: Context) -> Any:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for a reply that gRPC could not send since its call has just ended: a client that leaves is no error."""
+    """Return False for a reply that gRPC could not send because its call has just ended.
+
+    A client that disconnects is no error.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
@@ -273,8 +289,10 @@ End: TypeAlias = "tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]"
 
 
 async def _end(context: Context, end: End) -> None:
-    """Aborts the call; never returns normally. Where that is refused the call has just ended by itself, which is no error of the
-    server."""
+    """Abort the call; never return normally.
+
+    If gRPC refuses the abort, the call has just ended by itself, which is not an error of the server.
+    """
     code, message, trailing_metadata = end
     try:
         await context.abort(code, message, trailing_metadata=trailing_metadata)
@@ -283,9 +301,9 @@ async def _end(context: Context, end: End) -> None:
 
 
 def _end_of(error: Exception, method: str) -> End:
-    """How a call ends that raised this."""
+    """Return the status and metadata with which a call ends after this error."""
     if isinstance(error, grpc.aio.InternalError):
-        # gRPC refused a read or a write: the call has ended before the event loop heard of it.
+        # gRPC refused a read or a write: the call has ended before the event loop noticed.
         log.debug("call gone", method=method, reason=str(error))
         return grpc.StatusCode.CANCELLED, "the call has ended", ()
     if isinstance(error, LapsSdError):
@@ -293,7 +311,7 @@ def _end_of(error: Exception, method: str) -> End:
         if len(error.message) > MAX_STATUS_CHARACTERS:
             return error.code, error.message[:MAX_STATUS_CHARACTERS] + "…", ()
         return error.code, error.message, details_metadata(error)
-    # The incident ties what the caller saw to the traceback, which stays here.
+    # The incident id links the caller's error to the traceback, which stays in the log.
     incident = secrets.token_hex(4)
     log.error("call failed", method=method, incident=incident, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"internal error, incident {incident}", ()

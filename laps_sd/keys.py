@@ -1,4 +1,4 @@
-"""API keys: 256 bits of chance, of which a server keeps a digest only."""
+"""API keys: 256 random bits, of which a server keeps a digest only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ __all__ = ["digest_of", "new_key"]
 
 
 def new_key() -> str:
-    """A key to give away."""
+    """Return a new key for a user."""
     return "laps-sd-" + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> str:
-    """What a file of tenants holds of a key. One round of SHA-256 hides what nobody can guess."""
+    """Return a key's digest for the file of tenants.
+
+    One round of SHA-256 hides a key that cannot be guessed.
+    """
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()

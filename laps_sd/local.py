@@ -6,10 +6,11 @@
         stack.restart("worker-0")                                        # back, and ready
         print(stack.log("scheduler-0"))
 
-Components are named valkey, scheduler-0, scheduler-1 …, worker-0 …, gateway-0 …; without a number the only one is meant.
-With several shards they are numbered through, and `shard_of` says which one a scheduler or worker belongs to.
-This module launches the services by their names and knows nothing else of them: settings go by environment variables,
-readiness comes from their health service. Everything lies in one temporary folder that goes with the stack.
+Components are named valkey, scheduler-0, scheduler-1 …, worker-0 …, gateway-0 …; a name without a number
+means number 0. With several shards the numbers continue across the shards, and `shard_of` returns the shard
+of a scheduler or worker. This module launches the services by their names and depends on nothing else of
+them: settings are passed in environment variables, readiness is read from their health service. All files are
+in one temporary folder, which is deleted with the stack.
 """
 
 from __future__ import annotations
@@ -43,43 +44,43 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0
 """A worker that loads a large model from a slow disk needs most of it; the demo pair needs three seconds."""
 START_TIMEOUT_EACH_S = 3.0
-"""More, for each component: they share the machine while they start."""
+"""Additional time for each component: they share the machine while they start."""
 STOP_S = {"gateway": 1.4, "worker": 1.4, "scheduler": 1.2, "valkey": 0.7}
-"""What each kind gets between SIGTERM and SIGKILL, in the order of the stop: less than 5 s in all."""
+"""Seconds between SIGTERM and SIGKILL for each kind, in the order of the stop: less than 5 s in all."""
 EVERY_S = 0.03
-REDIS_PORT = 6379  # where a URL names none
+REDIS_PORT = 6379  # for a URL without a port
 CONNECT_TIMEOUT_S = 5.0
 
 Progress = Callable[[str, Literal["starting", "ready", "stopping"], float], None]
-"""Called with component, state and seconds since the start (or stop) began."""
+"""Callback with component, state and seconds since the start (or stop) began."""
 
 
 Front = Callable[[str, str], str]
 
 
 def _direct(name: str, address: str) -> str:
-    """Nothing in between."""
+    """Return the address itself: no proxy in between."""
     return address
 
 
 def _silent(name: str, state: str, seconds: float) -> None:
-    """For whoever does not watch."""
+    """Do nothing; the default progress callback."""
 
 
 class NotReady(StartupError):
-    """A component lives, but does not become ready."""
+    """Error for a component that lives, but does not become ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Where things listen; 0 takes a free port. Workers and further replicas always take free ones."""
+    """Ports to listen on; 0 takes a free port. Workers and further replicas always take free ones."""
 
     gateway: int = 50051
     http: int = 8000
     scheduler: int = 50052
     valkey: int = 0
     metrics: int | None = 9090
-    """First of one metrics port per process (gateways, schedulers, workers). None: free ones."""
+    """First of the metrics ports, one per process (gateways, schedulers, workers). None: free ones."""
 
 
 FREE_PORTS = Ports(gateway=0, http=0, scheduler=0, valkey=0, metrics=None)
@@ -94,14 +95,14 @@ FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions:
-    """What a stack is made of. None of a setting: the service's own default."""
+    """Components of a stack and their settings. A setting of None: the service's own default."""
 
     shards: int = 1
-    """Each with its own schedulers and workers."""
+    """Number of shards, each with its own schedulers and workers."""
     workers: int = 1
-    """Of each shard."""
+    """Number of workers of each shard."""
     schedulers: int = 1
-    """Of each shard: one leads, the others stand by."""
+    """Number of schedulers of each shard: one leads, the others are standbys."""
     gateways: int = 1
     engine: Literal["auto", "demo", "fake"] = "auto"
     """auto: the target if one is given, else the demo pair."""
@@ -114,32 +115,38 @@ class StackOptions:
     """Model directories; None: the shipped demo pair."""
     draft: Path | None = None
     tokenizer_dir: Path | None = None
-    """None: the target's directory."""
+    """Directory of the tokenizer; None: the target's directory."""
     context_tokens: int | None = None
-    """Prompt and output of one request at most, in gateway and workers alike. None: what the model can, at most 8192."""
+    """Most tokens of prompt and output of one request, in gateway and workers alike.
+
+    None: the limit of the model, at most 8192.
+    """
     device: str | None = None
     dtype: str | None = None
     slots: int | None = None
     redis_url: str | None = None
-    """None: an embedded Valkey."""
+    """URL of the record; None: an embedded Valkey."""
     data_dir: Path | None = None
-    """Where the embedded Valkey keeps the record; None: in the temporary folder, gone with the stack."""
+    """Directory of the embedded Valkey's record; None: in the temporary folder, deleted with the stack."""
     threads: int = 1
-    """CPU threads of each worker. More than cores in all, and the workers slow each other down."""
+    """CPU threads of each worker. If their sum exceeds the cores, the workers slow each other down."""
     drain_s: float = 0.8
-    """What a component takes for draining; `stop` kills those that take much longer (STOP_S), `terminate` waits."""
+    """Longest time that a component drains.
+
+    `stop` kills components that take much longer (STOP_S), `terminate` waits.
+    """
     log_level: str = "info"
     log_style: Literal["json", "console"] = "console"
     tls: Tls | None = None
     """Mutual TLS on every gRPC link, with these files at both ends."""
     link_tls: Mapping[str, Tls] = dataclasses.field(default_factory=dict)
-    """What a "gateway" or a "worker" shows to schedulers instead."""
+    """Files that a "gateway" or a "worker" presents to schedulers instead."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Further variables for all services (LAPS_SD_…); the stack's own win."""
+    """Further variables for all services (LAPS_SD_…); the stack's own take precedence."""
 
 
 class LocalStack:
-    """Starts on `start` or `with`, stops on `stop` or at its end; see the top of this file."""
+    """Stack that starts on `start` or `with`, and stops on `stop` or at its end; see the top of this file."""
 
     def __init__(
         self,
@@ -150,10 +157,10 @@ class LocalStack:
         front: Front | None = None,
         **settings: object,
     ) -> None:
-        """`settings` are fields of StackOptions; `ports=None` takes free ones.
+        """Prepare a stack. `settings` are fields of StackOptions; `ports=None` takes free ones.
 
-        `front` is asked with the name and host:port of each component that others dial (record, schedulers, gateways), before
-        anything runs, and answers where they are to dial instead: a place for a proxy.
+        `front` is called with the name and host:port of each component that others dial (record, schedulers,
+        gateways), before anything runs, and returns the address to dial instead: a place for a proxy.
         """
         base = options or StackOptions()
         self.options: StackOptions = dataclasses.replace(base, **settings)  # type: ignore[arg-type]
@@ -168,7 +175,7 @@ class LocalStack:
         self._shards: dict[str, str] = {}
         self._metrics: dict[str, str] = {}
         self._dialled: dict[str, str] = {}
-        """Where the others dial each scheduler, and the record."""
+        """Addresses at which the others dial each scheduler and the record."""
         self._http_ports: dict[str, int] = {}
         self._valkey_port = 0
 
@@ -186,31 +193,31 @@ class LocalStack:
 
     @property
     def gateway_addresses(self) -> list[str]:
-        """All gateways."""
+        """Addresses of all gateways."""
         return [address for name, address in self._addresses.items() if name.startswith("gateway-")]
 
     @property
     def scheduler_addresses(self) -> list[str]:
-        """All schedulers, leading or not."""
+        """Addresses of all schedulers, leading or not."""
         return [address for name, address in self._addresses.items() if name.startswith("scheduler-")]
 
     @property
     def schedulers(self) -> dict[str, str]:
-        """Every scheduler and its shard."""
+        """Shard of every scheduler, by the scheduler's name."""
         return {name: shard for name, shard in self._shards.items() if name.startswith("scheduler-")}
 
     def shard_of(self, name: str) -> str:
-        """The shard that a scheduler or a worker belongs to."""
+        """Return the shard of a scheduler or a worker."""
         return self._shards[self._full(name)]
 
     def of_shard(self, shard: str, kind: str) -> list[str]:
-        """Names of the schedulers or workers of a shard; kind is "scheduler" or "worker"."""
+        """Return the names of the schedulers or workers of a shard; kind is "scheduler" or "worker"."""
         return [
             name for name, other in self._shards.items() if other == shard and name.startswith(f"{kind}-")
         ]
 
     def address(self, name: str) -> str:
-        """host:port of a component's gRPC server."""
+        """Return host:port of a component's gRPC server."""
         return self._addresses[self._full(name)]
 
     @property
@@ -219,15 +226,15 @@ class LocalStack:
         return self.http_url_of("gateway-0")
 
     def http_url_of(self, gateway: str) -> str:
-        """Return where a gateway serves OpenAI's clients."""
+        """Return the URL at which a gateway serves OpenAI's clients."""
         return f"http://{HOST}:{self._http_ports[gateway]}/v1"
 
     def metrics_url(self, name: str) -> str:
-        """Where a component serves its metrics."""
+        """Return the URL at which a component serves its metrics."""
         return f"http://{self._metrics[self._full(name)]}/metrics"
 
     def log(self, name: str) -> str:
-        """What a component has written so far."""
+        """Return the text that a component has logged so far."""
         return self.children[self._full(name)].log_text()
 
     def _full(self, name: str) -> str:
@@ -244,7 +251,10 @@ class LocalStack:
         self.stop()
 
     def start(self) -> Self:
-        """Returns when every component is ready. On failure nothing is left behind."""
+        """Start all components and return when every one is ready.
+
+        On failure everything is stopped and deleted.
+        """
         self._began = time.monotonic()
         self._check_models()
         self._check_record()
@@ -268,7 +278,10 @@ class LocalStack:
         return self
 
     def stop(self) -> None:
-        """Gateways, workers, schedulers, then the record; everything is gone within 5 s, the folder too."""
+        """Stop gateways, workers, schedulers, then the record.
+
+        Within 5 s all have ended and the folder is deleted.
+        """
         began = self._began = time.monotonic()
         for kind, seconds in STOP_S.items():
             group = [child for name, child in self.children.items() if name.split("-")[0] == kind]
@@ -285,7 +298,7 @@ class LocalStack:
             shutil.rmtree(self.dir, ignore_errors=True)
 
     def check(self) -> None:
-        """Raises ChildDied if a component has ended by itself; a worker may, once it was drained."""
+        """Raise ChildDied if a component has ended by itself; a drained worker may."""
         for name, child in self.children.items():
             drained = name.startswith("worker-") and child.returncode == 0
             if not child.alive and not drained:
@@ -294,19 +307,19 @@ class LocalStack:
     # -- faults -------------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """SIGKILL; the process is gone on return."""
+        """Send SIGKILL; the process has ended on return."""
         self.children[self._full(name)].kill()
 
     def pause(self, name: str) -> None:
-        """SIGSTOP: alive, but silent."""
+        """Send SIGSTOP: the process is alive, but silent."""
         self.children[self._full(name)].signal(signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.children[self._full(name)].signal(signal.SIGCONT)
 
     def terminate(self, name: str, *, timeout_s: float = 20.0) -> None:
-        """SIGTERM, and waits for the end: what a rolling update does."""
+        """Send SIGTERM and wait for the end, as a rolling update does."""
         child = self.children[self._full(name)]
         child.ask_to_stop()
         if not child.wait(timeout_s):
@@ -315,8 +328,10 @@ class LocalStack:
             )
 
     def restart(self, name: str, *, wait: bool = True, **settings: object) -> None:
-        """Starts a component again, on the same ports and with the same settings but those named here; kills it before
-        if it lives."""
+        """Start a component again, on the same ports and with the same settings except `settings`.
+
+        Kill it before if it lives.
+        """
         child = self.children[self._full(name)]
         child.kill()
         child.environment |= {PREFIX + key.upper(): str(value) for key, value in settings.items()}
@@ -326,7 +341,7 @@ class LocalStack:
             self.wait_ready(name)
 
     def add_worker(self, *, shard: str | None = None, wait: bool = True) -> str:
-        """One more worker, of the first shard unless said otherwise; returns its name."""
+        """Add a worker, to the first shard by default, and return its name."""
         name = f"worker-{self._count('worker')}"
         self._plan_worker(name, shard or self.options.shard, _PortPlan(FREE_PORTS))
         self._began = time.monotonic()
@@ -336,7 +351,10 @@ class LocalStack:
         return name
 
     def add_shard(self) -> str:
-        """One more shard with its schedulers and workers; returns its name once they are ready and gateways may use it."""
+        """Add a shard with its schedulers and workers and return its name.
+
+        On return they are ready and gateways may use the shard.
+        """
         shard = f"s{len(set(self._shards.values()))}"
         ports = _PortPlan(FREE_PORTS)
         schedulers = [f"scheduler-{self._count('scheduler') + n}" for n in range(self.options.schedulers)]
@@ -356,7 +374,7 @@ class LocalStack:
         return sum(1 for name in self._addresses if name.startswith(f"{kind}-"))
 
     def wait_ready(self, name: str) -> None:
-        """Returns once the component is ready."""
+        """Return once the component is ready."""
         self._wait_for({self._full(name)})
 
     def is_ready(self, name: str) -> bool:
@@ -364,7 +382,8 @@ class LocalStack:
         name = self._full(name)
         if name == "valkey":
             return _answers_ping(self._valkey_port)
-        # Of several schedulers one leads and alone is ready; a gateway's readiness says that there is a leader.
+        # Of several schedulers only the leader is ready; a gateway's readiness implies that there is a
+        # leader.
         standby = name.startswith("scheduler-") and self.options.schedulers > 1
         return is_serving(self._addresses[name], "liveness" if standby else "readiness", tls=self.options.tls)
 
@@ -395,7 +414,10 @@ class LocalStack:
                 )
 
     def _check_record(self) -> None:
-        """A record that is not there would be waited for until the patience ends."""
+        """Raise StartupError if the record cannot be reached.
+
+        Otherwise the start would wait for it until its timeout.
+        """
         url = urlsplit(self.options.redis_url or "")
         if url.scheme not in ("redis", "rediss"):
             return  # embedded, a socket file, or something that the scheduler refuses
@@ -411,7 +433,7 @@ class LocalStack:
             ) from None
 
     def _plan(self, ports: _PortPlan) -> None:
-        """Names every child and decides its ports; nothing runs yet."""
+        """Name every child and choose its ports; nothing runs yet."""
         options = self.options
         if options.redis_url is None:
             self._valkey_port = ports.take("valkey")
@@ -463,7 +485,7 @@ class LocalStack:
         self._add_service(name, "worker_svc", shard, ports, self._worker_settings(name, shard))
 
     def _write_shards(self) -> None:
-        """The file that gateways read; replaced as a whole, so that none reads half of it."""
+        """Write the file that gateways read; it is replaced as a whole, so that none reads half of it."""
         path = self.dir / "shards"
         lines = [f"{shard} {self._seeds(shard)}\n" for shard in dict.fromkeys(self._shards.values())]
         written = path.with_suffix(".new")
@@ -528,7 +550,7 @@ class LocalStack:
     def _add(
         self, name: str, module: str, arguments: tuple[str, ...], settings: Mapping[str, object]
     ) -> None:
-        # Variables of the caller's shell do not reach a stack unless they were handed over.
+        # Variables of the caller's shell do not reach a stack unless the options contain them.
         environment = {key: text for key, text in os.environ.items() if not key.startswith(PREFIX)}
         environment |= {"OMP_NUM_THREADS": str(self.options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -569,7 +591,7 @@ class LocalStack:
 
 
 class _PortPlan:
-    """Hands out ports, and refuses a taken one before anything has started."""
+    """Allocation of ports, which refuses a port in use before anything has started."""
 
     def __init__(self, wanted: Ports) -> None:
         self._wanted = wanted
@@ -581,7 +603,7 @@ class _PortPlan:
                 self._check(what, port)
 
     def take(self, what: str) -> int:
-        """The port that was wanted for this, or a free one."""
+        """Return the wanted port for `what`, or a free one."""
         if what == "metrics":
             if self._next_metrics is None:
                 return self.free()
@@ -593,7 +615,7 @@ class _PortPlan:
         return port
 
     def free(self) -> int:
-        """A port that nobody listens on, and that was not given to somebody else here."""
+        """Return a port on which no process listens and which was not allocated here before."""
         while True:
             with socket.socket() as probe:
                 probe.bind((HOST, 0))
@@ -617,10 +639,13 @@ class _PortPlan:
 def is_serving(
     address: str, service: str = "readiness", timeout_s: float = 1.0, *, tls: Tls | None = None
 ) -> bool:
-    """Whether a server answers health checks with SERVING. A new channel each time: no back-off from earlier failures."""
+    """Return whether a server answers health checks with SERVING.
+
+    Each check uses a new channel: no back-off from earlier failures.
+    """
     host, _, port = address.rpartition(":")
     try:
-        # Cheaper than a channel while nobody listens yet.
+        # Cheaper than a channel while no server listens yet.
         socket.create_connection((host, int(port)), timeout_s).close()
     except OSError:
         return False

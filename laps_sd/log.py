@@ -5,8 +5,8 @@
     with bound(request_id="s0.abc"):
         log.info("accepted", prompt_tokens=12)
 
-Prompts and outputs are never logged: keys that carry them are withheld here whoever passes them, and tracebacks are
-rendered without local variables.
+Prompts and outputs are never logged: the values of keys that carry them are withheld here, whichever code
+passes them, and tracebacks are rendered without local variables.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ WITHHELD_KEYS = frozenset(
 
 
 def _withhold(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Keeps what people wrote, and what was written for them, out of the log."""
+    """Keep the texts of users, and the texts generated for them, out of the log."""
     for key in WITHHELD_KEYS & event.keys():
         event[key] = "[withheld]"
     return event
 
 
 class _Outlet:
-    """A log's stream: a line that nobody can take (a broken pipe, a full disk) is lost, and the program goes on."""
+    """Stream of a log.
+
+    A line that cannot be written (a broken pipe, a full disk) is lost; the program continues.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,7 +60,10 @@ class _Outlet:
 def configure(
     service: str, *, level: LogLevel = "info", style: LogStyle = "auto", stream: TextIO | None = None
 ) -> None:
-    """Sets up this process's log. Call once, first thing; `auto` is a console on a terminal and JSON elsewhere."""
+    """Set up this process's log. Call it once, before anything else.
+
+    `auto` is a console on a terminal and JSON elsewhere.
+    """
     out = stream if stream is not None else sys.stderr
     outlet = _Outlet(out)
     console = style == "console" or (style == "auto" and out.isatty())
@@ -91,7 +97,7 @@ def configure(
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, outlet)),
         cache_logger_on_first_use=False,
     )
-    # Libraries log through the standard library; they come out the same way.
+    # Libraries log through the standard library; their lines get the same form.
     handler = logging.StreamHandler(outlet)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -105,13 +111,13 @@ def configure(
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
-    """The logger of a module."""
+    """Return the logger of a module."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(module=name)
     return logger
 
 
 @contextmanager
 def bound(**values: Any) -> Iterator[None]:
-    """Adds values (a request id) to every line logged inside, also in tasks started there."""
+    """Add values (a request id) to every line logged inside, also in tasks started there."""
     with structlog.contextvars.bound_contextvars(**values):
         yield

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 REGISTRY = CollectorRegistry(auto_describe=True)
-"""What this process exposes."""
+"""Metrics that this process exposes."""
 prometheus_client.ProcessCollector(registry=REGISTRY)
 prometheus_client.PlatformCollector(registry=REGISTRY)
 prometheus_client.GCCollector(registry=REGISTRY)
@@ -40,7 +40,10 @@ SECONDS = (
     0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5,
     2.5, 4.0, 6.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0,
 )  # fmt: skip
-"""Buckets for durations, from one round to a long wait. Each is at most twice the one before, and so is the error of a quantile."""
+"""Buckets for durations, from one round to a long wait.
+
+Each is at most twice the one before, and the error of a quantile is at most the same factor.
+"""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Buckets for lengths."""
 
@@ -55,14 +58,14 @@ def _checked(name: str, labels: Sequence[str], ending: str = "") -> str:
 def counter(
     name: str, description: str, labels: Sequence[str] = (), *, registry: CollectorRegistry = REGISTRY
 ) -> Counter:
-    """Something that only grows; its name ends with `_total`."""
+    """Return a metric that only grows; its name ends with `_total`."""
     return Counter(_checked(name, labels, "_total"), description, labels, registry=registry)
 
 
 def gauge(
     name: str, description: str, labels: Sequence[str] = (), *, registry: CollectorRegistry = REGISTRY
 ) -> Gauge:
-    """Something that is so many now."""
+    """Return a metric of a present amount."""
     return Gauge(_checked(name, labels), description, labels, registry=registry)
 
 
@@ -74,17 +77,17 @@ def histogram(
     buckets: Sequence[float] = SECONDS,
     registry: CollectorRegistry = REGISTRY,
 ) -> Histogram:
-    """How something is distributed; the name ends with its unit."""
+    """Return a metric of a distribution; its name ends with the unit."""
     return Histogram(_checked(name, labels), description, labels, buckets=buckets, registry=registry)
 
 
 def value(name: str, labels: dict[str, str] | None = None, registry: CollectorRegistry = REGISTRY) -> float:
-    """The present value of one sample, 0 if it has none yet."""
+    """Return the present value of one sample, 0 if it has none yet."""
     return registry.get_sample_value(name, labels or {}) or 0.0
 
 
 class MetricsServer:
-    """The endpoint; it runs in a daemon thread and ends with the process."""
+    """HTTP endpoint of the metrics; it runs in a daemon thread and ends with the process."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
         self._server = server
@@ -92,7 +95,7 @@ class MetricsServer:
         self.port: int = server.server_port
 
     def close(self) -> None:
-        """Frees the port."""
+        """Stop the endpoint and free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -104,7 +107,7 @@ def serve_metrics(
     *,
     registry: CollectorRegistry = REGISTRY,
 ) -> MetricsServer:
-    """Serves `/metrics`. Port 0 takes a free one, which `MetricsServer.port` tells."""
+    """Serve `/metrics`. Port 0 takes a free one, which is then in `MetricsServer.port`."""
     try:
         server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What several services read off a model directory, so that they agree: where the demo pair is, how long a context may be.
+"""Facts that several services read from a model directory, so that they agree: demo pair, longest context.
 
 Standard library only. A gateway needs the target's tokenizer and limits, never its weights.
 """
@@ -12,11 +12,14 @@ from pathlib import Path
 __all__ = ["LONGEST_DEFAULT_TOKENS", "context_tokens", "demo_target_dir"]
 
 LONGEST_DEFAULT_TOKENS = 8192
-"""Context limit unless one is set, for models that could take more: KV for every slot at 128k tokens rarely fits."""
+"""Context limit, unless one is set, of models that allow more.
+
+KV for every slot at 128k tokens rarely fits.
+"""
 
 
 def demo_target_dir() -> Path | None:
-    """The target of the shipped demo pair; None when the package that holds it is not installed here."""
+    """Return the target of the shipped demo pair; None if the package that holds it is not installed here."""
     found = importlib.util.find_spec("worker_svc")
     if found is None or found.origin is None:
         return None
@@ -25,16 +28,17 @@ def demo_target_dir() -> Path | None:
 
 
 def context_tokens(directory: Path | None, setting: int | None) -> int | None:
-    """Prompt and output together, at most: the setting, else what the model's config.json says, up to the default.
+    """Return the most tokens of prompt and output together.
 
-    Gateway and worker both ask here: what a gateway admits and no worker can hold would wait for ever. None: neither
-    the setting nor a readable config.json tells.
+    This is the setting, else the limit in the model's config.json, up to the default. Gateway and worker both
+    use this function: a request that a gateway admits and no worker can hold would wait without end. None:
+    neither the setting nor a readable config.json contains a limit.
     """
     if setting is not None:
         return setting
     try:
         config = json.loads((directory / "config.json").read_text()) if directory is not None else {}
     except (OSError, ValueError):
-        return None  # whoever loads the model says what is wrong with it
+        return None  # the service that loads the model reports the problem
     limit = config.get("text_config", config).get("max_position_embeddings")
     return min(limit, LONGEST_DEFAULT_TOKENS) if isinstance(limit, int) and limit >= 2 else None

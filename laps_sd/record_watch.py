@@ -1,5 +1,6 @@
-"""Watches, from outside, whether the schedulers of a one-machine stack can write their record: one line when that ends, one when
-it is possible again. `laps-sd up` uses it.
+"""Watch, from outside, of whether the schedulers of a one-machine stack can write their record.
+
+It gives one line when they no longer can, and one when they can again. `laps-sd up` uses it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ __all__ = ["RecordWatch"]
 
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0
-"""What one scheduler gets to answer. It looks at no record for that."""
+"""Time limit for the answer of one scheduler, which needs no access to the record."""
 
 
 class RecordWatch:
-    """See the top of this file. One thread of its own looks, from `with` on until its end."""
+    """Watch of the record; see the top of this file.
+
+    Its own thread checks from the start of `with` to its end.
+    """
 
     def __init__(
         self,
@@ -32,12 +36,15 @@ class RecordWatch:
         say: Callable[[str], None],
         describe: Callable[[admin_pb2.RecordOutage], str],
     ) -> None:
-        """`say` gets the lines, from the thread of this watch; `describe` makes the first one."""
+        """Prepare a watch.
+
+        `say` gets the lines, from the thread of this watch; `describe` makes the first one.
+        """
         self._stack = stack
         self._say = say
         self._describe = describe
         self._began_s: float | None = None
-        """When the outage began; None while there is none."""
+        """Time at which the outage began; None while there is none."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="laps-sd-record-watch", daemon=True)
 
@@ -72,7 +79,7 @@ class RecordWatch:
             self._say(f"the record can be written again, after {lasted_s:.0f} s")
 
     def _ask(self, address: str) -> admin_pb2.GetRecordResponse | None:
-        """Return what a scheduler knows of its record; None where it does not answer."""
+        """Return a scheduler's state of its record; None if it does not answer."""
         with grpc.insecure_channel(address) as channel:
             try:
                 answer: admin_pb2.GetRecordResponse = admin_pb2_grpc.AdminStub(channel).GetRecord(

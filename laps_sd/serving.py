@@ -1,4 +1,4 @@
-"""A gRPC server and its life: health, reflection, errors, tasks, and a stop in two stages.
+"""Lifecycle of a gRPC server: health, reflection, errors, tasks, and a stop in two stages.
 
     class SchedulerSettings(ServingSettings): ...             # adds its own fields
 
@@ -6,9 +6,9 @@
         app = ServiceApp("scheduler", settings)
         add_AdminServicer_to_server(AdminService(...), app.server)
         app.names.append("laps_sd.v1.Admin")                  # for health and reflection
-        await app.start()                                     # port and signals are ours; health says NOT_SERVING
+        await app.start()                                     # takes port and signals; health: NOT_SERVING
         app.spawn(loop.run(), name="scheduling loop")         # the service fails with any of its tasks
-        app.set_ready(True)                                   # health says SERVING
+        app.set_ready(True)                                   # health: SERVING
         await app.run(drain=loop.drain)                       # until a signal; drains; stops
 
     if __name__ == "__main__":
@@ -16,14 +16,14 @@
 
 Inside handlers raise `laps_sd.errors`; `app.stopping` (an asyncio.Event) is set by the first signal.
 
-Stop: the first SIGINT or SIGTERM makes the service not ready, calls `drain` (at most `drain_s`), takes no new calls,
-waits for those in progress for what is left of `drain_s`, and ends them. The second one exits at once with
-128 + signal. Liveness stays SERVING throughout.
+Stop: the first SIGINT or SIGTERM makes the service not ready, calls `drain` (at most `drain_s`), accepts no
+new calls, waits for those in progress for the rest of `drain_s`, and ends them. The second one exits at once
+with 128 + signal. Liveness stays SERVING throughout.
 
-Health names: "" and "readiness" and each service follow `set_ready`; "liveness" is SERVING while the loop turns; a service may
-add names of its own (`own_names`).
-Every setting is also a flag: `python -m scheduler_svc --lease-s 5`; `--help` lists them, `--show-settings` says where
-each value comes from.
+Health names: "" and "readiness" and each service follow `set_ready`; "liveness" is SERVING while the event
+loop runs; a service may add names of its own (`own_names`).
+Every setting is also a flag: `python -m scheduler_svc --lease-s 5`; `--help` lists them, `--show-settings`
+prints the origin of each value.
 Exit codes: 0 stopped by a signal; 1 cannot start or a task failed; 2 wrong settings; 128 + n by the second signal.
 """
 
@@ -42,7 +42,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-# A refused port is reported by us in one sentence; gRPC's own lines about it would only hide that.
+# This module reports a refused port in one sentence; gRPC's own lines about it would only hide that.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
@@ -64,7 +64,7 @@ __all__ = ["ServiceApp", "ServingSettings", "main", "make_server"]
 log = logging.get_logger(__name__)
 
 LAST_CALLS_S = 0.2
-"""What a call gets to hear its end once the time to drain is over."""
+"""Seconds for a call to receive its end after the time to drain is over."""
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -72,7 +72,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings(Settings):
-    """What every service can be told. A service overrides the default of `grpc_port` and adds its own fields."""
+    """Settings of every service. A service overrides the default of `grpc_port` and adds its own fields."""
 
     grpc_host: str = field("127.0.0.1", help="Address to listen on; 0.0.0.0 in a container")
     grpc_port: int = field(
@@ -115,7 +115,7 @@ class ServingSettings(Settings):
     )
 
     def problems(self) -> Iterator[str]:
-        """Certificate and key come together."""
+        """Yield a problem unless certificate and key are set together; a client CA needs them."""
         yield from super().problems()
         if (self.tls_cert is None) != (self.tls_key is None):
             yield "LAPS_SD_TLS_CERT and LAPS_SD_TLS_KEY must be set together."
@@ -124,7 +124,7 @@ class ServingSettings(Settings):
 
     @property
     def local_only(self) -> bool:
-        """Whether nobody but this machine can call."""
+        """Return whether only this machine can call."""
         try:
             return self.grpc_host == "localhost" or ip_address(self.grpc_host).is_loopback
         except ValueError:
@@ -132,7 +132,7 @@ class ServingSettings(Settings):
 
     @property
     def tls(self) -> Tls | None:
-        """The listener's side; None: plain text."""
+        """TLS files of the listener; None: plain text."""
         if self.tls_cert is None:
             return None
         return Tls(ca=self.tls_client_ca, cert=self.tls_cert, key=self.tls_key)
@@ -141,12 +141,15 @@ class ServingSettings(Settings):
 def make_server(
     *, guard: CallGuard, max_message_bytes: int = MAX_MESSAGE_BYTES, interceptors: Sequence[Any] = ()
 ) -> grpc.aio.Server:
-    """A server with our options. `interceptors` run inside the guard, so they may raise `laps_sd.errors` in handlers."""
+    """Return a server with our options.
+
+    `interceptors` run inside the guard, so they may raise `laps_sd.errors` in handlers.
+    """
     return grpc.aio.server(interceptors=[guard, *interceptors], options=server_options(max_message_bytes))
 
 
 class ServiceApp:
-    """One service's server, tasks and end; see the top of this file."""
+    """Server, tasks and stop of one service; see the top of this file."""
 
     def __init__(
         self,
@@ -158,7 +161,10 @@ class ServiceApp:
         open_methods: Sequence[str] = OPEN_METHODS,
         max_fields: int | None = None,
     ) -> None:
-        """`authorize`, `open_methods`, `max_fields`: see CallGuard. Raises StartupError when OpenTelemetry is wanted and missing."""
+        """Create the server, not yet started. `authorize`, `open_methods`, `max_fields`: see CallGuard.
+
+        Raises StartupError when OpenTelemetry is configured and missing.
+        """
         self.service = service
         self.settings = settings
         self.guard = CallGuard(authorize, open_methods=open_methods, max_fields=max_fields)
@@ -170,14 +176,17 @@ class ServiceApp:
         self.own_names: list[str] = []
         """Health names besides the common ones, added before `start`: NOT_SERVING until `set_health`."""
         self.stopping = asyncio.Event()
-        """Set by the first signal, or by `stop_soon`."""
+        """Event that the first signal or `stop_soon` sets."""
         self.port = 0
         """The bound port, after `start`."""
         self.health_port = 0
         """The bound port of the server with health alone, after `start`; 0: there is none."""
         self.tracing = Tracing(service, settings.otlp_endpoint)
         self.closing = AsyncExitStack()
-        """What else ends with the service, when its calls and tasks have: the last that was added first, the traces behind all of it."""
+        """Resources that are closed after the service's calls and tasks have ended.
+
+        The last added is closed first, the traces after all others.
+        """
         self.closing.push_async_callback(asyncio.to_thread, self.tracing.close)
         self.metrics: metrics.MetricsServer | None = None
         self.ready = False
@@ -187,7 +196,7 @@ class ServiceApp:
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
-        """Binds the ports, minds the signals and answers health; not ready yet."""
+        """Bind the ports, handle the signals and answer health checks; the service is not ready yet."""
         self._mind_signals(True)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection(
@@ -231,7 +240,10 @@ class ServiceApp:
             ) from error
 
     def set_ready(self, ready: bool, reason: str = "") -> None:
-        """What health answers from now on. No effect once the stop has begun. `reason`: why not, for the log."""
+        """Set the answer to health checks from now on. No effect once the stop has begun.
+
+        `reason`: why the service is not ready, for the log.
+        """
         if self.ready == ready or self.stopping.is_set():
             return
         self.ready = ready
@@ -248,7 +260,7 @@ class ServiceApp:
             await self._health.set(name, status)
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, name: str, may_end: bool = False) -> asyncio.Task[Any]:
-        """Runs a task that the service cannot do without: its failure, or its end unless `may_end`, stops the service."""
+        """Run a task that the service needs: its failure, or its end unless `may_end`, stops the service."""
         task: asyncio.Task[Any] = asyncio.create_task(work, name=name)
         self._tasks[task] = name
 
@@ -268,12 +280,15 @@ class ServiceApp:
         return task
 
     def stop_soon(self) -> None:
-        """As the first signal would."""
+        """Begin the stop, as the first signal does."""
         self.stopping.set()
 
     async def run(self, drain: Callable[[], Awaitable[Any]] | None = None) -> None:
-        """Serves until the first signal or the failure of a task, then stops. Raises what failed."""
-        async with self.closing:  # should this be cancelled
+        """Serve until the first signal or the failure of a task, then stop.
+
+        Raise the error of the failed task.
+        """
+        async with self.closing:  # closes also if this is cancelled
             await self.stopping.wait()
             await self.stop(drain)
         if self._failure is not None:
@@ -281,7 +296,8 @@ class ServiceApp:
 
     def _mind_signals(self, mind: bool) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python delivers signals to the main thread only; whoever embeds us there stops us by `stop`
+            # Python delivers signals to the main thread only; elsewhere the embedding code calls `stop`.
+            return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             if mind:
@@ -297,7 +313,7 @@ class ServiceApp:
         log.info("stopping", signal=signal.Signals(number).name, active_calls=self.guard.active)
 
     async def stop(self, drain: Callable[[], Awaitable[Any]] | None = None) -> None:
-        """Drains and ends everything; at most `drain_s` and a moment."""
+        """Drain and end everything; takes at most `drain_s` and a moment."""
         self.stopping.set()
         self.ready = False
         await self._publish(NOT_SERVING)
@@ -313,7 +329,8 @@ class ServiceApp:
                 log.warning("drain took too long", drain_s=self.settings.drain_s)
             except Exception as error:
                 log.error("drain failed", exc_info=error)
-        # From here on no new call is taken. A health watch never ends by itself, so the guard says when work is done.
+        # From here on no new call is accepted. A health watch never ends by itself, so the guard's count
+        # shows when work is done.
         closing = asyncio.create_task(self.server.stop(self.settings.drain_s + LAST_CALLS_S))
         try:
             async with asyncio.timeout_at(max(deadline, loop.time() + LAST_CALLS_S)):
@@ -339,7 +356,7 @@ class ServiceApp:
 
 
 class TaskFailed(Exception):
-    """A task that the service cannot do without has ended."""
+    """Error for the end of a task that the service needs."""
 
     def __init__(self, name: str, error: BaseException | None) -> None:
         super().__init__(
@@ -349,7 +366,7 @@ class TaskFailed(Exception):
 
 
 def _probe(host: str, port: int) -> None:
-    """Raises the system's own error for a port that cannot be had; gRPC would only say that it failed."""
+    """Raise the system's own error for a port that cannot be opened; gRPC's error gives no reason."""
     if port == 0:
         return
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -364,7 +381,7 @@ SettingsT = TypeVar("SettingsT", bound=ServingSettings)
 def main(
     service: str, settings_type: type[SettingsT], serve: Callable[[SettingsT], Coroutine[Any, Any, None]]
 ) -> NoReturn:
-    """The whole of a service's process: flags, settings, log, event loop, exit code."""
+    """Run a service's whole process: flags, settings, log, event loop, exit code."""
     if len(sys.argv) > 1:
         from laps_sd.flags import command_line
 
@@ -389,7 +406,7 @@ def _run(
             print(f"laps-sd {service}: {problem}", file=sys.stderr)  # noqa: T201  before there is a log
         sys.exit(2)
     except StartupError as error:
-        print(f"laps-sd {service}: {error}", file=sys.stderr)  # noqa: T201  one sentence for whoever started it
+        print(f"laps-sd {service}: {error}", file=sys.stderr)  # noqa: T201  one sentence for the operator
         sys.exit(1)
     except TaskFailed:
         sys.exit(1)  # logged with its traceback where it happened

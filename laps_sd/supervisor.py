@@ -1,10 +1,10 @@
-"""Starts the children of a one-machine stack again when they end by themselves.
+"""Restarts of the children of a one-machine stack that end by themselves.
 
     with LocalStack(workers=2) as stack, Supervisor(stack, say=print):
         ...                                              # kill -9 any child: it comes back on the same ports
 
-`laps-sd up` uses it. A stack alone does not restart anything: tests and benchmarks kill children on purpose and decide
-themselves when these come back.
+`laps-sd up` uses it. A stack alone does not restart anything: tests and benchmarks kill children on purpose
+and restart them when they choose.
 """
 
 from __future__ import annotations
@@ -21,17 +21,26 @@ from laps_sd.local import LocalStack
 __all__ = ["Pauses", "Supervisor"]
 
 FIRST_PAUSE_S = 0.2
-"""Before the first restart. Our choice: short enough that a client hardly notices, long enough that a port is free again."""
+"""Pause before the first restart.
+
+Our choice: short enough that a client hardly notices, long enough that a port is free again.
+"""
 LONGEST_PAUSE_S = 30.0
-"""Between restarts of a child that dies at once each time. Our choice: costs nothing, and is tolerable after a repair."""
+"""Longest pause between restarts of a child that dies at once each time.
+
+Our choice: costs nothing, and is tolerable after a repair.
+"""
 STEADY_S = 60.0
-"""A child that ran for this long works: the next pause is the first one again. Our choice: twice the longest pause."""
+"""Run time after which a child counts as working: the next pause is the first one again.
+
+Our choice: twice the longest pause.
+"""
 LOOK_EVERY_S = 0.1
 LAST_LINE_CHARACTERS = 200
 
 
 class Pauses:
-    """The pauses before the restarts of one child: each twice the one before, up to a bound."""
+    """Pauses before the restarts of one child: each twice the one before, up to a bound."""
 
     def __init__(
         self,
@@ -53,21 +62,21 @@ class Pauses:
 
 
 class _Watch:
-    """What the supervisor keeps about one child."""
+    """State of the supervisor for one child."""
 
     def __init__(self, pauses: Pauses, now_s: float) -> None:
         self.pauses = pauses
         self.started_s = now_s
         self.due_s: float | None = None
-        """When it is started again; None while it runs."""
+        """Time of its next start; None while it runs."""
         self.ready = True
-        """Whether it has become ready since it was started last."""
+        """True if it has become ready since its last start."""
         self.left = False
-        """Whether it ended because it was asked to, and stays away."""
+        """True if it ended on request, and is not started again."""
 
 
 class Supervisor:
-    """See the top of this file. One thread of its own looks at the children until `stop`."""
+    """Supervisor of a stack; see the top of this file. Its own thread checks the children until `stop`."""
 
     def __init__(
         self,
@@ -76,11 +85,13 @@ class Supervisor:
         say: Callable[[str], None],
         pauses: Callable[[], Pauses] = Pauses,
     ) -> None:
-        """`say` gets one line for each death and one when the child is ready again, from the supervisor's thread.
-        `pauses` makes the pauses of each child.
+        """Prepare a supervisor; `with` starts it.
+
+        `say` gets one line for each death and one when the child is ready again, from the supervisor's
+        thread. `pauses` makes the pauses of each child.
         """
         self.failure: BaseException | None = None
-        """The reason why the supervisor itself has ended; None while it works."""
+        """Error that ended the supervisor itself; None while it works."""
         self._stack = stack
         self._say = say
         self._pauses = pauses
@@ -133,7 +144,7 @@ class Supervisor:
             return
         pause_s = watch.pauses.after(now_s - watch.started_s)
         watch.due_s, watch.ready = now_s + pause_s, False
-        killed = (child.returncode or 0) < 0  # its log then says nothing about it
+        killed = (child.returncode or 0) < 0  # its log then contains no reason
         lines = [] if killed else child.last_lines(1)
         reason = "".join(f" ({line.strip()[:LAST_LINE_CHARACTERS]})" for line in lines)
         self._say(f"{who}{reason}: starting it again in {pause_s:g} s")
@@ -142,7 +153,7 @@ class Supervisor:
         watch.started_s = now_s
         try:
             child.start()
-        except OSError as error:  # no memory, no process numbers, no room for its log
+        except OSError as error:  # no memory, no process ids, no room for its log
             pause_s = watch.pauses.after(0.0)
             watch.due_s = now_s + pause_s
             self._say(f"{child.name} cannot be started ({error}): trying again in {pause_s:g} s")

@@ -8,18 +8,19 @@
           prefill                 worker     its context is computed
           rounds                  worker     one for each group of rounds, with what speculation did in them
 
-The context travels with the request: in its specification, and so in the record, to its workers, and through a change of leader.
-Scheduler and worker draw only below a parent that is sampled, and only what is over. The ids of the scheduler's spans follow from
-request and lease epoch: what a worker has drawn below a lease finds its parent, even when another scheduler draws that in the end.
+The trace context is part of the request's specification, and so of the record: it reaches the request's
+workers and survives a change of leader. Scheduler and worker emit a span only below a sampled parent, and
+only after its end. The ids of the scheduler's spans follow from request and lease epoch: a worker's span
+below a lease finds its parent, even if another scheduler emits that parent in the end.
 
-    tracing = Tracing("scheduler", "http://127.0.0.1:4317")        # an empty endpoint: keeps quiet, and needs no library
-    parent = parent_of(traceparent)                                # None where nobody records the trace
+    tracing = Tracing("scheduler", "http://127.0.0.1:4317")        # an empty endpoint: no spans, no library
+    parent = parent_of(traceparent)                                # None if the trace is not recorded
     if tracing.on and parent is not None:
         span = tracing.draw("queue", parent, 0.0, 0.5, {"laps_sd.request_id": "s0.1"})
         tracing.draw("below", span, 0.1, 0.2)
 
-Prompts and outputs never go into a span. The libraries are needed only where an endpoint is configured (`pip install laps-sd[otel]`),
-and OTEL_* variables hold as they do everywhere.
+Prompts and outputs never go into a span. The libraries are needed only if an endpoint is configured
+(`pip install laps-sd[otel]`), and OTEL_* variables have their usual effect.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 class Parent(NamedTuple):
-    """A span that others lie below, of a trace that is recorded."""
+    """Parent of other spans, in a trace that is recorded."""
 
     trace_id: int
     span_id: int
 
     @property
     def traceparent(self) -> str:
-        """As W3C Trace Context writes it."""
+        """Notation of W3C Trace Context."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{SAMPLED:02x}"
 
 
@@ -69,12 +70,12 @@ class Happened(NamedTuple):
 
 
 def valid_traceparent(value: str) -> str:
-    """The W3C trace context of a call, or an empty text when it is not one: tracing never fails a call."""
+    """Return the W3C trace context of a call, or an empty text if it is none: tracing never fails a call."""
     return value if TRACEPARENT.fullmatch(value) else ""
 
 
 def parent_of(traceparent: str) -> Parent | None:
-    """Whom the spans of a request lie below; None where its trace is not recorded, or this is no trace context."""
+    """Return the parent of a request's spans; None for an unrecorded trace or an invalid trace context."""
     if not traceparent:
         return None
     parts = TRACEPARENT.fullmatch(traceparent)
@@ -84,16 +85,19 @@ def parent_of(traceparent: str) -> Parent | None:
 
 
 def span_id_of(*names: object) -> int:
-    """The id of the span that stands for this thing, the same in every process. Never 0, which is no id."""
+    """Return the id of the span with these names, the same in every process.
+
+    It is never 0, which is not a valid id.
+    """
     digest = blake2b("\n".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") or 1
 
 
 class Tracing:
-    """A process's traces, or nothing where no endpoint is set."""
+    """Traces of a process; without an endpoint it emits none."""
 
     def __init__(self, service: str, endpoint: str) -> None:
-        """Raises StartupError when the libraries are missing."""
+        """Connect to the endpoint. Raises StartupError when the libraries are missing."""
         self.tracer: Tracer | None = None
         self._provider: Any = None
         self._ids: Any = None
@@ -111,7 +115,7 @@ class Tracing:
             ) from error
 
         class Ids(RandomIdGenerator):
-            """Random, unless the next span was given its id."""
+            """Random ids, except for a span whose id is given."""
 
             given: int | None = None
 
@@ -128,7 +132,7 @@ class Tracing:
 
     @property
     def on(self) -> bool:
-        """Whether anything is drawn."""
+        """Return whether spans are emitted."""
         return self.tracer is not None
 
     def draw(
@@ -143,7 +147,10 @@ class Tracing:
         events: Iterable[Happened] = (),
         error: str | None = None,
     ) -> Parent:
-        """A span that is over, times in Unix seconds; what is returned is for spans below it. `error`: it failed, and why."""
+        """Emit an ended span, times in Unix seconds, and return it as the parent of spans below it.
+
+        `error`: the reason, if it failed.
+        """
         assert self.tracer is not None, "asked before drawing"
         from opentelemetry.trace import Status, StatusCode
 
@@ -160,17 +167,17 @@ class Tracing:
         return Parent(parent.trace_id, span.get_span_context().span_id)
 
     def close(self) -> None:
-        """Sends what is left. Blocks."""
+        """Send the remaining spans. Blocks."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 QUIET = Tracing("", "")
-"""Draws nothing."""
+"""Tracing that emits nothing."""
 
 
 def context_of(parent: Parent) -> Context:
-    """As OpenTelemetry's functions take it."""
+    """Return a parent in the form that OpenTelemetry's functions take."""
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
     within = SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=TraceFlags(SAMPLED))

@@ -31,14 +31,14 @@ __all__ = [
 ]
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Largest message either side takes unless configured otherwise."""
+"""Largest message that either side accepts unless configured otherwise."""
 
 KEEPALIVE_MS = 20_000
-"""An idle stream is pinged this often, so that middleboxes keep it and a dead peer is noticed."""
+"""Interval of the pings on an idle stream, so that middleboxes keep it and a dead peer is noticed."""
 KEEPALIVE_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 2_000
 LEAST_PING_INTERVAL_MS = 5_000
-"""A client that pings more often than this is cut off (ENHANCE_YOUR_CALM)."""
+"""Shortest interval of a client's pings; a client that pings more often is cut off (ENHANCE_YOUR_CALM)."""
 
 
 def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -49,13 +49,17 @@ def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A ping of gRPC's own (it probes the bandwidth) takes the place of one for keepalive, and waits a minute for its answer otherwise.
+        # gRPC's own ping (it probes the bandwidth) replaces a ping for keepalive, and without this option
+        # waits a minute for its answer.
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ]
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """For `grpc.aio.server`. A port belongs to one process: a second one is told, instead of sharing the calls."""
+    """Return the options for `grpc.aio.server`.
+
+    A port belongs to one process: a second one gets an error, instead of a share of the calls.
+    """
     return [
         *_common_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
@@ -64,7 +68,10 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """For `grpc.aio.insecure_channel`. Reconnects start after 0.1 s and back off to 2 s."""
+    """Return the options for `grpc.aio.insecure_channel`.
+
+    Reconnects start after 0.1 s and back off to 2 s.
+    """
     return [
         *_common_options(max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -78,14 +85,14 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """PEM files of one end. `ca` verifies the peer; with a certificate and key this end shows itself."""
+    """PEM files of one end. `ca` verifies the peer; with a certificate and key this end identifies itself."""
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """A listener; with `ca`, clients must show a certificate of it (mutual TLS)."""
+        """Return a listener's credentials; with `ca`, clients must show a certificate of it (mutual TLS)."""
         cert, key = _read(self.cert), _read(self.key)
         assert cert is not None and key is not None, "a listener has a certificate"
         return grpc.ssl_server_credentials(
@@ -95,7 +102,7 @@ class Tls:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """A dialler; without `ca` the system's roots verify the server."""
+        """Return the credentials of a dialler; without `ca` the system's roots verify the server."""
         return grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
         )
@@ -112,7 +119,7 @@ def _read(path: Path | None) -> bytes | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSettings(Settings):
-    """How a service dials the services behind it. Mix into the settings of gateway and worker."""
+    """Settings of the link to the schedulers. Mix into the settings of gateway and worker."""
 
     scheduler_seeds: tuple[str, ...] = field(
         ("127.0.0.1:50052",),
@@ -128,7 +135,7 @@ class LinkSettings(Settings):
     link_tls_key: Path | None = field(None, help="Key of LAPS_SD_LINK_TLS_CERT")
 
     def problems(self) -> Iterator[str]:
-        """There is somebody to dial; certificate and key come together, and mean TLS."""
+        """Yield problems: no address to dial; certificate without key or the reverse; files without TLS."""
         yield from super().problems()
         for problem in seed_problems(self.scheduler_seeds):
             yield f"LAPS_SD_SCHEDULER_SEEDS {problem}."
@@ -139,7 +146,7 @@ class LinkSettings(Settings):
 
 
 def seed_problems(seeds: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the addresses of a shard's schedulers, as the end of a sentence."""
+    """Yield the problems of the addresses of a shard's schedulers, each as the end of a sentence."""
     if not seeds:
         yield "must name at least one scheduler as host:port"
     for seed in seeds:
@@ -149,14 +156,14 @@ def seed_problems(seeds: Sequence[str]) -> Iterator[str]:
 
 
 def link_tls(settings: LinkSettings) -> Tls | None:
-    """The dialler's side of a link; None: plain text."""
+    """Return the TLS files of the dialler's side of a link; None: plain text."""
     if not settings.link_tls:
         return None
     return Tls(ca=settings.link_tls_ca, cert=settings.link_tls_cert, key=settings.link_tls_key)
 
 
 async def denial(call: Any) -> str:
-    """What a server said that does not serve this certificate; empty: it has not."""
+    """Return the message of a server that refuses this certificate; empty if it has not refused."""
     if call is None or not call.done() or await call.code() is not grpc.StatusCode.PERMISSION_DENIED:
         return ""
     return str(await call.details())
@@ -165,7 +172,7 @@ async def denial(call: Any) -> str:
 def make_channel(
     address: str, tls: Tls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`."""
+    """Return a channel to `host:port`."""
     options = channel_options(max_message_bytes)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
