@@ -19,7 +19,10 @@ log = get_logger(__name__)
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Load the model, then work for whoever leads, until drained. Signals count from the start."""
+    """Load the model, then work for the leading scheduler until drained.
+
+    Signals are handled from the start.
+    """
     app = ServiceApp("worker", settings)
     await app.start()
     link: SchedulerLink | None = None
@@ -37,9 +40,8 @@ async def serve(settings: WorkerSettings) -> None:
                 tracing=app.tracing,
             )
             await link.run()
-        except (
-            StartupError
-        ) as error:  # one sentence for whoever started us; everything else is a fault with a traceback
+        except StartupError as error:
+            # One sentence for the user; any other exception is a fault with a traceback.
             failure = error
         app.stop_soon()
 
@@ -54,7 +56,7 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 async def _load(settings: WorkerSettings) -> Engine | EngineProcess:
-    """The engine: a real one in a process of its own, the scripted one here. Raises StartupError."""
+    """Return the engine: a real one in its own process, the scripted one in this. Raises StartupError."""
     began_s = time.monotonic()
     make = load if settings.engine == "fake" else EngineProcess.launch
     engine: Engine | EngineProcess = await asyncio.to_thread(make, settings)

@@ -1,14 +1,15 @@
-"""The engine in a process of its own, with the face of a `Runner`: what arrives goes down a pipe, what comes out goes up.
+"""The engine in its own process, with the interface of a `Runner`: messages go down a pipe, outcomes come up.
 
-A round of a small model is hundreds of short operations, and between any two of them the link's asyncio could take the
-interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two interpreters do not meet.
+A round of a small model is hundreds of short operations, and between any two of them the link's asyncio could
+take the interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two
+interpreters do not compete.
 
     engine = EngineProcess.launch(settings)      # returns when the model is loaded; raises StartupError
     link = SchedulerLink(settings, engine)       # as with an engine in this process
 
-The child runs the very `Runner`, on its main thread; this side has a thread for each direction, so that neither a long round
-nor a large specification holds up the event loop. The child ends with its pipe: whatever happens to this process, it is
-gone at the next round boundary.
+The child runs the same `Runner` class on its main thread; this side has a thread for each direction, so that
+neither a long round nor a large specification blocks the event loop. The child ends with its pipe: whatever
+happens to this process, the child ends at the next round boundary.
 """
 
 from __future__ import annotations
@@ -43,28 +44,28 @@ class _Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """It cannot start, and this sentence says why."""
+    """A failed start, with its reason in one sentence."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """Nothing can run until something arrives."""
+    """A report that nothing can run until a message arrives."""
 
     taken: int
-    """Messages taken in so far."""
+    """Number of messages taken in so far."""
     holds_nothing: bool
 
 
 class EngineProcess:
-    """This side of the pipe; see the top of the file."""
+    """The parent's side of the pipe; see the module's docstring."""
 
     def __init__(self, child: subprocess.Popen[bytes], connection: Connection, ready: _Ready) -> None:
         self.capacity = ready.capacity
         self.fingerprint = ready.fingerprint
         self.deliver: Callable[[Outcome], None] = lambda _: None
-        """Called in a thread of this object; set it before `start`."""
+        """Receiver of outcomes, called in a thread of this object; set it before `start`."""
         self._child = child
         self._connection = connection
         self._down: queue.SimpleQueue[tuple[Message, ...] | None] = queue.SimpleQueue()
@@ -78,7 +79,10 @@ class EngineProcess:
 
     @classmethod
     def launch(cls, settings: WorkerSettings) -> EngineProcess:
-        """Start the child and return once its model is loaded. Raises StartupError with the child's sentence."""
+        """Start the child and return once its model is loaded.
+
+        Raises StartupError with the child's message.
+        """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "laps_sd.child", str(os.getpid()), __name__, str(theirs.fileno())]
         child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
@@ -99,7 +103,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._child.pid
 
     def start(self) -> None:
@@ -114,14 +118,14 @@ class EngineProcess:
 
     @property
     def holds_nothing(self) -> bool:
-        """No request is held, and nothing is on its way there."""
+        """True if the child holds no request and no message is on its way to it."""
         return self._idle.holds_nothing and self._idle.taken == self._put
 
     def stop(self) -> None:
-        """End the child after the round it is in. Returns when it is gone."""
+        """End the child after its present round. Returns when it has ended."""
         self._stopping = True
         if not self._threads[0].is_alive():
-            self._connection.close()  # never started: the end of the pipe says it
+            self._connection.close()  # never started: the child ends with the pipe
         self._down.put(None)
         try:
             self._child.wait(STOP_S)
@@ -138,7 +142,7 @@ class EngineProcess:
             try:
                 self._connection.send(messages)
             except OSError:
-                return  # `_receive` tells that the child is gone
+                return  # `_receive` reports that the child has ended
             if messages is None:
                 return
 
@@ -168,13 +172,13 @@ class _PipeRunner(Runner):
             max_unacknowledged_reports=settings.max_unacknowledged_reports,
         )
         self._connection = connection
-        # Connection.poll makes a selector for each call; this is asked in every round.
+        # Connection.poll makes a selector for each call, and this is called in every round.
         self._readable = select.poll()
         self._readable.register(connection.fileno(), select.POLLIN)
         self._taken = 0
 
     def work(self) -> None:
-        """Until it is told to stop; an exception of the engine is delivered, one of the pipe is raised."""
+        """Run turns until stopped; an exception of the engine is delivered, one of the pipe is raised."""
         try:
             while not self._stopping:
                 if not self.turn():
@@ -185,10 +189,10 @@ class _PipeRunner(Runner):
             logging.get_logger(__name__).error("the engine failed", exc_info=error)
             self._connection.send(
                 Failed(RuntimeError(repr(error)))
-            )  # its traceback cannot travel, and is logged
+            )  # its traceback cannot be pickled, and is logged
 
     def turn(self) -> bool:
-        """As the base's, on what the pipe holds."""
+        """Run a turn of the base class, on the messages that the pipe holds."""
         while self._readable.poll(0):
             messages = self._connection.recv()
             if messages is None:
@@ -204,9 +208,9 @@ class _PipeRunner(Runner):
 
 
 def main() -> None:
-    """The child: load what the settings say, then round after round until the pipe closes."""
+    """Run the child: load the engine of the settings, then run rounds until the pipe closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to everybody; the parent decides
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all processes; the parent decides
     connection = Connection(int(sys.argv[1]))
     try:
         settings: WorkerSettings = connection.recv()
@@ -217,7 +221,7 @@ def main() -> None:
         try:
             engine = load(settings)
             gc.collect()
-            gc.freeze()  # what the model brought stays; looking through it again and again would pause rounds
+            gc.freeze()  # the model's objects stay; collecting through them repeatedly would pause rounds
         except StartupError as error:
             connection.send(_Refused(str(error)))
             return
@@ -228,7 +232,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: what travels through the pipe is looked up by module, and here that is called __main__.
+    # Under its own name: pickled objects in the pipe are looked up by module, and here that is called
+    # __main__.
     from worker_svc import engine_process
 
     engine_process.main()

@@ -1,11 +1,11 @@
 """An engine without a model: the same interface, real block accounting, scripted tokens and acceptance. No torch.
 
-For tests and simulations of everything around an engine; hundreds fit into one process. What it promises:
+For tests and simulations of everything around an engine; hundreds fit into one process. Its guarantees:
 
-* A token is a hash of (prompt, seed, position): `FakeEngine.expected` tells the whole output in advance, and it does not
-  depend on rounds, batches, preemption or migration.
-* Whether a proposal is accepted is a function of (seed, position) too. Each request has its own mean, drawn from its seed, so
-  the number accepted in a round follows a truncated geometric distribution with that mean.
+* A token is a hash of (prompt, seed, position): `FakeEngine.expected` returns the whole output in advance,
+  and it does not depend on rounds, batches, preemption or migration.
+* The acceptance of a draft token is a function of (seed, position) too. Each request has its own mean, drawn
+  from its seed, so the number accepted in a round follows a truncated geometric distribution with that mean.
 * Times are those of a cost model. They are virtual: reported, and slept only when `time_scale` is above 0.
 """
 
@@ -48,7 +48,7 @@ Lengths = Callable[[Specification], int]
 
 @dataclass(frozen=True, slots=True)
 class FakeCosts:
-    """What a round costs, in virtual seconds. The defaults are of the order of a 7B target on one GPU."""
+    """Costs of a round, in virtual seconds. The defaults are of the order of a 7B target on one GPU."""
 
     round_s: float = 0.020  # a verification with nothing in it
     draft_step_s: float = 0.002  # one draft step of the whole batch
@@ -59,7 +59,9 @@ class FakeCosts:
 
 
 def lognormal_lengths(median: float, sigma: float, *, longest: int = 2**31) -> Lengths:
-    """Output lengths ~ lognormal(ln median, sigma), 1 .. longest tokens, a function of (prompt, seed) alone."""
+    """Return output lengths ~ lognormal(ln median, sigma), 1 .. longest tokens, a function of (prompt, seed)
+    alone.
+    """
 
     def length(spec: Specification) -> int:
         draw = random.Random(_digest(spec)).lognormvariate(0.0, sigma)
@@ -78,7 +80,7 @@ class _Fake:
 
     spec: Specification
     digest: int
-    acceptance: float  # chance that a proposal is accepted
+    acceptance: float  # chance that a draft token is accepted
     length: int  # output tokens after which it ends by EOS; the last of them is the EOS token
     stop_text: StopText | None
     output: list[int]
@@ -94,7 +96,8 @@ class _Fake:
 
 
 class FakeEngine:
-    """See the module's docstring. The arguments mirror those of the real engine where both have them.
+    """The scripted engine; see the module's docstring. The arguments mirror those of the real engine where
+    both have them.
 
     `lengths` gives the output length after which a request ends by EOS (None: never before max_tokens); `draft_len` is proposed
     every round, capped by the request and by what is left; `acceptance` and `concentration` are mean and concentration of the Beta
@@ -186,7 +189,10 @@ class FakeEngine:
             self._release(request)
 
     def swap_out(self, request_id: str) -> bool:
-        """Move its KV to host memory. False, and nothing changed, if the host budget is full."""
+        """Move the KV of a request to host memory.
+
+        Returns False, and changes nothing, if the host budget is full.
+        """
         request = self._get(request_id)
         if request.residency is not Residency.DEVICE:
             return True
@@ -202,16 +208,16 @@ class FakeEngine:
         return True
 
     def evict(self, request_id: str) -> None:
-        """Throw its KV away; its tokens stay known."""
+        """Discard the KV of a request; its tokens stay known."""
         self._release(self._get(request_id))
 
     def status(self, request_id: str) -> SequenceStatus:
-        """Where a request stands. Raises UnknownRequest."""
+        """Return the progress of a request. Raises UnknownRequest."""
         request = self._get(request_id)
         return SequenceStatus(request.residency, request.tokens, len(request.target), len(request.draft))
 
     def known(self) -> frozenset[str]:
-        """Ids of all requests that were added and not dropped."""
+        """Return the ids of all requests that were added and not dropped."""
         return frozenset(self._requests)
 
     def check(self) -> None:
@@ -220,7 +226,7 @@ class FakeEngine:
         self._draft.check(request.draft for request in self._requests.values())
 
     def expected(self, spec: Specification) -> tuple[tuple[int, ...], FinishReason]:
-        """All output tokens of a request, committed ones not looked at, and why it ends."""
+        """Return all output tokens of a request, regardless of committed ones, and the reason of its end."""
         tokens = tuple(
             self._token(_digest(spec), spec, self._length(spec), position)
             for position in range(spec.max_tokens)
@@ -233,7 +239,10 @@ class FakeEngine:
     # -- a round ------------------------------------------------------------------------------------------------------------
 
     def round(self, run: Sequence[str]) -> RoundResult:
-        """One draft and verify step over exactly these requests. See `interface.Engine.round` for what it raises."""
+        """Run one draft and verify step over exactly these requests.
+
+        See `interface.Engine.round` for the errors.
+        """
         finished = {name for name in run if name in self._requests and self._requests[name].finished}
         check_run(run, self._requests.keys(), finished, self.capacity.slots)
         requests = [self._requests[name] for name in run]
@@ -279,7 +288,9 @@ class FakeEngine:
         )
 
     def _chunks(self, requests: Sequence[_Fake]) -> list[int]:
-        """Context tokens to prefill for each request; 0 for one whose KV covers all tokens but the last."""
+        """Return the context tokens to prefill for each request; 0 for one whose KV covers all tokens but the
+        last.
+        """
         left = self._prefill_chunk
         chunks = []
         for request in requests:
@@ -347,7 +358,7 @@ class FakeEngine:
             prefilled=chunk,
             finish=end.finish,
             cut_characters=end.cut_characters,
-            # Nothing else could have come.
+            # The token is certain: no other one could have been chosen.
             logprobs=(TokenLogprobs(0.0),) * end.tokens if request.spec.logprobs is not None else (),
         )
 
@@ -389,6 +400,6 @@ class FakeEngine:
 
 
 def _digest(spec: Specification) -> int:
-    """64 bits of (prompt, seed)."""
+    """Return 64 bits of (prompt, seed)."""
     packed = struct.pack(f"<Q{len(spec.prompt_ids)}I", spec.sampling.seed, *spec.prompt_ids)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

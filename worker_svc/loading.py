@@ -1,4 +1,4 @@
-"""Makes the engine that the settings describe."""
+"""Loading of the engine that the settings describe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from worker_svc.settings import WorkerSettings
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DEMO = Path(__file__).parent / "demo"
-"""Where the shipped pair lies: `target/` and `draft/`."""
+"""Directory of the shipped model pair: `target/` and `draft/`."""
 
 
 def load(settings: WorkerSettings) -> Engine:
-    """The engine that the settings describe. Raises StartupError with one sentence when it cannot be had."""
+    """Return the engine that the settings describe.
+
+    Raises StartupError with one sentence if it cannot be loaded.
+    """
     engine = _fake_engine(settings) if settings.engine == "fake" else _model_engine(settings)
     return paced(engine, settings.round_floor_s) if settings.round_floor_s else engine
 
@@ -67,7 +70,10 @@ def _model_engine(settings: WorkerSettings) -> Engine:
 
 
 def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
-    """Where target and draft lie; no draft: plain decoding. Raises StartupError when one is missing."""
+    """Return the directories of target and draft (None: plain decoding).
+
+    Raises StartupError if one is missing.
+    """
     if settings.target is None:
         target: Path = DEMO / "target"
         draft: Path | None = DEMO / "draft"
@@ -85,7 +91,10 @@ def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
 
 
 def _on_this_machine(named: Path) -> Path:
-    """Where a model lies; one that is named as on the hub is fetched, unless it is here already. Raises StartupError."""
+    """Return the directory of a model. Raises StartupError.
+
+    A model that is named as on the hub is fetched, unless it is here already.
+    """
     name, _, revision = str(named).partition("@")
     if named.exists() or not HUB_NAME.fullmatch(name):
         return named
@@ -95,7 +104,7 @@ def _on_this_machine(named: Path) -> Path:
         found = snapshot_download(
             name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]
         )
-    except Exception as error:  # the library raises a dozen kinds; each means that it cannot be had
+    except Exception as error:  # the library raises a dozen types; each means that the model is not available
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise StartupError(
             f"There is no directory {named}, and the Hugging Face hub does not give a model of that name: {reason}"

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus, and what it tells the scheduler about its own speed."""
+"""The worker's Prometheus metrics, and its measured costs for the scheduler."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _DRAFT, _VERIFY, _PREFILL, _SWAP, _OTHER, _IDLE, _WAITING = (
     SECONDS.labels(phase) for phase in ("draft", "verify", "prefill", "swap", "other", "idle", "waiting")
 )
 ACCEPTANCE.set(1.0)
-MOST_POSITIONS = 16  # places in the draft that have a label of their own; those behind share the last
+MOST_POSITIONS = 16  # draft positions with their own label; later ones share the last label
 _TESTED_AT, _ACCEPTED_AT = (
     [metric.labels(str(place)) for place in range(1, MOST_POSITIONS + 1)]
     for metric in (TESTED_AT, ACCEPTED_AT)
@@ -96,11 +96,11 @@ _FREE_TARGET, _FREE_DRAFT = FREE_BLOCKS.labels("target"), FREE_BLOCKS.labels("dr
 
 
 class AcceptanceWatch:
-    """Accepted among compared tokens, old ones fading, and whether that has collapsed."""
+    """Ratio of accepted to compared draft tokens, with old ones fading, and detection of its collapse."""
 
     MEMORY_TOKENS = 1000.0
     EVIDENCE_TOKENS = 200.0
-    """Compared before anything is said."""
+    """Tokens that must be compared before a collapse is reported."""
     COLLAPSED, RECOVERED = 0.1, 0.2
 
     def __init__(self) -> None:
@@ -109,11 +109,11 @@ class AcceptanceWatch:
 
     @property
     def ratio(self) -> float:
-        """1 before anything was compared."""
+        """Accepted among compared tokens; 1 before any comparison."""
         return self._accepted / self._tested if self._tested else 1.0
 
     def observe(self, tested: int, accepted: int) -> bool:
-        """Take in one round; True when it brought the collapse."""
+        """Take in one round. Returns True if it caused the collapse."""
         keep = max(0.0, 1 - tested / self.MEMORY_TOKENS)
         self._tested = self._tested * keep + tested
         self._accepted = self._accepted * keep + accepted
@@ -191,7 +191,7 @@ RIDGE = 1e-3
 
 
 class MeasuredCost:
-    """A fit: round time = base + per_sequence · requests + per_context_token · context. And two rates.
+    """A fit of round time = base + per_sequence · requests + per_context_token · context, and two rates.
 
     Least squares with exponential forgetting. Zeros until enough rounds were seen.
     """
@@ -204,7 +204,7 @@ class MeasuredCost:
         self._swap = [0.0, 0.0]
 
     def observe(self, report: Round) -> None:
-        """Learn from one round."""
+        """Take in one round."""
         result = report.result
         count = len(result.requests)
         if not count:
@@ -239,7 +239,7 @@ class MeasuredCost:
         if self._rounds < 20:
             return 0.0, 0.0, 0.0
         base, sequence, context = _solve(self._squares, self._products)
-        if min(base, sequence, context) < 0:  # rounds too alike, or too noisy, to tell the parts apart
+        if min(base, sequence, context) < 0:  # rounds too similar, or too noisy, to separate the parts
             base, sequence, context = self._products[0] / self._squares[0][0], 0.0, 0.0
         return base, sequence, context / 1000
 
@@ -255,7 +255,7 @@ class MeasuredCost:
 
 
 def _solve(squares: list[list[float]], products: list[float]) -> tuple[float, float, float]:
-    """The three unknowns of the normal equations, by Cramer's rule."""
+    """Return the three unknowns of the normal equations, by Cramer's rule."""
     matrix = [
         [squares[i][j] + (RIDGE * squares[i][i] + 1e-12 if i == j else 0.0) for j in range(3)]
         for i in range(3)

@@ -1,4 +1,4 @@
-"""An engine that keeps time: for measurements on a machine whose speed varies."""
+"""An engine with a least duration of rounds, for measurements on a machine whose speed varies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def paced(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Engine:
-    """`engine`, but no round takes less than `round_s` seconds.
+    """Return `engine` with rounds that take at least `round_s` seconds.
 
-    The rest of that time is slept, and belongs to the phases of the round in proportion, so that what a scheduler learns of their
-    cost is as steady as the rounds are. The tokens are the engine's own. A round that takes longer by itself is left alone.
+    The rest of that time is slept, and added to the phases of the round in proportion, so that the costs
+    measured by a scheduler are as steady as the rounds are. The tokens are the engine's own. A round that
+    takes longer by itself is not changed.
     """
     return cast(Engine, _Paced(engine, round_s, clock, sleep))
 
@@ -40,7 +41,7 @@ class _Paced:
         return getattr(self._engine, name)
 
     def round(self, run: Sequence[str]) -> RoundResult:
-        """As the engine's, and then what is left of the time."""
+        """Run a round of the engine, and then sleep for the rest of the time."""
         began = self._clock()
         result = self._engine.round(run)
         left = self._round_s - (self._clock() - began)

@@ -1,21 +1,23 @@
-"""The thread that owns the engine: round after round on the newest assignment, never waiting for anybody.
+"""The thread that owns the engine: it runs rounds on the newest assignment, and never waits for other
+threads.
 
-asyncio talks to it through `put` (thread-safe, returns at once); it answers through the `deliver` that it is
-given, called in this thread. A *turn* is: take in what arrived, choose, make room, run one round, deliver its
-report.
+asyncio sends it messages through `put` (thread-safe, returns at once); outcomes go to the given `deliver`,
+which is called in this thread. A *turn* is: take in the messages that arrived, choose, make room, run one
+round, deliver its report.
 
 Invariants
   * Reports are numbered 1, 2, 3 …; a round is delivered exactly once (offering it again is the link's work).
   * Only requests run that the newest assignment lists under the lease epoch their specification came with.
-  * Every held request has its specification; what ended stays held until its report is acknowledged, or it is
-    dropped.
-  * At `max_unacknowledged_tokens` tokens that no leader acknowledged a request pauses, and others go on.
-  * The tokens of a request do not depend on any of this; the engine promises that.
+  * Every held request has its specification; an ended request stays held until its report is acknowledged, or
+    it is dropped.
+  * A request with `max_unacknowledged_tokens` tokens that no leader acknowledged pauses; others continue.
+  * The tokens of a request do not depend on any of this; the engine guarantees that.
 
 Requests enter by a specification and leave by an acknowledged end or by a drop. An error of one request is
-its end. When a round raises, its requests run in halves until the one that raises alone is found, and that one
-ends with the error; when all of them raise, or `FAILURES_IN_A_ROW` one after another, it is the engine: that is
-delivered as `Failed`, and the thread is over. When a round is too large for the device's memory, fewer run for a while.
+its end. When a round raises, its requests run in halves until the one that raises alone is found, and that
+one ends with the error; when all of them raise, or `FAILURES_IN_A_ROW` one after another, the engine has
+failed: that is delivered as `Failed`, and the thread ends. When a round is too large for the device's memory,
+fewer requests run for a while.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ log = get_logger(__name__)
 
 
 class Listed(NamedTuple):
-    """One entry of an assignment; `laps_sd.choose.Candidate` says what the fields mean."""
+    """One entry of an assignment; `laps_sd.choose.Candidate` documents the fields."""
 
     request_id: str
     lease_epoch: int
@@ -78,7 +80,7 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Specified:
-    """A request may be listed from now on. Replaces one of an older lease."""
+    """A request that may be listed from now on. Replaces one of an older lease."""
 
     spec: Specification
     lease_epoch: int
@@ -86,28 +88,28 @@ class Specified:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """Replaces the assignment before, from the next round on."""
+    """An assignment that replaces the previous one from the next round on."""
 
     entries: tuple[Listed, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Forget these, if they are held under the named lease epoch or an older one."""
+    """Requests to forget if they are held under the named lease epoch or an older one."""
 
     requests: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """No report up to this number needs to be offered again."""
+    """Number of the last report that need not be offered again, like all before it."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class HeldAsked:
-    """Deliver a `HeldNow`."""
+    """A request for a `HeldNow`."""
 
 
 Message = Specified | Assigned | Dropped | Acknowledged | HeldAsked
@@ -117,7 +119,7 @@ Message = Specified | Assigned | Dropped | Acknowledged | HeldAsked
 
 
 class ResidencyChange(NamedTuple):
-    """The KV of a request that goes on has come to lie elsewhere."""
+    """A new location of the KV of a request that has not ended."""
 
     request_id: str
     lease_epoch: int
@@ -126,52 +128,52 @@ class ResidencyChange(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """One report. Cheap to make; the wire's form is built elsewhere. Never changed once it is delivered."""
+    """One report. Cheap to make; its wire message is built elsewhere. Never changed once it is delivered."""
 
     number: int
     result: RoundResult
-    """Without requests and times in a report that only tells errors."""
+    """Result of the round; without requests and times in a report that only contains errors."""
     progress: list[tuple[int, RequestRound]]
-    """(lease epoch, what the round did): the requests of the round, and those that failed outside of one."""
+    """(lease epoch, outcome) of the requests of the round, and of those that failed outside of one."""
     residency: list[ResidencyChange]
     swap_out_s: float
-    """Spent on making room before the round; not part of `result`."""
+    """Seconds spent on making room before the round; not part of `result`."""
     idle_s: float
-    """From the end of the round before to the start of this one, without making room."""
+    """Seconds from the end of the round before to the start of this one, without making room."""
     waited_s: float
     """The part of `idle_s` in which there was nothing to run."""
     context_tokens: int
-    """Context of the requests that ran, before the round."""
+    """Context tokens of the requests that ran, before the round."""
     swapped_in_tokens: int
-    """Context that the round brought back from host memory."""
+    """Context tokens whose KV the round brought back from host memory."""
     preempted: int
     """Requests of the round before that have not ended and were not in this one."""
     out_of_memory: int = 0
-    """Times since the report before that the device had no memory for a round."""
+    """Rounds since the report before for which the device had no memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Listed, but without a specification of that lease."""
+    """Requests that are listed, but without a specification of that lease."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """A held request as a hello tells it."""
+    """A held request as reported in a hello."""
 
     spec: Specification
     lease_epoch: int
     residency: Residency
     output_ids: tuple[int, ...]
     acknowledged: int
-    """So many of `output_ids` are acknowledged."""
+    """Number of leading `output_ids` that are acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldNow:
-    """All that is held, after the report `last_report` and before the next."""
+    """All held requests, after the report `last_report` and before the next."""
 
     requests: tuple[HeldRequest, ...]
     last_report: int
@@ -179,7 +181,7 @@ class HeldNow:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine is of no more use and the thread is over."""
+    """The end of the thread, because the engine cannot be used any more."""
 
     error: BaseException
 
@@ -188,11 +190,11 @@ Outcome = Round | Missing | HeldNow | Failed
 
 
 FAILURES_IN_A_ROW = 3
-"""Requests that failed alone, with no good round between them: then it is the engine."""
+"""Requests failing alone, with no successful round between them, after which the engine counts as failed."""
 STOP_S = 5.0
-"""What an engine gets to finish its round once it was told to stop."""
+"""Seconds that an engine gets to finish its round after a stop."""
 ROUNDS_WITH_FEWER = 256
-"""After the device ran out of memory, before twice as many requests run again."""
+"""Rounds after the device ran out of memory, before twice as many requests run again."""
 
 
 # -- the runner ----------------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ ROUNDS_WITH_FEWER = 256
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A request whose specification is here."""
+    """A request whose specification this worker has."""
 
     spec: Specification
     lease_epoch: int
@@ -216,7 +218,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Unacknowledged:
-    """What an acknowledgement of one report means."""
+    """The effect of acknowledging one report."""
 
     number: int
     reached: list[tuple[_Held, int, bool]] = field(default_factory=list)
@@ -224,9 +226,10 @@ class _Unacknowledged:
 
 
 class Runner:
-    """See the module's docstring. `start` and `stop` run it as a thread; tests may call `turn` instead.
+    """The runner of an engine; see the module's docstring.
 
-    `reuse_choices` off asks `choose` at every round; the answers are the same.
+    `start` and `stop` run it as a thread; tests may call `turn` instead. With `reuse_choices` off, `choose`
+    is called in every round; its results are the same.
     """
 
     def __init__(
@@ -258,7 +261,7 @@ class Runner:
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._number = 0
         self._reserve_clock = NEW_CLOCK
-        """As `laps_sd.choose` keeps it; below, as it will be when the round that was chosen last is over."""
+        """The clock of `laps_sd.choose`; `_reserve_clock_then`: its value after the last chosen round."""
         self._reserve_clock_then = NEW_CLOCK
         self._slots = engine.capacity.slots
         """Requests in one round at most: fewer than the engine's for a while after it ran out of memory."""
@@ -266,12 +269,12 @@ class Runner:
         self._out_of_memory = 0
         self._failed_in_a_row = 0
         self._run: tuple[str, ...] = ()
-        """Who took part in the last round, as long as they are held and have not ended."""
+        """Requests of the last round that are still held and have not ended."""
         self._latched = False
         self._settled = False
-        """The last choice holds while nothing but the length of what runs changes; see `_still_holds`."""
+        """True while nothing but the lengths of the running requests has changed; see `_still_holds`."""
         self._free = (engine.capacity.target_blocks, engine.capacity.draft_blocks)
-        # What the next report has to tell beside its round.
+        # Contents of the next report besides its round.
         self._failures: list[tuple[_Held, RequestRound]] = []
         self._changes: list[ResidencyChange] = []
         self._round_ended_s: float | None = None
@@ -291,7 +294,10 @@ class Runner:
             self._arrival.notify()
 
     def stop(self) -> None:
-        """End the thread after the round it is in. Returns when it is over, or hangs: then it ends with the process."""
+        """End the thread after its present round.
+
+        Returns when it has ended, or hangs: then it ends with the process.
+        """
         with self._arrival:
             self._stopping = True
             self._arrival.notify()
@@ -300,7 +306,7 @@ class Runner:
 
     @property
     def holds_nothing(self) -> bool:
-        """No request is held. May be outdated at once, as anything that one thread says of another."""
+        """True if no request is held. May be outdated at once, since another thread reads it."""
         return not self._held and not self._inbox
 
     # -- the thread ------------------------------------------------------------------------------------------
@@ -324,7 +330,10 @@ class Runner:
                 self._arrival.wait()
 
     def turn(self) -> bool:
-        """Take in what arrived and run at most one round. False: nothing can run until something arrives."""
+        """Take in the messages that arrived and run at most one round.
+
+        Returns False if nothing can run until a message arrives.
+        """
         while self._inbox:
             self._take(self._inbox.popleft())
         before = self._run
@@ -337,7 +346,7 @@ class Runner:
             return False
         started_s = time.perf_counter()
         run, result = self._round(run)
-        if result is None:  # one of them failed; who runs without it is decided again
+        if result is None:  # one of them failed; the next turn decides without it
             return True
         idle_s = (
             0.0 if self._round_ended_s is None else max(0.0, started_s - self._round_ended_s - swap_out_s)
@@ -381,7 +390,8 @@ class Runner:
                 held.acknowledged = len(held.output)
                 self._settled = False
                 return
-            # Its tokens beyond the record's were reported under a lease that is over: nobody commits them.
+            # Its tokens beyond the record's were reported under a lease that has ended: they are never
+            # committed.
             self._forget(held)
         held = _Held(spec, lease_epoch, list(spec.committed_ids), len(spec.committed_ids))
         self._held[spec.request_id] = held
@@ -395,7 +405,7 @@ class Runner:
             self._end(held, FinishReason.ERROR, str(error) or type(error).__name__)
 
     def _end(self, held: _Held, finish: FinishReason, error: str | None) -> None:
-        """End a request outside of a round; the next report tells it."""
+        """End a request outside of a round; the next report contains it."""
         held.ended = True
         progress = RequestRound(held.spec.request_id, len(held.output), (), 0, 0, finish=finish, error=error)
         self._failures.append((held, progress))
@@ -441,7 +451,7 @@ class Runner:
     # -- deciding --------------------------------------------------------------------------------------------
 
     def _decide(self) -> tuple[tuple[str, ...], float]:
-        """Who runs now, and the seconds it took to make room for them."""
+        """Return the requests to run now, and the seconds spent on making room for them."""
         if len(self._unacknowledged) >= self._max_reports:
             return (), 0.0
         if self._settled and self._still_holds():
@@ -477,11 +487,12 @@ class Runner:
         return choice.run, time.perf_counter() - began_s if moved else 0.0
 
     def _still_holds(self) -> bool:
-        """Whether `choose` would repeat its last answer, when only tokens were added since.
+        """Return True if `choose` would repeat its last choice, when only tokens were added since.
 
-        That answer kept everybody who was running, all on the device, evicted nobody and was not latched. It
-        is the same again if the pools stay below the latch with whatever this round can add: then all fit, and
-        who waited for blocks or was not good enough to displace somebody has less room, not more.
+        That choice kept all running requests, all on the device, evicted none and was not latched. It is the
+        same again if the pools stay below the latch with all tokens that this round can add: then all fit,
+        and a request that waited for blocks, or ranked too low to displace another one, has less room, not
+        more.
         """
         growth = len(self._run) * (self._growth // self._capacity.block_size + 1)
         target, draft = self._capacity.target_blocks, self._capacity.draft_blocks
@@ -490,7 +501,7 @@ class Runner:
         )
 
     def _candidates(self) -> list[Candidate]:
-        """The entries of the assignment that can run now."""
+        """Return the entries of the assignment that can run now."""
         candidates = []
         running = set(self._run)
         for request_id, lease_epoch, rank_class, index_s, resume_cost_s, reserved, pinned in self._assignment:
@@ -500,7 +511,7 @@ class Runner:
             if len(held.output) - held.acknowledged >= self._max_tokens:
                 continue
             status = self.engine.status(request_id)
-            # No round goes beyond max_tokens, so towards the end one needs less room than a whole draft.
+            # No round goes beyond max_tokens, so near its end a request needs less room than a whole draft.
             longest = len(held.spec.prompt_ids) + held.spec.max_tokens
             tokens = max(1, min(status.tokens, longest + 1 - self._growth))
             candidates.append(
@@ -521,9 +532,9 @@ class Runner:
         return candidates
 
     def _push_out_hidden(self, run: Sequence[str], candidates: Iterable[Candidate]) -> int:
-        """Make room that `choose` could not know to be taken: by requests not listed, or at their bound.
+        """Free the room that `choose` cannot know to be taken: by requests not listed, or at their bound.
 
-        Returns how many lost their place.
+        Returns the number of requests that were pushed out.
         """
         shown = {candidate.request_id: candidate for candidate in candidates}
         hidden = [
@@ -557,7 +568,7 @@ class Runner:
         return moved
 
     def _push_out(self, held: _Held) -> None:
-        """Take its KV off the device: to the host if that has room."""
+        """Take the KV of a request off the device: to the host if that has room."""
         request_id = held.spec.request_id
         if not self.engine.swap_out(request_id):
             self.engine.evict(request_id)
@@ -572,7 +583,10 @@ class Runner:
     # -- running ---------------------------------------------------------------------------------------------
 
     def _round(self, run: tuple[str, ...]) -> tuple[tuple[str, ...], RoundResult | None]:
-        """Run a round of these, or of the best that the engine has room for. None: one of them has failed."""
+        """Run a round of these requests, or of the best that the engine has room for.
+
+        The result is None if one of them has failed.
+        """
         while True:
             try:
                 result = self.engine.round(run)
@@ -580,7 +594,8 @@ class Runner:
                 self._regain_slots()
                 return run, result
             except OutOfBlocks as error:
-                # The engine counts otherwise than `choose`, and changed nothing. The least needed makes room.
+                # The engine counts blocks otherwise than `choose`, and changed nothing. The least needed
+                # request makes room.
                 self._settled = False
                 rest = self._relieve(run)
                 if rest is None:
@@ -618,7 +633,7 @@ class Runner:
                 return run, None
 
     def _fail_alone(self, run: tuple[str, ...], error: Exception) -> None:
-        """End the requests of a round that raise by themselves. Raises when that is all of them: it is the engine."""
+        """End the requests of a round that raise alone. Raises if all of them do: the engine has failed."""
         log.warning("a round failed", requests=len(run), exc_info=error)
         halves = [run[: len(run) // 2], run[len(run) // 2 :]] if len(run) > 1 else [run]
         guilty: dict[str, Exception] = {run[0]: error} if len(run) == 1 else {}
@@ -631,7 +646,7 @@ class Runner:
             except DeviceFailed:
                 raise
             except (OutOfBlocks, OutOfMemory, UnknownRequest):
-                innocent += len(part)  # another matter, which the next round meets again
+                innocent += len(part)  # another error, which the next round handles
             except Exception as alone:
                 if len(part) == 1:
                     guilty[part[0]] = alone
@@ -649,7 +664,7 @@ class Runner:
             )
 
     def _report_part(self, result: RoundResult) -> None:
-        """A round amid the search for a culprit counts like any other."""
+        """Report a round run by the search for the failing request; it counts like any other."""
         self._reserve_clock = self._reserve_clock_then
         self._report(result)
 
@@ -662,9 +677,9 @@ class Runner:
                 self._settled = False
 
     def _relieve(self, run: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Push out somebody who does not run, else leave out the last of `run`; who runs now.
+        """Push out a request that does not run, else leave out the last of `run`.
 
-        None: the first is alone, and there is nobody left to push out.
+        Returns the requests to run. None: only the first is left, and there is no other request to push out.
         """
         runs = set(run)
         for name, held in self._held.items():
@@ -685,7 +700,7 @@ class Runner:
         context_tokens: int = 0,
         preempted: int = 0,
     ) -> None:
-        """Take the outcome of a round into the books and deliver its report."""
+        """Record the outcome of a round and deliver its report."""
         self._number += 1
         progress: list[tuple[int, RequestRound]] = []
         reached: list[tuple[_Held, int, bool]] = []

@@ -169,7 +169,7 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
 
     def problems(self) -> Iterator[str]:
-        """What no single field can check."""
+        """Yield the problems that no single field can check."""
         yield from super().problems()
         if not self.pool:
             yield "LAPS_SD_POOL must not be empty."

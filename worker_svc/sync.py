@@ -1,14 +1,14 @@
-"""The worker's end of WorkerLink: finds the leader, tells it what is held and done, passes its wishes on.
+"""The worker's end of WorkerLink: finds the leader, reports state and progress, and forwards commands.
 
-One stream at a time, for ever: seeds are dialled in turn until one leads. What must survive a stream lives here
-or in the runner, never in the stream: reports are kept until acknowledged and offered again, in order, after
-each hello.
+There is one stream at a time, without end: seeds are dialled in turn until one leads. State that must survive
+a stream is kept here or in the runner, never in the stream: reports are kept until acknowledged and offered
+again, in order, after each hello.
 
 Facts that the rest relies on
-  * The answer to `HeldAsked` comes through the same queue as the reports, so a hello says what was held after
-    a report that is kept here, and every later report follows it on the stream.
-  * Nothing of a leader counts but under the epoch of the newest SchedulerHello.
-  * The runner's thread never waits for this; a wake-up takes all that it delivered since.
+  * The answer to `HeldAsked` comes through the same queue as the reports, so a hello lists the requests held
+    after a report that is kept here, and every later report follows it on the stream.
+  * A leader's messages are ignored unless they carry the epoch of the newest SchedulerHello.
+  * The runner's thread never waits for this one; a wake-up takes all outcomes that it delivered since.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ __all__ = ["PROTOCOL_VERSIONS", "EngineFailed", "SchedulerLink"]
 log = get_logger(__name__)
 
 PROTOCOL_VERSIONS = (1,)
-"""Newest first. A peer speaks its newest and the one before."""
+"""Versions, newest first. A peer supports its newest and the one before."""
 
 BACK_OFF_FIRST_S = 0.05
 BACK_OFF_LONGEST_S = 1.0
-"""Below the grace that a new leader gives workers to come back (2 s)."""
+"""Longest back-off; below the grace period that a new leader gives workers to come back (2 s)."""
 MAX_HOPS = 3
 """Referrals from scheduler to scheduler that are followed without a pause."""
 MISSING_AGAIN_S = 1.0
-"""A specification that was asked for is not asked for again before this."""
+"""Seconds before a missing specification is requested again."""
 REPORTS_PER_MESSAGE = 256
 BYTES_PER_MESSAGE = 2 * 1024 * 1024
 """Bounds of one RoundReports message; only reached when reports are offered again."""
 HELLO_BYTES = 4 * 1024 * 1024
-"""Of the specifications that a hello carries: about a million token ids, and well below the largest message."""
+"""Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
 
 KINDS = {
     None: gateway_pb.RequestEnd.KIND_UNSPECIFIED,
@@ -104,12 +104,15 @@ RESIDENCIES = {
 
 
 class EngineFailed(Exception):
-    """The engine raised outside of a single request (its own exception is the cause), or hangs. The process must end."""
+    """An error of the engine outside of a single request (its exception is the cause), or a hanging engine.
+
+    The process must end.
+    """
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A report that no leader has acknowledged."""
+    """A report that is not acknowledged by a leader."""
 
     number: int
     report: pb.RoundReport
@@ -117,9 +120,9 @@ class _Kept:
 
 
 class SchedulerLink:
-    """See the module's docstring. Made inside a running event loop.
+    """The link to the scheduler; see the module's docstring. Made inside a running event loop.
 
-    `run` until the worker has left or cannot go on; `drain` to leave.
+    `run` returns when the worker has left, and raises when it cannot continue; `drain` leaves.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class SchedulerLink:
             )
         self.leader_epoch = ""
         self.connected = False
-        """A leader has greeted the present stream."""
+        """True once a leader has greeted the present stream."""
         self._on_greeted = on_greeted
         self._on_drain_ordered = on_drain_ordered
         self._cost = metrics.MeasuredCost()
@@ -159,11 +162,11 @@ class SchedulerLink:
         self._notified = False
         self._held_asked: asyncio.Future[HeldNow] | None = None
         self._over: asyncio.Future[None] = self._loop.create_future()
-        """Set when there is no reason to go on: drained (None), refused or broken (an exception)."""
+        """Set when the link must end: drained (None), refused or broken (an exception)."""
 
         self._kept: deque[_Kept] = deque()
         self._unsent: deque[_Kept] = deque()
-        """The tail of `_kept` that the present stream has not carried."""
+        """The tail of `_kept` that was not sent on the present stream."""
         self._kept_tokens = 0
         self._missing: dict[str, None] = {}
         self._asked_s: dict[str, float] = {}
@@ -194,7 +197,7 @@ class SchedulerLink:
             self._traces.close()
 
     async def drain(self) -> None:
-        """Ask to leave, go on working, and return when the scheduler says that nothing is held any more."""
+        """Request to leave, continue to work, and return when the scheduler reports the worker as drained."""
         log.info("draining", held_nothing=self.runner.holds_nothing)
         self._draining = True
         self._wake.set()
@@ -202,7 +205,7 @@ class SchedulerLink:
         await asyncio.wait({self._over})
 
     def _leave_if_forgotten(self) -> None:
-        """Leave a scheduler alone that cannot be reached, when there is nothing to hand over."""
+        """End without a reachable scheduler if there is nothing to hand over."""
         if self._draining and not self.connected and self.runner.holds_nothing and not self._kept:
             self._finish(None)
 
@@ -217,14 +220,17 @@ class SchedulerLink:
     # -- from the runner -------------------------------------------------------------------------------------
 
     def _deliver(self, outcome: Outcome) -> None:
-        """Called by the runner's thread. One wake-up carries all that was delivered until the loop runs."""
+        """Queue an outcome of the runner's thread.
+
+        One wake-up covers all that is delivered until the loop runs.
+        """
         self._delivered.append(outcome)
         if not self._notified:
             self._notified = True
             self._loop.call_soon_threadsafe(self._take_delivered)
 
     def _take_delivered(self) -> None:
-        self._notified = False  # before looking: what is delivered from here on wakes us again
+        self._notified = False  # before the queue is read: later outcomes cause another wake-up
         while self._delivered:
             outcome = self._delivered.popleft()
             match outcome:
@@ -282,16 +288,16 @@ class SchedulerLink:
             if failures or not greeted:
                 turn = (turn + 1) % len(seeds)
                 address = seeds[turn]
-            # A stream that broke is dialled again at the same address first: most often it was the network.
+            # After a broken stream the same address is dialled first: most often the cause is the network.
             await asyncio.sleep(
                 min(BACK_OFF_LONGEST_S, BACK_OFF_FIRST_S * 2**failures) * random.uniform(0.5, 1.0)
             )
             failures = min(failures + 1, 16)
 
     async def _converse(self, address: str) -> tuple[bool, str]:
-        """One stream until it ends, for whatever reason.
+        """Run one stream until it ends, for whatever reason.
 
-        Returns whether a leader greeted us, and the leader's address if a standby named one.
+        Returns (True if a leader greeted this worker, the leader's address if a standby named one).
         """
         greeted, leader = False, ""
         silence = asyncio.timeout(self.settings.silence_s)
@@ -308,13 +314,12 @@ class SchedulerLink:
                 await call.write(pb.WorkerMessage(hello=await self._hello()))
                 silent_from_s = 0.0
                 while (reply := await call.read()) is not grpc.aio.EOF:
-                    if reply is None:  # what gRPC makes of octets that it cannot decode
+                    if reply is None:  # gRPC's value for bytes that it cannot decode
                         reason = "it sent what is no message"
                         break
                     now_s = self._loop.time()
-                    if (
-                        now_s - silent_from_s > self.settings.silence_s / 20
-                    ):  # a timer for every message is dear
+                    # Not for every message, since rescheduling a timer is expensive.
+                    if now_s - silent_from_s > self.settings.silence_s / 20:
                         silence.reschedule(now_s + self.settings.silence_s)
                         silent_from_s = now_s
                     kind = reply.WhichOneof("message")
@@ -363,7 +368,8 @@ class SchedulerLink:
             self._held_asked = self._loop.create_future()
             self.runner.put(HeldAsked())
             self._loop.call_later(self.settings.engine_silence_s, self._look_at_engine, self._held_asked)
-        # Shielded: a question is answered once, so an attempt that is given up leaves it to the next one.
+        # Shielded: each `HeldAsked` is answered once, so an abandoned attempt leaves the answer to the next
+        # one.
         held = await asyncio.shield(self._held_asked)
         capacity = self.capacity
         base_s, sequence_s, context_s = self._cost.round_s
@@ -395,8 +401,11 @@ class SchedulerLink:
         )
 
     def _look_at_engine(self, asked: asyncio.Future[HeldNow]) -> None:
-        """Between two rounds it would have answered. The scheduler gave this worker up before, and without a hello nobody gives
-        it work: it has nothing to lose."""
+        """Fail the link if the engine has not answered, which it does between two rounds.
+
+        The scheduler has given this worker up before, and assigns it no work without a hello, so that nothing
+        is lost.
+        """
         if not asked.done():
             failure = EngineFailed(
                 f"the engine hangs: no round has ended for {self.settings.engine_silence_s:g} s"
@@ -446,7 +455,7 @@ class SchedulerLink:
         writer = asyncio.create_task(self._write(call), name="worker link writer")
 
         def ended(task: asyncio.Task[None]) -> None:
-            call.cancel()  # the reader hears it, and ends the stream
+            call.cancel()  # the reader's call ends, and with it the stream
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
                 self._finish(error)
@@ -488,7 +497,7 @@ class SchedulerLink:
         return self._loop.call_later(self.settings.heartbeat_s, due)
 
     def _next_reports(self) -> pb.RoundReports:
-        """Everything that is ready, within the bounds of a message."""
+        """Return all unsent reports, within the bounds of a message."""
         batch: list[pb.RoundReport] = []
         room = BYTES_PER_MESSAGE
         while self._unsent and len(batch) < REPORTS_PER_MESSAGE and room > 0:
@@ -548,7 +557,10 @@ class SchedulerLink:
 
 
 async def _reach(channel: grpc.aio.Channel) -> bool:
-    """Whether it connects; False at the first failure. So a hello is made only where somebody listens."""
+    """Return True if the channel connects, False at its first failure.
+
+    Thus a hello is made only for a scheduler that is listening.
+    """
     state = channel.get_state(try_to_connect=True)
     while state is not grpc.ChannelConnectivity.READY:
         if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
@@ -562,7 +574,7 @@ async def _reach(channel: grpc.aio.Channel) -> bool:
 
 
 def round_report(outcome: Round) -> pb.RoundReport:
-    """One report as it goes on the wire."""
+    """Return the wire message of one report."""
     result = outcome.result
     return pb.RoundReport(
         number=outcome.number,
@@ -612,7 +624,7 @@ def round_report(outcome: Round) -> pb.RoundReport:
 
 
 def listed(entry: pb.AssignmentEntry) -> Listed:
-    """One entry of an assignment."""
+    """Return one entry of an assignment."""
     return Listed(
         entry.request_id,
         entry.lease_epoch,
@@ -625,7 +637,7 @@ def listed(entry: pb.AssignmentEntry) -> Listed:
 
 
 def specification(wire_spec: gateway_pb.Specification) -> Specification:
-    """What the engine needs, from the wire. The engine judges it."""
+    """Return the engine's specification from the wire message. The engine checks it."""
     return Specification(
         request_id=wire_spec.request_id,
         prompt_ids=tuple(wire_spec.prompt_ids),
@@ -665,7 +677,10 @@ def _wire_format(wanted: OutputFormat) -> public_pb.OutputFormat:
 
 
 def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
-    """What a hello tells; specifications as far as `HELLO_BYTES` reaches, in the order of arrival."""
+    """Return the held requests for a hello, in the order of arrival.
+
+    Specifications are included as far as `HELLO_BYTES` allows.
+    """
     room = HELLO_BYTES
     told = []
     for held in requests:
@@ -686,7 +701,7 @@ def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
 
 
 def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
-    """The specification with all outputs that a leader acknowledged; the rest is in `unacknowledged_ids`."""
+    """Return the specification with all acknowledged outputs; the other ones are in `unacknowledged_ids`."""
     spec = held.spec
     return gateway_pb.Specification(
         request_id=spec.request_id,

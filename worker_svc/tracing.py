@@ -1,7 +1,9 @@
-"""What a worker draws of a request: its prefill and its rounds, many of these in one span. `laps_sd.tracing` shows the trace.
+"""The worker's spans of a request: its prefill and its rounds, many rounds in one span. `laps_sd.tracing`
+shows the trace.
 
-A group of rounds ends with the request, when it is left out of a round, after `GROUP_ROUNDS` or after `GROUP_S`, so that a worker that
-dies has told all but the last. Times are those at which a report was taken from the engine.
+A group of rounds ends with the request, when the request is left out of a round, after `GROUP_ROUNDS` or
+after `GROUP_S`, so that a worker that dies has emitted all groups but the last. Times are those at which a
+report was taken from the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ __all__ = ["RoundTraces"]
 
 GROUP_ROUNDS = 64
 GROUP_S = 2.0
-"""Our choice: some spans for a second of work, some dozens for a long request."""
+"""Bounds of a group, in rounds and seconds.
+
+Our choice: some spans per second of work, some dozens per long request.
+"""
 
 
 @dataclass(slots=True)
@@ -33,7 +38,7 @@ class _Group:
     prefilled: int = 0
     cached: int = 0
     requests: int = 0
-    """In these rounds together."""
+    """Requests of these rounds together."""
 
 
 @dataclass(slots=True)
@@ -46,7 +51,7 @@ class _Traced:
 
 
 class RoundTraces:
-    """Of all requests that a worker holds. One task calls it."""
+    """The spans of all requests that a worker holds. Called by one task only."""
 
     def __init__(self, tracing: Tracing, worker_id: str) -> None:
         self._tracing = tracing
@@ -54,7 +59,7 @@ class RoundTraces:
         self._traced: dict[str, _Traced] = {}
 
     def specified(self, request_id: str, lease_epoch: int, traceparent: str) -> None:
-        """It may run here under this lease."""
+        """Begin to trace a request that may run here under this lease."""
         if not self._tracing.on:
             return
         self.forget(request_id, lease_epoch)
@@ -63,14 +68,14 @@ class RoundTraces:
             self._traced[request_id] = _Traced(run, lease_epoch)
 
     def forget(self, request_id: str, lease_epoch: int) -> None:
-        """It runs here no more, under this lease or an older one."""
+        """End the trace of a request that runs here no more, under this lease or an older one."""
         traced = self._traced.get(request_id)
         if traced is not None and traced.lease_epoch <= lease_epoch:
             self._close(request_id, traced)
             del self._traced[request_id]
 
     def round(self, outcome: Round, now_s: float) -> None:
-        """One report, which came just now (Unix seconds)."""
+        """Take in one report, which arrived at `now_s` (Unix seconds)."""
         if not self._traced:
             return
         began_s = now_s - outcome.result.total_s
@@ -89,7 +94,7 @@ class RoundTraces:
                 self._close(request_id, traced)
 
     def close(self) -> None:
-        """The worker leaves."""
+        """End all groups, because the worker leaves."""
         for request_id, traced in self._traced.items():
             self._close(request_id, traced)
         self._traced.clear()

@@ -1,4 +1,4 @@
-"""What requests want done to logits before a token is chosen: output format, bias, penalties.
+"""Logits processors: output format, bias and penalties of requests, applied before a token is chosen.
 
     tokens that the output format excludes      -> -inf
     logit_bias                                  added
@@ -6,9 +6,9 @@
                                                 [Keskar et al. 2019, as in transformers and vLLM]
     frequency, presence penalty                 logit -= frequency * times in the output + presence * (in the output)
 
-The choice row of a proposal looks back on the proposals before it, so counts and formats follow the draft step by step; what they look
-back on is a function of tokens alone, hence a row's result is that of plain decoding at the same place. Nothing here survives
-the round but what can be built again from committed tokens.
+The choice row of a draft token depends on the draft tokens before it, so counts and formats follow the draft
+step by step. They are a function of tokens alone, hence a row's result is that of plain decoding at the same
+position. The only state that survives the round can be rebuilt from committed tokens.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from worker_svc.engine.sequence import Sequence, Tally
 
 @dataclass(slots=True)
 class _Member:
-    """A request that wants something, and its choice rows in this round."""
+    """A request with a logits processor, and its choice rows in this round."""
 
     sequence: Sequence
     first: int  # its first choice row
     count: int
     counted: int  # its first row of `Adjustments._counts`; -1 without penalties
-    steps: int = 0  # proposals that its format has been told
-    lost: bool = False  # a proposal left its format: no row behind it matters
+    steps: int = 0  # draft tokens that its format has taken in
+    lost: bool = False  # a draft token left its format: later rows do not matter
 
 
 class Adjustments:
-    """The adjustments of one round. `proposed` after each draft step, `close` after the last."""
+    """The logits processors of one round. Call `proposed` after each draft step, `close` after the last."""
 
     def __init__(
         self, requests: Iterable[tuple[int, Sequence, int, int]], vocab_size: int, device: torch.device
@@ -48,8 +48,8 @@ class Adjustments:
         self._members: dict[int, _Member] = {}
         self._by_row: dict[int, _Member] = {}
         self._masks: dict[int, torch.Tensor] = {}  # choice row -> packed bits of the tokens that are allowed
-        self.failed: dict[int, str] = {}  # requests whose format cannot go on, and why
-        self.usable: dict[int, int] = {}  # choice rows of a request from which on its format allows nothing
+        self.failed: dict[int, str] = {}  # requests whose format cannot continue, and the reason
+        self.usable: dict[int, int] = {}  # first choice row of a request at which its format allows nothing
         counted: list[_Member] = []
         rows = 0
         for index, sequence, first, count in requests:
@@ -73,11 +73,14 @@ class Adjustments:
 
     @property
     def wanted(self) -> bool:
-        """Whether any request wants anything."""
+        """True if any request has a logits processor."""
         return bool(self._members)
 
     def apply(self, logits: torch.Tensor, choice_rows: SequenceOf[int]) -> torch.Tensor:
-        """`logits` [rows, vocabulary of the model] of these choice rows, adjusted; the argument stays as it is."""
+        """Return adjusted `logits` [rows, vocabulary of the model] of these choice rows.
+
+        The argument is not changed.
+        """
         touched = [(at, row) for at, row in enumerate(choice_rows) if row in self._by_row]
         if not touched:
             return logits
@@ -102,7 +105,7 @@ class Adjustments:
         return adjusted
 
     def proposed(self, members: SequenceOf[int], step: int, tokens: torch.Tensor) -> None:
-        """Draft step `step` proposed `tokens` [members] for these requests of the round."""
+        """Take in `tokens` [members], proposed by draft step `step` for these requests of the round."""
         if not self.wanted:
             return
         at_rows: list[int] = []
@@ -133,7 +136,7 @@ class Adjustments:
             )
 
     def close(self) -> None:
-        """Take the proposals back: what is committed is told to the formats by the commit."""
+        """Remove the draft tokens from the formats: the commit adds the committed tokens to them."""
         for member in self._members.values():
             if member.sequence.format is not None and member.steps:
                 member.sequence.format.rollback(member.steps)

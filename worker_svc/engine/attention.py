@@ -1,4 +1,4 @@
-"""Attention of packed, ragged rows over a KV pool: what is built once per forward, and what runs in every layer.
+"""Attention of packed, ragged rows over a KV pool: the plan of a forward, and the attention of each layer.
 
 A forward takes *pieces*: consecutive tokens of one sequence, each with the position it starts at. Their tokens lie one after
 another in one row of shape [total]. On the CPU attention is usually that of `kernels`, which takes pieces as they are. Elsewhere pieces of equal
@@ -30,10 +30,14 @@ from worker_svc.engine.kv import KV_TILE, KVPool, Place
 
 MIN_ROWS = 4  # rows from which products on the CPU are independent of the number of rows
 UNFOLDED_FROM = 64  # tokens from which a piece is not folded: its mask would hold the same rows once per head of the group
-GRANULE = 16  # keys that are read are a multiple of it
-KV_GRANULE = 64  # pieces whose keys come to the same multiple of this, or a power of two times as much, may share a segment
-TRIED_EVERY = 29  # `exact_spans` tries what every so many-th token of a tile finds: a prime, so that all distances to a multiple of 16 occur
-QUERY_BLOCK = 32  # SDPA on the CPU takes a multiple of so many query rows at a time
+GRANULE = 16  # the number of keys read is a multiple of it
+# Pieces may share a segment if their numbers of keys round up to the same multiple of this, or a power of two
+# times as much.
+KV_GRANULE = 64
+# `exact_spans` tries every TRIED_EVERY-th token of a tile: a prime, so that all distances to a multiple of 16
+# occur.
+TRIED_EVERY = 29
+QUERY_BLOCK = 32  # SDPA on the CPU takes query rows in blocks of a multiple of this
 
 
 class Piece(NamedTuple):
@@ -51,7 +55,7 @@ class Segment:
     first: int  # packed row of the first token
     pieces: int
     count: int  # tokens of each piece
-    spare: int  # query rows that are added and mean nothing, for the deterministic recipe
+    spare: int  # query rows that are added without a meaning, for the deterministic recipe
     kv: int  # keys that attention reads for each piece
     base: int  # pool row of the first key of a single piece in one run of blocks
     index: torch.Tensor | None  # pool rows [pieces * kv] to gather, otherwise
@@ -65,19 +69,20 @@ class Plan:
     total: int  # packed rows, padding included
     order: list[int]  # the pieces in packed order, as indices into what the caller passed
     first_row: list[int]  # packed row of the first token of each piece, by the caller's index
-    # Of each packed row, int64 [total]; both empty where nobody asks.
+    # `positions` and `write_rows` of each packed row, int64 [total]; both empty where they are not needed.
     positions: torch.Tensor
-    write_rows: torch.Tensor  # pool row that its key and value go to
+    write_rows: torch.Tensor  # pool row for its key and value
     segments: list[Segment]
-    padding: int  # rows at the end that belong to nobody
+    padding: int  # rows at the end that belong to no sequence
     write_first: int | None  # where all other rows are written one after another: the pool row of the first
-    # In place of segments where attention is that of `kernels`: [pieces, PIECE_NUMBERS] int64, and the pool rows that it has the addresses of.
+    # In place of segments where attention is that of `kernels`: [pieces, PIECE_NUMBERS] int64, and the pool
+    # rows whose addresses it holds.
     pieces: torch.Tensor | None = None
     scattered: list[torch.Tensor] = field(default_factory=list)
 
 
 class Planner:
-    """Builds plans for one pool whose attention is SDPA's."""
+    """A builder of plans for one pool whose attention is SDPA's."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class Planner:
         self._never = torch.full((), -torch.inf, dtype=dtype, device=pool.device)
 
     def plan(self, pieces: Sequence[Piece], reserve: int = 0) -> Plan:
-        """A plan for one forward, with room for `reserve` calls of `advance` after it."""
+        """Return a plan for one forward, with room for `reserve` calls of `advance` after it."""
         alone = len(pieces) == 1
         ends = [piece.start + piece.tokens + (0 if alone else reserve) for piece in pieces]
         order, runs = self._arrange(pieces, ends)
@@ -133,7 +138,10 @@ class Planner:
         return plan
 
     def advance(self, plan: Plan) -> bool:
-        """Turn the plan of single tokens into that of the next token of each piece. False if it has to be built anew."""
+        """Turn the plan of single tokens into that of the next token of each piece.
+
+        Returns False if a new plan has to be built.
+        """
         if plan.padding or any(segment.count > 1 or segment.index is not None for segment in plan.segments):
             return False
         plan.positions.add_(1)
@@ -148,7 +156,7 @@ class Planner:
         return True
 
     def _mask(self, positions: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """Additive mask [pieces, 1, folded rows, kv] of rows at the plan's positions."""
+        """Return the additive mask [pieces, 1, folded rows, kv] of rows at the plan's positions."""
         own = positions[segment.first : segment.first + segment.pieces * segment.count]
         mask = torch.where(
             self._keys[: segment.kv] <= own.view(segment.pieces, 1, segment.count, 1), self._zero, self._never
@@ -162,7 +170,10 @@ class Planner:
     def _arrange(
         self, pieces: Sequence[Piece], ends: Sequence[int]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Packed order of the pieces, and where its segments begin and end in it: equal lengths, and about as many keys."""
+        """Return the packed order of the pieces, and the begin and end of each segment in it.
+
+        The pieces of a segment have equal lengths and about the same number of keys.
+        """
         keys = [(piece.tokens, self._class(end)) for piece, end in zip(pieces, ends, strict=True)]
         order = sorted(range(len(pieces)), key=keys.__getitem__)
         runs: list[tuple[int, int]] = []
@@ -174,7 +185,10 @@ class Planner:
         return order, runs
 
     def _class(self, end: int) -> int:
-        """Contexts of this many tokens may share a segment if this is the same: the keys that they read at most."""
+        """Return the most keys that contexts up to `end` read.
+
+        Contexts with the same value may share a segment.
+        """
         granule = KV_GRANULE
         while granule * 2 < end and granule < KV_TILE:
             granule *= 2
@@ -182,13 +196,13 @@ class Planner:
         return self._span(-(-end // granule) * granule)
 
     def _span(self, end: int, single_row: bool = False) -> int:
-        """Keys to read for contexts of up to `end` tokens."""
+        """Return the number of keys to read for contexts of up to `end` tokens."""
         if self._spans is not None:
             if end > KV_TILE:
                 return -(-end // KV_TILE) * KV_TILE
             return self._spans[bisect_left(self._spans, end)]
         if single_row:
-            return end  # one that may see every key needs no mask
+            return end  # a row that may see every key needs no mask
         return -(-end // KV_GRANULE) * KV_GRANULE
 
     def _segment(
@@ -212,12 +226,14 @@ class Planner:
 
     def _rows(self, place: Place, span: int) -> torch.Tensor:
         rows = place.rows(self._device)
-        # What lies behind the sequence's last block is masked; any row that holds finite numbers will do.
+        # Entries after the sequence's last block are masked; any row that holds finite numbers will do.
         return rows[:span] if rows.numel() >= span else pad(rows, (0, span - rows.numel()))
 
 
 class KernelPlanner:
-    """Builds plans for one pool whose attention is that of `kernels`: any pieces, in any order, wherever their blocks lie.
+    """A builder of plans for one pool whose attention is that of `kernels`.
+
+    It takes any pieces, in any order, with blocks at any place.
 
     `flat`: a forward that is not all `kernels`' needs the position and the pool row of each packed row too.
     """
@@ -228,7 +244,7 @@ class KernelPlanner:
         self._flat = flat
 
     def plan(self, pieces: Sequence[Piece], reserve: int = 0) -> Plan:
-        """A plan for one forward."""
+        """Return a plan for one forward."""
         table: list[int] = []
         first_row: list[int] = []
         scattered: list[torch.Tensor] = []
@@ -267,7 +283,10 @@ class KernelPlanner:
         return torch.cat(positions), torch.cat(write)
 
     def advance(self, plan: Plan) -> bool:
-        """Turn the plan of single tokens into that of the next token of each piece. False if it has to be built anew."""
+        """Turn the plan of single tokens into that of the next token of each piece.
+
+        Returns False if a new plan has to be built.
+        """
         assert plan.pieces is not None
         if self._flat or plan.total > plan.pieces.shape[0]:
             return False
@@ -279,7 +298,7 @@ _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def _spare_rows(rows: int) -> int:
-    """What a number of query rows lacks so that no block of them has fewer than MIN_ROWS."""
+    """Return the query rows to add so that no block of them has fewer than MIN_ROWS."""
     return max(0, MIN_ROWS - (rows % QUERY_BLOCK or QUERY_BLOCK))
 
 
@@ -287,7 +306,10 @@ def _spare_rows(rows: int) -> int:
 def exact_spans(
     *, group: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, ...]:
-    """Numbers of keys up to KV_TILE that give the same bits as whole tiles, tried out here and now: ascending, KV_TILE the last."""
+    """Return the numbers of keys up to KV_TILE that give the same bits as whole tiles, tested at the call.
+
+    They are ascending, KV_TILE the last.
+    """
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn((2 * KV_TILE, 2, kv_heads, size), generator=generator).to(device, dtype)
     k, v = (pool[:, at].transpose(0, 1)[None] for at in range(2))
@@ -337,9 +359,10 @@ def attend(
 def attend_rows(
     query: torch.Tensor, pool: KVPool, layer: int, plan: Plan, scale: float, behind: int
 ) -> torch.Tensor:
-    """Attention of all rows to what the pool holds: `query` [total, heads, size] to [total, heads, size].
+    """Return the attention of all rows to the pool's entries, [total, heads, size] like `query`.
 
-    `behind`: so many times `size` numbers lie behind each row's query heads in memory, and may be read as spare query rows.
+    `behind`: after each row's query heads, `behind` times `size` numbers follow in memory, and may be read as
+    spare query rows.
     """
     if plan.pieces is not None:
         return kernels.attend(query, pool.layers[layer], plan.pieces, scale)
@@ -358,7 +381,7 @@ def _attend_segment(
     scale: float,
     behind: int,
 ) -> torch.Tensor:
-    """Attention of one segment: [pieces * count, heads, size]."""
+    """Return the attention of one segment: [pieces * count, heads, size]."""
     heads, size = query.shape[1:]
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -375,7 +398,8 @@ def _attend_segment(
         )
         return out[:, :, :count].permute(2, 1, 0, 3).reshape(count, heads, size)
     if count == 1 and 0 < spare <= behind:
-        # What lies behind a group's heads, the next group's or whatever else, serves as spare rows without a copy.
+        # The numbers after a group's heads, those of the next group or any other, serve as spare rows without
+        # a copy.
         q = q.as_strided(
             (pieces, kv_heads, group + spare, size), (q.stride(0), group * size, size, 1), q.storage_offset()
         )
@@ -391,7 +415,7 @@ def _attend_segment(
 
 
 def _entries(pool: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """Keys or values of a segment, [pieces, heads, kv, size]."""
+    """Return the keys or values of a segment, [pieces, heads, kv, size]."""
     heads, size = pool.shape[1:]
     if segment.index is None:
         return pool[segment.base : segment.base + segment.kv].transpose(0, 1)[None]

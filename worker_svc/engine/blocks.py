@@ -1,15 +1,19 @@
-"""Which KV block belongs to whom, and what is in it. Integers and names only: no torch, no models.
+"""Owners and contents of KV blocks (block accounting, prefix cache).
+
+Integers and names only: no torch, no models.
 
 A block is `block_size` tokens of one pool. At any time it is
 
-    owned    by one, or by several who read the same context start
-    cached   by nobody, but its contents have a name and can be had again until the space is needed
-    free     by nobody, and nobody knows what is in it
+    owned    by one owner, or by several that read the same context start
+    cached   without an owner, but its contents have a name and can be reused until the space is needed
+    free     without an owner and without known contents
 
-Cached blocks count as free wherever space is counted. A block gets its name when it is full of committed tokens, and is never written
-again while somebody owns it: so only a block with a name has several owners, and every other one has a single writer.
+Cached blocks count as free in every count of space. A block gets its name when it is full of committed
+tokens, and is never written again while it has an owner: so only a block with a name has several owners, and
+every other one has a single writer.
 
-`BlockAllocator` prefers neighbours, because a context in one run of memory is read faster, and by SDPA as a view instead of being gathered.
+`BlockAllocator` prefers adjacent blocks, because a context in one run of memory is read faster, and by SDPA
+as a view instead of being gathered.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ _FREE, _CACHED, _OWNED = 0, 1, 2
 
 
 def name_blocks(names: list[bytes], tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Extend `names` to all full blocks of `tokens`, and return it: name i stands for the tokens of block i and all before them.
+    """Extend `names` to all full blocks of `tokens`, and return it.
 
-    A digest of 256 bits, because clients choose tokens: nobody finds two contexts of one name.
+    Name i identifies the tokens of block i and all before them. A name is a digest of 256 bits, because
+    clients choose tokens: finding two contexts with one name is infeasible.
     """
     for at in range(len(names), len(tokens) // block_size):
         ids = array("I", tokens[at * block_size : (at + 1) * block_size]).tobytes()
@@ -37,11 +42,12 @@ def name_blocks(names: list[bytes], tokens: Sequence[int], block_size: int) -> l
 
 
 class BlockAllocator:
-    """Hands out block ids 0 .. blocks - 1, each to one writer at a time.
+    """An allocator of block ids 0 .. blocks - 1, each for one writer at a time.
 
-    `region` is a hint in blocks: a new owner starts at a multiple of it where a whole region without owners is left, so that it can
-    grow in place and so that several owners lie at equal distances. With `together` what is cached gives way to that, the region
-    first whose contents are the oldest; without, cached blocks are used up when no others are left, and strictly oldest first.
+    `region` is a hint in blocks: a new owner starts at a multiple of it where a whole region without owners
+    is left, so that it can grow in place and so that several owners lie at equal distances. With `together`,
+    cached contents are evicted for that, the region with the oldest contents first; without it, cached blocks
+    are used only when no others are left, and strictly oldest first.
     """
 
     def __init__(self, blocks: int, region: int = 1, together: bool = True) -> None:
@@ -53,28 +59,34 @@ class BlockAllocator:
         self._together = together
         self._state = bytearray(blocks)
         self._owners = [0] * blocks
-        self._names: dict[int, bytes | None] = {}  # of blocks not to be written; None: nobody may find it
+        self._names: dict[int, bytes | None] = {}  # names of read-only blocks; None: `find` skips it
         self._by_name: dict[bytes, list[int]] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # those without an owner, oldest first
-        self._cached_at = [0] * blocks  # when it lost its last owner; 0: it is not cached
+        self._cached_at = [0] * blocks  # clock when it lost its last owner; 0: not cached
         self._clock = 0
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks without an owner whose contents can be had again."""
+        """Number of blocks without an owner whose contents can be reused."""
         return len(self._cached)
 
     # -- space --------------------------------------------------------------------------------------------------------------
 
     def allocate(self, count: int, expected: int = 0) -> list[int]:
-        """`count` blocks for a new owner that may grow to `expected`. Raises OutOfBlocks, changing nothing."""
+        """Return `count` blocks for a new owner that may grow to `expected`.
+
+        Raises OutOfBlocks, changing nothing.
+        """
         self._require(count)
         start = self._find_start(count, max(count, expected))
         ids = list(range(start, start + count)) if start >= 0 else self._scattered(count)
         return self._take(ids)
 
     def extend(self, held: Sequence[int], count: int) -> list[int]:
-        """`count` more blocks for the owner of `held`, next to its last one where possible. Raises OutOfBlocks, changing nothing."""
+        """Return `count` more blocks for the owner of `held`, next to its last one where possible.
+
+        Raises OutOfBlocks, changing nothing.
+        """
         self._require(count)
         first = held[-1] + 1 if held else self.blocks
         run, last = 0, _CACHED if self._together else _FREE
@@ -84,7 +96,10 @@ class BlockAllocator:
         return ids + self._take(self._scattered(count - run))
 
     def free(self, ids: Sequence[int]) -> None:
-        """One owner less for each, in the order of the context: the end of it is used up first. Raises ValueError for a block without an owner."""
+        """Remove one owner from each block. Raises ValueError for a block without an owner.
+
+        `ids` are in the order of the context; the blocks at its end are reused first.
+        """
         for block in reversed(ids):
             if not (0 <= block < self.blocks and self._owners[block]):
                 raise ValueError(f"block {block} is not allocated")
@@ -99,27 +114,30 @@ class BlockAllocator:
                 self._clock += 1
                 self._cached_at[block] = self._clock
                 self._cached[block] = None
-            elif block in self._names:  # another block has the same contents, or nobody may find them
+            elif block in self._names:  # its contents are in another block too, or must not be found
                 self._forget(block)
 
     # -- contents -----------------------------------------------------------------------------------------------------------
 
     def name(self, block: int, name: bytes) -> None:
-        """From now on `block` is not written, and `find` finds it. Raises ValueError unless it has one owner and no name."""
+        """Make `block` read-only, so that `find` returns it.
+
+        Raises ValueError unless it has one owner and no name.
+        """
         if self._owners[block] != 1 or block in self._names:
             raise ValueError(f"block {block} has a name already, or not one owner")
         for same in self._by_name.get(name, [])[:1]:
-            if self._state[same] == _CACHED:  # what is owned stays anyway
+            if self._state[same] == _CACHED:  # an owned block stays in any case
                 self._forget(same)
         self._names[block] = name
         self._by_name.setdefault(name, []).append(block)
 
     def is_named(self, block: int) -> bool:
-        """Whether it must not be written."""
+        """Return True if the block must not be written."""
         return block in self._names
 
     def find(self, names: Iterable[bytes]) -> list[int]:
-        """Blocks with these contents, up to the first that nobody has."""
+        """Return blocks with these contents, up to the first name that no block has."""
         found: list[int] = []
         for name in names:
             same = self._by_name.get(name)
@@ -129,7 +147,7 @@ class BlockAllocator:
         return found
 
     def share(self, ids: Sequence[int]) -> None:
-        """One owner more for each. Raises ValueError for a block without a name."""
+        """Add one owner to each block. Raises ValueError for a block without a name."""
         if any(block not in self._names for block in ids):
             raise ValueError("only blocks with a name are shared")
         for block in ids:
@@ -140,7 +158,7 @@ class BlockAllocator:
             self._owners[block] += 1
 
     def forget_names(self) -> None:
-        """Nothing that exists now is found again."""
+        """Forget all names: `find` returns no block that exists now."""
         for block in list(self._cached):
             self._forget(block)
         self._names = dict.fromkeys(self._names)
@@ -181,7 +199,7 @@ class BlockAllocator:
         return ids
 
     def _forget(self, block: int) -> None:
-        """Its contents are not found any more, and it may be written."""
+        """Forget the contents of a block: `find` skips it, and it may be written."""
         name = self._names.pop(block)
         if name is not None:
             same = self._by_name[name]
@@ -197,9 +215,10 @@ class BlockAllocator:
         self._cached_at[block] = 0
 
     def _find_start(self, count: int, expected: int) -> int:
-        """Start of a run without owners: whole regions for `expected` first, then whole regions for `count`, then any run; -1 if there is none.
+        """Return the start of a run of blocks without owners, or -1 if there is none.
 
-        With `together` what is cached only decides between places that are as good: it makes nobody slower.
+        The order is: whole regions for `expected`, whole regions for `count`, any run. With `together`,
+        cached contents only decide between equally good runs, so that they make no request slower.
         """
         if count == 0:
             return 0
@@ -215,7 +234,10 @@ class BlockAllocator:
         return -1
 
     def _stalest(self, length: int, step: int) -> int:
-        """Start of a run at a multiple of `step`: the first that is all free, else the one whose newest contents are the oldest; -1."""
+        """Return the start of a run at a multiple of `step`, or -1.
+
+        It is the first run that is all free, else the one whose newest contents are the oldest.
+        """
         best, oldest = -1, self._clock + 1
         start = 0
         while start + length <= self.blocks:
@@ -232,7 +254,7 @@ class BlockAllocator:
         return best
 
     def _scattered(self, count: int) -> list[int]:
-        """Free blocks, and then the oldest of the cached ones."""
+        """Return free blocks, and then the oldest cached ones."""
         ids: list[int] = []
         start = 0
         while len(ids) < count and (start := self._state.find(_FREE, start)) >= 0:

@@ -1,4 +1,4 @@
-"""What rows, draft steps and long contexts cost on this device, measured before the first request comes."""
+"""Measured costs of rows, draft steps and long contexts on this device, before the first request arrives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from worker_svc.engine.kv import KV_TILE, KVPool
 from worker_svc.engine.model import PackedModel
 
 TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
-SHORT = 64  # tokens of the contexts in which most is measured. Our choice
+SHORT = 64  # tokens of the contexts of most measurements. Our choice
 # Draft steps of one row each that are measured together, where they are one call. Our choice.
 STEPS_IN_A_CALL = 4
-# What a round takes besides the forward, and each of its rows, before that was measured.
+# Seconds of a round, and of each of its rows, besides the forward, before they were measured.
 AROUND_S, AROUND_ROW_S = 2e-4, 1.5e-5
 
 Clock = Callable[[], float]  # seconds of computing
@@ -27,8 +27,11 @@ Clock = Callable[[], float]  # seconds of computing
 def measure_rounds(
     target: PackedModel, *, slots: int, deepest: int, max_length: int, clock: Clock, deadline: float
 ) -> CostTable:
-    """Seconds of a round without draft steps, by rows; `deepest`: rows of a request, at most; `deadline` of the monotonic clock, but each size is
-    measured twice. The model has a pool attached."""
+    """Return the seconds of a round without draft steps, by rows.
+
+    `deepest`: rows of a request, at most; `deadline` of the monotonic clock, but each size is measured twice.
+    The model has a pool attached.
+    """
     forward = _measure(target, _ladder(slots * deepest), slots, max_length, clock, deadline, proposes=False)
     seconds = [
         took + AROUND_S + AROUND_ROW_S * count
@@ -40,7 +43,7 @@ def measure_rounds(
 def measure_draft_steps(
     draft: PackedModel, *, slots: int, max_length: int, clock: Clock, deadline: float
 ) -> CostTable:
-    """Seconds of a draft step, by rows. Arguments as in `measure_rounds`."""
+    """Return the seconds of a draft step, by rows. Arguments as in `measure_rounds`."""
     counts = _ladder(slots * FIRST_STEP_ROWS)
     return _measure(draft, counts, slots, max_length, clock, deadline, proposes=True)
 
@@ -56,7 +59,10 @@ def _measure(
     *,
     proposes: bool,
 ) -> CostTable:
-    """Seconds by about these counts of rows, and of a key: the least of several measurements, as long as time allows."""
+    """Return the seconds by about these counts of rows, and of a key.
+
+    They are the least of several measurements, as long as time allows.
+    """
     steps = min(STEPS_IN_A_CALL, -(-max_length // 2)) if proposes and model.proposes else 1
     short, long = min(SHORT, max_length // 2), min(KV_TILE, max_length) - steps
     pool = model.pool
@@ -68,7 +74,7 @@ def _measure(
     for turn in range(TURNS):
         for sequences, per, start in shapes:
             if turn > 1 and sequences * per > FIRST_STEP_ROWS * slots:
-                continue  # dear, and seldom asked for
+                continue  # expensive to measure, and rarely needed
             sequences = min(sequences, _room(pool, start, per, steps))
             if sequences < 1:
                 continue
@@ -94,20 +100,26 @@ def _measure(
 
 
 def _held(pool: KVPool, start: int, per: int, steps: int) -> int:
-    """Blocks of a context of `start` tokens that `steps` times in turn is given `per` more, the first time, and one."""
+    """Return the blocks of a context of `start` tokens that grows in `steps` steps.
+
+    The first adds `per` tokens, each other one.
+    """
     return blocks_needed(start + steps, per, pool.block_size)
 
 
 def _room(pool: KVPool, start: int, per: int, steps: int) -> int:
-    """How many such contexts there is room for."""
+    """Return the number of such contexts that there is room for."""
     return pool.allocator.free_blocks // _held(pool, start, per, steps)
 
 
 def _seconds(
     model: PackedModel, sequences: int, per: int, start: int, steps: int, clock: Clock, *, proposes: bool
 ) -> float:
-    """Of a forward of `per` tokens each after `start` in a context, and of the choices: at all rows, or where it `proposes` at the last of each;
-    the mean of so many draft steps if they are one call."""
+    """Return the seconds of a forward of `per` tokens each after `start` in a context, and of the choices.
+
+    The choices are at all rows, or at the last row of each sequence if the model `proposes`; if `steps` draft
+    steps are one call, it is their mean.
+    """
     pool, device = model.pool, model.device
     places = [pool.new_place() for _ in range(sequences)]
     held = _held(pool, start, per, steps)
@@ -129,5 +141,5 @@ def _seconds(
 
 
 def _ladder(largest: int) -> list[int]:
-    """1, 2, 4 ... up to and including `largest`."""
+    """Return 1, 2, 4 ... up to and including `largest`."""
     return sorted({largest, *(2**i for i in range(largest.bit_length()))} - {0})

@@ -34,7 +34,7 @@ V_MAX = 1.0 - 2.0**-24
 
 
 def mix64(x: int) -> int:
-    """splitmix64's output function on one unsigned 64-bit integer."""
+    """Return splitmix64's output function of one unsigned 64-bit integer."""
     x = (x + GOLDEN) & M64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M64
@@ -42,12 +42,12 @@ def mix64(x: int) -> int:
 
 
 def row_key(seed: int, position: int) -> int:
-    """The 64-bit key of one output position of one request."""
+    """Return the 64-bit key of one output position of one request."""
     return mix64((mix64(seed & M64) + position * GOLDEN) & M64)
 
 
 def token_bits(key: int, token_id: int) -> int:
-    """32 uniform bits for one token under one key."""
+    """Return 32 uniform bits for one token under one key."""
     low, high = key & M32, key >> 32
     x = ((token_id * WEYL) & M32) ^ low
     x = ((x ^ (x >> 16)) * MIX_A) & M32
@@ -57,10 +57,10 @@ def token_bits(key: int, token_id: int) -> int:
 
 
 def uniform(key: int, token_id: int) -> float:
-    """v of the module's docstring, in (0, 1)."""
+    """Return v of the module's docstring, in (0, 1)."""
     return min((token_bits(key, token_id) + 0.5) / 2.0**32, V_MAX)
 
 
 def gumbel(seed: int, position: int, token_id: int) -> float:
-    """Standard Gumbel noise of one token at one position."""
+    """Return the standard Gumbel noise of one token at one position."""
     return -math.log(-math.log1p(-uniform(row_key(seed, position), token_id)))

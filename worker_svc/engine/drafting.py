@@ -1,16 +1,19 @@
-"""How many tokens to draft for each request in the next round: as many as pay for themselves. No torch.
+"""The choice of how many tokens to draft for each request in the next round: as many as pay for themselves.
 
-Proposal j of request i is worth a_i ** j tokens (all before it must be accepted too), a_i being the request's chance that one proposal is
-accepted. It costs a row of the verification and a row of draft step j; the first request to reach step j also pays for the step. The
-lengths maximise
+No torch. Draft token j of request i (also called its proposal j) is worth a_i ** j tokens, since all before
+it must be accepted too; a_i is the request's chance that one draft token is accepted. It costs a row of the
+verification and a row of draft step j; the first request to reach step j also pays for the step. The lengths
+maximise
 
     goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (round(rows) + sum_j step(rows of draft step j))
 
-over "everybody up to g" and "everybody up to g, but nobody beyond the point where a proposal is worth less than it costs at that goodput".
-Drafts of equal length are verified a little faster than others. Zero is an answer like any other. `round` is all that a round takes but for
-its draft steps: the forward of the target, and around it what buys nothing and argues for fewer and longer rounds. What rides along for others
-(`other_rows`) does not count: it has to be done anyway, and would make any number of proposals look cheap. Measured within a request,
-acceptance is close to geometric; between requests it differs a lot.
+over two kinds of choice: "each request drafts up to g", and "each request drafts up to g, but no token that
+is worth less than it costs at that goodput". Drafts of equal length are verified a little faster than others.
+Zero is a valid answer. `round` is the time of a round without its draft steps: the target's forward, and the
+work around it, which gains no tokens and favours fewer and longer rounds. Rows that ride along for other
+requests (`other_rows`) do not count: they must be computed in any case, and would make any number of draft
+tokens look cheap. Measured within a request, acceptance is close to geometric; between requests it differs a
+lot.
 """
 
 from __future__ import annotations
@@ -23,52 +26,65 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-PRIOR_STRENGTH = 8.0  # proposals that the shared prior counts for
+PRIOR_STRENGTH = 8.0  # weight of the shared prior, in draft tokens
 PRIOR_FORGETS = 0.98  # per round and request: the shared prior follows the traffic
-REQUEST_FORGETS = 0.98  # per tested proposal: acceptance drifts within a request
+REQUEST_FORGETS = 0.98  # per tested draft token: acceptance drifts within a request
 HYSTERESIS = 0.03  # another length must promise this much more goodput
-ADVANTAGE = (
-    0.05  # any draft must promise this much more than none: what it costs is known less well. Our choice
-)
-UNEVEN = 0.06  # where attention has no kernel of its own, a verification of unequally long drafts takes so much longer than its rows tell
-# What a draft reads of a context must be earned back so many times: one or two proposals are made for every two tokens that are to come,
-# estimates that look best are too high, and a request may end sooner. Our choice.
+# Any draft must promise this much more goodput than no draft: its cost is known less well. Our choice.
+ADVANTAGE = 0.05
+# Extra time of verifying drafts of unequal length, as a fraction of the time of their rows, where attention
+# has no kernel of its own.
+UNEVEN = 0.06
+# Required ratio of a draft's expected gain to the cost of reading its context: one or two draft tokens are
+# made for every two tokens to come, the estimates that look best are too high, and a request may end sooner.
+# Our choice.
 EARNS = 3.0
-FALLING = (
-    2  # depths one after the other that promise less than the one before: still deeper ones are not looked at
-)
-FEW_IN = 4  # one request that came or went in so many does not change the choice. Our choice, like the next
-FEW_WHILE_NONE_IN = (
-    2  # while nobody drafts: for those who come there is no other evidence than for those who were there
-)
-# Rounds for which a choice holds: what a proposal is worth and costs changes slowly, and to choose takes as long as a row. At first the
-# former; each time that the next choice says the same, twice as many, up to the latter. Our choice.
+# Consecutive depths, each promising less than the one before, after which deeper ones are not tried.
+FALLING = 2
+# If at most one request in this many has come or gone, the choice is kept. Our choice, like the next.
+FEW_IN = 4
+# The same while no request drafts: there is no other evidence about new requests than about the earlier ones.
+FEW_WHILE_NONE_IN = 2
+# Rounds for which a choice holds: worth and cost of a draft token change slowly, and choosing takes as long
+# as a row. HELD_AT_FIRST at first; twice as many each time that the next choice is the same, up to
+# HELD_AT_MOST. Our choice.
 HELD_AT_FIRST, HELD_AT_MOST = 4, 32
-# Weight of one measurement for the points of a cost table next to it, and for all of them. A machine has slower and faster minutes, which
-# all points share: a table that follows them only where it is measured takes whatever was not tried of late for slow.
+# Weight of one measurement for the neighbouring points of a cost table, and for all its points. A machine has
+# slower and faster minutes, which affect all points alike: a table that followed them only at the measured
+# points would take every size that was not tried recently for slow.
 STEP_NEAR, STEP_ALL = 0.04, 0.06
-FARTHEST = 0.25  # a measurement is taken to be off its prediction by so much of that at most: what is far off, most often above, is an accident
-# Drafts that promise less than so many times what is had without them pause for a round every so often: else nobody would know any more
-# what that is. Our choice.
+# Bound of a measurement's deviation, as a fraction of its prediction: a larger one, most often upwards, is an
+# accident.
+FARTHEST = 0.25
+# Drafts that promise less than NEAR times the goodput without drafts pause for one round every PLAIN_AFTER
+# rounds: otherwise the goodput without drafts would not be measured any more. Our choice.
 NEAR, PLAIN_AFTER = 1.5, 32
-PROBE_AFTER = (
-    64  # rounds without a proposal after which a request gets one, so that its estimate can move again
-)
-FIRST_STEP_ROWS = 2  # tokens of a request that the first draft step reads: the last one, and the one before it that the draft may lack
-EXPLORED_SHARE = 0.005  # of the time goes into probing: newcomers and silent requests show whether the traffic has changed. Our choice
-SURPRISE = 0.1  # who is probed is found to accept so much more than the others, or to be refused half as often: then others are probed at once. Our choice
-PROBE_LEARNS = 1 / 8  # weight of the newest round with a probe in what it takes longer
-PROBE_WITHIN = 2.0  # times what is expected or one so many times it: what such a round may be found to take longer. Our choice
-PROBE_MISSES = 2  # proposals refused after which a request is probed no more: what costs is that the draft reads its context
-MOST_PROBES = 16  # proposals after which it is not either
-TOKENS_TO_COME = (
-    128  # of a request, before any has ended: what a draft's reading of its context must pay for. Our choice
-)
-ENDED_KEPT = 64  # requests that ended of late, whose lengths tell how much the others will say
+# Rounds without a draft token after which a request gets one, so that its estimate can move again.
+PROBE_AFTER = 64
+# Tokens of a request that the first draft step reads: the last one, and the one before it, which the draft
+# may lack.
+FIRST_STEP_ROWS = 2
+# Share of the time that is spent on probing: new and silent requests show whether the traffic has changed.
+# Our choice.
+EXPLORED_SHARE = 0.005
+# If the acceptance rate of a probed request exceeds that of the others by this much, or if it is rejected
+# half as often, other requests are probed at once. Our choice.
+SURPRISE = 0.1
+PROBE_LEARNS = 1 / 8  # weight of the newest round with a probe in the estimate of its extra time
+# The measured extra time of a round with a probe is clamped to [expected / 2, 2 * expected]. Our choice.
+PROBE_WITHIN = 2.0
+# Rejected draft tokens after which a request is not probed any more: the cost is that the draft reads its
+# context.
+PROBE_MISSES = 2
+MOST_PROBES = 16  # draft tokens after which a request is not probed any more, accepted or not
+# Tokens to come of a request before any has ended, which must pay for the draft's reading of its context. Our
+# choice.
+TOKENS_TO_COME = 128
+ENDED_KEPT = 64  # recently ended requests that are kept for the estimate of output lengths
 
 
 class OutputLengths:
-    """How much a request is yet to say, from how much those said that ended of late."""
+    """Expected remaining output length of a request, from the lengths of recently ended requests."""
 
     def __init__(self) -> None:
         self._ended: deque[int] = deque(maxlen=ENDED_KEPT)
@@ -76,13 +92,16 @@ class OutputLengths:
         self._sums: list[int] = [TOKENS_TO_COME, 0]  # [i]: of `_ascending` from i on
 
     def observe(self, tokens: int) -> None:
-        """A request ended after so many."""
+        """Take in the output length of a request that ended, in tokens."""
         self._ended.append(tokens)
         self._ascending = sorted(self._ended)
         self._sums = [*accumulate(reversed(self._ascending), initial=0)][::-1]
 
     def to_come(self, said: int) -> float:
-        """Expected tokens of one that said so many: what those who said more said on average from there on; as many again if nobody did."""
+        """Return the expected remaining output after `said` tokens.
+
+        It is the mean residual life of the recent lengths; `said` again if none was longer.
+        """
         longer = bisect.bisect_right(self._ascending, said)
         if longer == len(self._ascending):
             return float(said)
@@ -90,9 +109,9 @@ class OutputLengths:
 
 
 class Outlook(NamedTuple):
-    """What lies ahead of a request."""
+    """Expected remaining output of a request, and the context that its draft lacks."""
 
-    to_come: float = math.inf  # tokens that it is expected to say
+    to_come: float = math.inf  # tokens that it is expected to generate
     lacks: int = 0  # tokens of its context that the draft must read before it can propose
 
     @property
@@ -101,19 +120,19 @@ class Outlook(NamedTuple):
         return self.lacks / max(1.0, self.to_come)
 
 
-Outlooks = Callable[[int], Outlook]  # of the request at a place, asked only where it matters
+Outlooks = Callable[[int], Outlook]  # outlook by index of the request, computed only where it matters
 
 
 @dataclass(slots=True)
 class Prior:
-    """What is known of all requests together whose proposals come from one source."""
+    """Acceptance of all requests together whose draft tokens come from one source."""
 
     accepted: float = 6.0
     tested: float = 10.0
 
     @property
     def rate(self) -> float:
-        """Accepted among tested proposals."""
+        """Fraction of the tested draft tokens that were accepted."""
         return self.accepted / self.tested
 
     def observe(self, accepted: int, tested: int) -> None:
@@ -124,19 +143,19 @@ class Prior:
 
 @dataclass(slots=True)
 class Acceptance:
-    """One request's evidence, with old evidence fading."""
+    """Acceptance evidence of one request; old evidence fades."""
 
     accepted: float = 0.0
     tested: float = 0.0
-    silent_rounds: int = 0  # since a proposal was last tested
-    misses_left: int = 0  # gets a proposal, whatever it is worth, until so many were refused
-    probes_left: int = 0  # or so many were tested
+    silent_rounds: int = 0  # rounds since a draft token was last tested
+    misses_left: int = 0  # it drafts a token, whatever that is worth, until `misses_left` were rejected
+    probes_left: int = 0  # or `probes_left` were tested
     met: bool = False  # lengths were chosen for it before
     prior: Prior | None = None  # None: that of the draft model
-    free: bool = False  # its proposals cost no draft step
+    free: bool = False  # its draft tokens cost no draft step
 
     def observe(self, accepted: int, tested: int) -> None:
-        """Take in one round: `tested` proposals were compared, the first `accepted` kept."""
+        """Take in one round: `tested` draft tokens were compared, the first `accepted` kept."""
         if tested == 0:
             self.silent_rounds += 1
             return
@@ -149,23 +168,26 @@ class Acceptance:
 
     @property
     def probed(self) -> bool:
-        """Whether it gets a proposal whatever that is worth."""
+        """True while the request drafts a token whatever that is worth."""
         return self.misses_left > 0 and self.probes_left > 0
 
     def probe(self) -> None:
-        """Begin to give it proposals: as long as they are accepted, within limits."""
+        """Begin to draft for it: as long as its draft tokens are accepted, within limits."""
         self.misses_left, self.probes_left = PROBE_MISSES, MOST_PROBES
 
 
 @dataclass(slots=True)
 class CostTable:
-    """Seconds as a function of a count: linear between points, which follow what is measured; and so much for each key of attention."""
+    """Seconds as a function of a count, linear between points that follow the measurements.
+
+    Each key of attention adds `key_s`.
+    """
 
     counts: list[int]
-    seconds: list[float]  # at each point; like `key_s`, but for what they all have drifted since
+    seconds: list[float]  # at each point; like `key_s`, without the common drift since then
     key_s: float = 0.0
-    _slopes: list[float] = field(init=False, repr=False)  # from each point on to the next
-    _drifted: float = field(default=1.0, init=False, repr=False)  # times
+    _slopes: list[float] = field(init=False, repr=False)  # from each point to the next
+    _drifted: float = field(default=1.0, init=False, repr=False)  # factor of all points and of `key_s`
 
     def __post_init__(self) -> None:
         if (
@@ -179,13 +201,13 @@ class CostTable:
             self._slope(at)
 
     def copy(self) -> CostTable:
-        """One more that says the same."""
+        """Return an independent copy."""
         return CostTable(
             [*self.counts], [second * self._drifted for second in self.seconds], self.key_s * self._drifted
         )
 
     def __call__(self, count: int, keys: float = 0.0) -> float:
-        """Expected seconds for `count`, in contexts of so many tokens together."""
+        """Return the expected seconds for `count`, in contexts of `keys` tokens together."""
         counts = self.counts
         at = min(bisect.bisect_left(counts, count), len(counts) - 1)
         at -= at > 0
@@ -195,18 +217,20 @@ class CostTable:
         )
 
     def _slope(self, at: int) -> None:
-        """More rows never cost less, and one more never costs more than the mean of those before it."""
+        """Set a slope: more rows never cost less, and one more never costs more than the mean before it."""
         counts, seconds = self.counts, self.seconds
         slope = (seconds[at + 1] - seconds[at]) / (counts[at + 1] - counts[at])
         self._slopes[at] = min(max(0.0, slope), seconds[at] / counts[at])
 
     def drift(self, factor: float) -> None:
-        """The machine was found so much slower (1: twice as slow) where another table holds: move a little."""
+        """Move all points by a fraction of the slowdown (1: twice as slow) that another table observed."""
         self._drifted *= 1.0 + factor * STEP_ALL
 
     def observe(self, count: int, seconds: float, keys: float = 0.0) -> float:
-        """Move the points towards one measurement: those next to it by much, all of them by a little. Returns how much more it was
-        than expected: 1 is twice as much, and the most."""
+        """Move the points towards one measurement: those next to it by much, all of them by a little.
+
+        Returns its deviation as a fraction of the expectation (1: twice as much), clamped to FARTHEST.
+        """
         expected = self(count, keys)
         if seconds <= 0:
             return 0.0
@@ -218,7 +242,8 @@ class CostTable:
         for at in {below, above}:
             near = 1.0 - min(1.0, abs(counts[at] - count) / max(1, counts[above] - counts[below]))
             points[at] *= 1.0 + factor * STEP_NEAR * near
-        # Where more rows were found to cost less, both points tell what either costs: else one of them would drift off unnoticed.
+        # Where more rows were measured to cost less, both points get their mean: otherwise one of them would
+        # drift away unnoticed.
         for at in range(below, min(above + 2, len(points))):
             if at and points[at] < points[at - 1]:
                 points[at - 1 : at + 1] = [(points[at] + points[at - 1]) / 2] * 2
@@ -228,33 +253,38 @@ class CostTable:
 
 
 def default_costs() -> tuple[CostTable, CostTable]:
-    """(round by rows, draft step by rows) before anything was measured: a draft step costs a fifth, rows are nearly free."""
+    """Return (round by rows, draft step by rows) before any measurement.
+
+    A draft step costs a fifth of a round, rows are nearly free.
+    """
     return CostTable([1, 65], [1e-2, 2e-2]), CostTable([1, 65], [2e-3, 4e-3])
 
 
 class _Choice(NamedTuple):
-    """Everybody up to `depth`, but no proposal that is not worth so many tokens."""
+    """Drafts up to `depth` for every request, without draft tokens that are worth less than the least."""
 
     goodput: float
     depth: int
-    least: float  # of a proposal that takes a draft step
-    least_found: float  # of one that was found in the context
+    least: float  # worth, in tokens, of a draft token that takes a draft step
+    least_found: float  # worth of one that was found in the context
 
 
 class _Worth:
-    """What draft lengths bring, of requests whose proposals cost the same: sums by threshold, without asking each request again.
+    """Expected tokens by draft length, for requests whose draft tokens cost the same.
 
-    A request drafts its k-th token if a ** k exceeds the threshold. So by falling a, those who draft k tokens are a prefix of those who may.
+    The sums are kept by threshold, so that a choice does not visit each request again. A request drafts its
+    k-th token if a ** k exceeds the threshold. So, sorted by falling a, the requests that draft k tokens are
+    a prefix of those that may.
     """
 
     def __init__(self, rates: Sequence[float], caps: Sequence[int]) -> None:
         self._rates, self._caps = rates, caps
         self._order = sorted(range(len(rates)), key=rates.__getitem__, reverse=True)
-        self._worths: list[list[float]] = []  # [k - 1]: -(a ** k) of those whose cap is k or more, ascending
+        self._worths: list[list[float]] = []  # [k - 1]: -(a ** k) where the cap is at least k, ascending
         self._sums: list[list[float]] = []  # [k - 1][n]: a ** k of the first n of them together
 
     def at(self, depth: int, threshold: float) -> tuple[list[int], float]:
-        """(requests that draft a k-th token for each k up to `depth`, expected tokens of all their proposals)."""
+        """Return (requests that draft a k-th token, for each k up to `depth`; expected tokens of all)."""
         for k in range(len(self._worths) + 1, depth + 1):
             self._order = [i for i in self._order if self._caps[i] >= k]
             worths = [self._rates[i] ** k for i in self._order]
@@ -265,13 +295,13 @@ class _Worth:
 
 
 class _WorthOfOne:
-    """The same of a single request."""
+    """The same for a single request."""
 
     def __init__(self, rate: float, cap: int) -> None:
         self._worths = [rate**k for k in range(1, cap + 1)]
 
     def at(self, depth: int, threshold: float) -> tuple[list[int], float]:
-        """As `_Worth.at`."""
+        """Return what `_Worth.at` returns."""
         tokens, length = 0.0, 0
         for worth in self._worths[:depth]:
             if worth <= threshold:
@@ -281,21 +311,24 @@ class _WorthOfOne:
 
 
 class _Costs:
-    """What rounds of the same requests take, by what they propose. A table is asked once for each count."""
+    """Seconds of rounds of the same requests, by their draft tokens.
+
+    A table is evaluated once for each count.
+    """
 
     def __init__(self, lengths: DraftLengths, count: int, drafting: int, other_rows: int, keys: int) -> None:
-        """`drafting` of so many take draft steps."""
+        """Prepare the costs of `count` requests, of which `drafting` take draft steps."""
         self._count, self._drafting, self._rows, self._keys = count, drafting, count + other_rows, keys
         self._round = lengths.drafted if drafting else lengths.plain
         self._step, self._uneven = lengths.step, lengths.uneven
-        # What rides along for others has to be done in any case.
+        # Rows that ride along for other requests must be computed in any case.
         self._rode_s = self._round(self._rows, keys) - self._round(count, keys) if other_rows else 0.0
         self._rounds: dict[int, float] = {}
         self._steps: dict[tuple[int, int], float] = {}
         self.plain_goodput = count / lengths.plain(count, keys)  # tokens per second without drafts
 
     def _round_s(self, proposed: int) -> float:
-        """Without its draft steps."""
+        """Return the seconds of a round without its draft steps."""
         found = self._rounds.get(proposed)
         if found is None:
             found = self._rounds[proposed] = self._round(self._rows + proposed, self._keys) - self._rode_s
@@ -309,22 +342,25 @@ class _Costs:
         return found
 
     def row_s(self, depth: int) -> float:
-        """Of one proposal, where everybody drafts so many."""
+        """Return the seconds of one draft token's row when each request drafts `depth` tokens."""
         return (self._round_s(self._count * depth) - self._round_s(0)) / (self._count * depth)
 
     @property
     def another_s(self) -> float:
-        """Of one request more in a draft step."""
+        """Seconds of one more request in a draft step."""
         many = self._drafting
         return (self._step_s(many) - self._step_s(1)) / (many - 1) if many > 1 else 0.0
 
     def least_s(self, deepest: int) -> float:
-        """What a proposal costs at least: in the smallest round or the largest, in the fullest step."""
+        """Return the least seconds of a draft token: smallest or largest round, fullest draft step."""
         row_s = min(self.row_s(1), self.row_s(deepest))
         return row_s + (self._step_s(self._count) / self._count if self._drafting == self._count else 0.0)
 
     def seconds(self, counts: Sequence[int], found: int, depth: int) -> float:
-        """A round with draft steps of so many requests each, and so many proposals that took none, up to `depth` of a request."""
+        """Return the seconds of a round with draft steps of `counts` requests each.
+
+        `found` draft tokens took no draft step; a request has at most `depth` of them.
+        """
         proposed = sum(counts) + found
         seconds = self._round_s(proposed) + sum([self._step_s(going) for going in counts[1:] if going])
         if counts and counts[0]:
@@ -336,7 +372,7 @@ class _Costs:
 
 @dataclass
 class DraftLengths:
-    """Chooses draft lengths and learns from what came of them."""
+    """A chooser of draft lengths that learns from the outcomes."""
 
     max_draft_len: int
     fixed: int | None = None  # always this length, where the request allows it; None = by goodput
@@ -344,40 +380,39 @@ class DraftLengths:
         default_factory=lambda: default_costs()[0]
     )  # a round without draft steps, by rows
     step: CostTable = field(default_factory=lambda: default_costs()[1])  # a draft step, by rows
-    uneven: float = UNEVEN  # of the time of a round, if drafts are unequally long
-    drafted: CostTable = field(
-        init=False
-    )  # a round but for its draft steps, which leave other things in the caches
+    uneven: float = UNEVEN  # extra fraction of a round's time if drafts have unequal lengths
+    # Rounds with drafts, without the time of their draft steps, which leave other data in the caches.
+    drafted: CostTable = field(init=False)
     prior: Prior = field(default_factory=Prior)
     _depth: int | None = None  # the longest draft of the last choice
-    _until_probe: float = 0.0  # rounds
-    _probed_at_once: int = 1  # requests, the last time
-    _surprised: bool = False  # since then
-    _probe_s: float = 0.0  # what a round takes longer in which only those who are probed draft
-    _is_near: bool = False  # whether the last choice promised less than NEAR times what is had without drafts
-    _since_plain: int = 0  # rounds since the last one in which nobody drafted
-    _drafts: bool = False  # whether it had anybody draft
-    _least: float = 0.0  # what a proposal had to be worth in the last choice
-    _row_costs: float = 0.0  # tokens that a row of verification was worth in it
-    _reading_costs: float = 0.0  # and a token of a context that the draft reads
-    _until_asked: int = 0  # rounds of the same requests in which the last choice holds
-    _held: int = HELD_AT_FIRST  # rounds in which it holds in all
+    _until_probe: float = 0.0  # rounds until the next probe
+    _probed_at_once: int = 1  # requests probed by the last probe
+    _surprised: bool = False  # a probe has found a surprise since then
+    _probe_s: float = 0.0  # extra time of a round in which only probed requests draft
+    _is_near: bool = False  # the last choice promised less than NEAR times the goodput without drafts
+    _since_plain: int = 0  # rounds since the last one without drafts
+    _drafts: bool = False  # at least one request drafts by the last choice
+    _least: float = 0.0  # least worth of a draft token in the last choice
+    _row_costs: float = 0.0  # cost of a row of verification in the last choice, in tokens
+    _reading_costs: float = 0.0  # cost of a context token that the draft reads, in tokens
+    _until_asked: int = 0  # rounds of the same requests for which the last choice still holds
+    _held: int = HELD_AT_FIRST  # rounds for which it holds in total
     _count: int = 0  # requests of the last choice
 
     def __post_init__(self) -> None:
         self.set_plain(self.plain)
 
     def set_plain(self, plain: CostTable) -> None:
-        """What a round takes, as measured without a draft."""
+        """Set the cost of a round, as measured without a draft."""
         self.plain, self.drafted = plain, plain.copy()
 
     @property
     def _only_probes(self) -> bool:
-        """Whether the last choice had only those draft who are probed."""
+        """True if only probed requests drafted in the last choice."""
         return self._drafts and not self._depth
 
     def rate(self, acceptance: Acceptance) -> float:
-        """Estimated chance that a proposal of this request is accepted: its evidence, shrunk towards all requests' mean."""
+        """Return the request's estimated acceptance rate: its evidence, shrunk towards the shared mean."""
         return self._rates([acceptance])[0]
 
     def _rates(self, requests: Sequence[Acceptance]) -> list[float]:
@@ -402,18 +437,19 @@ class DraftLengths:
         outlooks: Outlooks | None = None,
         keys: int = 0,
     ) -> list[int]:
-        """Tokens to draft for each request, at most its cap; `other_rows` ride along in the verification; `keys`: tokens of all
-        contexts together.
+        """Return the number of tokens to draft for each request, at most its cap.
 
-        `outlooks` tells of each request what lies ahead, and is asked only when that matters. A draft that would not earn what it must
-        read does not begin.
+        `other_rows` ride along in the verification; `keys`: tokens of all contexts together. `outlooks`
+        returns the outlook of a request, and is called only when that matters. A draft that would not pay for
+        the context it must read does not begin.
         """
         if self._drafts and self._is_near and self._since_plain >= PLAIN_AFTER and not self._until_asked:
             self._since_plain = 0
             return [0] * len(caps)
         due = not self._drafts and self._until_probe <= 0 and any(_is_new(request) for request in requests)
         if self._until_asked and not due and self._knows(requests):
-            # To find the answer takes as long as many a row. Without proposals nothing is learnt that could change it soon.
+            # Choosing takes as long as many a row. Without draft tokens no new evidence could change the
+            # choice soon.
             self._until_asked -= 1
             lengths = self._as_before(requests, caps, outlooks)
         else:
@@ -433,7 +469,7 @@ class DraftLengths:
         outlooks: Outlooks | None,
         keys: int,
     ) -> list[int]:
-        """What `lengths` says when the last choice does not hold any more."""
+        """Return the lengths when the last choice does not hold any more."""
         caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
@@ -451,14 +487,18 @@ class DraftLengths:
         outlooks: Outlooks | None,
         keys: int,
     ) -> list[int]:
-        """The lengths of the greatest goodput. Arguments as in `lengths`, somebody's cap above 0."""
+        """Return the lengths of the greatest goodput.
+
+        Arguments as in `lengths`; at least one cap is above 0.
+        """
         count = len(caps)
         rates = self._rates(requests)
         free = [request.free for request in requests]
         costs = _Costs(self, count, count - sum(free), other_rows, keys)
         best = _Choice((1 + ADVANTAGE) * costs.plain_goodput, 0, 0.0, 0.0)
         if max(rates) <= best.goodput * costs.least_s(max(caps)):
-            # Not even the likeliest proposal is worth it: the usual answer under load, without asking everybody.
+            # Not even the likeliest draft token pays: the usual case under load, decided without computing
+            # the outlook of each request.
             return [0] * count
         self._row_costs = costs.plain_goodput * costs.row_s(1)
         self._reading_costs = costs.plain_goodput * self._read_s()
@@ -482,7 +522,10 @@ class DraftLengths:
         caps: Sequence[int],
         free: Sequence[bool],
     ) -> _Choice:
-        """The choice of the greatest goodput, at each depth with a price for proposals and without; `none`: to draft nothing."""
+        """Return the choice of the greatest goodput, at each depth with a price for draft tokens and without.
+
+        `none` is the choice to draft nothing.
+        """
         count = len(caps)
         drafted: _Worth | _WorthOfOne
         found: _Worth | None = None
@@ -499,7 +542,7 @@ class DraftLengths:
         best, kept = none, none if self._depth == 0 else None
         before, falling = 0.0, 0  # goodput at the depth before, and for how many depths it has not risen
         for depth in range(1, max(caps) + 1):
-            # Rising depth: the goodput of the shallower choice prices the proposals of the deeper one.
+            # Rising depth: the goodput of the shallower choice prices the draft tokens of the deeper one.
             row_s, price, here = costs.row_s(depth), best.goodput, 0.0
             for least, least_found in ((price * (row_s + costs.another_s), price * row_s), (0.0, 0.0)):
                 counts, tokens = drafted.at(depth, least)
@@ -522,7 +565,10 @@ class DraftLengths:
         return kept if kept is not None and best.goodput < kept.goodput * (1 + HYSTERESIS) else best
 
     def _earns(self, rate: float, late: float) -> bool:
-        """Whether a draft that lacks so many tokens, for each one that is to come, earns what it must read."""
+        """Return True if a draft pays for the context it must read.
+
+        `late`: lacking tokens for each token to come.
+        """
         return not late or rate > self._row_costs + self._reading_costs * (1.0 + EARNS * late)
 
     def _as_before(
@@ -531,7 +577,10 @@ class DraftLengths:
         caps: Sequence[int],
         outlooks: Outlooks | None,
     ) -> list[int]:
-        """Lengths by the last choice: who drafts goes on, and of the others only who came meanwhile begins."""
+        """Return the lengths by the last choice.
+
+        Drafting requests continue; of the others only those that came since then begin.
+        """
         if not self._drafts:
             return [0] * len(caps)
         depth, lengths = self._depth or 0, []
@@ -546,13 +595,14 @@ class DraftLengths:
         return lengths
 
     def _knows(self, requests: Sequence[Acceptance]) -> bool:
-        """Whether they are those of the last choice, as far as that matters: some of many may have come or gone. What is found in the
-        context differs from round to round.
+        """Return True if these are the requests of the last choice; some of many may have come or gone.
+
+        False with prompt lookup: the tokens found in the context differ from round to round.
         """
         if any(request.free for request in requests):
             return False
         if not self._drafts:
-            # Of those who come and of whom nothing is known the same is expected as of those who were there.
+            # New requests without evidence are expected to behave like the earlier ones.
             came = sum([not request.met and request.tested > 0 for request in requests])
             return came + abs(len(requests) - self._count) <= self._count // FEW_WHILE_NONE_IN
         came = sum([not request.met for request in requests])
@@ -562,7 +612,7 @@ class DraftLengths:
     def _settle(
         self, requests: Sequence[Acceptance], caps: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
-        """Remember the choice, and give who is probed its proposal."""
+        """Remember the choice, and let each probed request draft at least one token."""
         same, self._depth, self._count = max(lengths) == self._depth, max(lengths), len(lengths)
         for request, cap in zip(requests, caps, strict=True):
             request.met = request.met or cap > 0
@@ -576,7 +626,10 @@ class DraftLengths:
         return probed
 
     def _read_s(self) -> float:
-        """What the draft takes for one token more of a context that it reads: as between a row for each request and as many as the first step may read."""
+        """Return the draft's seconds for one more token of a context that it reads.
+
+        It is the slope between one row for each request and as many rows as the first step may read.
+        """
         many = self.step.counts[-1]
         one_each = max(1, many // FIRST_STEP_ROWS)
         return (self.step(many) - self.step(one_each)) / (many - one_each) if many > 1 else 0.0
@@ -588,8 +641,11 @@ class DraftLengths:
         lengths: Sequence[int],
         outlooks: Outlooks | None,
     ) -> None:
-        """When it is time: of those who draft nothing and came just now, or did not for long, probe the one whose draft has least to read. After a
-        surprise twice as many as before, whenever they came."""
+        """Probe, when it is time, a request that drafts nothing and is new or has been silent for long.
+
+        It is the one whose draft has least to read. After a surprise twice as many as before are probed, new
+        or not.
+        """
         if self._until_probe > 0:
             return
         surprised, self._surprised = self._surprised, False
@@ -613,7 +669,10 @@ class DraftLengths:
         self._until_probe = 1.0
 
     def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
-        """What verification said of one request's proposals: `tested` were compared, the first `accepted` kept."""
+        """Take in the verification of one request.
+
+        `tested` draft tokens were compared, the first `accepted` kept.
+        """
         probed = tested and acceptance.probed
         acceptance.observe(accepted, tested)
         if tested:
@@ -632,9 +691,11 @@ class DraftLengths:
         read: int = 0,
         uneven: bool = False,
     ) -> None:
-        """What a round cost: `rows` verified, one draft step for each entry of `steps`, with that many requests, and `round_s` for all but
-        them; `keys`: tokens of all its contexts together; `read`: rows of the first draft step; `uneven`: requests had different numbers
-        of rows.
+        """Take in the cost of a round that verified `rows`.
+
+        It had one draft step for each entry of `steps`, with that many requests, in `draft_s` together, and
+        took `round_s` without them; `keys`: tokens of all its contexts together; `read`: rows of the first
+        draft step; `uneven`: requests had different numbers of rows.
         """
         told: list[float] = []
         if steps:
@@ -648,7 +709,8 @@ class DraftLengths:
         if not steps:
             self.step.drift(slower)
             return
-        # How the time was divided is not known: the first step and the others are taken to be as much off as all together.
+        # The division of the time is not known: the first step and the others are assumed to deviate by the
+        # same factor as all together.
         times = draft_s / sum(told)
         self.step.observe(read, told[0] * times, keys)
         if later:
@@ -657,8 +719,11 @@ class DraftLengths:
             self.step.observe(mean, self.step(mean, context) * times, context)
 
     def _observe_probe(self, rows: int, took_s: float, proposed: int, draft_s: float, keys: int) -> None:
-        """A round in which only those draft who are probed: how much longer it took. Most of what it took is not the probe's, and goes up and down
-        by more than a probe takes: what is not near to what tables tell is an accident."""
+        """Take in the extra time of a round in which only probed requests drafted.
+
+        Most of the round's time is not the probe's, and varies by more than a probe takes: a value far from
+        that of the tables is an accident.
+        """
         without_s = self.plain(rows - proposed, keys)
         expected_s = draft_s + max(0.0, self.drafted(rows, keys) - without_s)
         longer_s = min(max(took_s - without_s, expected_s / PROBE_WITHIN), expected_s * PROBE_WITHIN)
@@ -666,12 +731,12 @@ class DraftLengths:
 
 
 def _is_new(request: Acceptance) -> bool:
-    """Whether it came just now, and nothing is known of it."""
+    """Return True if the request is new and there is no evidence about it."""
     return not (request.met or request.tested or request.free)
 
 
 def _length(rate: float, most: int, least: float) -> int:
-    """Proposals of one request that are worth more than `least`."""
+    """Return the number of draft tokens of one request that are worth more than `least`."""
     length, worth = 0, rate
     while length < most and worth > least:
         length += 1

@@ -1,14 +1,16 @@
-"""The round: draft, verify, commit, over whatever requests it is given. See `interface` for the contract.
+"""The round (one engine step): draft, verify, commit. See `interface` for the contract.
 
     context      t_0 ... t_{n-2} | t_{n-1} | d_1 ... d_g |
     draft feeds    (what it lacks)  t_{n-1}  d_1 .. d_{g-1}      proposes d_1 ... d_g
     target feeds                    t_{n-1}  d_1 ...... d_g      chooses  c_1 ... c_{g+1}
     accepted     a = number of leading i with d_i = c_i
     new tokens   c_1 ... c_{a+1}                                 the last one is the bonus (or the correction)
-    KV valid     [0, n + a)                                      all tokens but the last; what rejected proposals wrote is overwritten later
+    KV valid     [0, n + a)                                      all tokens but the last; entries of rejected
+                                                                 draft tokens are overwritten later
 
-All running requests share one target forward, each with its own g; prefill chunks ride along in it. Which token the target chooses depends on
-(tokens before it, sampling, seed, position) and nothing else; draft, batch and schedule only decide how many are found per round.
+All running requests share one target forward, each with its own g; prefill chunks ride along in it. The token
+that the target chooses depends on (tokens before it, sampling, seed, position) and nothing else; draft, batch
+and schedule only decide how many are found per round.
 """
 
 from __future__ import annotations
@@ -72,11 +74,11 @@ from worker_svc.engine.sequence import Sequence
 from worker_svc.engine.stopping import Cut, StopText, cut
 
 NOISE_VERSION = "gumbel-1"  # enters the fingerprint: change it with `counter`
-CALIBRATION_S = (
-    1.0  # wall clock that load spends on measuring what rows and draft steps cost, at most about this
-)
-LEAST_CHUNK = 16  # prefill tokens of a round, however short memory is
-CHUNKS_ARE_FEW = 8  # times as many rows: then a round tells what rows of requests and proposals cost
+# Wall clock, at most about this, that loading spends on measuring the cost of rows and draft steps.
+CALIBRATION_S = 1.0
+LEAST_CHUNK = 16  # prefill tokens of a round, at least, however short memory is
+# Least ratio of all rows to prefill rows at which a round is a measurement of the cost of the other rows.
+CHUNKS_ARE_FEW = 8
 CHUNK_GROWS_AFTER = 256  # rounds without running out of memory
 
 
@@ -86,21 +88,19 @@ class EngineOptions:
 
     slots: int = 8  # requests per round, at most
     target_blocks: int = 1024  # KV blocks of the target's pool
-    draft_blocks: int = 1024  # of the draft's
+    draft_blocks: int = 1024  # KV blocks of the draft's pool
     block_size: int = 16  # tokens per block
     max_length: int = 1024  # longest context, tokens
-    max_draft_len: int = 8  # tokens proposed per request and round, at most
-    prefill_chunk: int = (
-        512  # context tokens prefilled per round, all requests together: larger means fewer, longer rounds
-    )
-    draft_len: int | None = None  # always this many; None = by goodput
+    max_draft_len: int = 8  # draft tokens per request and round, at most
+    # Context tokens prefilled per round, all requests together: a larger value means fewer, longer rounds.
+    prefill_chunk: int = 512
+    draft_len: int | None = None  # fixed number of draft tokens; None = by goodput
     deterministic: bool = True  # equal seeds give equal text, whatever the batch
     host_bytes: int = 2 * 2**30  # swapped-out KV, at most
-    drafter: Drafter | None = Drafter.MODEL  # for requests that name none; None = nobody speculates
-    prefix_reuse_tokens: int = 0  # KV of an equal context start is reused from so many tokens on; 0 = never
-    synthetic_acceptance: float | None = (
-        None  # for benchmarks of random weights: proposals are kept with this chance, whatever the target says
-    )
+    drafter: Drafter | None = Drafter.MODEL  # for requests that name none; None = no speculation at all
+    prefix_reuse_tokens: int = 0  # shortest equal context start, in tokens, whose KV is reused; 0 = never
+    # For benchmarks of random weights: draft tokens are kept with this chance, whatever the target chooses.
+    synthetic_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk"):
@@ -119,20 +119,19 @@ class EngineOptions:
 
 @dataclass(slots=True)
 class _Step:
-    """What one request does in this round."""
+    """The work of one request in this round."""
 
     sequence: Sequence
     known: int  # valid entries of the target's KV before the round
     chunk: int  # context tokens to prefill; 0 for a request whose KV covers all tokens but the last
     draft_len: int  # tokens to propose
     catch_up: int  # context tokens the draft is fed before it can propose (its own prefill); 0 = the draft is not used
-    found: list[
-        int
-    ]  # what its look-up proposes, `draft_len` of it will be; empty where the draft model proposes
+    # Tokens found by prompt lookup, of which `draft_len` are proposed; empty where the draft model proposes.
+    found: list[int]
 
     @property
     def start(self) -> int:
-        """Position of the first token that the target is fed."""
+        """Position of the first token that is fed to the target."""
         return self.known if self.chunk else len(self.sequence.tokens) - 1
 
     @property
@@ -144,7 +143,7 @@ class _Step:
 
     @property
     def choices(self) -> int:
-        """Rows at which the target chooses a token: none while context is missing."""
+        """Number of rows at which the target chooses a token: none while context is missing."""
         if self.chunk:
             return int(self.known + self.chunk == len(self.sequence.tokens))
         return self.fed
@@ -152,7 +151,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """The rows at which the target chooses, requests in order: how, and where each request's begin."""
+    """The rows at which the target chooses, requests in order, and the first row of each request."""
 
     rows: Rows
     noise: torch.Tensor | None  # [choice rows, vocab]; None if all are greedy
@@ -161,38 +160,38 @@ class _Choices:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether `kernels` can choose: among all tokens, by logits as the model says them."""
+        """True if `kernels` can choose: among all tokens, by the model's own logits."""
         return self.rows.whole and not self.adjustments.wanted
 
     @property
     def for_kernels(self) -> kernels.Choosing | None:
-        """How they do."""
+        """Settings for a choice by `kernels`; None if all rows are greedy."""
         rows, noise = self.rows, self.noise
         return None if noise is None else kernels.Choosing(rows.inverse_temperature, rows.noisy, noise)
 
 
 @dataclass(slots=True)
 class _Proposals:
-    """What is proposed, by request: known here, or still on the device."""
+    """Draft tokens by request: known on the host, or still on the device."""
 
     host: dict[int, list[int]]
-    device: list[tuple[list[int], torch.Tensor]]  # per draft step, (requests, their proposals [requests])
+    device: list[tuple[list[int], torch.Tensor]]  # per draft step, (requests, their draft tokens [requests])
     batches: list[int]  # requests of each draft step of the model
-    steps_s: float  # what these took, by `_clock`; what is around them does not grow with their number
+    steps_s: float  # time of these steps, by `_clock`; the work around them does not grow with their number
 
 
 @dataclass(slots=True)
 class _Verified:
-    """What the target's forward told."""
+    """The outcome of the target's forward."""
 
     chosen: dict[int, int]  # its choices, by row of `_choice_rows`
-    proposed: dict[int, list[int]]  # the proposals by request
-    sound: list[bool]  # which logits are finite: the choices', and those at the end of other chunks
-    logprobs: dict[int, TokenLogprobs]  # by row, where a request asks for them
+    proposed: dict[int, list[int]]  # the draft tokens by request
+    sound: list[bool]  # True where logits are finite: at the choices, then at the end of other chunks
+    logprobs: dict[int, TokenLogprobs]  # by row, for requests with log probabilities
 
 
 class SpeculativeEngine:
-    """Draft model, target model, and the requests between them. Implements `interface.Engine`."""
+    """Draft model, target model and the state of their requests. Implements `interface.Engine`."""
 
     def __init__(
         self,
@@ -211,7 +210,7 @@ class SpeculativeEngine:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._device = target.device
-        # Whether proposals are looked at as they are made. Where the device is elsewhere that takes longer than it saves.
+        # True if draft tokens are read as they are made. On an accelerator that takes longer than it saves.
         self._looks = self._device.type == "cpu"
         # A region holds a whole context where the pool is large enough for one per slot; then sequences stay in one piece.
         regions = options.target_blocks * options.block_size // KV_TILE
@@ -283,7 +282,10 @@ class SpeculativeEngine:
             self._release(sequence)
 
     def swap_out(self, request_id: str) -> bool:
-        """Move its KV to host memory, the draft's only if that fits too. False, and nothing changed, if the host budget is full."""
+        """Move the KV of a request to host memory, the draft's only if that fits too.
+
+        Returns False, and changes nothing, if the host budget is full.
+        """
         sequence = self._get(request_id)
         places = self._places(sequence)
         if not any(place.blocks for place in places):
@@ -297,16 +299,16 @@ class SpeculativeEngine:
             copies.append(pool.copy_out(place) if 0 < size <= room else None)
             room -= size
         self._release(sequence)
-        # A draft without a target is worth nothing, and a target without a draft is still HOST.
+        # The draft's KV without the target's is useless, and the target's without the draft's is still HOST.
         sequence.swapped = [*copies, None][:2] if copies[0] is not None else []
         return True
 
     def evict(self, request_id: str) -> None:
-        """Throw its KV away; its tokens stay known."""
+        """Discard the KV of a request; its tokens stay known."""
         self._release(self._get(request_id))
 
     def status(self, request_id: str) -> SequenceStatus:
-        """Where a request stands. Raises UnknownRequest."""
+        """Return the progress of a request. Raises UnknownRequest."""
         sequence = self._get(request_id)
         draft_blocks = len(sequence.draft.blocks) if sequence.draft else 0
         return SequenceStatus(
@@ -314,11 +316,11 @@ class SpeculativeEngine:
         )
 
     def known(self) -> frozenset[str]:
-        """Ids of all requests that were added and not dropped."""
+        """Return the ids of all requests that were added and not dropped."""
         return frozenset(self._sequences)
 
     def check(self) -> None:
-        """Assert that every block is free, cached or held, and that whoever writes a block is the only one that holds it."""
+        """Assert that every block is free, cached or held, and that a writable block has a single holder."""
         for at, pool in enumerate(self._pools):
             places = [self._places(sequence)[at] for sequence in self._sequences.values()]
             pool.allocator.check(place.blocks for place in places)
@@ -332,7 +334,10 @@ class SpeculativeEngine:
 
     @torch.inference_mode()
     def round(self, run: SequenceOf[str]) -> RoundResult:
-        """One draft and verify step over exactly these requests. See `interface.Engine.round` for what it raises."""
+        """Run one draft and verify step over exactly these requests.
+
+        See `interface.Engine.round` for the errors.
+        """
         started = time.perf_counter()
         finished = {name for name in run if name in self._sequences and self._sequences[name].finished}
         check_run(run, self._sequences.keys(), finished, self.options.slots)
@@ -342,7 +347,8 @@ class SpeculativeEngine:
             try:
                 return self._round(sequences, started)
             except Exception as error:
-                # Tokens and the target's lengths change in the last step only; entries behind a length do not count.
+                # Tokens and the target's lengths change in the last step only, and entries after a length do
+                # not count, so that only the draft's lengths must be restored.
                 for place, length in drafts:
                     place.length = length
                 if not _is_out_of_memory(error):
@@ -371,7 +377,7 @@ class SpeculativeEngine:
         finally:
             for sequence in sequences:
                 sequence.target.found = []
-        # Clocks of the CPU are read only where there is something to tell apart: each reading is a call of the system.
+        # The CPU clock is read only if there is swapping to measure: each reading is a system call.
         swap_started, swapping_s = time.perf_counter(), 0.0
         coming = [step.sequence for step in steps if step.sequence.swapped]
         if coming:
@@ -395,7 +401,7 @@ class SpeculativeEngine:
             failed.update(dict.fromkeys(broken, "the target's logits are not finite"))
         ended = time.perf_counter()
 
-        # Before anybody ends: who has ended is fed nothing.
+        # Row counts are read before the commit, since `fed` is 0 for a finished request.
         fed, chunk_rows = [step.fed for step in steps], sum(step.chunk for step in steps)
         all_rows = sum(fed)
         reports = tuple(
@@ -415,7 +421,8 @@ class SpeculativeEngine:
         forward_s, draft_s = ended - verify_started, verify_started - draft_started
         prefill_s = forward_s * chunk_rows / all_rows if all_rows else 0.0
         if chunk_rows * CHUNKS_ARE_FEW <= all_rows > 0:
-            # Rows of a chunk cost something else than proposals do. Under load there are a few of them in nearly every round.
+            # Rows of a chunk have another cost than draft tokens. Under load nearly every round has a few of
+            # them.
             self.lengths.observe_costs(
                 all_rows,
                 self._clock() - round_clock - swapping_s - proposals.steps_s,
@@ -438,9 +445,10 @@ class SpeculativeEngine:
         )
 
     def _find_prefixes(self, sequences: SequenceOf[Sequence]) -> None:
-        """Look for KV of the context of each request that has none, but for the last token, whose logits are wanted.
+        """Look up cached KV of the context of each request that has none.
 
-        The target's only: the draft's costs a small part of it to compute, and no first token waits for it.
+        The last token is left out, because its logits are needed. Only the target's KV is looked up: the
+        draft's costs a small fraction of it to compute, and no first token waits for it.
         """
         if not self.options.prefix_reuse_tokens:
             return
@@ -452,7 +460,7 @@ class SpeculativeEngine:
                 self._pools[0].find(sequence.target, names, self.options.prefix_reuse_tokens)
 
     def _chunks(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Context tokens to prefill for each request: first come, first served from the budget of the round.
+        """Return the context tokens to prefill for each request: first come, first served from the budget.
 
         A request without KV gets none while another one, ahead of it, computes the same tokens: it finds them in the next round.
         """
@@ -476,7 +484,10 @@ class SpeculativeEngine:
         return chunks
 
     def _steps(self, sequences: SequenceOf[Sequence], keys: int) -> list[_Step]:
-        """Decide what each request does: prefill from the chunk budget, draft lengths by goodput; `keys`: tokens of all their contexts."""
+        """Decide the work of each request: prefill from the chunk budget, draft lengths by goodput.
+
+        `keys`: tokens of all their contexts.
+        """
         chunks = self._chunks(sequences)
         caps = [self._draft_cap(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
         found: list[list[int]] = [[] for _ in sequences]
@@ -489,7 +500,7 @@ class SpeculativeEngine:
                 found[i] = found[i][: end.tokens]
                 caps[i] = len(found[i])
         drafting = [i for i, cap in enumerate(caps) if cap > 0]
-        # Requests that cannot draft cost rows, and nothing is decided for them. What is prefilled has to be done in any case.
+        # Requests that cannot draft add rows, but have no draft length to choose. Prefill is due in any case.
         plain = sum(chunk == 0 for chunk in chunks) - len(drafting)
         lengths = self.lengths.lengths(
             [sequences[i].acceptance for i in drafting], [caps[i] for i in drafting], plain,
@@ -506,7 +517,8 @@ class SpeculativeEngine:
                 steps[i].draft_len = length
             elif length:
                 lag = sequences[i].draft_lag
-                # After full acceptance the draft lacks one entry more. Where that matters all read as many, and run as one batch.
+                # After full acceptance the draft lacks one entry more. Where that matters all requests read
+                # the same number of tokens, so that they run as one batch.
                 feed = min(max(lag, self._least_feed), len(sequences[i].tokens))
                 if lag <= FIRST_STEP_ROWS or feed <= left:
                     steps[i].draft_len, steps[i].catch_up = length, feed
@@ -521,7 +533,11 @@ class SpeculativeEngine:
         return Outlook(to_come, max(0, sequence.draft_lag - FIRST_STEP_ROWS))
 
     def _draft_cap(self, sequence: Sequence, chunk: int) -> int:
-        """The longest useful draft: the request's own cap, and one less than what is left, because the target adds a token."""
+        """Return the longest useful draft of a request.
+
+        It is at most the request's own cap, and one less than its remaining tokens, because the target adds
+        one.
+        """
         if (
             (self._draft is None and sequence.lookup is None)
             or chunk
@@ -540,10 +556,8 @@ class SpeculativeEngine:
     def _hold(self, steps: SequenceOf[_Step]) -> None:
         """Take the blocks that this round needs, or raise OutOfBlocks and take none."""
         size = self.options.block_size
-        wanted: list[list[tuple[Place, int, int]]] = [
-            [],
-            [],
-        ]  # by pool: (place, blocks needed, blocks it may come to need)
+        # By pool: (place, blocks needed, blocks that it may need later).
+        wanted: list[list[tuple[Place, int, int]]] = [[], []]
         for step in steps:
             sequence, tokens = step.sequence, len(step.sequence.tokens)
             expected = blocks_needed(len(sequence.spec.prompt_ids) + sequence.spec.max_tokens, 1, size)
@@ -596,7 +610,7 @@ class SpeculativeEngine:
     # -- drafting -----------------------------------------------------------------------------------------------------------
 
     def _propose(self, steps: SequenceOf[_Step], choices: _Choices) -> _Proposals:
-        """What the draft model and look-ups propose."""
+        """Return the draft tokens of the draft model and of prompt lookup."""
         found = {i: step.found for i, step in enumerate(steps) if step.found}
         if choices.adjustments.wanted:
             for j in range(max(map(len, found.values()), default=0)):
@@ -608,8 +622,10 @@ class SpeculativeEngine:
         return proposals
 
     def _propose_by_model(self, proposals: _Proposals, steps: SequenceOf[_Step], choices: _Choices) -> None:
-        """Run the draft. The proposal of a request at draft step j is chosen with the noise and the adjustments of its choice row j,
-        which are also the target's.
+        """Run the draft model.
+
+        The draft token of a request at draft step j is chosen with the noise and the adjustments of its
+        choice row j, which are also the target's.
         """
         fed = [i for i, step in enumerate(steps) if step.catch_up]
         if not fed or self._draft is None:
@@ -619,7 +635,7 @@ class SpeculativeEngine:
         for i in fed:
             sequence, feed = steps[i].sequence, steps[i].catch_up
             assert sequence.draft is not None
-            # What it is fed ends at the last token if it proposes, else where the budget ends.
+            # The piece ends at the last token if the draft proposes, else at the end of the budget.
             start = len(sequence.tokens) - feed if steps[i].draft_len else sequence.draft.length
             pieces.append(Piece(sequence.draft, start, feed))
             sequence.draft.length = start + feed
@@ -637,7 +653,7 @@ class SpeculativeEngine:
         last = [plan.first_row[at] + pieces[at].tokens - 1 for at in plan.order if steps[fed[at]].draft_len]
         logits = draft.forward(ids, plan, torch.tensor(last, dtype=torch.int64, device=self._device))
         depth = max((steps[i].draft_len for i in members), default=0)
-        tokens = ids[:0]  # those of the step before
+        tokens = ids[:0]  # draft tokens of the previous step
         step_plan = None
         for j in range(depth):
             if j:
@@ -670,7 +686,7 @@ class SpeculativeEngine:
             for i, token in zip(members, tokens.tolist(), strict=True):
                 proposals.host.setdefault(i, []).append(token)
                 if token in self._eos_ids and not steps[i].sequence.spec.ignore_eos:
-                    steps[i].draft_len = j + 1  # what were proposed behind an end would be lost either way
+                    steps[i].draft_len = j + 1  # draft tokens after an end would be discarded
         self._synchronize()
         proposals.steps_s = self._clock() - began
 
@@ -683,7 +699,7 @@ class SpeculativeEngine:
         ids: torch.Tensor,
         plan: Plan,
     ) -> None:
-        """All draft steps in one call: at a few rows, calling takes as long as computing."""
+        """Run all draft steps in one call: at a few rows, calling takes as long as computing."""
         assert self._draft is not None
         drafts = [
             kernels.Draft(at, choices.offsets[i], step.draft_len, not step.sequence.spec.ignore_eos)
@@ -708,7 +724,7 @@ class SpeculativeEngine:
         return step.sequence.draft
 
     def _draft_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids that the draft has rows for: padded vocabularies of one tokenizer may differ in size."""
+        """Clamp the ids to the draft's rows: padded vocabularies of one tokenizer may differ in size."""
         limit = self._draft_vocab
         return ids if limit == self.capacity.vocab_size else ids.clamp(max=limit - 1)
 
@@ -720,7 +736,7 @@ class SpeculativeEngine:
         proposals: _Proposals,
         choices: _Choices,
     ) -> _Verified:
-        """The target's forward."""
+        """Run the target's forward, and return its choices."""
         fed = [i for i, step in enumerate(steps) if step.fed]
         if not fed:
             return _Verified({}, {}, [], {})
@@ -729,12 +745,13 @@ class SpeculativeEngine:
         first_row = dict(zip(fed, plan.first_row, strict=True))
         host_ids = [0] * plan.total
         logit_rows: list[int] = []
-        # Rows at which nothing is chosen. What is no number must be noticed there too, before anybody else reads its KV.
+        # Rows without a choice. NaN and infinity must be detected there too, before another request reads the
+        # KV.
         watched: list[int] = []
         for i, (_, start, count) in zip(fed, pieces, strict=True):
             step, row = steps[i], first_row[i]
             known = step.sequence.tokens[start : start + count]
-            known += proposals.host.get(i, ())  # others are on the device already
+            known += proposals.host.get(i, ())  # other draft tokens are on the device already
             host_ids[row : row + len(known)] = known
             logit_rows.extend(range(row + count - step.choices, row + count))
             if not step.choices:
@@ -791,10 +808,11 @@ class SpeculativeEngine:
         proposed: dict[int, list[int]],
         choices: _Choices,
     ) -> tuple[_Verified, set[int]]:
-        """Do a verification again whose logits were not finite. Returns what it tells, and which requests are to blame.
+        """Repeat a verification with non-finite logits. Returns its outcome, and the failed requests.
 
-        One request's inf or nan reaches others through the masked part of a slice of the pool (0 * nan). So: blame those whose own KV
-        is not finite, clean the pools, and run each of the others alone; who is still not finite is to blame too.
+        One request's inf or nan reaches others through the masked part of a slice of the pool (0 * nan). So a
+        request fails if its own KV is not finite; then the pools are cleaned, and each other request is run
+        alone: it fails if its logits are still not finite.
         """
         target = self._pools[0]
         broken = {
@@ -805,9 +823,8 @@ class SpeculativeEngine:
             for pool in self._pools:
                 pool.zero_what_is_not_finite()
             rows_of_it = range(choices.offsets[i], choices.offsets[i] + step.choices)
-            whole.chosen.update(
-                zip(rows_of_it, rows_of_it, strict=True)
-            )  # of a broken one nobody looks at them
+            # The choices of a broken request are not read, so any numbers will do.
+            whole.chosen.update(zip(rows_of_it, rows_of_it, strict=True))
             if step.fed and i not in broken:
                 guesses = _Proposals({0: [*proposed.get(i, [])]}, [], [], 0.0)
                 alone = self._verify([step], guesses, replace(choices, offsets=[choices.offsets[i]]))
@@ -827,9 +844,9 @@ class SpeculativeEngine:
         problem: str | None,
         logprobs: SequenceOf[TokenLogprobs],
     ) -> RequestRound:
-        """Take over what verification found: tokens, lengths, acceptance, and the end if it is one.
+        """Commit the outcome of verification: tokens, lengths, acceptance, and the end if there is one.
 
-        `chosen` may be shorter than the proposals where the output format allowed nothing further.
+        `chosen` may be shorter than the draft where the output format allowed no further token.
         """
         sequence, position = step.sequence, step.sequence.output_length
         request_id = sequence.spec.request_id
@@ -840,7 +857,8 @@ class SpeculativeEngine:
                 accepted += 1
         else:
             accepted = self._accepted_by_coin(sequence, min(len(proposed), len(chosen)))
-            chosen = [*proposed[:accepted], *chosen[accepted:]]  # the context is what was fed
+            # the context consists of the tokens that were fed
+            chosen = [*proposed[:accepted], *chosen[accepted:]]
         block = chosen[: accepted + 1]
         accepted = min(accepted, max(0, len(block) - 1)) if len(chosen) <= len(proposed) else accepted
         end = Cut(len(block), None)
@@ -848,9 +866,8 @@ class SpeculativeEngine:
             output = sequence.output if sequence.stop_text else ()
             try:
                 end = cut(sequence.spec, position, block, self._eos_ids, sequence.stop_text, output)
-            except (
-                Exception
-            ) as error:  # a tokenizer that cannot decode its own tokens: this request's trouble
+            except Exception as error:
+                # A tokenizer that cannot decode its own tokens fails this request only.
                 problem = f"the output cannot be decoded: {error}"
         if problem is not None:
             self._release(sequence)
@@ -872,7 +889,8 @@ class SpeculativeEngine:
         if sequence.format is not None:
             sequence.format.follow(block[: end.tokens])
         if proposed and step.catch_up and sequence.draft is not None:
-            # It was fed the last token and all proposals but its last; those that were accepted are context now.
+            # The draft was fed the last token and all draft tokens but the last; the accepted ones are
+            # context now.
             sequence.draft.length = before + min(accepted, len(proposed) - 1)
         if not step.chunk:
             self.lengths.observe_acceptance(sequence.acceptance, accepted, tested)
@@ -898,7 +916,10 @@ class SpeculativeEngine:
     # -- helpers ------------------------------------------------------------------------------------------------------------
 
     def _accepted_by_coin(self, sequence: Sequence, proposed: int) -> int:
-        """How many leading proposals are kept if each is with the same chance: a function of (seed, position), like the noise."""
+        """Return the number of leading draft tokens that are kept if each has the same chance.
+
+        It is a function of (seed, position), like the noise.
+        """
         limit = int((self.options.synthetic_acceptance or 0.0) * 2**64)
         for accepted in range(proposed):
             position = sequence.output_length + accepted
@@ -916,7 +937,7 @@ class SpeculativeEngine:
         return [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
 
     def _remember(self, sequence: Sequence) -> None:
-        """Let requests with the same context start find the KV that is final."""
+        """Add the KV that is final to the prefix cache, for requests with the same context start."""
         if self.options.prefix_reuse_tokens:
             name_blocks(sequence.block_names, sequence.tokens, self.options.block_size)
             self._pools[0].remember(sequence.target, sequence.block_names)
@@ -929,7 +950,7 @@ class SpeculativeEngine:
         sequence.reused = 0
 
     def _grow_chunk(self) -> None:
-        """After a shortage of memory, towards the usual prefill chunk again."""
+        """Grow the prefill chunk towards its usual size again after a shortage of memory."""
         if self._prefill_chunk < self.options.prefill_chunk:
             self._rounds_with_chunk += 1
             if self._rounds_with_chunk >= CHUNK_GROWS_AFTER:
@@ -937,19 +958,28 @@ class SpeculativeEngine:
                 self._rounds_with_chunk = 0
 
     def _clock(self) -> float:
-        """Seconds of computing, for decisions: on the CPU this thread's own, so that busy neighbours do not count."""
+        """Return seconds of computing, for decisions.
+
+        On the CPU they are this thread's own, so that other processes do not count.
+        """
         if self._device.type == "cpu":
             return time.thread_time()
         return time.perf_counter()
 
     def _synchronize(self) -> None:
-        """So that the draft's time is not counted as verification. The CPU has nothing to wait for."""
+        """Wait for the device, so that the draft's time is not counted as verification.
+
+        The CPU needs no waiting.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def calibrate(self, budget_s: float = CALIBRATION_S) -> None:
-        """Forwards of every size that rounds have, before any `add`: the first request finds a device that has computed already, and
-        the first draft lengths rest on what verified rows and draft steps cost. Each size at least twice, however small the budget."""
+        """Measure forwards of every size that rounds have, before any `add`.
+
+        The first request finds a warm device, and the first draft lengths rest on measured costs of verified
+        rows and draft steps. Each size is measured at least twice, however small the budget.
+        """
         slots, length, deadline = self.options.slots, self.options.max_length, time.monotonic() + budget_s
         if self._draft is not None:
             self.lengths.step = measure_draft_steps(
@@ -973,7 +1003,7 @@ class SpeculativeEngine:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """The CPU's allocator says it in words only."""
+    """Return True for a shortage of memory, which the CPU's allocator reports in its message only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "t allocate memory" in str(error)
     )
@@ -982,7 +1012,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _logprobs(
     logits: torch.Tensor, chosen: SequenceOf[int], told: SequenceOf[tuple[int, int, int]]
 ) -> dict[int, TokenLogprobs]:
-    """`logits` [rows, vocab], `chosen` [rows]; `told` (row, choice row, alternatives). By choice row."""
+    """Return log probabilities by choice row.
+
+    `logits` [rows, vocab], `chosen` [rows]; `told`: (row, choice row, alternatives).
+    """
     index = torch.tensor([at for at, _, _ in told], device=logits.device)
     ids = torch.tensor([[max(0, chosen[at])] for at, _, _ in told], device=logits.device)  # -1: not finite
     all_logprobs = logits[index].float().log_softmax(-1)
@@ -1019,12 +1052,15 @@ def load_engine(
     trust_remote_code: bool = False,
     synthetic_acceptance: float | None = None,
 ) -> SpeculativeEngine:
-    """Load a model pair and make an engine of it. Raises ModelError in one sentence, or ValueError for a bad option.
+    """Load a model pair and return its engine.
 
-    `blocks` is the size of either KV pool; without it, as many as `memory_bytes` hold for target and draft together, or else enough for
-    every slot to hold a context of `max_length`. `deterministic` None means: in float32; in bfloat16 it needs `kernels`. `lean` False
-    runs models of the Llama family through transformers too. `drafter` auto: the draft model, without one look-ups in the context.
-    `synthetic_acceptance` makes the text nonsense; no setting of the worker leads here.
+    Raises ModelError in one sentence, or ValueError for a bad option.
+
+    `blocks` is the size of each KV pool; without it, as many as `memory_bytes` hold for target and draft
+    together; without both, enough for every slot to hold a context of `max_length`. `deterministic` None
+    means: in float32; in bfloat16 it needs `kernels`. `lean` False runs models of the Llama family through
+    transformers too. `drafter` auto: the draft model, or prompt lookup without one. `synthetic_acceptance`
+    makes the text nonsense; no setting of the worker sets it.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
@@ -1037,7 +1073,7 @@ def load_engine(
     if drafter == "model" and draft_dir is None:
         raise ValueError("drafter model needs a draft model")
     if drafter in ("lookup", "none"):
-        draft_dir = None  # nobody would use it
+        draft_dir = None  # it would not be used
     target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
     if deterministic is None:
         deterministic = torch_dtype == torch.float32
@@ -1061,7 +1097,7 @@ def load_engine(
     draft = None
     tokenizer = load_tokenizer(target_path)
     if draft_path is not None:
-        # The draft only guesses: its arithmetic may differ from batch to batch.
+        # The draft's tokens are only guesses: its arithmetic may differ from batch to batch.
         draft = load_packed(
             draft_path,
             role="draft",

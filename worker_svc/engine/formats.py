@@ -1,8 +1,8 @@
-"""Output formats: which tokens may come next so that the output can still become what was asked for.
+"""Output formats: the tokens that may come next so that the output can still match the requested format.
 
 A format is compiled once and followed token by token by llguidance (https://github.com/guidance-ai/llguidance), which needs no torch and no
 table of the vocabulary. The state of a request is a function of its output: `follow` walks through committed tokens, so a request that
-comes back from another worker, or from eviction, goes on where it was.
+comes back from another worker, or from eviction, continues at the same state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT_GRAMMARS = 32  # compiled ones, the most recently used
 
 
 class FormatState:
-    """How far one request's output has come in its format."""
+    """The state of one request's output in its format."""
 
     def __init__(self, matcher: Any, words: int, end_ids: Iterable[int], end_id: int) -> None:
         self._matcher = matcher
@@ -31,7 +31,10 @@ class FormatState:
         self.problem = ""
 
     def mask(self) -> torch.Tensor | None:
-        """Tokens that may come next, as packed bits, int32 [words]. None: there are none, and `problem` says why."""
+        """Return the tokens that may come next, as packed bits, int32 [words].
+
+        None: there are none, and `problem` is the reason.
+        """
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self.problem = f"the output format cannot go on: {formats.first_line(self._matcher.get_error())}"
@@ -48,13 +51,16 @@ class FormatState:
         return mask
 
     def advance(self, token: int) -> bool:
-        """Take one more token in. False, and nothing changed: the format does not allow it, or has ended."""
+        """Take in one more token.
+
+        Returns False, and changes nothing, if the format does not allow it, or has ended.
+        """
         if token in self._end_ids or self._matcher.is_stopped():
             return False
         return int(self._matcher.try_consume_tokens([token])) == 1
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first, the format allows one after another."""
+        """Return the number of leading tokens that the format allows one after another."""
         until = next((at for at, token in enumerate(tokens) if token in self._end_ids), len(tokens))
         return 0 if self._matcher.is_stopped() else int(self._matcher.validate_tokens(list(tokens[:until])))
 
@@ -63,7 +69,7 @@ class FormatState:
         self._matcher.rollback(tokens)
 
     def follow(self, tokens: Iterable[int]) -> None:
-        """Take committed tokens in."""
+        """Take in committed tokens."""
         for token in tokens:
             if not self.advance(token):
                 break
@@ -74,13 +80,13 @@ class FormatState:
 
 
 def _bit(token: int) -> int:
-    """Bit of a token in its int32 word."""
+    """Return the bit of a token in its int32 word."""
     bit = 1 << (token % 32)
     return bit - 2**32 if bit >= 2**31 else bit
 
 
 class Formats:
-    """Compiles formats for one vocabulary."""
+    """A compiler of formats for one vocabulary."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._file = tokenizer_file
@@ -90,7 +96,7 @@ class Formats:
         self._compiled: dict[OutputFormat, Any] = {}
 
     def open(self, wanted: OutputFormat) -> FormatState:
-        """The state of a new request. Raises ValueError in one sentence for a format that cannot be."""
+        """Return the state of a new request. Raises ValueError in one sentence for an impossible format."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -111,7 +117,7 @@ class Formats:
 
 
 def matcher_of(wanted: OutputFormat, tokenizer: Any) -> Any:
-    """The library's matcher at the start of a format. Raises ValueError."""
+    """Return the library's matcher at the start of a format. Raises ValueError."""
     kind: str = wanted.kind.value
     what: Any = wanted.text
     if wanted.kind is FormatKind.JSON_OBJECT:

@@ -1,10 +1,10 @@
-"""What an engine is to the rest of the worker. Standard library only: no torch, no network.
+"""The interface between an engine and the rest of the worker. Standard library only: no torch, no network.
 
-Words (see ARCHITECTURE.md):
+Terms (see ARCHITECTURE.md):
 
-* *context*   the tokens of a request that exist: prompt, then output. Its length is the request's `tokens`.
+* *context*   the existing tokens of a request: prompt, then output. Its length is the request's `tokens`.
 * *position*  of an output token: 0 is the first token after the prompt. Noise is a function of (seed, position).
-* *round*     one draft and verify step over the requests that are asked to run.
+* *round*     one draft and verify step (an engine step) over the requests that are chosen to run.
 * *KV*        the attention keys and values of the context, kept in blocks of `block_size` tokens, one pool for the
               target and one for the draft. Between rounds a request's KV covers all its tokens but the last.
 
@@ -16,10 +16,12 @@ Contract with the caller, in order:
    for each request in `run`, growth being the longest draft + 1. If they do not, `round` raises `OutOfBlocks` and nothing has changed.
 4. A request that finished stays known (its KV is freed at once) until `drop`.
 5. One thread calls an engine. No method blocks on anything but arithmetic.
-6. An engine may keep KV that nobody needs any more and use it for a request that begins alike. Blocks with such KV count as free.
+6. An engine may keep KV that no request needs any more (prefix cache), and use it for a request with the same
+   start. Blocks with such KV count as free.
 
-The text of a request never depends on which rounds it took part in, with whom, how it was preempted, or what the draft
-proposed: the same specification gives the same tokens (exactly in deterministic mode, up to arithmetic otherwise).
+The text of a request never depends on its rounds, on the other requests in them, on preemption, or on the
+draft tokens: the same specification gives the same tokens (exactly in deterministic mode, up to arithmetic
+otherwise).
 """
 
 from __future__ import annotations
@@ -69,12 +71,13 @@ MAX_LOGPROBS = 64
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended inside the engine (time limits and cancellation are the caller's)."""
+    """Reasons for an end inside the engine (time limits and cancellation are the caller's)."""
 
     STOP = "stop"  # an end-of-sequence token; it is the last token reported
     LENGTH = "length"  # max_tokens reached
     STOP_SEQUENCE = "stop_sequence"  # a stop string appeared in the text
-    ERROR = "error"  # this request cannot go on; RequestRound.error says why. Other requests are not touched
+    # this request cannot continue; RequestRound.error is the reason. Other requests are not affected
+    ERROR = "error"
 
 
 class OutOfBlocks(RuntimeError):
@@ -86,7 +89,7 @@ class OutOfMemory(RuntimeError):
 
 
 class DeviceFailed(RuntimeError):
-    """The device computes nothing any more, for nobody. The engine is of no more use."""
+    """The device cannot compute any more, for any request. The engine cannot be used any more."""
 
 
 class ModelError(RuntimeError):
@@ -101,7 +104,7 @@ class UnknownRequest(KeyError):
 
 
 class FormatKind(enum.Enum):
-    """What the text of an `OutputFormat` is."""
+    """The kind of an `OutputFormat`'s text."""
 
     JSON_OBJECT = "json_object"  # any JSON object; no text
     JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
@@ -111,17 +114,21 @@ class FormatKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What the output must look like. Only tokens that can still lead there are chosen; it ends with an end-of-sequence token."""
+    """The required format of the output.
+
+    Only tokens that can still lead to a complete output are chosen; it ends with an end-of-sequence token.
+    """
 
     kind: FormatKind
     text: str = ""
 
 
 class Drafter(enum.Enum):
-    """Where proposals come from."""
+    """Sources of draft tokens."""
 
     MODEL = "model"  # the draft model
-    LOOKUP = "lookup"  # what followed the last tokens when they occurred before in the context
+    # prompt lookup: the tokens that followed the last ones when these occurred before in the context
+    LOOKUP = "lookup"
 
 
 LEAST_TEMPERATURE = 1e-5
@@ -131,10 +138,11 @@ vLLM's bound, too."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target chooses.
+    """Settings of the target's choice of a token.
 
-    In this order: tokens that the output format excludes are out; logit_bias is added; repetition, frequency and presence
-    penalty; temperature; of what top_k keeps the part that top_p keeps and that min_p keeps; argmax(log p + noise).
+    They apply in this order: tokens that the output format excludes are removed; logit_bias is added;
+    repetition, frequency and presence penalty; temperature; top_k; of the rest the tokens that both top_p and
+    min_p keep; argmax(log p + noise).
     """
 
     temperature: float = 0.0  # 0 = greedy: the largest, lowest id on a tie; top_k, top_p, min_p and seed are then without effect
@@ -151,39 +159,35 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on how often a token has occurred."""
+        """True if logits depend on how often a token has occurred."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
 class Specification:
-    """One request, as the engine needs it. Token ids are those of the target's tokenizer."""
+    """One request, with all that the engine needs. Token ids are those of the target's tokenizer."""
 
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
-    committed_ids: tuple[
-        int, ...
-    ]  # output tokens that exist already (migration, restart); not reported again
+    # Output tokens that exist already (migration, restart); not reported again.
+    committed_ids: tuple[int, ...]
     sampling: Sampling
     max_tokens: int  # output tokens in all, committed ones included
     stop: tuple[str, ...] = ()  # stop strings; the text ends before the first that appears
     ignore_eos: bool = False
-    max_draft_len: int | None = (
-        None  # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round
-    )
-    drafter: Drafter | None = (
-        None  # None = the engine decides; one that it does not have is replaced by the one that it has
-    )
+    # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round.
+    max_draft_len: int | None = None
+    # None = the engine decides; one that it does not have is replaced by the one that it has.
+    drafter: Drafter | None = None
     format: OutputFormat | None = None
-    logprobs: int | None = (
-        None  # None = off; else the log probability of each token, and so many alternatives
-    )
-    origin: bytes = b""  # whoever sent this wants it back; means nothing here
+    # None = off; else the log probability of each token, and this number of alternatives.
+    logprobs: int | None = None
+    origin: bytes = b""  # returned to the sender unchanged; has no meaning here
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine can hold. Fixed for its life."""
+    """The limits of an engine, fixed for its life."""
 
     slots: int  # requests in one round, at most
     target_blocks: int  # KV blocks of the target's pool
@@ -197,7 +201,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities of the target at one position, before anything that `Sampling` asks for."""
+    """Log probabilities of the target at one position, before any setting of `Sampling` applies."""
 
     logprob: float  # of the token that was chosen
     top: tuple[
@@ -207,30 +211,31 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestRound:
-    """What one round did for one request."""
+    """The outcome of one round for one request."""
 
     request_id: str
     position: int  # output tokens before this round, committed ones included
     tokens: tuple[int, ...]  # new output tokens; empty while its context is still being prefilled
     drafted: int  # tokens proposed
     accepted: int  # of these, the prefix that equals the target's choice, before cutting at an end
-    tested_by_position: tuple[
-        int, ...
-    ] = ()  # [i] = 1 if the i-th proposal was compared (all before it were accepted)
-    accepted_by_position: tuple[
-        int, ...
-    ] = ()  # [i] = 1 if it was accepted; same length as tested_by_position
+    # [i] = 1 if the i-th draft token was compared (all before it were accepted).
+    tested_by_position: tuple[int, ...] = ()
+    # [i] = 1 if the i-th draft token was accepted; same length as tested_by_position.
+    accepted_by_position: tuple[int, ...] = ()
     prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
     cached: int = 0  # prompt tokens that needed no computing because KV of the same start was there: another request's, or its own
     finish: FinishReason | None = None
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, where the request asks for them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if the request wants them
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """One round: its requests in the order of `run`, and where the time went (seconds of wall clock inside the engine)."""
+    """The result of one round: its requests in the order of `run`, and its times.
+
+    Times are seconds of wall clock inside the engine.
+    """
 
     requests: tuple[RequestRound, ...]
     draft_s: float = 0.0  # proposing, the draft's own prefill included
@@ -246,7 +251,7 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStatus:
-    """Where a known request stands between rounds."""
+    """The progress of a known request between rounds."""
 
     residency: Residency
     tokens: int  # context length: prompt and output
@@ -256,20 +261,26 @@ class SequenceStatus:
 
 @runtime_checkable
 class Engine(Protocol):
-    """See the module's docstring for the contract."""
+    """An engine; see the module's docstring for the contract."""
 
     @property
     def capacity(self) -> Capacity:
-        """What it can hold."""
+        """The limits of the engine."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Names weights, configuration, tokenizer and arithmetic: engines with equal fingerprints produce equal tokens."""
+        """Identifier of weights, configuration, tokenizer and arithmetic.
+
+        Engines with equal fingerprints generate equal tokens.
+        """
         ...
 
     def add(self, spec: Specification) -> None:
-        """Make a request known. Raises ValueError that names the field and its limit; a known id raises ValueError too."""
+        """Add a request.
+
+        Raises ValueError that names the field and its limit; a known id raises ValueError too.
+        """
         ...
 
     def drop(self, request_id: str) -> None:
@@ -277,35 +288,42 @@ class Engine(Protocol):
         ...
 
     def swap_out(self, request_id: str) -> bool:
-        """Move its KV to host memory, the target's at least. False (and nothing changed) if the host budget is full; True when
-        nothing was on the device."""
+        """Move the KV of a request to host memory, the target's at least.
+
+        Returns False (and changes nothing) if the host budget is full; True if nothing was on the device.
+        """
         ...
 
     def evict(self, request_id: str) -> None:
-        """Throw its KV away, on device and host. Its tokens stay known; it is prefilled again when it runs next."""
+        """Discard the KV of a request, on device and host.
+
+        Its tokens stay known; it is prefilled again when it runs next.
+        """
         ...
 
     def status(self, request_id: str) -> SequenceStatus:
-        """Raises UnknownRequest."""
+        """Return the progress of a request. Raises UnknownRequest."""
         ...
 
     def known(self) -> frozenset[str]:
-        """Ids of all requests added and not dropped, finished ones included."""
+        """Return the ids of all requests added and not dropped, finished ones included."""
         ...
 
     def round(self, run: Sequence[str]) -> RoundResult:
-        """One draft and verify step over exactly these requests, best rank first.
+        """Run one draft and verify step over exactly these requests, best rank first.
 
-        Raises OutOfMemory when the device has no memory for it, then too before anything counts.
-        Requests without KV get a prefill chunk in the same forward (the first of `run` are served first from the round's
-        chunk budget); requests in host memory are brought back first. Raises OutOfBlocks, UnknownRequest, or ValueError (one
-        id twice, a finished request, more than `capacity.slots`), in each case before any state changes.
+        Requests without KV get a prefill chunk in the same forward (the first of `run` are served first from
+        the round's chunk budget); requests in host memory are brought back first. Raises OutOfBlocks,
+        UnknownRequest, or ValueError (one id twice, a finished request, more than `capacity.slots`), in each
+        case before any state changes. Raises OutOfMemory if the device has no memory for the round, also
+        before any change that counts.
         """
         ...
 
 
 def blocks_needed(tokens: int, growth: int, block_size: int) -> int:
-    """Blocks that a request with a context of `tokens` holds during a round that may add `growth` tokens to it.
+    """Return the blocks that a request with a context of `tokens` holds in a round that may add `growth`
+    tokens.
 
     KV covers all tokens but the last, and a round with a draft of g tokens writes g + 1 = `growth` entries.
     """

@@ -1,9 +1,10 @@
 """Attention, products and the steps between them, in C (kernels_body.h): for one thread on the CPU, in single precision or bfloat16.
 
-In bfloat16 are weights, what they are multiplied with, and the KV pool; all that is added up is in single precision.
+In bfloat16 are the weights, their factors, and the KV pool; all sums are in single precision.
 
-What a row comes to depends on its own sequence alone, bit for bit: not on other rows, on how many there are, nor on where blocks lie. Where this does
-not serve (other devices, CPUs without AVX2, more threads, heads of odd sizes, no C compiler when the package was built), torch's operators do.
+The result of a row depends on its own sequence alone, bit for bit: not on other rows, their number, or the
+location of blocks. Where these kernels cannot be used (other devices, CPUs without AVX2, more threads, heads
+of odd sizes, no C compiler when the package was built), torch's operators are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether attention of such a model is done here."""
+    """Return True if attention of such a model is computed here."""
     return (
         USABLE
         and device.type == "cpu"
@@ -46,7 +47,7 @@ def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
 
 
 def multiply(weight: torch.Tensor) -> bool:
-    """Whether `Product` takes this weight."""
+    """Return True if `Product` supports this weight."""
     return (
         USABLE
         and weight.device.type == "cpu"
@@ -60,7 +61,8 @@ def multiply(weight: torch.Tensor) -> bool:
 
 
 def attend(query: torch.Tensor, entries: torch.Tensor, pieces: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of packed rows: `query` [total, heads, size] to the same in the pool's type; of rows that are in no piece, zero.
+    """Return the attention of packed rows: `query` [total, heads, size] to the same in the pool's type; zero
+    for rows in no piece.
 
     `entries` [pool rows, 2, key/value heads, size] is one layer of the pool, `pieces` [pieces, PIECE_NUMBERS] int64.
     """
@@ -92,7 +94,7 @@ class Product:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.outputs, self.width = weight.shape
-        self.columns = -(-self.outputs // PANEL) * PANEL  # zeros behind, so that panels are whole
+        self.columns = -(-self.outputs // PANEL) * PANEL  # padded with zeros, so that panels are whole
         self.half = weight.dtype == torch.bfloat16
         in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
         if self.columns > self.outputs:
@@ -105,7 +107,7 @@ class Product:
         self.bias_at = _at(self._bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] of the weight's type to float32 [..., out]."""
+        """Return float32 [..., out] of `x` [..., in], which has the weight's type."""
         if x.dim() != 2:
             return self(x.reshape(-1, self.width)).reshape(*x.shape[:-1], self.outputs)
         if not x.is_contiguous():
@@ -126,13 +128,17 @@ class Product:
 
 
 def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """What `turn` multiplies with, [positions, 2, size], from cosines and sines [positions, size / 2]."""
+    """Return the factors of `turn`, [positions, 2, size], from cosines and sines [positions, size / 2]."""
     signed = torch.stack([-sin, sin], -1).flatten(1)
     return torch.stack([cos.repeat_interleave(2, 1), signed], 1).contiguous()
 
 
 class LayerWeights(NamedTuple):
-    """Of one decoder layer. Norms are float32 [hidden], those of heads [size]; None where the product behind has the weight, or there is no norm of heads."""
+    """Weights of one decoder layer.
+
+    Norms are float32 [hidden], those of heads [size]; None where the following product contains the weight,
+    or there is no norm of heads.
+    """
 
     before: torch.Tensor | None
     qkv: Product  # to queries, keys and values, heads one after the other
@@ -145,7 +151,7 @@ class LayerWeights(NamedTuple):
 
 
 class Choosing(NamedTuple):
-    """How tokens are chosen at choice rows: the greatest of logits * inverse_temperature + noisy * noise."""
+    """Settings of the choice at choice rows: greatest of logits * inverse_temperature + noisy * noise."""
 
     inverse_temperature: torch.Tensor  # float32 [choice rows, 1], or [1, 1] for all
     noisy: torch.Tensor  # the same, 0 or 1
@@ -155,10 +161,10 @@ class Choosing(NamedTuple):
 class Draft(NamedTuple):
     """A request whose draft proposes."""
 
-    piece: int  # which of the pieces is its
+    piece: int  # index of its piece
     choice: int  # choice row of its first proposal
     most: int  # proposals, at most; 1 or more
-    stops: bool  # whether an end is its last one
+    stops: bool  # True if it stops after a token that ends a text
 
 
 class Decoder:
@@ -178,8 +184,11 @@ class Decoder:
         epsilon: float,
         scale: float,
     ) -> None:
-        """`embedding` [tokens, hidden] of the products' type, contiguous; `norm`: weight of the last one; `turns`: of `rotations`; `epsilon` of all
-        norms; `scale` of attention."""
+        """Take the weights of a model.
+
+        `embedding` [tokens, hidden] of the products' type, contiguous; `norm`: weight of the last norm;
+        `turns`: from `rotations`; `epsilon` of all norms; `scale` of attention.
+        """
         hidden, inner = layers[0].out.columns, layers[0].down.width
         self._held = (embedding, layers, norm, head, turns)  # their memory
         addresses = [
@@ -207,7 +216,8 @@ class Decoder:
         pools: Sequence[torch.Tensor],
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [wanted, outputs] float32 of these packed rows [wanted] int64; keys and values of all go to the pool.
+        """Return logits [wanted, outputs] float32 of these packed rows [wanted] int64; keys and values of all
+        go to the pool.
 
         `ids` [total] int64; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as there. Raises IndexError for a token
         that the model does not have, and for a wanted row that is in no piece.
@@ -229,10 +239,12 @@ class Decoder:
         vocabulary: int,
         ends: Sequence[int],
     ) -> list[list[int]]:
-        """Run one forward, choose at the last row of each draft's piece among the first `vocabulary` tokens, go on with what was chosen, and so on.
+        """Run one forward, choose at the last row of each draft's piece among the first `vocabulary` tokens,
+        and continue with the chosen tokens.
 
-        Arguments as in `__call__`; `choosing`: None for the greatest logits; `ends`: tokens that end a text. Returns the proposals of each draft: one at
-        least, as many as it may have, or up to an end or to where logits are no numbers.
+        Arguments as in `__call__`; `choosing`: None for the greatest logits; `ends`: tokens that end a text.
+        Returns the draft tokens of each draft: at least one, and at most `most`; fewer at an end or at
+        logits that are not finite.
         """
         many, depth = len(drafts), max(draft.most for draft in drafts)
         table = array("q", [number for draft in drafts for number in draft])
@@ -247,7 +259,7 @@ class Decoder:
         return [row[: row.index(-1)] if row[-1] < 0 else row for row in rows]
 
     def _scratch_at(self, rows: int, many: int, pieces: int, more: int = 0) -> int:
-        """Address of as many floats as a forward takes, and so many more."""
+        """Return the address of the floats that a forward needs, and of `more` floats after them."""
         needed = rows * self._row + many * (self._hidden + 2) + pieces * 2 * PIECE_NUMBERS + more
         if needed > self._scratch.numel():
             self._scratch = torch.empty(needed)
@@ -271,14 +283,16 @@ def _choosing(how: Choosing | None, vocabulary: int) -> tuple[int, int, int, int
 
 
 def choose_of(logits: torch.Tensor) -> bool:
-    """Whether `choose` takes them."""
+    """Return True if `choose` supports these logits."""
     return USABLE and logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
 def choose(logits: torch.Tensor, choices: Sequence[int], choosing: Choosing | None) -> list[int]:
-    """The token of each row of `logits` [rows, vocabulary] float32 on the CPU: the first of the greatest. -1 where they are not all finite.
+    """Return the token of each row of `logits` [rows, vocabulary] float32 on the CPU.
 
-    `choices`: the choice row of each, whose settings and noise `choosing` has; None: greedy.
+    It is the first of the greatest; -1 where they are not all finite.
+
+    `choices`: the choice row of each, with settings and noise in `choosing`; `choosing` None: greedy.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -290,7 +304,7 @@ def choose(logits: torch.Tensor, choices: Sequence[int], choosing: Choosing | No
 
 
 def int64s(numbers: Sequence[int]) -> torch.Tensor:
-    """One or more, as a tensor on the CPU: in a third of the time that `torch.tensor` takes."""
+    """Return one or more numbers as a tensor on the CPU, in a third of the time that `torch.tensor` takes."""
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
@@ -299,7 +313,10 @@ def _at(tensor: torch.Tensor | None) -> int:
 
 
 def gumbel(keys: Sequence[int], weyl: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [rows, vocab]: `Noise.gumbel` in one pass. `weyl` [vocab] int32."""
+    """Return standard Gumbel noise, float32 [rows, vocab]: `Noise.gumbel` in one pass.
+
+    `weyl` [vocab] int32.
+    """
     out = torch.empty((len(keys), weyl.shape[0]))
     held = array("Q", keys)
     _kernels.gumbel(held.buffer_info()[0], len(keys), weyl.data_ptr(), weyl.shape[0], out.data_ptr())

@@ -1,10 +1,11 @@
 """A short forward for the Llama family: the same arithmetic as transformers' with a third of the operators.
 
-At a few rows a small model's forward is mostly the cost of calling operators. Here query, key and value are one product, gate and up are one,
-norms are a few operators and their weights part of the products behind them, and rotary embedding is one complex multiplication: the rows of
-the query and key weights are reordered so that the two numbers which rotate together lie side by side (dot products of query and key do not
-notice). On the CPU all layers are one call of `kernels`, and what lies between products is in single precision whatever the weights are. Only taken
-when `PackedModel.self_check` finds it equal to the plain forward.
+At a few rows a small model's forward is mostly the cost of calling operators. Here query, key and value are
+one product, gate and up are one, norms are a few operators and their weights part of the products after them,
+and rotary embedding is one complex multiplication: the rows of the query and key weights are reordered so
+that the two numbers which rotate together lie side by side (dot products of query and key do not notice). On
+the CPU all layers are one call of `kernels`, and all numbers between products are in single precision,
+whatever the type of the weights. Only used if `PackedModel.self_check` finds it equal to the plain forward.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ STATIC_ROPES = frozenset(
 def _product(
     store: LinearStore, weight: torch.Tensor, bias: torch.Tensor | None = None, *, single: bool
 ) -> Product:
-    """x @ weight.T + bias, in whatever layout the store chose; `single`: in single precision. Not called as a module: that takes as long as a
-    small product.
+    """Return x @ weight.T + bias as a function, in the layout that the store chose; `single`: in single
+    precision.
+
+    It is not called as a module: that takes as long as a small product.
     """
     layer = store.store(weight, bias)
     if single and isinstance(layer, KernelLinear):
@@ -52,19 +55,21 @@ class _Norm:
         self._torch_weight: torch.Tensor = norm.weight  # type: ignore[assignment]
         self.weight: torch.Tensor | None = (
             self._torch_weight.float()
-        )  # None: it is part of the product behind
+        )  # None: it is part of the following product
         self._least = torch.tensor(self.epsilon, dtype=torch.float32)
         self._share = 1 / self._torch_weight.numel()
 
     def fold(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight [out, size] of the product behind, into which ours goes in single precision on the CPU."""
+        """Return the weight [out, size] of the following product, which contains the norm's in single
+        precision on the CPU.
+        """
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
             return weight
         self.weight = None
         return weight * self._torch_weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [rows, size], normed."""
+        """Return the norm of `x` [rows, size]."""
         if x.device.type != "cpu":
             return rms_norm(x, (x.shape[-1],), self._torch_weight, self.epsilon)
         wide = x.float()
@@ -109,12 +114,15 @@ class _Layer:
 
     @property
     def epsilons(self) -> set[float]:
-        """Of its norms."""
+        """Epsilons of the layer's norms."""
         heads = [norm[1] for norm in (self.q_norm, self.k_norm) if norm is not None]
         return {self.before.epsilon, self.between.epsilon, *heads}
 
     def for_kernels(self) -> kernels.LayerWeights | None:
-        """The same for `kernels.Decoder`. None if some product is not `kernels`', or not of whole panels."""
+        """Return the weights for `kernels.Decoder`.
+
+        None if some product is not `kernels`', or not of whole panels.
+        """
         qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
         if not (
             isinstance(qkv, kernels.Product)
@@ -131,9 +139,10 @@ class _Layer:
 
 
 class LeanModel:
-    """Runs a model of the Llama family on packed rows. `serves` says which.
+    """A model of the Llama family that runs on packed rows. `serves` is True for supported models.
 
-    Takes the weights over: the model it is made from keeps its embedding and configuration, and cannot run any more.
+    It takes the weights over: the model it is made from keeps its embedding and configuration, and cannot run
+    any more.
     """
 
     def __init__(
@@ -154,7 +163,7 @@ class LeanModel:
         widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
         self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=by_kernels)
         model.lm_head = nn.Identity()
-        # Whether all that is computed is `kernels`', so that any number of rows will do.
+        # True if all computation is by `kernels`, so that any number of rows will do.
         self.by_kernels = (
             by_kernels
             and isinstance(self._head, kernels.Product)
@@ -201,7 +210,7 @@ class LeanModel:
 
     @staticmethod
     def serves(model: Any) -> bool:
-        """Whether a model is of the family and has nothing that this forward leaves out."""
+        """Return True if a model is of the family and has no part that this forward leaves out."""
         config = model.config
         rope = getattr(config, "rope_parameters", None) or {}
         return (
@@ -214,7 +223,7 @@ class LeanModel:
     def forward(
         self, ids: torch.Tensor, plan: Plan, pool: KVPool, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [rows, vocab]; arguments as in `PackedModel.forward`."""
+        """Return logits [rows, vocab]; arguments as in `PackedModel.forward`."""
         if self.decoder is not None and plan.pieces is not None:
             wanted = torch.arange(plan.total) if logit_rows is None else logit_rows
             return self.decoder(ids, plan.pieces, pool.layers, wanted)
@@ -246,5 +255,7 @@ class LeanModel:
 
 
 def _side_by_side(size: int) -> torch.Tensor:
-    """Order of a head's numbers in which i and i + size / 2, which rotate together, are neighbours."""
+    """Return the order of a head's numbers in which i and i + size / 2, which rotate together, are
+    neighbours.
+    """
     return torch.arange(size).view(2, size // 2).t().flatten()

@@ -1,7 +1,7 @@
-"""How linear layers keep their weights on the CPU: the fastest layout whose rows do not depend on each other.
+"""Layouts of linear layers' weights on the CPU: the fastest one whose rows do not depend on each other.
 
-Row r of x @ W.T should not depend on how many rows x has, or a request's text would depend on its batch. What the libraries do (x86
-with AVX-512, torch 2.13, one thread; ratios from there):
+Row r of x @ W.T should not depend on the number of rows of x, or a request's text would depend on its batch.
+The libraries' layouts (x86 with AVX-512, torch 2.13, one thread; ratios from there):
 
     as loaded     float32: result changes with the number of rows up to about 16; the slowest at 4 to 64 rows
     transposed    the same numbers as a [in, out] array: independent from 2 rows on for matrices up to about 1 M elements; fastest for single rows
@@ -12,7 +12,8 @@ with AVX-512, torch 2.13, one thread; ratios from there):
                   0.4 (4), 0.7 (16), 0.9 (64) and 1.0 (200) of what it does packed. bfloat16, 1024 x 2816: 0.8 (1, 4), 0.6 (8), 0.8 (16), 0.9 (64), 1.0 (256);
                   on machines without an instruction for it 0.7, 0.3, 0.2, 0.3, 0.4, 0.5
 
-`packed` uses operators that are private to torch, so everything is tried out on the spot and what does not hold is not used.
+`packed` uses operators that are private to torch, so each layout is tested at run time, and one that fails is
+not used.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-        self._product = torch.ops.mkldnn._linear_pointwise.default  # looking it up is dearer than calling it
+        # the attribute look-up is more expensive than the call
+        self._product = torch.ops.mkldnn._linear_pointwise.default
         self._bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] to [..., out]."""
+        """Return the product [..., out] of `x` [..., in]."""
         out: torch.Tensor = self._product(x, self._packed, self._bias, "none", [], "")
         return out
 
@@ -59,8 +61,8 @@ class TransposedLinear(nn.Module):
         self._bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] to [..., out]."""
-        if x.dim() == 2 and self._bias is None:  # what `linear` comes to in the end
+        """Return the product [..., out] of `x` [..., in]."""
+        if x.dim() == 2 and self._bias is None:  # the call that `linear` makes in the end
             return torch.mm(x, self._columns)
         return linear(x, self._weight, self._bias)
 
@@ -73,22 +75,24 @@ class KernelLinear(nn.Module):
         self.product = kernels.Product(weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] to [..., out]."""
+        """Return the product [..., out] of `x` [..., in]."""
         return self.product(x).to(x.dtype).contiguous()
 
 
 class LinearStore:
-    """Chooses a layout for each shape of weight, once."""
+    """A chooser of layouts: one choice for each shape of weight."""
 
     def __init__(self, *, deterministic: bool) -> None:
         self._deterministic = deterministic
         self._chosen: dict[tuple[int, int, torch.dtype], type[nn.Module] | None] = {}
         self.independent = True  # False once some weight has no layout whose rows are independent
-        self.least_rows = 1  # from how many rows on they are, whatever the weight
+        self.least_rows = 1  # rows from which on they are independent, whatever the weight
 
     @torch.inference_mode()
     def store(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module | None:
-        """A layer for this weight, or None to leave it as it is (other devices, or nothing better holds)."""
+        """Return a layer for this weight, or None to leave it as it is (other devices, or no better layout is
+        sound).
+        """
         if weight.device.type != "cpu":
             return None
         key = (weight.shape[0], weight.shape[1], weight.dtype)
@@ -138,7 +142,9 @@ class LinearStore:
 
 
 def rows_are_independent(product: Product, weight: torch.Tensor, least: int = ROW_COUNTS[0]) -> bool:
-    """Whether the first and last rows of a product are bit for bit the same, however many rows from `least` on it has."""
+    """Return True if the first and last rows of a product are bit for bit the same for any number of rows
+    from `least` on.
+    """
     tried = (*range(least, ROW_COUNTS[0]), *ROW_COUNTS)
     counts = [n for n in tried if n * weight.numel() <= CHECK_UP_TO] or list(tried[:3])
     x = torch.randn(counts[-1], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Drafting without a second model: what followed the last tokens when they occurred before.
+"""Prompt lookup: drafting without a second model, from the tokens that followed the last ones before.
 
     context   a b c d e f . . . a b c |            the last tokens "a b c" occurred before: propose d e f ...
 
@@ -14,14 +14,14 @@ SIZES = (4, 3, 2)  # tokens that must agree, longest first (our choice)
 
 
 class Lookup:
-    """An index over the context of one request, which it follows as the context grows."""
+    """An index of the context of one request, extended as the context grows."""
 
     def __init__(self) -> None:
-        self._behind: dict[tuple[int, ...], int] = {}  # run of tokens -> position behind its last occurrence
-        self._indexed = 0  # runs that end before this position are in
+        self._behind: dict[tuple[int, ...], int] = {}  # run of tokens -> position after its last occurrence
+        self._indexed = 0  # runs that end before this position are in the index
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens to follow `tokens`; none where the last ones are new."""
+        """Return at most `count` draft tokens after `tokens`; none if the last ones are new."""
         length = len(tokens)
         for end in range(max(self._indexed, SIZES[-1]), length):  # not the last run: nothing follows it yet
             for size in SIZES:
@@ -34,7 +34,7 @@ class Lookup:
             begin = self._behind.get(tuple(tokens[length - size :])) if size < length else None
             if begin is not None:
                 found = list(tokens[begin : begin + count])
-                while len(found) < count:  # it runs into the end: the repetition goes on as it began
+                while len(found) < count:  # at the end of the context the repetition continues as it began
                     found.append(found[len(found) - (length - begin)])
                 return found
         return []

@@ -1,9 +1,10 @@
 """Loads one Hugging Face decoder and runs it on packed, ragged rows over our KV pool.
 
-Any decoder of transformers that goes through its attention interface will do: we register an attention function that reads and
-writes the pool, and everything it needs travels as keyword arguments of the forward. What cannot work is refused with one sentence:
-recurrent layers (no rollback), windows shorter than the context, soft-capped scores, sinks. Because some architectures take the interface and ignore it,
-every model is compared with its own plain forward before it serves.
+Any decoder of transformers that uses its attention interface will do: we register an attention function that
+reads and writes the pool, and all its inputs are keyword arguments of the forward. Models that cannot work
+are refused with one sentence: recurrent layers (no rollback), windows shorter than the context, soft-capped
+scores, sinks. Because some architectures take the interface and ignore it, every model is compared with its
+own plain forward before it serves.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ REFUSED = {
     "s_aux": "attention sinks",
     "position_bias": "position biases inside attention",
 }
-CHECKED = 11  # tokens of the longest sequence of the check at loading, however short the contexts that are asked for
-SAME_TOKENS = 0.95  # of the smaller vocabulary: what makes two tokenizers compatible (our choice)
+# tokens of the longest sequence of the check at loading, whatever the context length of the settings
+CHECKED = 11
+SAME_TOKENS = 0.95  # fraction of the smaller vocabulary that compatible tokenizers share (our choice)
 HASHED_WHOLE_BYTES = 256 * 2**20  # larger weight files enter the fingerprint by samples
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the KV pool and the planner need to know of a model."""
+    """Dimensions of a model that the KV pool and the planner need."""
 
     layers: int
     heads: int
@@ -79,7 +81,7 @@ def _probe_attention(
     laps_sd_seen: dict[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes nothing: writes down what each layer asks of attention."""
+    """Record the attention options of each layer, without computing attention."""
     if laps_sd_seen is not None:
         layer: int = getattr(module, "layer_idx", -1)
         laps_sd_seen[layer] = {**options, "query": tuple(query.shape), "key": tuple(key.shape)}
@@ -103,9 +105,9 @@ class PackedModel:
         self.shape = self._probe(max_length)
         self.deterministic = deterministic
         self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
-        # Whether attention is done by `kernels`: any pieces together cost what they cost one by one.
+        # True if attention is computed by `kernels`: any pieces together cost as much as one by one.
         self.by_kernels = kernels.serve(self.device, self.dtype, self.shape.head_size)
-        self.all_by_kernels = False  # and all between the embedding and the last product
+        self.all_by_kernels = False  # the same for all between the embedding and the last product
         self.independent = True  # False: a product's rows were found to depend on each other
         self._max_length = max_length
         self._lean: LeanModel | None = None
@@ -152,7 +154,7 @@ class PackedModel:
             )
 
     def new_pool(self, *, blocks: int, block_size: int, region_tokens: int) -> KVPool:
-        """A KV pool for this model; `attach` makes it the one in use."""
+        """Return a KV pool for this model; `attach` makes it the one in use."""
         return KVPool(
             layers=self.shape.layers,
             heads=self.shape.kv_heads,
@@ -179,7 +181,8 @@ class PackedModel:
         )
 
     def forward(self, ids: torch.Tensor, plan: Plan, logit_rows: torch.Tensor | None) -> torch.Tensor:
-        """Logits [rows, vocab] of the packed rows `logit_rows` (None: all); keys and values of all rows go to the pool.
+        """Return logits [rows, vocab] of the packed rows `logit_rows` (None: all); keys and values of all
+        rows go to the pool.
 
         `ids` [total] int64 in packed order.
         """
@@ -195,7 +198,7 @@ class PackedModel:
 
     @property
     def proposes(self) -> bool:
-        """Whether `propose` can be called."""
+        """True if `propose` can be called."""
         return self.all_by_kernels
 
     def propose(
@@ -207,7 +210,9 @@ class PackedModel:
         vocabulary: int,
         ends: Sequence[int],
     ) -> list[list[int]]:
-        """All draft steps in one call, the first of them the forward of `ids` and `plan`; see `kernels.Decoder.propose`."""
+        """Run all draft steps in one call, the first of them the forward of `ids` and `plan`; see
+        `kernels.Decoder.propose`.
+        """
         assert self._lean is not None and self._lean.decoder is not None and plan.pieces is not None
         return self._lean.decoder.propose(
             ids, plan.pieces, self.pool.layers, drafts, choosing, vocabulary, ends
@@ -278,7 +283,9 @@ class PackedModel:
 
     @torch.inference_mode()
     def _probe(self, max_length: int) -> Shape:
-        """Ask the model what its layers want of attention, and refuse what we do not implement."""
+        """Return the model's shape from a forward that records its attention options; refuse unsupported
+        ones.
+        """
         kind, config = self._kind(), self.model.config
         if not getattr(self.model, "_supports_attention_backend", False):
             raise ModelError(
@@ -338,7 +345,7 @@ def load_packed(
     if not (directory / "config.json").is_file():
         raise ModelError(f"there is no {role} model in {directory}: config.json is missing")
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # what it would warn of is raised below
+    transformers_logging.set_verbosity_error()  # the causes of its warnings are raised below
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(
@@ -371,7 +378,9 @@ def load_packed(
 
 
 def end_of_sequence_ids(model: Any) -> frozenset[int]:
-    """Ids that end a generation, by the generation config if it names any, else by the model's config."""
+    """Return the ids that end a generation, by the generation config if it names any, else by the model's
+    config.
+    """
     for config in (getattr(model, "generation_config", None), model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -391,16 +400,16 @@ class Tokenizer:
             raise ModelError(f"the tokenizer in {directory} cannot be read: {_first_line(error)}") from error
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token and its id, added ones included."""
+        """Return every token and its id, added ones included."""
         return dict(self._fast.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Any) -> str:
-        """Text of the ids, special tokens left out."""
+        """Return the text of the ids, special tokens left out."""
         return str(self._fast.decode(list(ids), skip_special_tokens=True))
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer next to a model; None if there is none."""
+    """Return the tokenizer in a model's directory; None if there is none."""
     return Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
 
 
@@ -415,7 +424,7 @@ def check_pair(
         ours = {token_id: token for token, token_id in target_tokenizer.vocabulary().items()}
         theirs = {token_id: token for token, token_id in draft_tokenizer.vocabulary().items()}
         common = sum(theirs.get(token_id) == token for token_id, token in ours.items())
-        # Whatever the draft proposes, the target decides; a few special tokens of another name cost nothing but proposals.
+        # The target decides in any case; a few special tokens with another name only cost draft tokens.
         if common < SAME_TOKENS * min(len(ours), len(theirs)):
             raise ModelError(
                 f"target and draft have different tokenizers: of {len(ours)} and {len(theirs)} token ids {common} mean the same to "
@@ -429,7 +438,9 @@ def check_pair(
 
 
 def fingerprint(directory: Path) -> str:
-    """A hash of what decides a model's logits and the meaning of its ids: configuration, tokenizer and weights."""
+    """Return a hash of all that decides a model's logits and the meaning of its ids: configuration, tokenizer
+    and weights.
+    """
     digest = hashlib.blake2b(digest_size=16)
     config = json.loads((directory / "config.json").read_text())
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):

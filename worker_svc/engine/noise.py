@@ -13,7 +13,7 @@ from worker_svc.engine import counter, kernels
 
 
 def signed32(x: int) -> int:
-    """The int32 with the same bits as the unsigned 32-bit integer x."""
+    """Return the int32 with the same bits as the unsigned 32-bit integer x."""
     return x - 2**32 if x >= 2**31 else x
 
 
@@ -31,7 +31,7 @@ class Noise:
         self._weyl = torch.where(weyl >= 2**31, weyl - 2**32, weyl).to(torch.int32).to(device)  # [vocab]
 
     def bits(self, keys: Sequence[int]) -> torch.Tensor:
-        """The 32 uniform bits of every token under each key, as int32 [rows, vocab]."""
+        """Return the 32 uniform bits of every token under each key, as int32 [rows, vocab]."""
         halves = [(signed32(key & counter.M32), signed32(key >> 32)) for key in keys]
         half = torch.tensor(halves, dtype=torch.int32, device=self._weyl.device)  # [rows, 2]
         x = self._weyl ^ half[:, :1]  # [rows, vocab]
@@ -42,12 +42,12 @@ class Noise:
         return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
     def gumbel(self, keys: Sequence[int]) -> torch.Tensor:
-        """Standard Gumbel noise, float32 [rows, vocab]; `keys` are those of `counter.row_key`."""
+        """Return standard Gumbel noise, float32 [rows, vocab]; `keys` are those of `counter.row_key`."""
         if kernels.USABLE and self._weyl.device.type == "cpu":
             return kernels.gumbel(keys, self._weyl)
         v = self.bits(keys).to(torch.float32)
-        # Signed bits b stand for the unsigned number b + 2**32 * (b < 0); as v only has to be uniform, 0 <= b < 2**31 must
-        # still map to itself: that is where v is small and needs its resolution.
+        # Signed bits b represent the unsigned number b + 2**32 * (b < 0); as v only has to be uniform, 0 <= b
+        # < 2**31 must still map to itself: that is where v is small and needs its resolution.
         v.mul_(2.0**-32).add_(2.0**-33)
         v.add_((v < 0).to(torch.float32)).clamp_(max=counter.V_MAX)
         return v.neg_().log1p_().neg_().log_().neg_()

@@ -1,6 +1,6 @@
-"""What the target chooses at a position, given its logits and the noise there.
+"""The target's choice at a position, given its logits and the noise there.
 
-    scores = logits / temperature          (greedy: logits; what `adjusting` does to logits was done before)
+    scores = logits / temperature          (greedy: logits; the logits processors were applied before)
     keep the top_k largest; of these the smallest set of most probable tokens that reaches top_p; of these the tokens
     that are at least min_p times as probable as the most probable one
     choice = argmax over the kept tokens of scores + Gumbel(seed, position)
@@ -44,11 +44,11 @@ class Rows:
 
     @property
     def whole(self) -> bool:
-        """Whether every row chooses among all tokens."""
+        """True if every row chooses among all tokens."""
         return not (self.truncated or self.any_min_p)
 
     def select(self, rows: Sequence[int]) -> Rows:
-        """The settings of some of the rows, in the given order."""
+        """Return the settings of some of the rows, in the given order."""
         if self.plain or self.alike:
             return self
         index = torch.tensor(rows, dtype=torch.int64, device=self.noisy.device)
@@ -69,7 +69,7 @@ class Rows:
 
 
 def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device | str) -> Rows:
-    """One entry of `settings` per row of logits."""
+    """Return the rows of `settings`, which has one entry per row of logits."""
     distinct = {id(s): s for s in settings}.values()  # a request has many rows and one `Sampling`
     if all(s.temperature == 0 for s in distinct):
         return _PLAIN
@@ -82,7 +82,7 @@ def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device
 
 @lru_cache(maxsize=ALIKE_KEPT)
 def _alike(temperature: float, min_p: float, vocab_size: int, device: torch.device) -> Rows:
-    """Where nothing truncates, most rounds have the settings of the round before."""
+    """Return cached rows: where nothing truncates, most rounds have the settings of the round before."""
     return _rows([Sampling(temperature, min_p=min_p)], vocab_size, device, (), alike=True)
 
 
@@ -124,7 +124,7 @@ _PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, False, (), _NOTH
 
 
 def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) -> torch.Tensor:
-    """The chosen token of each row, int64 [rows].
+    """Return the chosen token of each row, int64 [rows].
 
     `logits` [rows, vocab] in any floating type; `noise` [rows, vocab] float32, needed unless all rows are greedy.
     """
@@ -152,7 +152,7 @@ def _truncated_choice(
     top_p: torch.Tensor,
     log_min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """argmax(scores + noise) over the kept tokens of each row: int64 [rows]."""
+    """Return argmax(scores + noise) over the kept tokens of each row: int64 [rows]."""
     vocab = scores.shape[-1]
     candidates = min(NUCLEUS_CANDIDATES, vocab)
     ordered, ids, keep, complete = _kept(scores, top_k, top_p, candidates)
@@ -166,7 +166,11 @@ def _truncated_choice(
 def _kept(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """The `candidates` largest scores of each row, their ids, which are kept, and whether nothing beyond them can be kept."""
+    """Return the `candidates` largest scores of each row, their ids, a mask of the kept ones, and
+    completeness.
+
+    The last is True if no token beyond the candidates can be kept.
+    """
     vocab = scores.shape[-1]
     if candidates < vocab:
         ordered, ids = scores.topk(candidates, dim=-1)
@@ -191,14 +195,14 @@ def _kept(
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """How close a choice was to another one. For tests and for the margin rule of numerical identity."""
+    """Distance of a choice from another one. For tests and for the margin rule of numerical identity."""
 
     gap: float  # between the two best perturbed scores among the kept tokens; inf if only one is kept
     boundary: float  # distance, in probability or score, to a different set of kept tokens; inf where nothing truncates
 
 
 def margin(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None) -> Margin:
-    """The margin of one row: `logits` [vocab], `noise` [vocab]."""
+    """Return the margin of one row: `logits` [vocab], `noise` [vocab]."""
     vocab = logits.shape[-1]
     if sampling.temperature == 0:
         best = logits.float().topk(2).values

@@ -1,4 +1,4 @@
-"""What the engine knows of one request between rounds: ids, lengths, where its KV is, and what follows from its tokens.
+"""The engine's state of one request between rounds: ids, lengths, its KV, and data derived from its tokens.
 
 tokens     | prompt ............... | output ............... |
 target KV  [0, target.length)           all tokens but the last, once prefilled
@@ -22,7 +22,7 @@ from worker_svc.engine.stopping import StopText
 
 
 class Tally:
-    """How often each token has occurred in one request: on the device, following its tokens."""
+    """Counts of each token in one request: on the device, following its tokens."""
 
     def __init__(self, prompt: SequenceOf[int], vocab_size: int, device: torch.device) -> None:
         self.output = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # times in the output
@@ -54,17 +54,17 @@ class Sequence:
         default_factory=list
     )  # host copies of (target, draft) KV; empty = not swapped out
     finished: bool = False
-    lookup: Lookup | None = None  # proposes for it, if the draft model does not
+    lookup: Lookup | None = None  # prompt lookup, if the draft model does not propose
     format: FormatState | None = None  # follows the output
     tally: Tally | None = None  # made when a round needs it
     block_names: list[bytes] = field(
         default_factory=list
     )  # of the full blocks of its context; see blocks.name_blocks
-    reused: int = 0  # tokens of its context that were found; told with its next round
+    reused: int = 0  # tokens of its context found in the prefix cache; reported with its next round
 
     @property
     def output_length(self) -> int:
-        """Output tokens that exist, committed ones included: the position of the next one."""
+        """Number of existing output tokens, committed ones included: the position of the next one."""
         return len(self.tokens) - len(self.spec.prompt_ids)
 
     @property
@@ -74,37 +74,37 @@ class Sequence:
 
     @property
     def residency(self) -> Residency:
-        """Where its KV is."""
+        """Location of its KV."""
         if self.swapped:
             return Residency.HOST
         return Residency.DEVICE if self.target.blocks else Residency.NONE
 
     @property
     def kv_length(self) -> int:
-        """Valid entries of the target's KV, wherever it is."""
+        """Number of valid entries of the target's KV, on the device or in host memory."""
         if self.swapped and self.swapped[0] is not None:
             return int(self.swapped[0].shape[1])
         return self.target.length or self.target.found_tokens
 
     @property
     def draft_kv_length(self) -> int:
-        """Valid entries of the draft's KV, wherever it is."""
+        """Number of valid entries of the draft's KV, on the device or in host memory."""
         if self.swapped:
             return 0 if self.swapped[1] is None else int(self.swapped[1].shape[1])
         return 0 if self.draft is None else self.draft.length
 
     @property
     def draft_lag(self) -> int:
-        """Tokens of the context that the draft has not read; one or two while it proposes in every round."""
+        """Number of context tokens that the draft has not read; 1 or 2 while it proposes in every round."""
         return len(self.tokens) - self.draft_kv_length
 
     @property
     def swapped_bytes(self) -> int:
-        """Host memory that its copies take."""
+        """Bytes of host memory that its copies take."""
         return sum(copy.numel() * copy.element_size() for copy in self.swapped if copy is not None)
 
     def row_keys(self, count: int) -> list[int]:
-        """Noise keys of the next `count` output positions."""
+        """Return the noise keys of the next `count` output positions."""
         first = self.output_length
         return [
             counter.mix64((self.seed_key + p * counter.GOLDEN) & counter.M64)

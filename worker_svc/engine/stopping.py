@@ -1,7 +1,8 @@
-"""Where a generation ends: end-of-sequence token, number of tokens, stop string.
+"""The end of a generation: end-of-sequence token, number of tokens, stop string.
 
-A round hands over a block of tokens (accepted proposals and one more). `cut` says how many of them count and why the request
-ends, if it does. The earliest token that ends it wins; at the same token: stop string, then EOS, then length.
+A round yields a block of tokens (accepted draft tokens and one more). `cut` returns the number of them that
+count and the reason of an end, if there is one. The earliest token that ends it wins; at the same token: stop
+string, then EOS, then length.
 
 Stop strings are found in text, so the tail of the output is decoded again each round. Only the tail: a stop string that is
 completed by new tokens reaches back at most its own length in characters, and a token is at least one byte of text or none.
@@ -16,12 +17,12 @@ from worker_svc.engine.interface import FinishReason, Specification
 
 Decode = Callable[[Sequence[int]], str]
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put for the bytes of an unfinished character
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's output for the bytes of an unfinished character
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How much of a block counts: its first `tokens` tokens."""
+    """The part of a block that counts: its first `tokens` tokens."""
 
     tokens: int
     finish: FinishReason | None
@@ -37,7 +38,7 @@ class StopText:
         self._longest = max((len(text) for text in stop), default=0)
 
     def find(self, output: Sequence[int], block: Sequence[int]) -> tuple[int, int] | None:
-        """First token of `block` that completes a stop string in the text of output + block.
+        """Find the first token of `block` that completes a stop string in the text of output + block.
 
         Returns (tokens of the block that count, characters to cut), or None. The cut runs from where the stop string begins to
         the end of the text of the tokens that count.
@@ -57,7 +58,9 @@ class StopText:
         return None
 
     def _begin(self, text: str, start: int) -> int | None:
-        """Where the first stop string in `text` begins; of several that begin there it makes no difference."""
+        """Return the begin of the first stop string in `text`; which of several begins there makes no
+        difference.
+        """
         found = [position for position in (text.find(stop, start) for stop in self.stop) if position >= 0]
         return min(found, default=None)
 
@@ -65,7 +68,9 @@ class StopText:
         return self._decode(ids).rstrip(REPLACEMENT) if ids else ""
 
     def _tail_start(self, output: Sequence[int]) -> int:
-        """First output token that the tail needs: enough text for the longest stop string, plus a margin for partial characters."""
+        """Return the first output token of the tail: enough text for the longest stop string, plus a margin
+        for partial characters.
+        """
         count = self._longest + 8
         while count < len(output) and len(self._decode(output[-count:])) < self._longest + 8:
             count *= 2
@@ -80,9 +85,10 @@ def cut(
     stop_text: StopText | None,
     output: Sequence[int],
 ) -> Cut:
-    """How much of `block`, which starts at output position `position`, counts.
+    """Return the part of `block`, which starts at output position `position`, that counts.
 
-    `stop_text` is None when the request has no stop strings; only with it is `output`, the tokens before the block, looked at.
+    `stop_text` is None if the request has no stop strings; `output`, the tokens before the block, is only
+    used with it.
     """
     count = min(len(block), spec.max_tokens - position)
     finish = FinishReason.LENGTH if position + count >= spec.max_tokens else None
