@@ -1,5 +1,6 @@
-"""The production core in virtual time: what a policy does to a workload, without the machines.
+"""Simulation of the production core in virtual time: the effect of a policy on a workload, without machines.
 
-`jobs` says what requests turn out to be, `machine` what a round costs, `cluster` runs both through the core, `oracle`
-is the policy that knows the truth, `workload` draws jobs from a description, `traces` reads public recordings.
+`jobs` defines requests with their outputs, `machine` the cost of a round; `cluster` runs both through the
+core; `oracle` is a policy with knowledge of the true outputs; `workload` draws jobs from a description;
+`traces` reads public recordings.
 """

@@ -1,9 +1,9 @@
-"""A HorizontalPodAutoscaler over a virtual cluster: what it asks for, and pods that take their time to start.
+"""HorizontalPodAutoscaler over a virtual cluster: its pod counts, and pods with a start time.
 
-The formula is that of Kubernetes (`kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale`, "Algorithm details"
-and "Configurable scaling behavior", v1.30): a target, a tolerance, a window over which the highest wish counts before pods
-are taken away, a limit to how fast they are added. KEDA hands its metrics to exactly that, so what differs between the
-signals here is the metric alone.
+The formula is that of Kubernetes (`kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale`,
+"Algorithm details" and "Configurable scaling behavior", v1.30): a target, a tolerance, a window over which
+the highest computed count holds before pods are removed, a limit to the rate at which pods are added. KEDA
+passes its metrics to the same formula, so the signals here differ in their metric alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SIGNALS: tuple[Signal, ...] = ("backlog", "requests", "queue", "utilisation", "f
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What is scaled on, and how. Times in seconds; the defaults are Kubernetes' own.
+    """Signal and parameters of the scaling. Times in seconds; the defaults are Kubernetes' own.
 
-    `signal`, with `target` per pod: `backlog`, machine seconds that all unfinished requests still need by the core's
-    estimates, which is what `laps_sd_backlog_seconds` shows and the external scaler serves; `requests`, unfinished ones;
-    `queue`, those of them that do not run; `utilisation`, the share of the time since the last look that ready pods spent in
-    rounds. `fixed`: always `target` pods.
+    `signal`, with `target` per pod: `backlog`, machine seconds that all unfinished requests still need by the
+    core's estimates, the value of `laps_sd_backlog_seconds` and of the external scaler; `requests`, the
+    number of unfinished requests; `queue`, the number of unfinished requests that do not run; `utilisation`,
+    the share of the time since the last look that ready pods spent in rounds. `fixed`: always `target` pods.
     """
 
     signal: Signal
@@ -37,13 +37,13 @@ class Scaling:
     least: int = 1
     most: int = 16
     start_s: float = 60.0
-    """From the decision until a new pod takes work; its device is taken all that time."""
+    """Time from the decision until a new pod accepts work; its device is held all that time."""
     sync_s: float = 15.0
     tolerance: float = 0.10
     down_window_s: float = 300.0
     up_pods: int = 4
     up_factor: float = 2.0
-    """In one look at most so many pods more, or so many times as many: whichever is more."""
+    """Limit of growth in one look: `up_pods` more pods or `up_factor` times as many, the larger one."""
 
     def __post_init__(self) -> None:
         if self.signal not in SIGNALS:
@@ -56,18 +56,18 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the autoscaler sees at one time."""
+    """Observation of the autoscaler at one time."""
 
     wanted: int
-    """Pods as last asked for."""
+    """Last requested number of pods."""
     ready: int
-    """Of them, those that take work."""
+    """Number of these pods that accept work."""
     value: float
-    """The metric: of the whole pool, for `utilisation` the mean over ready pods."""
+    """Value of the metric: of the whole pool; for `utilisation`, the mean over ready pods."""
 
 
 def average_wish(scaling: Scaling, look: Look) -> int:
-    """Pods by a metric of the whole pool (type External or Object, AverageValue)."""
+    """Return the pod count by a metric of the whole pool (type External or Object, AverageValue)."""
     usage_ratio = look.value / (scaling.target * look.wanted)
     if abs(1.0 - usage_ratio) <= scaling.tolerance:
         return look.wanted
@@ -75,7 +75,9 @@ def average_wish(scaling: Scaling, look: Look) -> int:
 
 
 def utilisation_wish(scaling: Scaling, look: Look) -> int:
-    """Pods by a metric of each pod (type Resource or Pods). Those that are not ready count as idle where more are asked for."""
+    """Return the pod count by a metric of each pod (type Resource or Pods). Pods that are not ready count as
+    idle if the count would grow.
+    """
     if not look.ready:
         return look.wanted
     ratio = look.value / scaling.target
@@ -91,21 +93,21 @@ def utilisation_wish(scaling: Scaling, look: Look) -> int:
 
 
 class Autoscaler:
-    """From looks to pod counts; remembers the wishes of the window."""
+    """Pod counts from looks, with the computed counts of the window."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
         self._wishes: deque[tuple[float, int]] = deque()
 
     def pods(self, now_s: float, look: Look) -> int:
-        """How many there should be now."""
+        """Return the number of pods that should exist now."""
         scaling = self._scaling
         if scaling.signal == "fixed":
             return int(scaling.target)
         by = utilisation_wish if scaling.signal == "utilisation" else average_wish
         wish = by(scaling, look)
         if not self._wishes:
-            self._wishes.append((now_s, look.wanted))  # nothing is taken away before a whole window was seen
+            self._wishes.append((now_s, look.wanted))  # no removal before a whole window has passed
         self._wishes.append((now_s, wish))
         while self._wishes[0][0] <= now_s - scaling.down_window_s:
             self._wishes.popleft()
@@ -126,10 +128,10 @@ class _Pod:
 
 
 class Pods:
-    """The pods of a `Cluster` that was made without workers. Call before `run`; read after it."""
+    """Pods of a `Cluster` that was created without workers. Create it before `run`; read it afterwards."""
 
     def __init__(self, cluster: Cluster, machine: Machine, scaling: Scaling, first: int) -> None:
-        """`first` pods are ready at 0."""
+        """Create `first` pods that are ready at 0."""
         self._cluster = cluster
         self._machine = machine
         self._scaling = scaling
@@ -137,13 +139,13 @@ class Pods:
         self._pods: dict[str, _Pod] = {}
         self._wanted = first
         self.changes: list[tuple[float, int]] = [(0.0, first)]
-        """(time, pods as asked for), at each change."""
+        """(time, requested number of pods) at each change."""
         for _ in range(first):
             cluster.at(0.0, self._starter(self._create(0.0)))
         cluster.at(scaling.sync_s, self._sync)
 
     def device_s(self, end_s: float) -> float:
-        """Seconds of devices held by pods until then: from a pod's creation until it is gone."""
+        """Return the device seconds held by pods until `end_s`: from a pod's creation until its removal."""
         return sum(max(0.0, min(pod.gone_s, end_s) - pod.created_s) for pod in self._pods.values())
 
     def _create(self, now_s: float) -> str:
@@ -191,7 +193,9 @@ class Pods:
         return share
 
     def _shrink(self, now_s: float, present: Sequence[str], count: int) -> Sequence[Event]:
-        """Those that start go first, the youngest of them; then who is cheapest to lose, as the operator chooses."""
+        """Remove `count` pods: first those that still start, the youngest first; then the cheapest to remove,
+        by the operator's order.
+        """
         events: list[Event] = []
         starting = [name for name in present if not self._pods[name].up]
         for name in reversed(starting[-count:] if count > 0 else ()):
@@ -207,7 +211,9 @@ class Pods:
         return events
 
     def _see_who_is_gone(self, now_s: float) -> None:
-        """A drained worker is no more among the scheduler's; its pod counts until it is looked at."""
+        """Record the removal of drained pods: the scheduler no longer lists their workers. A pod counts until
+        this look.
+        """
         here = {view.worker_id for view in self._cluster.scheduler.workers()}
         for name, pod in self._pods.items():
             if pod.up and pod.leaves and name not in here:
@@ -216,7 +222,7 @@ class Pods:
 
 @dataclass(frozen=True, slots=True)
 class _Starter:
-    """A pod becomes ready, unless it was taken away before."""
+    """Event of a pod that becomes ready, unless it was removed before."""
 
     pod: _Pod
     up: WorkerUp

@@ -1,4 +1,6 @@
-"""Runs jobs through the production core and virtual workers, which choose as real ones do (`laps_sd.choose`)."""
+"""Simulation of jobs on the production core and virtual workers, which choose as real ones do
+(`laps_sd.choose`).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _TOKENS = tuple((0,) * count for count in range(256))
 
 @dataclass(slots=True)
 class _Kept:
-    """What a worker holds of a request."""
+    """State of a request on a worker."""
 
     job: Job
     lease_epoch: int
@@ -47,60 +49,61 @@ class _Kept:
     missing: int = 0
     """Context tokens that are still to be computed."""
     ended: bool = False
-    """Until its last report has arrived: a list that was sent before must not start it again."""
+    """Mark of an ended request until its last report arrives: a list that was sent before must not start it
+    again."""
 
 
 @dataclass(slots=True)
 class Fate:
-    """What became of one job."""
+    """Result of one job."""
 
     job: Job
     first_token_s: float = 0.0
     finished_s: float = 0.0
-    """On the simulation's clock."""
+    """Time on the simulation's clock."""
     running_s: float = 0.0
-    """Time in rounds that it took part in."""
+    """Time in the rounds of this request."""
     preemptions: int = 0
     evictions: int = 0
     perceptible_after: int | None = None
-    """Rounds until the policy called it perceptible; 0: at arrival; None: never."""
+    """Rounds until the policy ranked it as perceptible; 0: at arrival; None: never."""
 
     @property
     def latency_s(self) -> float:
-        """Arrival to end."""
+        """Return the time from arrival to end."""
         return self.finished_s - self.job.arrival_s
 
     @property
     def waited_s(self) -> float:
-        """All the time in which it did not run."""
+        """Return the total time in which it did not run."""
         return self.latency_s - self.running_s
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One run."""
+    """Result of one run."""
 
     fates: list[Fate]
     busy_s: float = 0.0
-    """Of all workers together."""
+    """Time in rounds, all workers together."""
     end_s: float = 0.0
     swapped_tokens: int = 0
     prefilled_tokens: int = 0
     steps: int = 0
     level_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Machine seconds by the level that requests had when their round was reported; in all `busy_s`."""
+    """Machine seconds by the level of the requests when their round was reported; the total is `busy_s`."""
     level_requests: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Who ever ran in a level."""
+    """Ids of the requests that ran in a level."""
     estimate_errors: EstimateErrors = field(default_factory=EstimateErrors)
-    """How wrong the core's estimates of remaining service were."""
+    """Errors of the core's estimates of remaining service."""
     digest: str = ""
-    """Of all commands, if asked for: equal digests mean equal decisions."""
+    """Digest of all commands, if requested: equal digests mean equal decisions."""
     priors: Priors = field(default_factory=Priors)
-    """As learnt by the end."""
+    """Learned priors at the end of the run."""
 
 
 class _Worker:
-    """A virtual worker: its list, what it holds, and the round it is in."""
+    """Virtual worker: its list, the state of its requests, and its current round."""
 
     def __init__(self, facts: WorkerFacts, machine: Machine) -> None:
         self.facts = facts
@@ -112,11 +115,11 @@ class _Worker:
         self.reserve_clock = NEW_CLOCK
         self.busy = False
         self.busy_s = 0.0
-        """In rounds so far, the one that runs included."""
+        """Time in rounds so far, the current one included."""
         self.free_blocks = facts.target_blocks
 
     def choose(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Who runs in the next round, and who loses its blocks."""
+        """Return the requests of the next round, and the requests whose blocks are released."""
         candidates = []
         for entry in self.entries:
             kept = self.kept.get(entry.request_id)
@@ -144,7 +147,7 @@ class _Worker:
                 slots=facts.slots,
                 block_size=facts.block_size,
                 target_blocks=facts.target_blocks,
-                draft_blocks=0,  # the draft's cache is cheap to drop: the target's decides
+                draft_blocks=0,  # the draft's cache is cheap to drop: only the target's counts
                 max_growth_tokens=facts.max_draft_len + 1,
                 kv_latched=self.latched,
                 reserve_clock=self.reserve_clock,
@@ -155,19 +158,19 @@ class _Worker:
         return choice.run, choice.evict
 
     def resize(self, kept: _Kept, blocks: int) -> None:
-        """Its KV takes so many blocks now."""
+        """Set the number of blocks of its KV."""
         self.free_blocks += kept.blocks - blocks
         kept.blocks = blocks
 
     def grow(self, kept: _Kept, tokens: int) -> None:
-        """Room for its context and what a round may add."""
+        """Reserve blocks for its context and the tokens that a round may add."""
         facts = self.facts
         needed = -(-(tokens + facts.max_draft_len) // facts.block_size)
         if needed > kept.blocks:
             self.resize(kept, needed)
 
     def drop(self, request_id: str, lease_epoch: int) -> None:
-        """Forget it, unless it was leased here again since."""
+        """Forget a request, unless it has been leased here again since."""
         kept = self.kept.get(request_id)
         if kept is not None and kept.lease_epoch <= lease_epoch:
             self.resize(kept, 0)
@@ -175,17 +178,19 @@ class _Worker:
 
 
 Outside = Callable[[float], Sequence[Event]]
-"""Somebody looks at the cluster at a time (on the simulation's clock), and says what happens to it then."""
+"""Callback from outside: it observes the cluster at a time on the simulation's clock, and returns the events
+of that time."""
 
 _Happening = Event | tuple[Command, ...] | _Worker | Outside
-"""The core hears an event, commands reach the workers, a worker's round is over, or somebody outside acts."""
+"""One entry of the simulation: an event for the core, commands for the workers, the end of a worker's round,
+or a callback from outside."""
 
 
 class Cluster:
     """One run of jobs over equal workers. Deterministic: equal arguments give equal outcomes.
 
-    Workers come and go by the events that a real shell would hear: `WorkerUp` of a new one, `WorkerDraining`. One that
-    the core calls drained is gone at once.
+    Workers join and leave by the events of a real shell: `WorkerUp` of a new worker, `WorkerDraining`. A
+    worker that the core reports as drained is removed at once.
     """
 
     def __init__(
@@ -229,7 +234,7 @@ class Cluster:
             self._at(job.arrival_s, Arrived(job.facts(sequence)))
 
     def run(self) -> Outcome:
-        """Until every job has ended. RuntimeError if one cannot."""
+        """Run until every job has ended. RuntimeError if a job cannot end."""
         heap, outcome = self._heap, self._outcome
         while heap:
             now_s = heap[0][0]
@@ -253,16 +258,20 @@ class Cluster:
 
     @property
     def unfinished(self) -> int:
-        """Jobs that have not ended, those that are still to arrive included."""
+        """Return the number of jobs that have not ended, those before their arrival included."""
         return len(self._fates) - self._ended
 
     def busy_s(self, worker_id: str) -> float:
-        """Seconds that a worker has spent in rounds; the one that it is in counts as a whole. 0 before it was up."""
+        """Return the seconds that a worker has spent in rounds; its current round counts as a whole. 0 before
+        it was up.
+        """
         worker = self._workers.get(worker_id)
         return 0.0 if worker is None else worker.busy_s
 
     def at(self, when_s: float, act: Outside) -> None:
-        """Call `act` then; the core hears the events that it returns in the same step as others of that time."""
+        """Call `act` at `when_s`; the core receives the returned events in the same step as others of that
+        time.
+        """
         self._at(when_s, act)
 
     def _at(self, when_s: float, what: _Happening) -> None:
@@ -306,7 +315,9 @@ class Cluster:
             self._carry_out(now_s, commands, reporters)
 
     def _charge_levels(self, report: RoundReported) -> None:
-        """Which levels carry the work; before the core has heard of the round and ranked its requests anew."""
+        """Charge a round to the levels of its requests, before the core has received the report and ranked
+        them again.
+        """
         outcome = self._outcome
         share_s = report.total_s / len(report.progress)
         for progress in report.progress:
@@ -316,7 +327,7 @@ class Cluster:
                 outcome.level_requests[rank.level].add(progress.request_id)
 
     def _look_at(self, report: RoundReported) -> None:
-        """When requests become perceptible."""
+        """Record the rounds after which requests become perceptible; drop the ended ones."""
         worker = self._workers[report.worker_id]
         for progress in report.progress:
             if progress.end is not None:
@@ -347,7 +358,7 @@ class Cluster:
                 self._on_progress(self._ended)
 
     def _carry_out(self, now_s: float, commands: Sequence[Command], idle: Sequence[_Worker]) -> None:
-        """What workers are told; those that have no round going start one."""
+        """Deliver commands to workers; workers without a current round start one."""
         told = dict.fromkeys(idle)
         for command in commands:
             if isinstance(command, Drop):
@@ -370,7 +381,7 @@ class Cluster:
         if kept is not None and kept.lease_epoch >= entry.lease_epoch:
             return
         if self._fates[request_id].finished_s:
-            return  # this list was sent before its end was heard of
+            return  # this list was sent before the end of the request was received
         if kept is not None:
             worker.resize(kept, 0)
         worker.kept[request_id] = _Kept(
@@ -451,11 +462,11 @@ class Cluster:
             self._at(now_s + total_s, worker)
 
     def _waits(self, kept: _Kept, fresh: int) -> Progress:
-        """A round in which only a part of its context was computed."""
+        """Return the progress of a round in which only a part of the context was computed."""
         return Progress(kept.job.request_id, kept.lease_epoch, kept.emitted, (), 0, 0, fresh, None, 0, "")
 
     def _decodes(self, kept: _Kept, fresh: int) -> Progress:
-        """A round of drafting and verification."""
+        """Return the progress of a round of drafting and verification."""
         job, position = kept.job, kept.emitted
         pace = job.paces[kept.rounds]
         draft_len = job.drafted(kept.rounds, self._machine.draft_len)
@@ -482,5 +493,5 @@ class Cluster:
 
 @cache
 def _positions(accepted: int, drafted: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What was compared, and what was kept, position by position."""
+    """Return the numbers of compared and of accepted draft tokens, position by position."""
     return (1,) * min(accepted + 1, drafted), ((1,) * accepted + (0,))[:drafted]

@@ -1,4 +1,6 @@
-"""What a request turns out to be. The core sees only what a real one would: length limit, class, prediction."""
+"""Requests with their future outputs. The core sees only what it sees of a real one: length limit, class,
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ class Job:
     arrival_s: float
     prompt_tokens: int
     paces: bytes
-    """Output tokens of each round until the end (1 … 255): what the target accepted, and the one it adds itself."""
+    """Output tokens of each round until the end (1 … 255): the accepted draft tokens and the bonus token."""
     max_tokens: int
-    """The client's limit; the output is never longer."""
+    """Length limit of the client; the output is never longer."""
     predicted_tokens: int | None = None
-    """What a predictor says of the output length at arrival."""
+    """Predicted output length at arrival."""
     workload_class: str = ""
     tenant: str = ""
     priority: int = 0
     uncut_last: int | None = None
-    """What the last round gained before it was cut at the end of the output; None: as much as `paces` says."""
+    """Tokens of the last round before it was cut at the end of the output; None: as in `paces`."""
     drafts: bytes = b""
-    """Tokens drafted in each round, as recorded; empty: the machine's `draft_len` in all of them."""
+    """Draft tokens of each round, as recorded; empty: the machine's `draft_len` in every round."""
     output_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,11 +43,11 @@ class Job:
             )
 
     def drafted(self, number: int, draft_len: int) -> int:
-        """Tokens drafted in round `number`, on a machine that drafts `draft_len` unless it was recorded."""
+        """Return the number of draft tokens of round `number`: the recorded one, otherwise `draft_len`."""
         return self.drafts[number] if self.drafts else draft_len
 
     def facts(self, sequence: int) -> RequestFacts:
-        """What the core is told of it."""
+        """Return the request's facts for the core."""
         return RequestFacts(
             request_id=self.request_id,
             sequence=sequence,

@@ -1,4 +1,4 @@
-"""The policy that knows what no scheduler can: the true machine share that a request still needs."""
+"""Policy with knowledge of the true machine share that a request still needs; no real scheduler has it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Oracle(Policy):
         self._machine = machine
 
     def rank(self, request: Request, priors: Priors) -> RankKey:
-        """By the job's own future and the machine's true cost."""
+        """Return the rank by the job's own future and the machine's true cost."""
         machine = self._machine
         left_s = machine.left_s(self._jobs[request.request_id], request.rounds, request.emitted)
         on_host = request.residency is Residency.HOST

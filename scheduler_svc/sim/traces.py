@@ -1,10 +1,14 @@
-"""Reads public recordings of arrivals, lengths and acceptance. A `.gz` name is unpacked on the way.
+"""Readers of public recordings of arrivals, lengths and acceptance. A file whose name ends in `.gz` is
+decompressed.
 
-Formats, told apart by their first line:
-  * CSV with a header that names `arrival_s`, `input_tokens` and `output_tokens` (Azure's trace in this form, or any other).
-  * Mooncake's JSON lines: `timestamp` (ms), `input_length`, `output_length`. Its clock ticks every 3 s or so, which would
-    make bursts of what were single arrivals; requests of one tick are spread evenly over the time to the next.
-  * Acceptance per step, JSON lines: `run`, `task`, `category`, `accept` (tokens of each round, the bonus token included).
+The first line identifies the format:
+  * CSV with a header that contains `arrival_s`, `input_tokens` and `output_tokens` (Azure's trace in this
+    form, or any other).
+  * Mooncake's JSON lines: `timestamp` (ms), `input_length`, `output_length`. Its clock ticks about every 3 s,
+    which would turn single arrivals into bursts; requests of one tick are spread evenly over the time to the
+    next.
+  * Acceptance per step, JSON lines: `run`, `task`, `category`, `accept` (tokens of each round, the bonus
+    token included).
 """
 
 from __future__ import annotations
@@ -31,17 +35,17 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordedAcceptance:
-    """The rounds of one recorded request."""
+    """Rounds of one recorded request."""
 
     run: str
     task: str
     category: str
     paces: tuple[int, ...]
-    """Tokens per round; a round with none, which some harnesses log at the end, is left out."""
+    """Tokens per round; a round without tokens, which some harnesses log at the end, is left out."""
 
 
 class TraceError(ValueError):
-    """A file is not in a format that can be read; the message names it and the line."""
+    """Error for a file in an unknown format; the message names the file and the line."""
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -67,7 +71,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_column(path: Path, column: str) -> list[int]:
-    """One integer column of a CSV file with a header."""
+    """Return one integer column of a CSV file with a header."""
     rows = csv.DictReader(io.StringIO("".join(_lines(path))))
     if column not in (rows.fieldnames or ()):
         raise TraceError(f"{path} has no column {column!r}; there are: {', '.join(rows.fieldnames or ())}")
@@ -75,12 +79,14 @@ def read_column(path: Path, column: str) -> list[int]:
 
 
 def read_texts(path: Path, name: str) -> list[str]:
-    """One text field of a JSON-lines file."""
+    """Return one text field of a JSON-lines file."""
     return [str(row[name]) for _, row in _json_lines(path) if name in row]
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """Arrivals with lengths, by time; those without an output are left out, as nothing was generated."""
+    """Return arrivals with lengths, by time; requests without an output are left out, as nothing was
+    generated.
+    """
     first = next(_lines(path), "")
     rows = _read_mooncake(path) if first.lstrip().startswith("{") else _read_csv(path)
     found = sorted((row for row in rows if row.output_tokens > 0), key=lambda row: row.arrival_s)
@@ -127,7 +133,7 @@ def _read_mooncake(path: Path) -> list[TracedRequest]:
 
 
 def read_acceptance(path: Path) -> list[RecordedAcceptance]:
-    """Recorded rounds of requests."""
+    """Return the recorded rounds of requests."""
     found = []
     for number, row in _json_lines(path):
         accept = row.get("accept")
@@ -145,7 +151,9 @@ def read_acceptance(path: Path) -> list[RecordedAcceptance]:
 
 
 def read_quantiles(path: Path, column: str) -> list[tuple[float, list[float]]]:
-    """ServeGen's client summaries: (request rate, quantiles of `column`) of each client and period that has them."""
+    """Return ServeGen's client summaries: (request rate, quantiles of `column`) of each client and period
+    with such quantiles.
+    """
     found = []
     for _, client in _json_lines(path):
         rates: dict[int, float] = {}
@@ -167,7 +175,7 @@ def read_quantiles(path: Path, column: str) -> list[tuple[float, list[float]]]:
 SERVEGEN_LEVELS = (
     0.0, 0.001, 0.005, 0.01, 0.025, *(step / 20 for step in range(1, 20)), 0.975, 0.99, 0.995, 0.999, 1.0,
 )  # fmt: skip
-"""Of the 29 quantiles."""
+"""Levels of ServeGen's 29 quantiles."""
 
 
 def _whole(path: Path, number: int, value: object, name: str) -> int:

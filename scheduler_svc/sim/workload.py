@@ -1,7 +1,9 @@
-"""Draws jobs from a description: classes of requests, a predictor, arrivals. Seeded; equal seeds give equal jobs.
+"""Jobs drawn from a description: classes of requests, a predictor, arrivals. Seeded; equal seeds give equal
+jobs.
 
-A description is a few small dataclasses, which a regime file spells as tables (`bench/regimes/*.toml`). Everything that
-the evidence rests on and that is not recorded data is stated here or there; all of it is our choice.
+A description consists of a few small dataclasses, written as tables in a regime file
+(`bench/regimes/*.toml`). Every assumption of the evidence that is not recorded data is stated here or there;
+all of them are our choice.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ MOST_TOKENS_PER_ROUND = 255
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How many tokens. One of the kinds: lognormal (`median`, `sigma`), constant (`value`), column (of a CSV `file`),
-    quantiles (`column` of a ServeGen `file`), code (characters of the `code` field of a JSON-lines `file`)."""
+    """Distribution of a number of tokens. One of the kinds: lognormal (`median`, `sigma`), constant
+    (`value`), column (of a CSV `file`), quantiles (`column` of a ServeGen `file`), code (characters of the
+    `code` field of a JSON-lines `file`).
+    """
 
     kind: str = "lognormal"
     median: float = 150.0
@@ -46,17 +50,18 @@ class Lengths:
     file: str = ""
     column: str = ""
     times: float = 1.0
-    """Multiplies what was drawn."""
+    """Factor of the drawn value."""
     most: int = 2048
-    """Longer ones are cut to this."""
+    """Upper limit; longer values are cut to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Tokens per round. `process`: each request has its own acceptance per drafted token ~ Beta(`mean`,
-    `concentration`), which starts `drift` (standard deviation) away from it, comes back within `settle_rounds`, and is
-    disturbed by AR(1) noise; a round accepts a geometric number of tokens, at most the draft length. `recorded`: replays
-    the rounds of recorded requests, cut at the draft length, from the beginning again where they are too short.
+    """Distribution of the tokens per round. `process`: each request has its own acceptance per draft token ~
+    Beta(`mean`, `concentration`), which starts `drift` (standard deviation) away from it, returns within
+    `settle_rounds`, and is disturbed by AR(1) noise; a round accepts a geometric number of tokens, at most
+    the draft length. `recorded`: replays the rounds of recorded requests, cut at the draft length, and starts
+    them again from the beginning if they are too short.
     """
 
     kind: str = "process"
@@ -70,7 +75,7 @@ class Acceptance:
     runs: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
-    """Empty: all."""
+    """Recorded categories to use; empty: all. The same holds for `runs` and `tasks`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +91,12 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """What is said of the output length at arrival. `noisy`: truth × exp(sigma · z). `inverse`: pivot² / truth × exp(sigma · z),
-    which is high where the truth is low. `constant`: always `value`. `recorded`: the joint sample of true length and predicted
-    class in `file`; a class stands for its median length, and where a kind has output lengths of its own it is off by the factor
-    of a recorded pair. `none`: nothing."""
+    """Prediction of the output length at arrival. `noisy`: truth × exp(sigma · z). `inverse`: pivot² / truth
+    × exp(sigma · z), which is high where the truth is low. `constant`: always `value`. `recorded`: the joint
+    sample of true length and predicted class in `file`; the prediction is the median length of the class, and
+    for a kind with output lengths of its own it is wrong by the factor of a recorded pair. `none`: no
+    prediction.
+    """
 
     kind: str = "noisy"
     sigma: float = 0.3
@@ -100,7 +107,7 @@ class Predictor:
 
 @dataclass(frozen=True, kw_only=True)
 class Tenants:
-    """Some tenants that predict in one way. All tenants of a workload send equally many requests."""
+    """Group of tenants with the same predictor. All tenants of a workload send equally many requests."""
 
     name: str
     count: int = 1
@@ -109,33 +116,34 @@ class Tenants:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """When. `poisson`, `gamma` (with `cv`), `burst` (all at 0), or `trace` (times and lengths of `file`, a window of it,
-    stretched so that the load holds, or as recorded where `load` is 0). Load = arrival rate × mean machine seconds of a
-    request / workers."""
+    """Process of arrivals. `poisson`, `gamma` (with `cv`), `burst` (all at 0), or `trace` (times and lengths
+    of `file`, a window of it, stretched so that the load holds, or as recorded where `load` is 0). Load =
+    arrival rate × mean machine seconds of a request / workers.
+    """
 
     process: str = "poisson"
     load: float = 0.8
     cv: float = 1.0
     file: str = ""
     every: int = 1
-    """Of a trace, one request in so many: a smaller service with the same course of the day."""
+    """Sampling of a trace: one of `every` requests, a smaller service with the same course of the day."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What arrives."""
+    """Description of a workload."""
 
     requests: int = 1500
     max_tokens: int = 2048
     kinds: tuple[Kind, ...] = (Kind(),)
     predictor: Predictor = Predictor()
     tenants: tuple[Tenants, ...] = ()
-    """Empty: one tenant without a name, whose predictions are those of `predictor`."""
+    """Groups of tenants; empty: one tenant without a name and with the predictions of `predictor`."""
     arrivals: Arrivals = Arrivals()
 
 
 def draw(workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None) -> list[Job]:
-    """The jobs of one seed. `data` is the folder that `file`s are relative to."""
+    """Return the jobs of one seed. `data` is the folder that each `file` is relative to."""
     return _Draw(workload, machine, workers, seed, data).jobs()
 
 
@@ -216,7 +224,7 @@ class _Draw:
                 mirrored = predictor.pivot**2 / output
                 return max(1, round(mirrored * math.exp(predictor.sigma * self.random.gauss(0, 1))))
             case "constant":
-                self.random.gauss(0, 1)  # the rest of the draw is the same whatever one tenant predicts
+                self.random.gauss(0, 1)  # keeps the rest of the draw equal for all predictors of a tenant
                 return predictor.value
             case "recorded":
                 truth, predicted = self.random.choice(predictions(self._path(predictor.file)))
@@ -253,7 +261,7 @@ class _Draw:
     # Acceptance.
 
     def _paces(self, acceptance: Acceptance, output: int) -> tuple[str, bytes, int]:
-        """The task that was recorded, tokens of each round, and those of the last before it was cut."""
+        """Return the recorded task, the tokens of each round, and those of the last round before its cut."""
         match acceptance.kind:
             case "process":
                 rounds = self._process(acceptance)
@@ -321,7 +329,7 @@ def _at_quantile(quantiles: Sequence[float], level: float) -> float:
     return quantiles[above - 1] + part * (quantiles[above] - quantiles[above - 1])
 
 
-# Files are read once per process: every seed draws from the same ones.
+# Files are read once per process: every seed draws from the same files.
 
 read_trace_cached = cache(read_trace)
 column = cache(read_column)
@@ -329,20 +337,22 @@ column = cache(read_column)
 
 @cache
 def client_quantiles(path: Path, name: str) -> tuple[list[float], list[list[float]]]:
-    """Cumulative request rates, and the quantiles that go with them."""
+    """Return the cumulative request rates and their quantiles."""
     found = read_quantiles(path, name)
     return list(itertools.accumulate(rate for rate, _ in found)), [quantiles for _, quantiles in found]
 
 
 @cache
 def code_tokens(path: Path) -> list[float]:
-    """Lengths of reference programs, in tokens of about 3.5 characters."""
+    """Return the lengths of reference programs, in tokens of about 3.5 characters."""
     return [len(code) / CODE_CHARACTERS_PER_TOKEN for code in read_texts(path, "code")]
 
 
 @cache
 def predictions(path: Path) -> list[tuple[int, int]]:
-    """(true length, predicted length), the prediction being the median length of the predicted class."""
+    """Return pairs (true length, predicted length); the prediction is the median length of the predicted
+    class.
+    """
     pairs = list(zip(read_column(path, "output_tokens"), read_column(path, "predicted_class"), strict=True))
     classes = sorted({predicted for _, predicted in pairs})
     medians = {
@@ -359,7 +369,7 @@ def _recorded(path: Path) -> list[RecordedAcceptance]:
 
 @cache
 def recordings(path: Path, wanted: Acceptance) -> list[RecordedAcceptance]:
-    """Those that the description asks for."""
+    """Return the recordings that match the description. ValueError if there are none."""
     found = [
         recorded
         for recorded in _recorded(path)
@@ -376,7 +386,7 @@ Described = TypeVar("Described")
 
 
 def described(cls: Callable[..., Described], table: Mapping[str, Any], where: str) -> Described:
-    """Build a dataclass from a table of a regime file. ValueError names the table and the key that does not belong."""
+    """Build a dataclass from a table of a regime file. ValueError names the table and the unknown key."""
     hints = get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in table.items():

@@ -1,1 +1,3 @@
-"""The operator of LAPS-SD: keeps as many workers per SpeculativePool as it says, and takes them away without haste."""
+"""Operator of LAPS-SD: keeps the number of workers that each SpeculativePool sets, and drains workers before
+it removes them.
+"""

@@ -1,12 +1,14 @@
-"""The operator as a process: `python -m laps_sd_operator`. kopf tells which pools there are; every two seconds each gets a turn.
+"""Process of the operator: `python -m laps_sd_operator`. kopf reports the pools; every two seconds each pool
+has a turn.
 
-A turn reads what is there, the pool included, asks `reconcile`, and carries out what it says. A failed turn changes nothing that
-the next one would not see, so the operator may be killed at any moment. It leaves no finalizer on a pool: Kubernetes' garbage
-collector takes the Deployment with it, and a pool can be deleted after its operator (`helm uninstall` does). Of several, the one
-that holds the Lease (`leadership`) has turns; the others know the pools and wait.
+A turn reads the current state, the pool included, calls `reconcile`, and executes its actions. After a failed
+turn the next one sees all that it needs, so the operator may be killed at any moment. It leaves no finalizer
+on a pool: Kubernetes' garbage collector deletes the Deployment with the pool, and a pool can be deleted after
+its operator (as `helm uninstall` does). Of several operators, the holder of the Lease (`leadership`) has
+turns; the others keep the list of pools and wait.
 
-Environment: LAPS_SD_OPERATOR_NAMESPACE (required), LAPS_SD_OPERATOR_HEALTH_PORT (8080), POD_ID (by which it stands for election; else
-the host and the process), and LAPS_SD_LINK_TLS… as for a worker.
+Environment: LAPS_SD_OPERATOR_NAMESPACE (required), LAPS_SD_OPERATOR_HEALTH_PORT (8080), POD_ID (its identity
+in the election; default: the host and the process), and LAPS_SD_LINK_TLS… as for a worker.
 """
 
 from __future__ import annotations
@@ -34,16 +36,17 @@ from laps_sd_operator.reconcile import Action, Adopt, Create, Drain, Mark, Scale
 
 TURN_S = 2.0
 TURN_LIMIT_S = 60.0
-"""A turn that takes longer waits for an answer that will not come: the client gives up on nothing by itself."""
+"""Seconds after which a turn is cancelled, as its answer will not come: the client has no time limit of its
+own."""
 
 log = get_logger("operator")
 
 
 @kopf.on.startup()
 async def start(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: Any) -> None:
-    """Connects to Kubernetes, as the pod's account or as KUBECONFIG says."""
-    settings.scanning.disabled = True  # it has no rights outside its namespace
-    settings.posting.enabled = False  # what happens shows in status
+    """Connect to Kubernetes, with the pod's account or with KUBECONFIG."""
+    settings.scanning.disabled = True  # the operator has no rights outside its namespace
+    settings.posting.enabled = False  # the pool's status shows the problems
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         config.load_incluster_config()
     else:
@@ -56,18 +59,18 @@ async def start(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: Any) -> N
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Ends all turns, gives the Lease up and closes the connections."""
+    """End all turns, release the Lease and close the connections."""
     await memo.operator.close()
 
 
 @kopf.on.event(objects.GROUP, objects.VERSION, objects.PLURAL)
 async def heard(name: str, namespace: str, memo: kopf.Memo, **_: Any) -> None:
-    """A pool that was not known gets turns while this operator leads, until it is found to be gone."""
+    """Start the turns of a new pool while this operator leads, until the pool is deleted."""
     memo.operator.look_after(namespace, name)
 
 
 class Operator:
-    """A task per pool, while it leads."""
+    """Tasks of the pools: one for each pool, while this operator leads."""
 
     def __init__(self, api: client.ApiClient, tls: Tls | None, leadership: Leadership) -> None:
         self._api = api
@@ -75,19 +78,20 @@ class Operator:
         self._leadership = leadership
         self._leads = False
         self._tasks: dict[tuple[str, str], asyncio.Task[None] | None] = {}
-        """Of every known pool; none while another operator leads."""
+        """Task of every known pool; None while another operator leads."""
         self._heard: set[tuple[str, str]] = set()
-        """Of whom there was news since their last turn began: one that this turn found gone may be there again."""
+        """Pools with an event since their last turn began: such a pool may exist again although that turn did
+        not find it."""
         self._candidate = asyncio.create_task(leadership.run(self._lead))
 
     def look_after(self, namespace: str, name: str) -> None:
-        """From now on, until it is found gone."""
+        """Give turns to a pool until it is deleted."""
         self._heard.add((namespace, name))
         if self._tasks.setdefault((namespace, name)) is None and self._leads:
             self._begin(namespace, name)
 
     async def close(self) -> None:
-        """Ends all turns, and lets another operator lead."""
+        """End all turns, and release the Lease for another operator."""
         self._candidate.cancel()
         await asyncio.gather(self._candidate, return_exceptions=True)
         await self._leadership.release()
@@ -120,7 +124,8 @@ class Operator:
                 async with asyncio.timeout(TURN_LIMIT_S):
                     there = await turn(kubernetes, self._tls, logger, self._leadership.held)
             except Exception as error:
-                if repr(error) != failed:  # said once: an API server may be away for long
+                # Logged once: an API server may be unreachable for long.
+                if repr(error) != failed:
                     logger.exception("a turn failed; the next one begins anew")
                 failed = repr(error)
             else:
@@ -136,19 +141,22 @@ class Operator:
 async def turn(
     kubernetes: Kubernetes, tls: Tls | None, logger: Any, may_act: Callable[[], bool] = lambda: True
 ) -> bool:
-    """One turn of one pool; False when there is no such pool any more. It ends early when it may not act any more."""
+    """Run one turn of one pool; return False if the pool no longer exists. It ends early when `may_act`
+    returns False.
+    """
     pool = await kubernetes.pool()
     if pool is None:
         return False
     if pool["metadata"].get("deletionTimestamp"):
-        return True  # what it owns goes with it
+        return True  # its objects are deleted with it
     shard, problem = None, ""
     try:
         shard = await scheduler.shard(pool["spec"]["scheduler"], tls)
         problem = objects.other_policy(pool, shard)
     except scheduler.NoScheduler as error:
         problem = f"no scheduler answers: {error}"
-    # After the scheduler: who drains there was marked before, so that the mark is seen, and nobody is chosen in addition.
+    # Read after the scheduler: a worker that drains there was marked before, so the mark is seen here and no
+    # second worker is chosen.
     deployment, pods = await asyncio.gather(kubernetes.deployment(), kubernetes.pods())
     problem = objects.failure_of(deployment) or problem
     seen = objects.seen_of(pool, deployment, pods, shard, time.time())
@@ -175,7 +183,9 @@ async def turn(
 
 
 def said_by(error: ApiException) -> str:
-    """What Kubernetes refuses, in its words; empty for what the next turn sees by itself: somebody else was faster."""
+    """Return Kubernetes' message of the refusal; empty if the next turn sees the cause by itself, a
+    concurrent change.
+    """
     if error.status in (GONE, CONFLICT):
         return ""
     try:
@@ -183,14 +193,14 @@ def said_by(error: ApiException) -> str:
     except ValueError:
         return f"Kubernetes answers {error.status}: {error.reason}"
     if error.status == UNPROCESSABLE and not found.get("details", {}).get("causes"):
-        return ""  # a JSON patch whose test failed: the replica count is another by now
+        return ""  # the test of a JSON patch failed: the replica count has changed
     return str(found.get("message", error.reason))
 
 
 async def carry_out(
     action: Action, pool: dict[str, Any], before: int | None, kubernetes: Kubernetes, tls: Tls | None
 ) -> None:
-    """One action. Raises ApiException and NoScheduler."""
+    """Execute one action. Raises ApiException and NoScheduler."""
     match action:
         case Create(replicas):
             await kubernetes.create(objects.deployment_of(pool, replicas))
@@ -211,7 +221,7 @@ async def carry_out(
 
 
 class Kubernetes:
-    """The calls for one pool; objects as dictionaries."""
+    """Calls for one pool; objects are dictionaries."""
 
     def __init__(self, api: client.ApiClient, namespace: str, name: str) -> None:
         self._api = api
@@ -222,43 +232,43 @@ class Kubernetes:
         self._itself = (objects.GROUP, objects.VERSION, namespace, objects.PLURAL, name)
 
     async def pool(self) -> dict[str, Any] | None:
-        """The pool, if there is one."""
+        """Return the pool, or None if it does not exist."""
         found: dict[str, Any] | None = await if_there(
             self._custom.get_namespaced_custom_object(*self._itself)
         )
         return found
 
     async def deployment(self) -> dict[str, Any] | None:
-        """The Deployment of the pool's name, if there is one."""
+        """Return the Deployment of the pool's name, or None if it does not exist."""
         found = await if_there(self._apps.read_namespaced_deployment(self._name, self._namespace))
         plain: dict[str, Any] | None = self._api.sanitize_for_serialization(found)
         return plain
 
     async def pods(self) -> list[dict[str, Any]]:
-        """All pods of the pool."""
+        """Return all pods of the pool."""
         selector = f"{objects.POOL_LABEL}={self._name}"
         found = await self._core.list_namespaced_pod(self._namespace, label_selector=selector)
         plain: list[dict[str, Any]] = self._api.sanitize_for_serialization(found.items)
         return plain
 
     async def create(self, deployment: dict[str, Any]) -> None:
-        """The Deployment."""
+        """Create the Deployment."""
         await self._apps.create_namespaced_deployment(self._namespace, deployment)
 
     async def patch_deployment(self, operations: list[dict[str, Any]]) -> None:
-        """A JSON patch: the client sends a list as one."""
+        """Send a JSON patch of the Deployment: the client sends a list as a JSON patch."""
         await self._apps.patch_namespaced_deployment(self._name, self._namespace, operations)
 
     async def patch_pod(self, name: str, patch: dict[str, Any]) -> None:
-        """A merge patch of a pod's metadata."""
+        """Send a merge patch of a pod's metadata."""
         await self._core.patch_namespaced_pod(name, self._namespace, patch)
 
     async def patch_pool(self, patch: dict[str, Any]) -> None:
-        """A merge patch of the pool itself."""
+        """Send a merge patch of the pool itself."""
         await self._custom.patch_namespaced_custom_object(*self._itself, patch, _content_type=MERGE)
 
     async def tell(self, status: dict[str, Any]) -> None:
-        """A merge patch of the pool's status."""
+        """Send a merge patch of the pool's status."""
         try:
             await self._custom.patch_namespaced_custom_object_status(
                 *self._itself, {"status": status}, _content_type=MERGE
@@ -272,7 +282,7 @@ MERGE = "application/merge-patch+json"
 
 
 def main() -> None:
-    """Runs until a signal."""
+    """Run until a signal."""
     namespace = os.environ.get("LAPS_SD_OPERATOR_NAMESPACE")
     if not namespace:
         sys.exit("LAPS_SD_OPERATOR_NAMESPACE must name the namespace whose pools are looked after.")

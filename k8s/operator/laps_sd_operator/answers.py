@@ -1,4 +1,4 @@
-"""What an API server answers when it cannot do what it was asked."""
+"""Handling of errors from the API server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GONE, CONFLICT, UNPROCESSABLE = 404, 409, 422
 
 
 async def if_there(asked: Awaitable[Any]) -> Any:
-    """What was asked for; None when there is no such thing."""
+    """Return the result of the call; None if the object does not exist (404)."""
     try:
         return await asked
     except ApiException as error:

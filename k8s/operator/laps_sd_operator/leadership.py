@@ -1,12 +1,16 @@
-"""Which operator acts: the one that holds the Lease `laps-sd-operator` of its namespace, as Kubernetes' own controllers decide it.
+"""Election of the acting operator: the holder of the Lease `laps-sd-operator` in its namespace, by the method
+of Kubernetes' own controllers.
 
     leadership = Leadership(api, "models", "laps-sd-operator-7c9f-x2x")
-    await leadership.run(operator.lead)    # `lead()` runs while the Lease is held, and is cancelled when it is lost
-    await leadership.release()             # the next one need not wait until it expires
+    # `lead()` runs while the Lease is held, and is cancelled when it is lost.
+    await leadership.run(operator.lead)
+    # The next holder need not wait until the Lease expires.
+    await leadership.release()
 
-The holder renews every RETRY_S and stops RENEW_S after the last renewal that succeeded; others take over when they have seen it unchanged
-for LEASE_S. So the one has stopped before the other begins, whatever their clocks say. A process that stood still meanwhile does not know
-yet that it lost: `held()` does, and is asked before every action.
+The holder renews every RETRY_S and stops RENEW_S after the last successful renewal; a candidate takes over
+when the Lease was unchanged for LEASE_S. So the old holder stops before the new one begins, even if their
+clocks differ. A suspended process cannot notice at once that it lost the Lease: `held()` compares times, and
+is called before every action.
 """
 
 from __future__ import annotations
@@ -25,14 +29,16 @@ from laps_sd_operator.answers import CONFLICT, if_there
 LEASE = "laps-sd-operator"
 LEASES = ("coordination.k8s.io", "v1")
 LEASE_S, RENEW_S, RETRY_S = 15.0, 10.0, 2.0
-"""As Kubernetes' controllers have them."""
+"""Seconds: length of the Lease, limit of renewal, interval of tries; values of Kubernetes' controllers."""
 NEVER = float("-inf")
 
 log = get_logger("operator.leadership")
 
 
 class Leadership:
-    """One candidate. `identity` is its pod's name: a container that is started again in the same pod goes on at once."""
+    """One candidate. `identity` is the name of its pod: a container that restarts in the same pod continues
+    at once.
+    """
 
     def __init__(
         self,
@@ -44,24 +50,26 @@ class Leadership:
         renew_s: float = RENEW_S,
         retry_s: float = RETRY_S,
     ) -> None:
-        # Objects as they are: the client's own class for a Lease writes a time of a whole second without its fraction, which the
-        # API server then refuses, and drops fields that are newer than the client.
+        # Plain objects: the client's own class for a Lease writes a time of a whole second without its
+        # fraction, which the API server refuses, and drops fields that are newer than the client.
         self._objects = client.CustomObjectsApi(api)
         self._leases = (*LEASES, namespace, "leases")
         self._identity = identity
         self._lease_s, self._renew_s, self._retry_s = lease_s, renew_s, retry_s
         self._renewed_s = NEVER
-        """When the last renewal that succeeded was sent."""
+        """Time at which the last successful renewal was sent."""
         self._seen: tuple[str, float] = "", NEVER
-        """The Lease's version, and since when it is that."""
+        """Version of the Lease, and the time at which it was first read."""
         self._failed = ""
 
     def held(self) -> bool:
-        """Whether the Lease is held for certain: the last renewal is not too long ago."""
+        """Return whether the Lease is certainly held: the last renewal is less than `renew_s` old."""
         return _now_s() < self._renewed_s + self._renew_s
 
     async def run(self, lead: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Stands for election for ever; runs `lead()` each time it wins, until it loses or `lead()` raises."""
+        """Take part in the election without end; run `lead()` after each win, until the Lease is lost or
+        `lead()` raises.
+        """
         logger = log.bind(lease=LEASE, identity=self._identity)
         logger.info("stands for election")
         while True:
@@ -78,7 +86,7 @@ class Leadership:
             await asyncio.sleep(self._retry_s)
 
     async def release(self) -> None:
-        """Leaves the Lease without a holder, if it is held. To be called when nothing acts any more."""
+        """Remove the holder from the Lease, if this candidate holds it. Call it after the last action."""
         if not self.held():
             return
         self._renewed_s = NEVER
@@ -92,18 +100,20 @@ class Leadership:
             log.info("the lease could not be given up and runs out", lease=LEASE, error=repr(error))
 
     async def _try(self) -> None:
-        """Takes the Lease or renews it, if it may."""
+        """Take or renew the Lease, if this is allowed."""
         sent_s = _now_s()
-        # Half of what a term lasts leaves time for a second try; who leads must not wait beyond its term.
+        # Half of the term leaves time for a second try; the leader must not wait beyond its term.
         left_s = self._renewed_s + self._renew_s - sent_s if self.held() else self._renew_s
         try:
             async with asyncio.timeout(min(self._renew_s / 2, left_s)):
                 won = await self._take()
-        except Exception as error:  # whatever it is: a candidate that ended here would never stand again, and nobody would see it
+        except Exception as error:
+            # Every error is caught: a candidate that ended here would silently never try again.
             if isinstance(error, ApiException) and error.status == CONFLICT:
-                return  # somebody else was faster
+                return  # another candidate was faster
             failed = f"{error.status} {error.body!r}" if isinstance(error, ApiException) else repr(error)
-            if failed != self._failed:  # said once: an API server may be away for long
+            # Logged once: an API server may be unreachable for long.
+            if failed != self._failed:
                 log.warning("the lease cannot be had or renewed", lease=LEASE, error=failed)
             self._failed = failed
             return
@@ -128,7 +138,7 @@ class Leadership:
             lease["spec"] = self._spec(now, acquired=now, changes=spec.get("leaseTransitions", 0) + 1)
         else:
             return False
-        # With the version that was read: of two that try, one gets a conflict.
+        # The write carries the version that was read: of two candidates, one gets a conflict.
         await self._objects.replace_namespaced_custom_object(*self._leases, LEASE, lease)
         return True
 
@@ -149,5 +159,5 @@ class Leadership:
 
 
 def _now_s() -> float:
-    """Goes on while a process stands still."""
+    """Return the loop's time in seconds, which also advances while the process is suspended."""
     return asyncio.get_running_loop().time()

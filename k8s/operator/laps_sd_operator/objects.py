@@ -1,4 +1,4 @@
-"""Kubernetes' objects on one side, `reconcile`'s words on the other. Pure: dictionaries in, dictionaries out."""
+"""Conversion between Kubernetes' objects and the types of `reconcile`. Pure functions on dictionaries."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from laps_sd_operator.reconcile import Phase, Pod, Seen, Worker
 GROUP, VERSION, PLURAL, KIND = "laps-sd.dev", "v1alpha1", "speculativepools", "SpeculativePool"
 POOL_LABEL = "laps-sd.dev/speculative-pool"
 LAST_SET = "laps-sd.dev/replicas-set"
-"""On the Deployment: the replica count that the operator gave it."""
+"""Annotation of the Deployment: the replica count that the operator gave it."""
 TEMPLATE = "laps-sd.dev/template"
-"""On the Deployment: digest of the template and the strategy that the operator gave it."""
+"""Annotation of the Deployment: digest of the template and the strategy that the operator gave it."""
 CHOSEN = "laps-sd.dev/chosen-at"
-"""On a pod that is to go: unix seconds."""
+"""Annotation of a pod that is to be removed: Unix seconds of the choice."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LOWEST_COST = "-1000"
 MAX_PROBLEM = 500
-"""Characters of a problem that status shows."""
+"""Largest number of characters of the problem in the status."""
 END_S = 10
-"""What a pod gets to end in after its drain."""
+"""Seconds in which a pod may end after its drain."""
 
 Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What the scheduler says of a pool."""
+    """State of a pool, as reported by the scheduler."""
 
     workers: tuple[Worker, ...]
     cheapest: str | None
@@ -44,7 +44,7 @@ class Shard:
 
 
 def template_of(pool: Object) -> dict[str, Any]:
-    """The pods' template: the pool's own, with what the pool says in words."""
+    """Return the template of the pods: the pool's own, completed with the pool's settings."""
     spec = pool["spec"]
     template = copy.deepcopy(dict(spec["template"]))
     template.setdefault("metadata", {}).setdefault("labels", {})[POOL_LABEL] = pool["metadata"]["name"]
@@ -65,24 +65,24 @@ def template_of(pool: Object) -> dict[str, Any]:
 
 
 def drain_s_of(pool: Object) -> float:
-    """Seconds."""
+    """Return the drain time in seconds."""
     return float(pool["spec"].get("drainSeconds", 60))
 
 
 def strategy_of(pool: Object) -> Object:
-    """The pool's own, or: a new worker is ready before an old one leaves."""
+    """Return the pool's own strategy; by default a new worker is ready before an old one leaves."""
     own: Object | None = pool["spec"].get("strategy")
     return own or {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
 
 
 def digest(pool: Object) -> str:
-    """Of all that a Deployment takes from the pool, to tell whether it has it."""
+    """Return a digest of all that a Deployment takes from the pool, by which a change is detected."""
     taken = (template_of(pool), strategy_of(pool))
     return hashlib.sha256(json.dumps(taken, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def deployment_of(pool: Object, replicas: int) -> dict[str, Any]:
-    """The Deployment of a new pool. It goes with the pool (owner reference)."""
+    """Return the Deployment of a new pool. It is deleted with the pool (owner reference)."""
     metadata = pool["metadata"]
     selector = {POOL_LABEL: metadata["name"]}
     return {
@@ -117,7 +117,7 @@ def deployment_of(pool: Object, replicas: int) -> dict[str, Any]:
 def seen_of(
     pool: Object, deployment: Object | None, pods: Sequence[Object], shard: Shard | None, now_s: float
 ) -> Seen:
-    """What `reconcile` takes. `pods`: those of the pool's selector."""
+    """Return the input of `reconcile`. `pods` are those of the pool's selector."""
     spec = pool["spec"]
     replicas = last_set = None
     up_to_date = True
@@ -145,7 +145,7 @@ _ENDED = ("Succeeded", "Failed")
 
 
 def pod_of(pod: Object) -> Pod:
-    """One pod in `reconcile`'s words."""
+    """Return a pod as the type of `reconcile`."""
     metadata, status = pod["metadata"], pod.get("status", {})
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions") or ())
     if not pod["spec"].get("nodeName"):
@@ -164,14 +164,17 @@ def pod_of(pod: Object) -> Pod:
 
 
 def owns(pool: Object, deployment: Object) -> bool:
-    """Whether the Deployment is this very pool's: not one of the same name, or of a pool before it."""
+    """Return whether the Deployment belongs to this very pool, not to another owner of the same name or to an
+    earlier pool.
+    """
     owners = deployment["metadata"].get("ownerReferences") or ()
     return any(owner.get("uid") == pool["metadata"]["uid"] for owner in owners)
 
 
 def failure_of(deployment: Object | None) -> str:
-    """Why Kubernetes makes no pods of a Deployment that it took (an account that is not there, a quota, what the namespace
-    admits); empty: it does."""
+    """Return why Kubernetes creates no pods for an accepted Deployment (a missing account, a quota, the
+    namespace's admission rules); empty if it creates them.
+    """
     conditions = ((deployment or {}).get("status") or {}).get("conditions") or ()
     said = (
         one.get("message", "")
@@ -182,8 +185,9 @@ def failure_of(deployment: Object | None) -> str:
 
 
 def other_policy(pool: Object, shard: Shard) -> str:
-    """What is wrong where the schedulers order by another policy than the pool says, which they take from their own settings;
-    empty: nothing."""
+    """Return the problem if the schedulers' policy, which is one of their own settings, differs from the
+    pool's; empty if they agree.
+    """
     wanted = pool["spec"].get("policy")
     if not wanted or wanted == shard.policy:
         return ""
@@ -191,8 +195,9 @@ def other_policy(pool: Object, shard: Shard) -> str:
 
 
 def status_of(pool: Object, seen: Seen, shard: Shard | None, problem: str) -> dict[str, Any]:
-    """The pool's status, as a merge patch. None takes away: what only the scheduler knows, while none answers, and the last
-    problem, once it is solved."""
+    """Return the pool's status as a merge patch. None removes a field: the scheduler's values while no
+    scheduler answers, and the last problem once it is solved.
+    """
     alive = [pod for pod in seen.pods if not pod.terminating]
     found: dict[str, Any] = {
         "observedGeneration": pool["metadata"].get("generation", 0),
@@ -212,7 +217,7 @@ def status_of(pool: Object, seen: Seen, shard: Shard | None, problem: str) -> di
 
 
 def scale_patch(before: int, replicas: int) -> list[dict[str, Any]]:
-    """JSON patch of the Deployment: fails where somebody else has scaled it since it was read."""
+    """Return a JSON patch of the Deployment, which fails if the scale was changed since it was read."""
     return [
         {"op": "test", "path": "/spec/replicas", "value": before},
         {"op": "replace", "path": "/spec/replicas", "value": replicas},
@@ -221,12 +226,12 @@ def scale_patch(before: int, replicas: int) -> list[dict[str, Any]]:
 
 
 def last_set_patch(replicas: int) -> dict[str, Any]:
-    """One operation of a JSON patch of the Deployment."""
+    """Return one operation of a JSON patch of the Deployment."""
     return {"op": "add", "path": _annotation(LAST_SET), "value": str(replicas)}
 
 
 def template_patch(pool: Object) -> list[dict[str, Any]]:
-    """JSON patch of the Deployment: template and strategy as a whole, the replica count untouched."""
+    """Return a JSON patch of the Deployment: template and strategy as a whole, without the replica count."""
     return [
         {"op": "replace", "path": "/spec/template", "value": template_of(pool)},
         {"op": "add", "path": "/spec/strategy", "value": strategy_of(pool)},
@@ -235,7 +240,7 @@ def template_patch(pool: Object) -> list[dict[str, Any]]:
 
 
 def mark_patch(since_s: float | None) -> dict[str, Any]:
-    """Merge patch of a pod; None takes the mark away."""
+    """Return a merge patch of a pod; None removes the mark."""
     marked = since_s is not None
     annotations = {
         CHOSEN: f"{since_s:.3f}" if marked else None,

@@ -1,18 +1,21 @@
-"""What to do next about one pool: what is seen goes in, actions come out, nothing is remembered.
+"""Next actions for one pool: from an observation to actions, without memory.
 
-Standard library only, no clock, no I/O. All state lives in Kubernetes (the replica count, a mark on each pod that is to go) and in
-the scheduler (who drains), so the operator may die between any two actions and begin again from what it sees.
+Standard library only, no clock, no I/O. All state is in Kubernetes (the replica count, a mark on each pod
+that is to leave) and in the scheduler (the draining workers), so the operator may stop between any two
+actions and continue from its next observation.
 
 Scaling up is one action. Scaling down takes several, over many calls:
 
-1. **Choose** who goes. Pods that serve nobody first: Kubernetes takes those first too, whatever their deletion cost. Then who was
-   chosen before. Then idle workers. Then the one that the scheduler calls cheapest to lose, one at a time.
-2. **Mark** the pod (deletion cost, and since when), then have the scheduler **drain** its worker: in this order, so that a restart
-   finds the choice.
-3. When all who were chosen are drained, or had their time, **lower the replica count**. Kubernetes deletes by deletion cost.
+1. **Choose** the pods to remove. First the pods that are not ready, which have no requests: Kubernetes
+   removes those first too, whatever their deletion cost. Then the pods that were chosen before. Then idle
+   workers. Then the worker that is cheapest to remove by the scheduler's estimate, one at a time.
+2. **Mark** the pod (deletion cost and time), then have the scheduler **drain** its worker: in this order, so
+   that the choice survives a restart.
+3. When all chosen pods are drained or their drain time is over, **lower the replica count**. Kubernetes
+   deletes by deletion cost.
 
-A pod that was marked and is no longer to go is spared; its worker, which ends its process when drained, comes back by itself.
-A Deployment that somebody scaled by hand is not fought: its number becomes the pool's.
+A marked pod that may stay is spared; its worker, whose process ends after the drain, restarts by itself. A
+manual change of the Deployment's scale is not reverted: its number becomes the pool's.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """How far a pod has come, in the order in which Kubernetes takes pods away."""
+    """Progress of a pod, in the order in which Kubernetes removes pods."""
 
     UNSCHEDULED = 0
     PENDING = 1
     RUNNING = 2
-    """Not ready yet, or no longer."""
+    """Not ready yet, or no longer ready."""
     READY = 3
 
 
@@ -40,72 +43,74 @@ class Pod:
     phase: Phase
     terminating: bool = False
     chosen_s: float | None = None
-    """Unix time at which it was marked to go; None: it was not."""
+    """Unix time at which it was marked for removal; None: not marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One worker as the scheduler has it; its name is its pod's."""
+    """One worker in the scheduler's view; its name is that of its pod."""
 
     name: str
     draining: bool = False
     requests: int = 0
-    """On its list."""
+    """Number of requests on its list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Everything that the decision rests on."""
+    """All inputs of the decision."""
 
     now_s: float
     wanted: int
-    """spec.replicas of the pool."""
+    """Replica count in the pool's spec (`spec.replicas`)."""
     least: int = 0
     most: int | None = None
     drain_s: float = 60.0
-    """How long a worker may take to hand over its requests."""
+    """Seconds in which a worker may hand over its requests."""
     replicas: int | None = None
-    """Of the Deployment; None: there is none."""
+    """Replica count of the Deployment; None: there is no Deployment."""
     last_set: int | None = None
-    """The replica count that this operator last gave the Deployment, as written beside it."""
+    """Replica count that this operator last gave the Deployment, as written in its annotation."""
     up_to_date: bool = True
-    """The Deployment's template is the pool's."""
+    """Equality of the Deployment's template with the pool's."""
     pods: tuple[Pod, ...] = ()
     workers: tuple[Worker, ...] | None = ()
-    """None: no scheduler answers."""
+    """Workers of the pool; None: no scheduler answers."""
     cheapest: str | None = None
-    """Who is cheapest to lose, by the scheduler."""
+    """Name of the cheapest worker to remove, by the scheduler's estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """The Deployment."""
+    """Creation of the Deployment."""
 
     replicas: int
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The Deployment's template; not its replica count."""
+    """Replacement of the Deployment's template, without its replica count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The Deployment, and what was last set, in one write."""
+    """Change of the Deployment's replica count, with the annotation of the last set count, in one write."""
 
     replicas: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Somebody scaled the Deployment: write the number into the pool and into what was last set."""
+    """Adoption of a manual change of the Deployment's scale: the number is written into the pool and into the
+    annotation with the last set count.
+    """
 
     replicas: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The pod as one to go: lowest deletion cost, and since when."""
+    """Mark on a pod for removal: lowest deletion cost, and the time of the choice."""
 
     pod: str
     since_s: float
@@ -113,14 +118,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A pod that was marked: take the mark away."""
+    """Removal of the mark from a pod."""
 
     pod: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Ask the scheduler to."""
+    """Drain of a worker by the scheduler."""
 
     worker: str
 
@@ -129,7 +134,7 @@ Action = Create | Update | Scale | Adopt | Mark | Spare | Drain
 
 
 def reconcile(seen: Seen) -> list[Action]:
-    """The next actions, in the order in which to carry them out; empty: nothing to do but wait, or nothing at all."""
+    """Return the next actions in their order of execution; empty if there is nothing to do now."""
     wanted = _within(seen.wanted, seen)
     if seen.replicas is None:
         return [Create(wanted)]
@@ -140,13 +145,14 @@ def reconcile(seen: Seen) -> list[Action]:
     if seen.replicas < wanted:
         actions.append(Scale(wanted))
     elif len(alive) > seen.replicas:
-        # Kubernetes has not yet taken away what it was told to, or is in the middle of an update. A mark that is taken back
-        # now would make it take another pod.
+        # Kubernetes has not yet removed all surplus pods, or is in the middle of an update. If a mark were
+        # removed now, Kubernetes would delete another pod.
         return actions
     elif seen.replicas == wanted:
         actions += [Spare(pod.name) for pod in alive if pod.chosen_s is not None]
     elif len(alive) < seen.replicas:
-        actions.append(Scale(max(wanted, len(alive))))  # of those that do not exist yet nobody has to leave
+        # Pods that do not exist yet need no drain.
+        actions.append(Scale(max(wanted, len(alive))))
     else:
         actions += _shrink(seen, alive, wanted)
     return actions
@@ -178,7 +184,7 @@ def _shrink(seen: Seen, alive: list[Pod], wanted: int) -> Iterator[Action]:
 
 
 def _choose(seen: Seen, alive: list[Pod], count: int) -> list[Pod]:
-    """At most `count`: fewer while nobody can say who is cheapest to lose."""
+    """Return at most `count` pods to remove: fewer while the cheapest worker is unknown."""
 
     def place(pod: Pod) -> tuple[int, bool, str]:
         marked = pod.chosen_s is not None
@@ -189,7 +195,7 @@ def _choose(seen: Seen, alive: list[Pod], count: int) -> list[Pod]:
         elif _is_free(pod, seen):
             group = 4
         else:
-            # One that had its time and is still busy goes only where nobody is idle.
+            # A busy pod after its drain time is removed only if no pod is idle.
             group = 5 if marked else 6
         return group, not marked, pod.name
 
@@ -205,7 +211,7 @@ def _choose(seen: Seen, alive: list[Pod], count: int) -> list[Pod]:
 
 
 def _is_free(pod: Pod, seen: Seen) -> bool:
-    """It serves nobody, and this is known."""
+    """Return whether the pod certainly has no requests."""
     if pod.phase < Phase.READY:
         return True
     if seen.workers is None:

@@ -1,4 +1,4 @@
-"""What the operator asks the scheduler of a pool, and tells it."""
+"""Calls from the operator to the scheduler of a pool."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Reply = TypeVar("Reply")
 
 
 class NoScheduler(Exception):
-    """Nobody who leads the pool could be asked."""
+    """Failure to reach a scheduler that leads the pool."""
 
 
 async def shard(address: str, tls: Tls | None) -> Shard:
-    """Workers, queue, and who is cheapest to lose. Raises NoScheduler."""
+    """Return the workers, the queue and the cheapest worker to remove. Raises NoScheduler."""
 
     async def ask(stub: Any) -> Shard:
         state = await stub.GetShard(pb.GetShardRequest(), timeout=TIMEOUT_S)
@@ -33,7 +33,7 @@ async def shard(address: str, tls: Tls | None) -> Shard:
         try:
             cheapest = (await stub.NominateVictim(pb.NominateVictimRequest(), timeout=TIMEOUT_S)).worker_id
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.NOT_FOUND:  # of a pool without a worker
+            if error.code() is not grpc.StatusCode.NOT_FOUND:  # the pool has no worker
                 raise
             cheapest = ""
         names = {worker.worker_id: worker.worker_name for worker in workers}
@@ -56,7 +56,7 @@ async def shard(address: str, tls: Tls | None) -> Shard:
 
 
 async def drain(address: str, tls: Tls | None, worker: str) -> None:
-    """Asks a worker to leave; one that is not there has left. Raises NoScheduler."""
+    """Drain a worker; a missing worker has already left. Raises NoScheduler."""
 
     async def ask(stub: Any) -> None:
         try:
@@ -69,7 +69,7 @@ async def drain(address: str, tls: Tls | None, worker: str) -> None:
 
 
 async def _ask_leader(address: str, tls: Tls | None, ask: Callable[[Any], Awaitable[Reply]]) -> Reply:
-    """Asks any scheduler, and the one that a standby names."""
+    """Call any scheduler, then the leader that a standby names. Raises NoScheduler."""
     last = "nobody answers"
     tried: set[str] = set()
     while address not in tried and len(tried) < MAX_HOPS:
