@@ -22,11 +22,11 @@ _LARGEST_WINDOW, _FIRST_WINDOW = 2**31 - 1, 65_535
 
 
 class Arrivals(asyncio.Protocol):
-    """One request and all that came back. `ended` is done when the other side has said everything."""
+    """One request and all data received. `ended` is done when the other side has sent everything."""
 
     def __init__(self, request: bytes) -> None:
         self.body: list[tuple[float, bytes]] = []
-        """When a piece of the answer's body came (monotonic clock), and the piece."""
+        """Pieces of the answer's body, each with its arrival time (monotonic clock)."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
         self._transport: asyncio.Transport
@@ -46,7 +46,9 @@ class Arrivals(asyncio.Protocol):
                 self.ended.set_exception(error)
 
     def _in_parts(self, sizes: Iterator[int], whole: bytes) -> list[tuple[float, bytes]]:
-        """`whole`, which is the body, cut into parts of these sizes; the time of a part is that of its last byte."""
+        """Return `whole`, which is the body, cut into parts of these sizes; the time of a part is that of its
+        last byte.
+        """
         parts, start, pieces = [], 0, iter(self.body)
         reached, now = 0, 0.0
         for size in sizes:
@@ -59,7 +61,9 @@ class Arrivals(asyncio.Protocol):
 
 
 class GrpcArrivals(Arrivals):
-    """A call with one request message, over a connection of its own, with windows that never close (RFC 9113)."""
+    """Call with one request message, over a connection of its own, with windows that
+    never close (RFC 9113).
+    """
 
     def __init__(self, path: str, message: bytes) -> None:
         names = {
@@ -106,7 +110,7 @@ class GrpcArrivals(Arrivals):
         self._unread = data[at:]
 
     def messages(self) -> list[tuple[float, bytes]]:
-        """When each message had come, and the message, serialized."""
+        """Return the arrival time of each message, and the message, serialized."""
         whole = b"".join(piece for _, piece in self.body)
 
         def sizes() -> Iterator[int]:
@@ -120,7 +124,7 @@ class GrpcArrivals(Arrivals):
 
 
 class HttpArrivals(Arrivals):
-    """A POST of JSON by HTTP/1.1, and its answer in chunks (RFC 9112, section 7.1)."""
+    """POST of JSON by HTTP/1.1, and its answer in chunks (RFC 9112, section 7.1)."""
 
     def __init__(self, path: str, body: bytes) -> None:
         self._tail = b""
@@ -129,12 +133,12 @@ class HttpArrivals(Arrivals):
 
     def data_received(self, data: bytes) -> None:
         self.body.append((time.monotonic(), data))
-        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]  # it may come in pieces
+        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]  # it may arrive in pieces
         if self._tail == _LAST_CHUNK:
             self._end()
 
     def answer(self) -> tuple[dict[str, str], list[tuple[float, bytes]]]:
-        """The headers by their lower-case names, and the chunks with the times at which each had come."""
+        """Return the headers by their lower-case names, and the chunks with their arrival times."""
         whole = b"".join(piece for _, piece in self.body)
         head, _, chunks = whole.partition(b"\r\n\r\n")
         lines = head.decode().split("\r\n")

@@ -18,15 +18,16 @@ from laps_sd.errors import LapsSdError, ResourceExhausted, Unavailable
 from laps_sd.v1 import inference_pb2 as pb
 
 PATIENCE_S = 600.0
-"""How long a client tries to reconnect: the run judges what is stuck, not the client."""
+"""Seconds for which a client tries to reconnect: the run judges which requests are stuck, not the client."""
 CLIENTS = 8
 TWICE_SHARE = 0.05
-"""Of the requests that are asked for by two calls under one idempotency key, as a client does that got no answer to the first."""
+"""Share of the requests that are sent by two calls under one idempotency key, as by a client that got no
+answer to its first call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is asked for; the same output every time."""
+    """One request of the run; its output is the same every time."""
 
     prompt: str
     seed: int
@@ -34,7 +35,7 @@ class Piece:
     temperature: float
 
     def options(self, key: str) -> Options:
-        """As the client takes them."""
+        """Return the options of the request for the client library."""
         return Options(
             idempotency_key=key,
             seed=self.seed,
@@ -52,30 +53,31 @@ class Outcome:
     piece: int
     key: str
     began_s: float
-    """Of the run, as all times here."""
+    """Seconds since the start of the run, as are all times here."""
     request_id: str = ""
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     end: pb.Ended | None = None
     error: str = ""
-    """An explicit error after acceptance."""
+    """Explicit error after acceptance."""
     over_s: float = 0.0
     refused: int = 0
     """Calls that failed before acceptance."""
     cancel_asked: bool = False
     cancelled: bool = False
-    """A cancel was answered with yes. One whose answer got lost may have ended it, and the next is answered with no."""
+    """True if a cancel was answered with yes. A cancel whose answer was lost may have ended the request; the
+    next one is then answered with no."""
     problems: list[str] = field(default_factory=list)
 
     def digest(self) -> str:
-        """Of all that the client got."""
+        """Return the digest of all output that the client received."""
         packed = b"".join(token.to_bytes(4, "little") for token in self.tokens)
         reason = self.end.finish_reason if self.end is not None else -1
         return hashlib.sha256(packed + "".join(self.text).encode() + bytes([reason])).hexdigest()
 
 
 class Load:
-    """Keeps `concurrency` requests open, for ever, until `finish`."""
+    """Load of `concurrency` open requests at all times, until `finish`."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Load:
         cancel_share: float,
         deadly_seed: int,
     ) -> None:
-        """`deadly_seed`: of the request that ends the process of each worker that runs it."""
+        """`deadly_seed` is the seed of the request that ends the process of each worker that runs it."""
         self._count = len(pieces)
         self._pieces = [*pieces, Piece("Deadly", deadly_seed, 64, 0.0)]
         self._seed = seed
@@ -109,11 +111,11 @@ class Load:
         self.heard_s = 0.0
 
     def now(self) -> float:
-        """Seconds of the run."""
+        """Return the seconds since the start of the run."""
         return time.monotonic() - self._began
 
     async def reference(self) -> None:
-        """Run each piece once. Raises whatever fails: nothing disturbs this."""
+        """Run each piece once. Raise the error of a request that fails: nothing disturbs these."""
         self.expected = list(
             await asyncio.gather(
                 *(self._one(number, piece=number, calm=True) for number in range(self._count))
@@ -131,7 +133,9 @@ class Load:
         self._tasks = [asyncio.create_task(self._lane()) for _ in range(concurrency)]
 
     async def finish(self, *, stuck_s: float) -> list[Outcome]:
-        """No new requests. Those that are stuck: nothing was heard by anybody for `stuck_s`, and they have no end."""
+        """Send no new requests, wait for the open ones, and return those that are stuck: they have no end,
+        and no client received anything for `stuck_s`.
+        """
         self._stop = True
         self.heard_s = self.now()
         while self.open and self.now() - self.heard_s < stuck_s:  # noqa: ASYNC110  two conditions, and one is a time
@@ -145,7 +149,7 @@ class Load:
         return stuck
 
     async def wave(self, count: int) -> list[Outcome]:
-        """So many at once, each to its end, with nothing cancelled."""
+        """Send `count` requests at once, run each to its end without any cancel, and return the outcomes."""
         self._cancel_share = 0.0
         first, self._next = self._next, self._next + count
         return list(
@@ -164,7 +168,7 @@ class Load:
         return outcome
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         for client in self._clients:
             with contextlib.suppress(Exception):
                 await client.close()
@@ -195,7 +199,7 @@ class Load:
         return outcome
 
     async def _both(self, number: int, piece: int) -> None:
-        """Two calls, one request."""
+        """Send one request by two calls."""
         first = asyncio.create_task(self._one(number, piece=piece, may_cancel=False))
         await asyncio.sleep(random.Random(number).random())
         second = asyncio.create_task(self._one(-number, piece=piece, may_cancel=False))
@@ -255,15 +259,13 @@ class Load:
             try:
                 outcome.cancelled = await client.cancel(outcome.request_id, timeout_s=10.0)
                 return
-            except (
-                LapsSdError
-            ):  # a gateway that is gone, or a record that is away: ask again, unless it is over
+            except LapsSdError:  # a gateway or record is down: retry, unless the run is over
                 if outcome.end is not None or outcome.error:
                     return
                 await asyncio.sleep(0.3)
 
     def _check(self, outcome: Outcome) -> None:
-        """Exactly one end, and nothing but what the undisturbed run brought."""
+        """Check that the request had exactly one end, and only the output of the undisturbed run."""
         if outcome.end is None or outcome.error:
             if outcome.tokens != self.expected[outcome.piece].tokens[: len(outcome.tokens)]:
                 outcome.problems.append("failed, and its tokens are not the first of the undisturbed run's")

@@ -28,30 +28,31 @@ from laps_sd.local import LocalStack, is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
 PATIENCE_S = 2.0
-"""How long a fault waits for something that it can hit."""
+"""Seconds that a fault waits for a possible victim."""
 LONG_PATIENCE_S = 20.0
-"""The same for faults that need several components up at once."""
+"""Seconds that a fault of several victims waits until all of them are up at once."""
 LONGEST_DELAY_S = 0.4
-"""Of each piece of data on a slow connection."""
+"""Upper bound of the delay of each piece of data on a slow connection, in seconds."""
 TAIL_S = 1.0
-"""What a record loses of its newest writes: the server syncs every second."""
+"""Newest writes that a record loses, in seconds: the server syncs every second."""
 DISK_BYTES = 4096
-"""What a full disk still takes."""
+"""Bytes that still fit on a full disk."""
 LONGEST_S = 8.0
-"""Of a pause or a silence: longer than the lease, the links' silence and a worker's grace, so that both sides of each are met."""
+"""Upper bound of a pause or a silence, in seconds: longer than the lease, the links' silence and a worker's
+grace, so that both sides of each bound occur."""
 DOWN_S = 2.0
-"""Of a killed process at most, before somebody starts it again."""
+"""Upper bound of the time from a process's kill to its restart, in seconds."""
 ASK_S = 0.5
-"""How often the stack is asked who leads and who carries what."""
+"""Seconds between two queries of the leader and of the components that carry requests."""
 LEAVING_S = 60.0
 DEADLY_S = 180.0
-"""Within this time a deadly request has ended, whatever else breaks."""
+"""Seconds within which a deadly request has ended, whatever else breaks."""
 MOST_DEATHS = 12
-"""Workers that a deadly request may end: four if nothing else breaks, and more where a worker is given up and comes back, or is hit by
-another fault, which the scheduler cannot distinguish."""
+"""Upper bound of the workers that one deadly request may end: four if nothing else breaks; more if a worker
+is given up and comes back, or is hit by another fault, which the scheduler cannot distinguish."""
 RECOVERY_S = 10.0
-"""After the record was emptied its leader is left alone for this long, and the record is not emptied while its leader was hit so lately:
-together they are a fault of another name."""
+"""Seconds after the record was emptied in which no fault hits its leader; the record is also not emptied if a
+fault hit its leader within this time. Both faults together are a fault of another kind."""
 
 WEIGHTS = {
     "kill worker": 10, "pause worker": 8, "drain worker": 5, "scale down": 4, "scale up": 3,
@@ -85,7 +86,7 @@ DOUBLE = frozenset(
         "deadly request",
     }
 )
-"""Need several components up at once."""
+"""Kinds of faults that need several components up at once."""
 KINDS = tuple(WEIGHTS)
 
 
@@ -95,22 +96,23 @@ class Fault:
 
     number: int
     after_s: float
-    """Since the fault before."""
+    """Seconds since the previous fault."""
     kind: str
     lasts_s: float
     draw: float
-    """0 to 1: which of those that can be hit."""
+    """Choice among the possible victims, 0 to 1."""
 
 
 def plan(seed: int, count: int, *, every_s: float, kinds: tuple[str, ...] = KINDS) -> list[Fault]:
-    """The same for the same arguments."""
+    """Return the plan of a seed; equal arguments give equal plans."""
     rng = random.Random(seed)
     weights = [WEIGHTS[kind] for kind in kinds]
     faults = []
     for number in range(count):
         after_s = every_s * rng.uniform(0.5, 1.5)
         [kind] = rng.choices(kinds, weights)
-        # Short ones are the more interesting half: things come back amid the reaction to their absence.
+        # Short ones are the more interesting half: components come back while the others still react to their
+        # absence.
         lasts_s = LONGEST_S * rng.random() ** 2
         faults.append(Fault(number, after_s, kind, lasts_s, rng.random()))
     return faults
@@ -118,21 +120,21 @@ def plan(seed: int, count: int, *, every_s: float, kinds: tuple[str, ...] = KIND
 
 @dataclass(slots=True)
 class Done:
-    """What a fault was in the end."""
+    """Result of a fault."""
 
     fault: Fault
     victims: tuple[str, ...]
     at_s: float
     carried: bool
-    """At least one victim carried requests."""
+    """True if at least one victim carried requests."""
     loses: bool = False
-    """The record lost what it had, so that what DESIGN calls lost may be lost."""
+    """True if the record lost data, so that the losses that DESIGN permits may occur."""
     over_s: float | None = None
 
 
 @dataclass(slots=True)
 class Picture:
-    """The stack as it was last heard of."""
+    """Last known state of the stack."""
 
     leader: str = ""
     leaderless_since_s: float | None = None
@@ -144,7 +146,7 @@ class Picture:
 
 
 class Hand:
-    """Carries faults out, one task each, and puts right what they broke."""
+    """Executor of the plan: it runs each fault in a task of its own and repairs the damage afterwards."""
 
     def __init__(
         self,
@@ -165,27 +167,27 @@ class Hand:
         self._own_pid = own_pid
         self._deadly = deadly
         self._deaths: list[str] | None = None
-        """Workers that died while a deadly request was open; None while none is."""
+        """Workers that died while a deadly request was open; None while none is open."""
         self._kinds = kinds
         self._weights = [WEIGHTS[kind] for kind in kinds]
         self.picture = Picture()
         self.done: list[Done] = []
         self.down: set[str] = set()
-        """Hit, and not back yet."""
+        """Components that were hit and are not back yet."""
         self.expected_ends: set[str] = set()
-        """Processes that were told to end, or killed."""
+        """Processes whose end is expected, because the run stopped or killed them."""
         self._retired: set[str] = set()
         self._hit_at_s: dict[str, float] = {}
         self._emptied_at_s = float("-inf")
         self._written: list[tuple[float, Path, int]] = []
-        """When the record's append-only file had which size."""
+        """Sizes of the record's append-only file, each with its time."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.problems: list[str] = []
 
     # -- watching -------------------------------------------------------------------------------------------------------
 
     async def watch(self, groups: set[int]) -> None:
-        """Keeps `picture` new, until cancelled; `groups` gets every process there ever was."""
+        """Keep `picture` up to date until cancelled; add every process of the run to `groups`."""
         while True:
             await self.look()
             for name, child in list(self._stack.children.items()):
@@ -201,7 +203,9 @@ class Hand:
             await asyncio.sleep(ASK_S)
 
     def _is_deadly(self, name: str, returncode: int | None) -> bool:
-        """Whether a deadly request ended this worker; it is started again, as Kubernetes does."""
+        """Return whether a deadly request ended this worker; if so, start the worker again, as Kubernetes
+        does.
+        """
         if self._deaths is None or not name.startswith("worker-") or returncode != -signal.SIGKILL:
             return False
         self._deaths.append(name)
@@ -218,7 +222,7 @@ class Hand:
         self._written = [entry for entry in self._written if now_s - entry[0] <= TAIL_S]
 
     async def look(self) -> None:
-        """Once."""
+        """Update `picture` once."""
         picture = self.picture
         leader = ""
         for name in self.schedulers():
@@ -241,15 +245,15 @@ class Hand:
             picture.longest_leaderless_s = max(picture.longest_leaderless_s, now - picture.leaderless_since_s)
 
     def schedulers(self) -> list[str]:
-        """All of them."""
+        """Return the names of all schedulers."""
         return sorted(name for name in self._stack.children if name.startswith("scheduler-"))
 
     def gateways(self) -> list[str]:
-        """All of them."""
+        """Return the names of all gateways."""
         return sorted(name for name in self._stack.children if name.startswith("gateway-"))
 
     def workers(self) -> list[str]:
-        """Those that are meant to run."""
+        """Return the names of the workers that are meant to run."""
         return sorted(
             name for name in self._stack.children if name.startswith("worker-") and name not in self._retired
         )
@@ -257,7 +261,9 @@ class Hand:
     # -- breaking -------------------------------------------------------------------------------------------------------
 
     async def inject(self, fault: Fault) -> None:
-        """Begins the fault once something can be hit by its kind; if that takes long, one of another kind in its place."""
+        """Begin the fault as soon as there is a victim for its kind; if that takes long, begin one of another
+        kind in its place.
+        """
         rng = random.Random(fault.draw)
         began_s = self._now()
         while (victims := self._victims(fault)) is None:
@@ -278,7 +284,7 @@ class Hand:
         task.add_done_callback(self._tasks.discard)
 
     async def all_over(self) -> None:
-        """Every fault is over and what it hit is back."""
+        """Wait until every fault is over and its victims are back."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -287,16 +293,17 @@ class Hand:
             return self.picture.listed.get(name, 0) > 0
         if name.startswith("scheduler-"):
             return name == self.picture.leader
-        return True  # both gateways have streams while there are more of these than a few; the record has everything
+        # Both gateways have streams while there are more of these than a few; the record has everything.
+        return True
 
     def _victims(self, fault: Fault) -> tuple[str, ...] | None:
-        """Who is hit; None: nobody can be now."""
+        """Return the victims of the fault, or None if there are none at the moment."""
         words = fault.kind.split()
         leader = self.picture.leader
         workers = [
             name for name in self.workers() if name not in self.down and self._stack.children[name].alive
         ]
-        # One stays up, so that requests go on.
+        # One stays up, so that requests continue.
         workers = workers if len(workers) > 1 else []
         busy = [name for name in workers if self.picture.listed.get(name, 0)] or workers
         gateways = [] if any(name in self.down for name in self.gateways()) else self.gateways()
@@ -437,7 +444,9 @@ class Hand:
                 await self._disturb(how, what, victims[0], fault)
 
     async def _disturb(self, how: str, what: list[str], victim: str, fault: Fault) -> None:
-        """Of the network. A worker or gateway from its leader, the leader from the record, clients from a gateway."""
+        """Disturb the network: a worker or gateway from its leader, the leader from the record, clients from
+        a gateway.
+        """
         if what == ["clients"]:
             pid, targets = self._own_pid, [victim]
         else:
@@ -459,7 +468,9 @@ class Hand:
             proxy.release(pid)
 
     async def _leave_half_open(self, victim: str, fault: Fault) -> None:
-        """Its machine is gone: the process ends, and its peers get no word of it until their connections are released."""
+        """Simulate the loss of a machine: the process ends, and its peers get no notice until their
+        connections are released.
+        """
         pid = self._stack.children[victim].pid or 0
         proxies = [self._proxies[name] for name in self.schedulers()]
         for proxy in proxies:
@@ -472,7 +483,9 @@ class Hand:
             proxy.release(pid)
 
     async def _run_deadly(self, done: Done) -> None:
-        """It ends with an error that names the deaths, after a bounded number of them."""
+        """Run a deadly request, which must end with an error that names the deaths, after a bounded number of
+        them.
+        """
         deaths: list[str] = []
         self._deaths = deaths
         try:
@@ -498,7 +511,7 @@ class Hand:
             )
 
     async def _lose_tail(self, fault: Fault) -> None:
-        """Power loss of the record alone: its newest writes are gone, and it is away for a while."""
+        """Simulate a power loss of the record alone: its newest writes are lost, and it is down a while."""
         self._kill("valkey")
         self._stack.children["valkey"].wait(5.0)
         newest = max((entry for entry in self._written if entry[1].exists()), default=None)
@@ -510,7 +523,7 @@ class Hand:
         await self._start("valkey")
 
     async def _fill_disk(self, fault: Fault) -> None:
-        """The server can make no file larger, which it takes for a full disk."""
+        """Limit the size of the server's files; the server takes this for a full disk."""
         pid = self._stack.children["valkey"].pid or 0
         sizes = [size for _, _, size in self._written] or [0]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (max(sizes) + DISK_BYTES, resource.RLIM_INFINITY))
@@ -536,8 +549,10 @@ class Hand:
         await self._ended(name)
 
     async def _ended(self, name: str) -> None:
-        """It was asked to leave; if it did not hear that (its leader died with the order), SIGTERM says so again. One that does not
-        leave within a time that is far more than its own bound is a problem, and killed, as an orchestrator would."""
+        """Wait until a drained process ends. If the order was lost with its leader, SIGTERM repeats it. A
+        process that stays far longer than its own bound is recorded as a problem, and killed, as an
+        orchestrator would.
+        """
         child = self._stack.children[name]
         began = time.monotonic()
         asked_again = False
@@ -567,7 +582,9 @@ class Hand:
             await asyncio.sleep(0.1)
 
     async def _drain(self, name: str) -> None:
-        """As an operator does, again until a leader takes the order. One that is lost with its leader is given again by the SIGTERM."""
+        """Order a drain, as an operator does, and repeat the order until a leader takes it. SIGTERM repeats
+        an order that was lost with its leader.
+        """
         self.expected_ends.add(name)
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:

@@ -17,9 +17,11 @@ RAMP = "ramp"
 MAX_DRAFT_LEN = 8
 BLOCK_SIZE = 16
 SLICE_S = 0.03
-"""CPU seconds after which another mode of our engine has its turn: a shared machine that is slower for a while is so for both."""
+"""CPU seconds after which another mode of our engine has its turn: a shared machine that is slower for a
+while is slower for both."""
 FEW = 4
-"""Requests that run together at the foot of the ramp, at most, when the draft lengths there are told."""
+"""Upper bound of the requests that run together at the foot of the ramp, where its draft lengths are
+reported."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,22 @@ class Prompted:
 
 @dataclass(frozen=True)
 class Cell:
-    """Requests that are generated together, of one kind and one temperature, so many at a time."""
+    """Requests that are generated together, of one kind and one temperature, at most `batch` at a time."""
 
-    kind: str  # a kind of prompt; "mixed": equal parts of each; "ramp": those, with as many at a time as rise to `batch` and fall again
+    # A kind of prompt; "mixed": equal parts of each; "ramp": the same, with a number at a time that rises to
+    # `batch` and falls again.
+    kind: str
     temperature: float
     batch: int
     requests: tuple[Prompted, ...]
 
     @property
     def key(self) -> tuple[str, float, int]:
-        """What tells cells apart."""
+        """Return the key that distinguishes cells."""
         return self.kind, self.temperature, self.batch
 
     def at_once(self, served: int) -> int:
-        """Requests that may run together once `served` were admitted."""
+        """Return how many requests may run together once `served` were admitted."""
         if self.kind != RAMP:
             return self.batch
         done = served / len(self.requests)
@@ -55,18 +59,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one cell."""
+    """Result of one cell."""
 
     outputs: list[list[int]]  # output tokens of each request, without an end token
     tokens: int  # end tokens included
     cpu_s: float
     wall_s: float
     decode_s: float | None = None  # CPU seconds of a round with the whole batch and without prompts; median
-    told: dict[str, float] = field(default_factory=dict)  # what speculation did
+    told: dict[str, float] = field(default_factory=dict)  # statistics of speculation
 
 
 def in_turn(runs: Iterable[Generator[None, None, Outcome]]) -> list[Outcome]:
-    """Let each go on for a slice, again and again until all are done; outcomes in their order."""
+    """Run each for a slice, in turn, until all are done; return the outcomes in their order."""
     outcomes: dict[int, Outcome] = {}
     going = list(enumerate(runs))
     while going:
@@ -82,7 +86,9 @@ def in_turn(runs: Iterable[Generator[None, None, Outcome]]) -> list[Outcome]:
 def counted(
     outputs: list[list[int]], limit: int, ends: frozenset[int], cpu_s: float, wall_s: float
 ) -> Outcome:
-    """The same count for everybody: tokens up to the end token, which counts, whether the engine reports it or not."""
+    """Return the tokens up to the end token, which counts, whether the engine reports it or not: the same
+    count for all engines.
+    """
     cut = [next((row[:at] for at, token in enumerate(row) if token in ends), row) for row in outputs]
     tokens = sum(min(len(row) + 1, limit) if ends else len(row) for row in cut)
     return Outcome(cut, tokens, cpu_s, wall_s)
@@ -92,10 +98,12 @@ def counted(
 
 
 class Ours:
-    """Our engine at one batch size. Its modes share the weights and the pool: what one of them computes with is in the caches for the next."""
+    """Our engine at one batch size. Its modes share the weights and the pool, so that one mode leaves them in
+    the caches for the next.
+    """
 
     def __init__(self, options: argparse.Namespace, batch: int, modes: int = 2) -> None:
-        """Room for the requests of so many modes, each of which runs `batch` of them."""
+        """`modes` is the number of modes that the pool has room for; each of them runs `batch` requests."""
         from worker_svc.engine.engine import load_engine
         from worker_svc.engine.interface import blocks_needed
 
@@ -116,15 +124,19 @@ class Ours:
     def mode(
         self, name: str, draft_len: int | None, drafter: str | None = None
     ) -> Callable[[Cell], Generator[None, None, Outcome]]:
-        """One way to run it: always so many proposals, or (None) as many as pay; `drafter` as a request names it."""
-        # Each learns for itself what drafts are worth and cost.
+        """Return one way to run it: with a constant number of draft tokens, or (None) with as many as pay;
+        `drafter` as a request names it.
+        """
+        # Each mode learns the value and the cost of drafts for itself.
         lengths = replace(copy.deepcopy(self._engine.lengths), fixed=draft_len)
         return lambda cell: self._slices(name, lengths, drafter, cell)
 
     def _slices(
         self, name: str, lengths: Any, drafter: str | None, cell: Cell
     ) -> Generator[None, None, Outcome]:
-        """First come, first served, as a worker alone would; pauses after every `SLICE_S`, and no pause counts."""
+        """Generate first come, first served, as a worker alone would; pause after every `SLICE_S`, and count
+        no pause.
+        """
         from worker_svc.engine.interface import Drafter, Sampling, Specification
 
         engine = self._engine
@@ -139,7 +151,7 @@ class Ours:
         waiting.reverse()
         running: list[str] = []
         decode: list[float] = []
-        drafting: list[tuple[int, int]] = []  # running requests and what they drafted, by round
+        drafting: list[tuple[int, int]] = []  # running requests and their draft tokens, by round
         accepted = tested = 0
         wall_s = cpu_s = 0.0
         engine.lengths = lengths
@@ -182,7 +194,9 @@ def _per_request(drafting: list[tuple[int, int]]) -> float:
 
 
 def ramp_told(drafting: list[tuple[int, int]]) -> dict[str, float]:
-    """`drafting`: running requests and what they drafted, by round. Draft lengths at the foot, at the top and at the foot again."""
+    """Return the draft lengths at the foot, at the top and at the foot again. `drafting` has the running
+    requests and their draft tokens, by round.
+    """
     most = max(running for running, _ in drafting)
     top = [at for at, (running, _) in enumerate(drafting) if running >= 0.9 * most]
     parts = {
@@ -211,16 +225,16 @@ class Transformers:
         self._ends = options.ends
 
     def one_by_one(self, cell: Cell) -> Outcome:
-        """`generate`, batch 1."""
+        """Run `generate`, batch 1."""
         return self._timed(lambda: [row for one in cell.requests for row in self._generate([one])])
 
     def padded(self, cell: Cell) -> Outcome:
-        """`generate` of left-padded batches, each of which runs until its longest ends."""
+        """Run `generate` on left-padded batches, each of which runs until its longest ends."""
         parts = self._parts(cell)
         return self._timed(lambda: [row for part in parts for row in self._generate(part)])
 
     def assisted(self, length: int | None) -> Callable[[Cell], Outcome]:
-        """Assisted generation with a constant draft length, or as it comes."""
+        """Return assisted generation with a constant draft length, or with transformers' default."""
         draft = copy.deepcopy(self._draft)
         if length is not None:
             draft.generation_config.num_assistant_tokens = length
@@ -235,7 +249,7 @@ class Transformers:
         return run
 
     def continuous(self, cell: Cell) -> Outcome:
-        """`generate_batch`, so many requests at most together; one that ends makes room for the next."""
+        """Run `generate_batch`, at most `batch` requests together; one that ends makes room for the next."""
         return self._timed(lambda: self._generate_batch(list(cell.requests), cell.batch))
 
     def _timed(self, generate: Callable[[], list[list[int]]]) -> Outcome:
@@ -276,7 +290,7 @@ class Transformers:
         settings = GenerationConfig(
             **self._settings(requests[0].temperature), eos_token_id=sorted(self._ends) or None
         )
-        with self._torch.no_grad():  # it computes in a thread of its own, where inference mode does not reach
+        with self._torch.no_grad():  # it computes in a thread of its own, where inference mode has no effect
             done = self._target.generate_batch(
                 [list(one.ids) for one in requests],
                 generation_config=settings,
@@ -288,6 +302,6 @@ class Transformers:
                 ),
                 progress_bar=False,
             )
-        # Its ids are "req_0", "req_1" and so on, in the order of the prompts; the answers come as they end.
+        # Its ids are "req_0", "req_1" and so on, in the order of the prompts; the answers arrive as they end.
         by_number = {int(name.rsplit("_", 1)[1]): one for name, one in done.items()}
         return [list(by_number[number].generated_tokens) for number in sorted(by_number)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """A table of Markdown with a blank line around it."""
+    """Yield a table of Markdown with a blank line around it."""
     yield from ("", "| " + " | ".join(head) + " |", "|" + "---|" * len(head))
     for row in rows:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
@@ -14,13 +14,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def verdict_of(found: Sequence[float]) -> str:
-    """Whether the whole interval of a ratio says the same."""
+    """Return a verdict on a ratio, according to whether its whole interval agrees."""
     _, low, high = found
     return "faster" if high < 1 else "slower" if low > 1 else "no difference shown"
 
 
 def spread(found: Sequence[float] | None) -> str:
-    """A ratio with its interval: bold where all of it is below 1, italic where all of it is above."""
+    """Return a ratio with its interval: bold where all of it is below 1, italic where all of it is above."""
     if found is None:
         return "–"
     middle, low, high = found

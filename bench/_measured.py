@@ -15,12 +15,14 @@ Row = Mapping[str, Any]
 
 
 def policy_rows(rows: Iterable[Row]) -> list[Row]:
-    """Of what `laps-sd bench serve` wrote, what was found of each policy; the others are single runs and verdicts."""
+    """Return the rows of single policies in the results of `laps-sd bench serve`; the others are single runs
+    and verdicts.
+    """
     return [row for row in rows if "policy" in row and not row.get("run")]
 
 
 def _read(path: Path) -> tuple[list[Row], str, Row]:
-    """Rows, where they are from, and what the run says of itself."""
+    """Return the rows, their source, and the facts of the run."""
     found = json.loads(path.read_text())
     about = found["about"]
     source = (
@@ -31,7 +33,9 @@ def _read(path: Path) -> tuple[list[Row], str, Row]:
 
 
 def served(path: Path) -> Iterator[str]:
-    """Policies on the one-machine stack, beside what the simulator says of the same runs."""
+    """Yield the section on policies on the one-machine stack, with the simulator's
+    results for the same runs.
+    """
     rows, source, _ = _read(path)
     policies = policy_rows(rows)
     goals = [row for row in rows if row.get("verdict")]
@@ -65,7 +69,9 @@ def served(path: Path) -> Iterator[str]:
 
 
 def _ratio(row: Row, of: str) -> tuple[str, str]:
-    """Measured with its interval, and simulated; dashes for the policy itself and where there is none."""
+    """Return the measured ratio with its interval, and the simulated one; dashes for the policy itself and
+    where there is none.
+    """
     key = f"ratio_{of.replace('-', '_')}"
     if row["policy"] == of or row.get(key) is None or row.get(f"{key}_low") is None:
         return "–", "–"
@@ -74,7 +80,7 @@ def _ratio(row: Row, of: str) -> tuple[str, str]:
 
 
 def deciding(path: Path) -> Iterator[str]:
-    """What a report costs the core and the whole scheduler."""
+    """Yield the section on the cost of a report for the core and the whole scheduler."""
     rows, source, _ = _read(path)
     core = [row for row in rows if "median_ms" in row]
     whole = [row for row in rows if "cpu_ms_per_report" in row]
@@ -110,7 +116,7 @@ def deciding(path: Path) -> Iterator[str]:
 
 
 def engine(path: Path) -> Iterator[str]:
-    """Tokens per CPU second of the worker's engine and of others."""
+    """Yield the section on tokens per CPU second of the worker's engine and of others."""
     from bench.engine import goals  # needs torch
 
     rows, source, about = _read(path)
@@ -137,7 +143,9 @@ def engine(path: Path) -> Iterator[str]:
 
 
 def engine_again(path: Path) -> Iterator[str]:
-    """Our engine against itself alone, with more turns than a run beside others has time for."""
+    """Yield the section on our engine against itself alone, with more turns than a run with other engines has
+    time for.
+    """
     from bench.engine import SPECULATIVE, goals, told_ratio
 
     rows, source, about = _read(path)
@@ -155,7 +163,7 @@ def engine_again(path: Path) -> Iterator[str]:
 
 
 def memory_bound(path: Path) -> Iterator[str]:
-    """The same of a pair whose weights are larger than any cache."""
+    """Yield the same for a pair whose weights are larger than any cache."""
     from bench.engine import goals
 
     rows, source, about = _read(path)
@@ -180,7 +188,7 @@ def memory_bound(path: Path) -> Iterator[str]:
 
 
 def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
-    """Of each engine; `texts`: and how many of its texts are ours."""
+    """Yield the speeds of each engine; with `texts` also the number of its texts that equal ours."""
     mixed = [row for row in rows if row["kind"] == MIXED and row["temperature"] == 0.0]
     batches = sorted({row["batch"] for row in mixed})
     by_place = {(row["config"], row["batch"]): row for row in mixed}
@@ -201,7 +209,9 @@ def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:
 
 
 def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
-    """Of the whole mix, by batch size, ours with speculation, a forward of ours without: both temperatures where it was measured so, else 0."""
+    """Yield the ratios of the whole mix, by batch size, for ours with speculation and a forward of ours
+    without: both temperatures where it was measured so, else 0.
+    """
     from bench.engine import BOTH, PLAIN, SPECULATIVE, told_ratio  # needs torch
 
     found = {
@@ -242,7 +252,7 @@ def _same(rows: Iterable[Row]) -> str:
 
 
 def carried(path: Path) -> Iterator[str]:
-    """What one gateway process carries."""
+    """Yield the section on the load that one gateway process carries."""
     from bench.gateway import GOAL_MESSAGES_PER_CPU_S, GOAL_P99_S
 
     rows, source, _ = _read(path)

@@ -12,13 +12,14 @@ from pathlib import Path
 from laps_sd.local import LocalStack
 
 GROWTH_MIB = 48.0
-"""What a process may grow by after its first `WARM_S`: arenas and buffers of hundreds of streams, and no more."""
+"""Upper bound of a process's growth after its first `WARM_S`, in MiB: arenas and buffers of hundreds of
+streams, and no more."""
 WARM_S = 20.0
 SAMPLE_S = 2.0
 
 
 class Memory:
-    """Resident memory of each process, from when it has settled until it ends or the run does."""
+    """Resident memory of each process, from the time it has settled until it ends or the run does."""
 
     def __init__(self, stack: LocalStack, *, warm_s: float = WARM_S) -> None:
         self._stack = stack
@@ -26,13 +27,13 @@ class Memory:
         self._seen: dict[tuple[str, int], tuple[float, float | None, float]] = {}
 
     async def watch(self) -> None:
-        """Samples, until cancelled."""
+        """Take samples until cancelled."""
         while True:
             self.sample()
             await asyncio.sleep(SAMPLE_S)
 
     def sample(self) -> None:
-        """Once."""
+        """Take one sample."""
         now = time.monotonic()
         for name, child in self._stack.children.items():
             if child.pid is None or not child.alive:
@@ -46,7 +47,7 @@ class Memory:
                 self._seen[(name, child.pid)] = (first_s, settled, mib)
 
     def growth(self) -> dict[str, float]:
-        """MiB, the largest of each kind of process."""
+        """Return the growth in MiB, the largest of each kind of process."""
         most: dict[str, float] = collections.defaultdict(float)
         for (name, _), (_, settled, last) in self._seen.items():
             if settled is not None:

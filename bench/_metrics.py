@@ -10,7 +10,7 @@ from laps_sd.local import LocalStack
 
 
 def metric(stack: LocalStack, component: str, name: str, **labels: str) -> float:
-    """One figure of one process. Raises OSError when it cannot be asked."""
+    """Return one figure of one process. Raise OSError when it cannot be read."""
     with urllib.request.urlopen(stack.metrics_url(component), timeout=5.0) as answer:
         text = answer.read().decode()
     return sum(

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 
 class PeerEngine(Protocol):
-    """What the loop needs of an engine. All of it at temperature 0."""
+    """Interface of an engine to the loop. All of it at temperature 0."""
 
     version: str
 
@@ -28,7 +28,7 @@ class PeerEngine(Protocol):
         """Begin a request."""
 
     def step(self) -> list[tuple[int, list[int]]]:
-        """Compute once; the requests that ended, with their output tokens."""
+        """Compute once; return the requests that ended, with their output tokens."""
 
 
 class Vllm:
@@ -68,7 +68,7 @@ class Vllm:
         self._engine.add_request(str(number), {"prompt_token_ids": ids}, self._sampling)
 
     def step(self) -> list[tuple[int, list[int]]]:
-        # A request id may come back with something appended to it.
+        # A request id may come back with a suffix.
         return [
             (int(done.request_id.split("-")[0]), list(done.outputs[0].token_ids))
             for done in self._engine.step()
@@ -133,7 +133,7 @@ class OpenVino:
 
 
 def convert(setup: dict[str, Any]) -> None:
-    """Bring both models into OpenVINO's form, in the folders that the setup names."""
+    """Convert both models to OpenVINO's form, in the folders that the setup names."""
     import openvino
     from openvino_tokenizers import convert_tokenizer
     from optimum.intel import OVModelForCausalLM
@@ -154,7 +154,7 @@ def convert(setup: dict[str, Any]) -> None:
 
 
 def generate(engine: PeerEngine, prompts: list[list[int]], batch: int) -> dict[str, Any]:
-    """All prompts, first come first served, at most `batch` together."""
+    """Generate from all prompts, first come, first served, at most `batch` together."""
     waiting = list(enumerate(prompts))[::-1]
     running = 0
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -190,14 +190,16 @@ def serve(engine: PeerEngine, setup: dict[str, Any], channel: Any) -> None:
 
 
 def open_channel() -> Any:
-    """Where answers go: the stdout we were given, while everything that libraries print goes to stderr."""
+    """Return the channel of the answers: the original stdout, while all output of
+    libraries goes to stderr.
+    """
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return channel
 
 
 def main() -> None:
-    """The engine that the setup names."""
+    """Run the engine that the setup names."""
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
     channel = open_channel()
     setup = json.loads(Path(sys.argv[1]).read_text())

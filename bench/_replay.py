@@ -25,20 +25,24 @@ from scheduler_svc.sim.traces import read_trace
 from worker_svc.demo.prompts import KINDS, demo_prompts
 
 LEAD_S = 0.2
-"""From the start of a run to the first send, so that the first is not late."""
+"""Seconds from the start of a run to the first send, so that the first is not late."""
 TEMPERATURE = 0.8
-"""At 0 the demo pair loops on prose and logs until the limit, at 0.8 its own end token decides the lengths."""
+"""Temperature of all requests. At 0 the demo pair loops on prose and logs until the limit, at 0.8 its own end
+token decides the lengths."""
 MAX_TRACED_TOKENS = 480
-"""Of either part of a traced request: the demo pair knows positions up to 1022."""
+"""Upper bound of the prompt and of the output of a traced request: the demo pair knows positions up to
+1022."""
 
 Send = Callable[[pb.GenerateRequest], AsyncIterable[pb.GenerateEvent]]
 
 
-# -- what is sent ---------------------------------------------------------------------------------------------------------
+# -- requests -------------------------------------------------------------------------------------------------------------
 
 
 def draw_requests(seed: int, count: int, max_tokens: int) -> list[pb.GenerateRequest]:
-    """Prompts of all kinds in equal parts and random order, every other one as a chat. Equal seeds give equal requests."""
+    """Return prompts of all kinds in equal parts and random order, every other one as a chat. Equal seeds
+    give equal requests.
+    """
     rng = random.Random(f"serve/requests/{seed}")
     requests = []
     for number, prompt in enumerate(demo_prompts(None, count, seed)):
@@ -55,8 +59,10 @@ def draw_requests(seed: int, count: int, max_tokens: int) -> list[pb.GenerateReq
 
 
 def traced_requests(path: Path, seed: int, count: int) -> tuple[list[pb.GenerateRequest], list[float]]:
-    """A window of a recorded trace that the seed chooses: requests of its lengths (cut to `MAX_TRACED_TOKENS`), and
-    when they arrive, seconds from the first. Prompts are texts of the demo pair's kinds, one behind the other."""
+    """Return a window of a recorded trace that the seed chooses: requests of its lengths (cut to
+    `MAX_TRACED_TOKENS`), and their arrival times, in seconds from the first. Prompts are texts of the demo
+    pair's kinds, joined.
+    """
     rng = random.Random(f"serve/trace/{seed}")
     rows = _trace(path)
     first = rng.randrange(max(1, len(rows) - count + 1))
@@ -82,7 +88,7 @@ _trace = cache(read_trace)
 
 @cache
 def _token_ids(kind: str, seed: int) -> tuple[int, ...]:
-    """One prompt of a kind; never empty."""
+    """Return one prompt of a kind; never empty."""
     from tokenizers import Tokenizer
 
     from worker_svc.demo import TARGET_DIR
@@ -92,8 +98,9 @@ def _token_ids(kind: str, seed: int) -> tuple[int, ...]:
 
 
 def poisson_times(seed: int, count: int, gap_s: float) -> list[float]:
-    """Arrivals from 0 on, `gap_s` seconds apart on average. The average is exact in each draw (our choice): the load of a
-    few dozen requests would vary by a fifth otherwise."""
+    """Return arrivals from 0 on, `gap_s` seconds apart on average. The average is exact in each draw (our
+    choice): the load of a few dozen requests would vary by a fifth otherwise.
+    """
     rng = random.Random(f"serve/arrivals/{seed}")
     gaps = [rng.expovariate(1.0) for _ in range(count - 1)]
     stretch = gap_s * len(gaps) / (sum(gaps) or 1.0)
@@ -101,14 +108,16 @@ def poisson_times(seed: int, count: int, gap_s: float) -> list[float]:
 
 
 def stretched(times_s: Sequence[float], gap_s: float) -> list[float]:
-    """The same pattern with this average gap."""
+    """Return the same pattern with this average gap."""
     whole_s = times_s[-1] - times_s[0]
     factor = gap_s * (len(times_s) - 1) / whole_s if whole_s else 1.0
     return [(time_s - times_s[0]) * factor for time_s in times_s]
 
 
 def digest(requests: Sequence[pb.GenerateRequest], due_s: Sequence[float]) -> str:
-    """Equal digests: the same requests at the same times."""
+    """Return the digest of the requests and their times: equal digests mean the same requests at the same
+    times.
+    """
     sha = hashlib.sha256()
     for request, at_s in zip(requests, due_s, strict=True):
         sha.update(request.SerializeToString(deterministic=True))
@@ -116,15 +125,15 @@ def digest(requests: Sequence[pb.GenerateRequest], due_s: Sequence[float]) -> st
     return sha.hexdigest()[:16]
 
 
-# -- sending it -----------------------------------------------------------------------------------------------------------
+# -- sending --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came of one request. Seconds count from its scheduled send time."""
+    """Result of one request. Seconds count from its scheduled send time."""
 
     late_s: float = 0.0
-    """How much later than scheduled it was sent."""
+    """Delay of the send after its scheduled time, in seconds."""
     accepted_s: float = 0.0
     first_token_s: float = 0.0
     latency_s: float = 0.0
@@ -132,7 +141,7 @@ class Reply:
     """Tokens of each message that brought some: those of a round, unless messages were joined."""
     ended: pb.Ended = field(default_factory=pb.Ended)
     error: str = ""
-    """Why it counts as failed; empty otherwise."""
+    """Reason why it counts as failed; empty otherwise."""
 
 
 async def replay(
@@ -144,8 +153,9 @@ async def replay(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> list[Reply]:
-    """Sends each request at its time (seconds from the start, ascending), whatever became of those before, and returns
-    when all have ended."""
+    """Send each request at its time (seconds from the start, ascending), whatever the result of those before,
+    and return when all have ended.
+    """
     start_s = now() + lead_s
     running = []
     for request, at_s in zip(requests, due_s, strict=True):

@@ -38,36 +38,37 @@ from scheduler_svc.store.keys import Keys
 
 BLOCK_TOKENS = 16
 KV_BLOCKS = 1024
-"""16,384 tokens: no run fills them, so that KV pressure is not what is measured."""
+"""16,384 tokens: no run fills them, so the measurement has no KV pressure."""
 DRAFT_LEN = 6
 SAVE_S = 0.5
-"""How often the scheduler of the warm-up and the calibration writes down what it has learnt."""
+"""Seconds between two writes of the priors by the scheduler of the warm-up and the calibration."""
 CONNECT_TIMEOUT_S = 30.0
 OUTSIDE_DECODING = ("other", "idle")
-"""Phases of the worker that every round pays beside drafting, verifying and prefill; `waiting`, for work, is none."""
+"""Phases of the worker that take time in every round apart from drafting, verifying and prefill; `waiting`,
+for work, is not among them."""
 BUSY = ("draft", "verify", "prefill", "swap", *OUTSIDE_DECODING)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What a request turns out to be. Its tokens are decided by its seed, so every run must find the same."""
+    """True length and drafts of a request. Its seed decides its tokens, so every run must find the same."""
 
     prompt_tokens: int
     output_tokens: int
     paces: bytes
     drafts: bytes
     alone_s: float
-    """Its latency with the stack to itself."""
+    """Latency with the stack to itself."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The worker's own counters at one moment."""
+    """Counters of the worker at one moment."""
 
     rounds: float
     busy_s: float
     outside_s: float
-    """Part of `busy_s`: between rounds, and in them outside of the models."""
+    """Part of `busy_s`: between rounds, and in rounds outside of the models."""
 
     def since(self, before: Reading) -> Reading:
         return Reading(
@@ -77,14 +78,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Run:
-    """One replay: the replies in the order of the requests, and what the worker did meanwhile."""
+    """One replay: the replies in the order of the requests, and the worker's counters over the run."""
 
     replies: list[Reply]
     worker: Reading
 
 
 class ServedStack:
-    """The one-machine stack with a scheduler that changes its policy between runs."""
+    """One-machine stack with a scheduler that changes its policy between runs."""
 
     def __init__(self, *, slots: int, engine: str, round_s: float) -> None:
         fast = {"LAPS_SD_FAKE_ROUND_S": "0.001", "LAPS_SD_FAKE_OUTPUT_TOKENS": "12"}
@@ -98,9 +99,10 @@ class ServedStack:
                 "LAPS_SD_BLOCK_SIZE": str(BLOCK_TOKENS),
                 "LAPS_SD_MAX_DRAFT_LEN": str(DRAFT_LEN),
                 "LAPS_SD_ROUND_FLOOR_S": str(round_s),
-                # The same prompts come again and again: one run would compute them, and the others would find them.
+                # The same prompts recur: one run would compute them, and the others would find them.
                 "LAPS_SD_PREFIX_REUSE_TOKENS": "0",
-                # Where every round takes as long, a draft length chosen by cost would only make runs differ.
+                # Where every round takes equally long, a draft length chosen by cost would only make runs
+                # differ.
                 **({"LAPS_SD_DRAFT_LEN": str(DRAFT_LEN)} if round_s else {}),
                 **(fast if engine == "fake" else {}),
             },
@@ -116,11 +118,12 @@ class ServedStack:
         self._stack.stop()
 
     def schedule_by(self, policy: str, priors: bytes | None, *, save_s: float = 10.0) -> None:
-        """A new scheduler with this policy, which knows just this."""
+        """Start a new scheduler with this policy and only these priors."""
         stack, keys = self._stack, Keys(self._stack.options.shard)
         stack.check()
         stack.kill("scheduler-0")
-        self._record.delete(keys.leader(), keys.priors())  # nobody has to wait for the lease of a dead leader
+        # So that no component waits for the lease of a dead leader.
+        self._record.delete(keys.leader(), keys.priors())
         if priors is not None:
             self._record.set(keys.priors(), priors)
         stack.restart("scheduler-0", policy=policy, priors_save_s=save_s)
@@ -138,7 +141,7 @@ class ServedStack:
             raise RuntimeError(f"the scheduler runs {in_force}, {policy} was asked for")
 
     def learnt(self) -> bytes:
-        """What the scheduler has learnt, once it has written that down and learns no more."""
+        """Wait until the scheduler has written its priors and learns no more; return them."""
         key = Keys(self._stack.options.shard).priors()
         before = None
         while True:
@@ -149,14 +152,14 @@ class ServedStack:
             before = found
 
     async def run(self, requests: Sequence[pb.GenerateRequest], due_s: Sequence[float]) -> Run:
-        """Replays them."""
+        """Replay the requests."""
         async with self._connected() as send:
             before = self.worker()
             replies = await replay(requests, due_s, send)
         return Run(replies, self.worker().since(before))
 
     async def run_alone(self, requests: Sequence[pb.GenerateRequest], title: str) -> Run:
-        """One after another. RuntimeError if one fails."""
+        """Run the requests one after another. Raise RuntimeError if one fails."""
         replies: list[Reply] = []
         async with self._connected() as send:
             before = self.worker()
@@ -170,7 +173,7 @@ class ServedStack:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Send]:
-        """The public API over a connection that is up."""
+        """Yield the public API over a connection that is up."""
         address = self._stack.gateway_address
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
             await channel.channel_ready()
@@ -200,16 +203,16 @@ class ServedStack:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known before the first policy is measured."""
+    """Knowledge before the first policy is measured."""
 
     priors: bytes
-    """Learnt from the warm-up: where every scheduler starts."""
+    """Priors of the warm-up, with which every scheduler starts."""
     truths: list[list[Truth]]
-    """Of each set of requests."""
+    """Truths of each set of requests."""
     machine: Machine
-    """The worker, as the simulator has it."""
+    """Worker as the simulator models it."""
     admission_s: float
-    """Between two requests that were sent at once, at the scheduler."""
+    """Seconds at the scheduler between two requests that were sent at once."""
 
 
 async def calibrate(
@@ -221,8 +224,9 @@ async def calibrate(
     sigma: float,
     slots: int,
 ) -> Calibration:
-    """The warm-up, which no run measures, teaches lengths, acceptance, costs and what the hints are worth; then every
-    request runs alone, which tells its length."""
+    """Calibrate the stack. The warm-up, which no run measures, teaches lengths, acceptance, costs and the
+    accuracy of the hints; then every request runs alone, which gives its length.
+    """
     stack.schedule_by("fcfs", None, save_s=SAVE_S)
     requests = draw_requests(0, warm_up, max_tokens)
     alone = await stack.run_alone(requests, "warm-up")
@@ -247,7 +251,7 @@ async def calibrate(
 
 
 def truth_of(reply: Reply) -> Truth:
-    """Of a request that ran alone."""
+    """Return the truth of a request that ran alone."""
     speculation, tokens = reply.ended.speculation, reply.ended.usage.completion_tokens
     rounds = max(1, min(speculation.rounds, tokens))
     whole = len(reply.deltas) == rounds and sum(reply.deltas) == tokens
@@ -264,7 +268,7 @@ def truth_of(reply: Reply) -> Truth:
 
 
 def spread(total: int, parts: int) -> list[int]:
-    """In whole parts, as equal as can be."""
+    """Return `total` in `parts` whole numbers that are as equal as possible."""
     ends = [total * number // parts for number in range(parts + 1)]
     return [high - low for low, high in itertools.pairwise(ends)]
 
@@ -272,7 +276,7 @@ def spread(total: int, parts: int) -> list[int]:
 def hinted(
     requests: Sequence[pb.GenerateRequest], truths: Sequence[Truth], sigma: float, seed: int
 ) -> list[pb.GenerateRequest]:
-    """The same requests with `expected_output_tokens`: truth × exp(sigma · z)."""
+    """Return the same requests with `expected_output_tokens`: truth × exp(sigma · z)."""
     rng = random.Random(f"serve/hints/{seed}")
     found = []
     for request, truth in zip(requests, truths, strict=True):
@@ -285,7 +289,9 @@ def hinted(
 
 
 def fitted_machine(priors: Priors, measured: Reading, slots: int) -> Machine:
-    """The worker's rounds as the scheduler has learnt them, and what a round takes beside drafting and verifying."""
+    """Return the worker's rounds as the scheduler has learnt them, with the time of a round apart from
+    drafting and verifying.
+    """
     cost = priors.cost
     fixed_s = cost.round_s(0, 0, 0)
     return Machine(
@@ -308,7 +314,7 @@ def fitted_machine(priors: Priors, measured: Reading, slots: int) -> Machine:
 def make_jobs(
     requests: Sequence[pb.GenerateRequest], truths: Sequence[Truth], arrive_s: Sequence[float]
 ) -> list[Job]:
-    """The same requests for the simulator."""
+    """Return the same requests for the simulator."""
     return [
         Job(
             request_id=f"r{number:06d}",
@@ -331,10 +337,12 @@ def simulated_latencies(
     truths: Sequence[Truth],
     calibration: Calibration,
 ) -> list[float]:
-    """Seconds from each scheduled send time, with the production core in virtual time."""
+    """Return the latencies from each scheduled send time, in seconds, with the production core in virtual
+    time.
+    """
     arrive_s: list[float] = []
     for at_s in due_s:
-        # Those sent at once come in one after another, and the first finds an idle worker.
+        # Requests sent at once arrive one after another, and the first finds an idle worker.
         arrive_s.append(max(at_s, arrive_s[-1] + calibration.admission_s) if arrive_s else at_s)
     priors: dict[str, Any] = json.loads(calibration.priors)
     outcome = Cluster(

@@ -22,12 +22,14 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Weights that every token is multiplied with: all but the embedding, which is looked up."""
+        """Return the number of weights that every token is multiplied with: all but the embedding, which is
+        looked up.
+        """
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocab
 
     def kv_bytes(self, item_bytes: int) -> int:
-        """Keys and values of one token."""
+        """Return the bytes of the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_size * item_bytes
 
 
@@ -52,7 +54,7 @@ PAIRS: dict[str, tuple[Shape, Shape]] = {
 
 
 def random_model(shape: Shape, *, dtype: Any, device: str, seed: int, max_length: int) -> Any:
-    """A transformers model with random weights, which never ends a text."""
+    """Return a transformers model with random weights, which never ends a text."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,7 +84,9 @@ def random_model(shape: Shape, *, dtype: Any, device: str, seed: int, max_length
 
 
 def write_pair(name: str, folder: Path, *, dtype: str, seed: int, max_length: int) -> tuple[Path, Path]:
-    """Directories of a random target and draft of this shape, as from the hub but without a tokenizer."""
+    """Write directories of a random target and draft of this shape, as from the hub but
+    without a tokenizer.
+    """
     import torch
 
     places = (folder / "target", folder / "draft")

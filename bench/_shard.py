@@ -32,14 +32,15 @@ BLOCK_SIZE = 16
 MAX_LENGTH = 2048
 CLASSES = ("", "chat", "code", "summary")
 ARRIVALS_PER_STEP = 256
-"""While the queue is filled."""
+"""Arrivals per step while the queue is filled."""
 WARM_UP_STEPS = 20
-"""As many times `priors_interval_s`: from then on the core publishes what it learnt at that interval."""
+"""Steps of the warm-up, each of `priors_interval_s`: afterwards the core publishes its priors at that
+interval."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """What a request turns out to be, and how far its worker is with it. Made when it is first listed."""
+    """True output of a request, and its progress on the worker. Made when the request is first listed."""
 
     prompt: int
     output: int
@@ -51,7 +52,7 @@ class _Job:
 
 
 class VirtualWorker:
-    """Does what a worker does between two reports, without a model."""
+    """Worker without a model, as it behaves between two reports."""
 
     def __init__(self, facts: WorkerFacts, rng: random.Random) -> None:
         self.facts = facts
@@ -166,13 +167,13 @@ class VirtualWorker:
 
 
 class VirtualShard:
-    """The core, its workers, and the arrivals that keep the queue as long as it was."""
+    """The core, its workers, and the arrivals that keep the queue at its length."""
 
     def __init__(self, *, queued: int, workers: int, slots: int, policy: str, seed: int = 1) -> None:
-        """`queued` requests wait beyond those that fill the workers' lists."""
+        """`queued` requests wait in addition to those that fill the workers' lists."""
         self.now_s = 0.0
         self.emitted: dict[str, int] = {}
-        """Output of requests that were taken back, where they go on."""
+        """Output tokens of requests that were taken back, from which they continue."""
         self.arrivals = 0
         self._seed = seed
         self._rng = random.Random(seed)
@@ -181,7 +182,7 @@ class VirtualShard:
         self.workers: dict[str, VirtualWorker] = {}
         self._queued = queued
         self._slots = slots
-        # Room for the slots and a quarter more: who is paused loses its KV at times, as on a real device.
+        # Room for the slots and a quarter more: paused requests lose their KV at times, as on a real device.
         blocks = max(MAX_LENGTH, slots * 600 * 5 // 4) // BLOCK_SIZE
         for number in range(workers):
             facts = WorkerFacts(
@@ -190,11 +191,11 @@ class VirtualShard:
             self.workers[facts.worker_id] = VirtualWorker(facts, self._rng)
 
     def start(self) -> None:
-        """All workers up, and so many requests that their lists are full."""
+        """Connect all workers, and queue as many requests as fill their lists."""
         self.step([WorkerUp(worker.facts, ()) for worker in self.workers.values()])
         while self.core.totals().queued == 0:
             self.step([self._arrival() for _ in range(min(self._slots, ARRIVALS_PER_STEP))])
-        # Some minutes pass: a core that has just begun makes all ranks anew far more often than ever after.
+        # Some minutes pass: a core that has just begun computes all ranks again far more often than later.
         for _ in range(WARM_UP_STEPS):
             self.now_s += self.core.settings.priors_interval_s
             self.step([])
@@ -208,14 +209,14 @@ class VirtualShard:
         self.carry_out(self.core.step(self.now_s, events))
 
     def next_events(self, worker: VirtualWorker) -> list[Event]:
-        """The worker's next report, and arrivals for those that left the queue."""
+        """Return the worker's next report, and arrivals in place of the requests that left the queue."""
         report = worker.report()
         self.now_s += report.total_s / len(self.workers)
         missing = self._queued - self.core.totals().queued
         return [report, *(self._arrival() for _ in range(missing))]
 
     def carry_out(self, commands: list[Command]) -> None:
-        """What the workers do about it; the record is taken to agree."""
+        """Apply the commands to the workers; the record is assumed to agree."""
         for command in commands:
             if isinstance(command, Assign):
                 self.workers[command.worker_id].assign(command, self)
@@ -240,7 +241,7 @@ class VirtualShard:
         return Arrived(facts)
 
     def job(self, entry: AssignEntry) -> _Job:
-        """What this request turns out to be; the same whoever asks."""
+        """Return the job of this request; it is the same for every worker."""
         rng = random.Random(f"{self._seed} {entry.request_id}")
         return _Job(
             prompt=rng.randint(16, 512),

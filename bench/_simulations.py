@@ -17,14 +17,14 @@ from bench.report import progress
 
 BESIDE = Path(__file__).parents[2] / "shared" / "data"
 LINES_OF_PROGRESS = 50
-"""Where there is no terminal to draw a bar on."""
+"""Lines of progress where there is no terminal to draw a bar on."""
 
 Key = TypeVar("Key")
 Found = TypeVar("Found")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--data` and `--processes`."""
+    """Add `--data` and `--processes`."""
     parser.add_argument(
         "--data",
         type=Path,
@@ -46,7 +46,9 @@ def run_all(
     processes: int,
     name_of: Callable[[Key], str],
 ) -> dict[Key, Found]:
-    """`simulate` with the arguments of each task, in so many processes; the results in the order of the tasks."""
+    """Run `simulate` with the arguments of each task, in that number of processes; return the results in the
+    order of the tasks.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     began_s = time.monotonic()

@@ -51,9 +51,9 @@ MACHINE = Machine(
 )
 """A 70B-like target with a small batch: as that of `bench policy`, four times slower."""
 ACCEPTANCE = Acceptance(mean=0.78)
-"""Three to four tokens a round."""
+"""Three to four tokens per round."""
 EVERY = 5
-"""One request of the trace in so many: about 1.1 a second, which keep some four workers busy."""
+"""Requests of the trace per request that is used: about 1.1 a second are left, work for some four workers."""
 TARGETS: dict[str, tuple[float, ...]] = {
     "backlog": (4, 6, 9, 13, 20),
     "requests": (1.5, 2, 2.5, 3, 4),
@@ -61,12 +61,13 @@ TARGETS: dict[str, tuple[float, ...]] = {
     "utilisation": (0.6, 0.7, 0.8, 0.88),
     "fixed": (3, 4, 5, 6, 8),
 }
-"""Per worker, or how many. Each from more workers than anybody needs to fewer than the load asks for."""
+"""Targets of each signal, per worker or as a number of workers. Each series goes from more workers than
+needed to fewer than the load needs."""
 MOST = 16
 Key = tuple[str, float]
 """(signal, target)"""
 Runs = dict[Key, list[dict[str, float]]]
-"""The figures of each seed, in order."""
+"""Figures of each seed, in order, by signal and target."""
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -113,14 +114,15 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def scalings_of(options: argparse.Namespace) -> list[Scaling]:
-    """All that are to run. ValueError says what is wrong with what was asked."""
+    """Return all scalings to run. Raise ValueError with the wrong option."""
     wanted: Mapping[str, Sequence[float]] = TARGETS
     if options.targets:
         split = [text.partition(":") for text in options.targets]
         wanted = {name: [float(number) for number in numbers.split(",")] for name, _, numbers in split}
     return [
         Scaling(
-            signal=signal,  # type: ignore[arg-type]  # it says itself what it does not know
+            # `Scaling` raises ValueError for an unknown signal.
+            signal=signal,  # type: ignore[arg-type]
             target=target,
             most=MOST,
             start_s=options.start_s,
@@ -142,7 +144,9 @@ def _jobs(workload: Workload, seed: int, data: Path | None) -> list[Job]:
 def simulate(
     scaling: Scaling, workload: Workload, policy: str, seed: int, data: Path | None
 ) -> dict[str, float]:
-    """One signal and target on one window: figures in seconds unless they say otherwise."""
+    """Run one signal and target on one window. Return figures in seconds unless their
+    name has another unit.
+    """
     jobs = _jobs(workload, seed, data)
     cluster = Cluster(jobs, MACHINE, 0, lambda _, settings: policy_named(policy, settings), CoreSettings())
     pods = Pods(cluster, MACHINE, scaling, first=first_of(scaling, jobs))
@@ -164,7 +168,9 @@ def simulate(
 
 
 def first_of(scaling: Scaling, jobs: Sequence[Job]) -> int:
-    """Pods at the beginning: what the window's work takes on average, the same for every signal."""
+    """Return the pods at the beginning: as many as the window's work needs on average, the same for every
+    signal.
+    """
     if scaling.signal == "fixed":
         return int(scaling.target)
     work_s = sum(MACHINE.service_s(job) for job in jobs)
@@ -172,7 +178,7 @@ def first_of(scaling: Scaling, jobs: Sequence[Job]) -> int:
 
 
 def run_scalings(options: argparse.Namespace, workload: Workload) -> Runs:
-    """Every signal and target on every window."""
+    """Run every signal and target on every window."""
     tasks = {
         (scaling.signal, scaling.target, seed): (scaling, workload, options.policy, seed, options.data)
         for seed, scaling in itertools.product(range(1, options.seeds + 1), options.scalings)
@@ -185,11 +191,13 @@ def run_scalings(options: argparse.Namespace, workload: Workload) -> Runs:
     return found
 
 
-# -- what was found -------------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(runs: Runs) -> list[dict[str, Any]]:
-    """One row per signal and target, means over seeds with 95 % intervals of what the figure shows."""
+    """Return one row per signal and target, means over seeds with 95 % intervals of the figures that the plot
+    shows.
+    """
     rows = []
     for (signal, target), own in runs.items():
         row: dict[str, Any] = {"kind": "point", "config": signal, "target": target}
@@ -203,7 +211,7 @@ def rows_of(runs: Runs) -> list[dict[str, Any]]:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (devices, latency): those to which no other is better in both, the cheapest first."""
+    """Return the points (devices, latency) that no other point surpasses in both, the cheapest first."""
     best: list[tuple[float, float]] = []
     for devices, latency_s in sorted(points):
         if not best or latency_s < best[-1][1]:
@@ -212,7 +220,9 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def devices_for(curve: Sequence[tuple[float, float]], latency_s: float) -> float | None:
-    """What a curve needs for a latency, between its points on logarithmic axes; None where it does not reach."""
+    """Return the devices that a curve needs for a latency, between its points on logarithmic axes; None
+    outside of its range.
+    """
     for (few, slow_s), (many, fast_s) in itertools.pairwise(curve):
         if fast_s <= latency_s <= slow_s:
             part = math.log(slow_s / latency_s) / math.log(slow_s / fast_s)
@@ -221,7 +231,9 @@ def devices_for(curve: Sequence[tuple[float, float]], latency_s: float) -> float
 
 
 def saving(runs: Runs, rival: str, figure: str) -> list[float]:
-    """Of each seed: devices of `backlog` over those of a rival for equal latency, geometric mean over the rival's curve."""
+    """Return for each seed the devices of `backlog` over those of a rival for equal latency, geometric mean
+    over the rival's curve.
+    """
     ratios = []
     for seed in range(len(next(iter(runs.values())))):
         curves = {
@@ -245,7 +257,7 @@ def saving(runs: Runs, rival: str, figure: str) -> list[float]:
 
 
 def comparisons(runs: Runs) -> list[dict[str, Any]]:
-    """`backlog` against each other signal that ran, by mean and by 99th percentile."""
+    """Return `backlog` against each other signal that ran, by mean and by 99th percentile."""
     rivals = [name for name in dict.fromkeys(name for name, _ in runs) if name != OURS]
     if not any(name == OURS for name, _ in runs):
         return []
@@ -275,7 +287,7 @@ def comparisons(runs: Runs) -> list[dict[str, Any]]:
 
 
 def about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
-    """What the rows cannot tell themselves."""
+    """Return the facts of the run that the rows do not contain."""
     said = [f"--targets {text}" for text in options.targets or ()]
     for name, usual in (
         ("start_s", 60.0),

@@ -50,15 +50,16 @@ from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 SUCCESS_GOAL = 0.995
 CARRYING_GOAL = 0.8
 STUCK_S = 60.0
-"""Nothing heard by any client for this long, with every process up: what is open will never end."""
+"""Seconds without a message to any client, with every process up, after which open requests count as
+stuck."""
 SETTLE_S = 60.0
 TELL_S = 5.0
 FINISHED_TTL_S = 300.0
 DEADLY_SEED = 2**32
-"""No other request has it: theirs have 32 bits."""
+"""Seed of the deadly request. No other request has it: theirs have 32 bits."""
 RECORD_BYTES_PER_REQUEST = 2_000
 RECORD_BYTES_PER_TOKEN = 9
-"""The bounds of docs/guarantees.md."""
+"""Bounds of docs/guarantees.md."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -133,7 +134,7 @@ def pieces(options: argparse.Namespace) -> list[Piece]:
 
 
 async def holders(stack: LocalStack, hand: Hand) -> list[str]:
-    """Who still holds something although everything has ended."""
+    """Return the components that still hold something although everything has ended."""
     found: list[str] = []
     await hand.look()
     if not hand.picture.leader:
@@ -173,7 +174,7 @@ async def holders(stack: LocalStack, hand: Hand) -> list[str]:
 
 
 async def record_problems(stack: LocalStack, outcomes: list[Outcome], hand: Hand, tokens: int) -> list[str]:
-    """What the record says against what the clients saw."""
+    """Return the differences between the record and the outcomes at the clients."""
     found: list[str] = []
     loses = [(done.at_s, done.over_s or done.at_s) for done in hand.done if done.loses]
     by_id = {outcome.request_id: outcome for outcome in outcomes if outcome.request_id}
@@ -215,7 +216,7 @@ async def record_problems(stack: LocalStack, outcomes: list[Outcome], hand: Hand
 
 
 def log_problems(stack: LocalStack) -> list[str]:
-    """Exceptions that somebody logged."""
+    """Return the exceptions in the logs."""
     found = []
     for name in sorted(stack.children):
         text = stack.log(name)
@@ -227,7 +228,7 @@ def log_problems(stack: LocalStack) -> list[str]:
 
 
 def processes_of(groups: set[int]) -> list[str]:
-    """What is left of these process groups."""
+    """Return the remaining processes of these process groups."""
     left = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -243,7 +244,7 @@ def processes_of(groups: set[int]) -> list[str]:
 
 
 class Run:
-    """One chaos run; `violations` is what it found."""
+    """One chaos run; `violations` are its findings."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -254,7 +255,7 @@ class Run:
         self.faults: list[Done] = []
 
     def front(self, name: str, address: str) -> str:
-        """A proxy before each component that others dial."""
+        """Put a proxy before a component that others dial, and return its address."""
         self.proxies[name] = Proxy(address)
         return self.proxies[name].address
 
@@ -299,7 +300,7 @@ class Run:
                 self.violations.append(f"processes are left: {left}")
 
     async def _fronted(self, starting: asyncio.Task[Any]) -> list[Proxy]:
-        """The proxies, once the plan of the stack has asked for all of them."""
+        """Return the proxies as soon as the plan of the stack has requested all of them."""
         while len(self.proxies) < 5 and not starting.done():  # noqa: ASYNC110  a thread fills it
             await asyncio.sleep(0.005)
         if starting.done():
@@ -355,7 +356,7 @@ class Run:
                     f"open since {outcome.began_s:.0f} s"
                 )
             completed, tokens = list(load.done), load.tokens
-            # A last wave shows that the system is well, and makes every worker report once more.
+            # A last wave shows that the system is well, and makes every worker report again.
             await self._wave(load)
             await self._settle(stack, hand)
         finally:
@@ -376,7 +377,7 @@ class Run:
             await hand.inject(fault)
 
     async def _tell(self, load: Load, hand: Hand, started_s: float) -> None:
-        """How far it is, until cancelled."""
+        """Print the progress until cancelled."""
         while True:
             await asyncio.sleep(TELL_S)
             under_way = [

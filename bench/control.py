@@ -42,7 +42,8 @@ GOAL_MS = 1.0
 GOAL_GROWTH = 2.0
 GOAL_BYTES = 2048
 STEADY_ARRIVALS = 4
-"""Requests that take the places of others, for each report, once lists are what they remain: a report ends one or two."""
+"""Arrivals for each report once the lists have reached their size: they replace ended requests, and a report
+ends one or two."""
 MOST_WARM_UP_ROUNDS = 20
 BLOCK = 50
 """Reports before the next queue size has its turn."""
@@ -85,7 +86,7 @@ def arguments() -> argparse.Namespace:
 
 
 def core_process(pipe: Connection, queued: int, workers: int, slots: int, policy: str) -> None:
-    """Builds a shard, says what it takes, then times as many reports as it is asked for, again and again."""
+    """Build a shard, send its bytes per queued request, then time as many reports as a message requests."""
     from bench._shard import VirtualShard
     from scheduler_svc.__main__ import look_for_cycles_seldom
 
@@ -100,7 +101,8 @@ def core_process(pipe: Connection, queued: int, workers: int, slots: int, policy
     turn = list(shard.workers.values())
     rng = random.Random(0)
     for _ in range(MOST_WARM_UP_ROUNDS):
-        # Rounds in which everybody starts, or lists still fill with better ones, are not what is measured.
+        # Rounds in which all workers start, or lists still fill with better requests, are not part of the
+        # measurement.
         arrived = shard.arrivals
         for worker in turn:
             shard.step(shard.next_events(worker))
@@ -122,7 +124,7 @@ def _resident_bytes() -> int:
 
 
 def measure_core(options: argparse.Namespace, workers: int) -> list[dict[str, Any]]:
-    """One row for each queue size."""
+    """Return one row for each queue size."""
     spawn = multiprocessing.get_context("spawn")
     pipes: dict[int, Any] = {}
     children = []
@@ -171,7 +173,7 @@ def measure_core(options: argparse.Namespace, workers: int) -> list[dict[str, An
 
 
 def worker_process(address: str, count: int, slots: int, round_s: float) -> None:
-    """`count` real workers without a model, each with its own link and its own thread, until killed."""
+    """Run `count` real workers without a model, each with its own link and its own thread, until killed."""
     from laps_sd import log
     from laps_sd.config import load
     from worker_svc.loading import load as load_engine
@@ -200,7 +202,7 @@ def worker_process(address: str, count: int, slots: int, round_s: float) -> None
 
 @dataclass(frozen=True)
 class Reading:
-    """The scheduler's own counters at one moment."""
+    """Counters of the scheduler at one moment."""
 
     at_s: float
     cpu_s: float
@@ -223,7 +225,7 @@ def read_scheduler(url: str) -> Reading:
 
 
 class Client:
-    """A gateway link that keeps so many requests unfinished, and takes the tokens off the wire."""
+    """Gateway link that keeps a constant number of requests unfinished, and receives the tokens."""
 
     def __init__(self, shard: str) -> None:
         self.unfinished = 0
@@ -367,10 +369,10 @@ def measure_scheduler(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def verdict(rows: list[dict[str, Any]], goal_ms: float = GOAL_MS) -> tuple[bool, str]:
-    """Whether the rows of the core meet the goals, and the sentence that says so."""
+    """Return whether the rows of the core meet the goals, and the sentence for the summary line."""
     slowest = max(row["median_ms"] for row in rows)
     growth = max(row["ratio_shortest"] for row in rows)
-    # Lists grow a little while the queue is filled, which a short queue would have to answer for.
+    # Lists grow a little while the queue is filled; per request of a short queue this would weigh too much.
     longest = max(row["queued"] for row in rows)
     memory = max(row["memory_per_queued_bytes"] for row in rows if row["queued"] == longest)
     met = slowest <= goal_ms and growth <= GOAL_GROWTH and memory < GOAL_BYTES

@@ -51,7 +51,8 @@ GOAL_VLLM = {1: 1.4, 4: 1.25, 16: 1.0, 64: 0.9}
 GOAL_FORWARD = 1.1
 FORWARD_BATCHES = (1, 4, 16)
 CELL_S, LEAST_PASSES = 2.0, 3
-"""CPU seconds that the modes of our engine take in a turn over a cell, in as many passes: they are compared more closely than the peers are."""
+"""CPU seconds that the modes of our engine take in a turn over a cell, and the least number of passes: they
+are compared more closely than the peers are."""
 LEAST_PROMPTS = 48
 LEAST_OF_A_KIND = 32
 TEMPERATURES = (0.0, 0.8)
@@ -111,11 +112,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-# -- what is generated --------------------------------------------------------------------------------------------
+# -- requests -----------------------------------------------------------------------------------------------------
 
 
 def cells_for(options: argparse.Namespace) -> list[Cell]:
-    """All cells: the mix and each kind alone at every batch size, and the ramp up to the largest."""
+    """Return all cells: the mix and each kind alone at every batch size, and the ramp up to the largest."""
     texts = _random_texts(options) if options.shape else _demo_texts(options)
     found = [
         _cell(kind, temperature, batch, ids)
@@ -170,21 +171,23 @@ def _random_texts(
     return texts
 
 
-# -- who generates it ---------------------------------------------------------------------------------------------
+# -- configurations -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config:
-    """One way to generate, and what came of it: an outcome of every turn, by cell; of ours as many as there were passes."""
+    """One way to generate, with its outcomes: one of every turn, by cell; of our engine one of every pass."""
 
     name: str
     run: Callable[[Cell], Outcome | Generator[None, None, Outcome]]
-    """Modes of our engine go on in slices, in turn."""
+    """Function that generates a cell. Modes of our engine run in slices, in turn."""
     takes: Callable[[Cell], bool]
     outcomes: dict[tuple[str, float, int], list[Outcome]] = field(default_factory=dict)
 
     def series(self, kind: str, temperatures: Sequence[float], batch: int) -> list[Outcome]:
-        """All outcomes, in order, the temperatures together. Empty if it was not measured there."""
+        """Return all outcomes, in order, the temperatures together; an empty list if it was not measured
+        there.
+        """
         parts = [self.outcomes.get((kind, temperature, batch), []) for temperature in temperatures]
         return [_together(turn) for turn in zip(*parts, strict=True)] if all(parts) else []
 
@@ -202,7 +205,9 @@ def _together(parts: Sequence[Outcome]) -> Outcome:
 
 
 def _paired(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
-    """Outcome by outcome; where there are several of ours to a turn, together beside what the other did in it."""
+    """Return the outcomes in pairs. If there are several of ours in a turn, they are joined to one and paired
+    with the other's of that turn.
+    """
     several = len(ours) // len(theirs)
     turns = [ours[at : at + several] for at in range(0, len(ours), several)]
     decodes = [[one.decode_s for one in turn if one.decode_s is not None] for turn in turns]
@@ -219,7 +224,7 @@ def _means(told: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def ours(options: argparse.Namespace) -> list[Config]:
-    """Our engine: at each batch size without speculation and with it."""
+    """Return our engine's configurations: at each batch size without speculation and with it."""
     found = []
     for batch in options.batch:
         engine = Ours(options, batch, modes=2 + options.lookup)
@@ -238,7 +243,9 @@ def _of_batch(batch: int) -> Callable[[Cell], bool]:
 
 
 def transformers_modes(options: argparse.Namespace) -> list[Config]:
-    """transformers' own ways. It has no synthetic acceptance: then assisted generation would be compared with nothing."""
+    """Return transformers' own modes. It has no synthetic acceptance: with one, assisted generation would
+    have no equivalent to compare with.
+    """
     peer = Transformers(options)
 
     def mix_of(batch: int) -> Callable[[Cell], bool]:
@@ -262,7 +269,9 @@ def transformers_modes(options: argparse.Namespace) -> list[Config]:
 def other_engines(
     options: argparse.Namespace, cells: Sequence[Cell], folder: Path, stack: ExitStack
 ) -> tuple[list[Config], dict[str, str]]:
-    """Engines in interpreters of their own, ready; and their versions. One that cannot be had is told and left out."""
+    """Return the engines in interpreters of their own, ready, and their versions. An engine that is not
+    available is reported and left out.
+    """
     found, versions = [], {}
     converted = False
     for python, name, setup in setups(options, cells, folder):
@@ -285,7 +294,7 @@ def other_engines(
 
 
 def measure(configs: list[Config], cells: Sequence[Cell], turns: int) -> None:
-    """One turn that does not count, then the turns that do."""
+    """Run one turn that does not count, then the turns that do."""
     rng = random.Random(0)
     began = time.monotonic()
     passes: dict[tuple[str, int], int] = {}  # by kind and batch size
@@ -331,7 +340,9 @@ def _slices(config: Config, cell: Cell) -> Generator[None, None, Outcome]:
 
 
 def rows_of(configs: Sequence[Config], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each configuration, mix, batch size, and temperature or both, with what it is to its rivals there."""
+    """Return a row for each configuration, mix, batch size, and temperature or both, with its ratios to its
+    rivals there.
+    """
     keys = {key for config in configs for key in config.outcomes}
     order = [
         (kind, temperatures, batch)
@@ -378,7 +389,7 @@ RIVALS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "openvino": ("openvino",),
 }
-"""By label, how the names of those begin of whom the best is the rival."""
+"""Prefixes of the rivals' names, by label; the best of them is the rival."""
 
 
 def _speed(outcome: Outcome) -> float:
@@ -388,7 +399,7 @@ def _speed(outcome: Outcome) -> float:
 def _forward(
     config: Config, found: Sequence[Outcome], here: Sequence[tuple[Config, list[Outcome]]]
 ) -> Interval | None:
-    """A plain decoding round of ours over vLLM's shortest."""
+    """Return the ratio of a plain decoding round of ours to vLLM's shortest."""
     others = [
         series
         for other, series in here
@@ -409,23 +420,25 @@ def _put(row: dict[str, Any], name: str, interval: Interval | None) -> None:
 
 
 def identical(outputs: Sequence[list[int]], reference: Sequence[list[int]]) -> float:
-    """Share of the requests whose output tokens are the same."""
+    """Return the share of the requests whose output tokens are the same."""
     return statistics.fmean(one == other for one, other in zip(outputs, reference, strict=True))
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a row says of one goal."""
+    """Result of a row for one goal."""
 
     text: str
     met: bool
-    chief: bool  # of the whole mix; the others are told only where they are missed
+    chief: bool  # of the whole mix; the others are reported only where they are missed
 
 
 def goals(
     rows: Sequence[Mapping[str, Any]], *, memory_bound: bool = False, exact: bool = False
 ) -> list[Goal]:
-    """All goals that these rows can judge. `exact`: the same text with and without speculation is one of them."""
+    """Return all goals that these rows can judge. With `exact`, one of them is the same text with and without
+    speculation.
+    """
     found = []
     for row in rows:
         at = f"batch {row['batch']}"
@@ -453,12 +466,12 @@ def goals(
 
 
 def told_ratio(row: Mapping[str, Any], name: str) -> str:
-    """A ratio of a row, with its interval."""
+    """Return a ratio of a row, with its interval, as text."""
     return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
 
 
 def verdict(found: Sequence[Goal]) -> tuple[bool, str]:
-    """Whether all goals are met, and the sentence that says so."""
+    """Return whether all goals are met, and the sentence for the summary line."""
     others = [goal for goal in found if not goal.chief]
     told = [goal.text + ("" if goal.met else " MISSED") for goal in found if goal.chief]
     if others:
@@ -467,7 +480,7 @@ def verdict(found: Sequence[Goal]) -> tuple[bool, str]:
 
 
 def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    """One table of the whole mix, with all rivals; one of each kind alone."""
+    """Print one table of the whole mix, with all rivals, and one of each kind alone."""
 
     def ratio(row: dict[str, Any], name: str) -> str:
         return "" if row[name] is None else told_ratio(row, name)
@@ -582,7 +595,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def public(given: Sequence[str]) -> list[str]:
-    """What was asked for, without where interpreters lie on this machine."""
+    """Return the given options without the paths of interpreters on this machine."""
     hidden = list(given)
     for at, option in enumerate(given):
         name, equals, _ = option.partition("=")
@@ -595,7 +608,7 @@ def public(given: Sequence[str]) -> list[str]:
 
 
 def _ends(target: Path, read: Callable[[Any], frozenset[int]]) -> frozenset[int]:
-    """End tokens of a model directory, as the engine takes them."""
+    """Return the end tokens of a model directory, as the engine takes them."""
     from types import SimpleNamespace
 
     from transformers import AutoConfig, GenerationConfig

@@ -38,12 +38,12 @@ MEASURED = {
     "memory-bound": memory_bound,
     "gateway": carried,
 }
-"""Benchmarks of real processes, and who writes the section of each."""
+"""Benchmarks of real processes, each with the function that writes its section."""
 LENGTH_ONLY = ("srpt-length", "sjf-length")
-"""Policies that know predicted lengths and nothing of acceptance: the rivals that matter."""
+"""Policies that know predicted lengths and nothing about acceptance: the rivals that matter."""
 PAPER = "[arXiv 2505.17074](https://arxiv.org/abs/2505.17074)"
 PAPER_CLAIM = "39 %"
-"""Said by the paper, of its own experiments."""
+"""Claim of the paper about its own experiments."""
 ORIGINS = {
     "traces/azure2023_conv.csv.gz": "Azure/AzurePublicDataset, conversation trace of 2023 (Patel et al., Splitwise, ISCA 2024); CC BY 4.0",
     "traces/length_prediction_pairs.csv.gz": "James-QiuHaoran/LLM-serving-with-proxy-models: true lengths (vicuna-13b, up to 511) "
@@ -60,7 +60,7 @@ Row = Mapping[str, Any]
 
 
 class Results:
-    """What one run of `laps-sd bench policy` wrote, ready to be asked."""
+    """Results of one run of `laps-sd bench policy`, for queries."""
 
     def __init__(self, path: Path) -> None:
         self.all: dict[str, Any] = json.loads(path.read_bytes())
@@ -69,43 +69,47 @@ class Results:
         self.name = path.name
         self.source = source_of(path)
         self.reduced = not all(regime["goals"] for regime in self.regimes.values())
-        """Whether options changed the regimes, so that their goals do not hold for them."""
+        """True if options changed the regimes, so that their goals do not hold for them."""
         rows = self.all["rows"]
         self.verdicts: list[Row] = [row for row in rows if row["kind"] == "verdict"]
         self.swept = list(dict.fromkeys(row["regime"] for row in rows if row["kind"] == "sweep"))
         self._rows = {(row["regime"], row["policy"]): row for row in rows if row["kind"] == "policy"}
 
     def row(self, regime: str, policy: str) -> Row | None:
-        """What was found of the policy there, if it ran."""
+        """Return the row of the policy in the regime, if it ran."""
         return self._rows.get((regime, policy))
 
     def ours(self, regime: str) -> Row:
-        """What was found of `laps-sd`."""
+        """Return the row of `laps-sd`."""
         found: Row = self._rows[regime, OURS]
         return found
 
     def ratio(self, regime: str, rival: str) -> tuple[float, float, float] | None:
-        """Mean latency of `laps-sd` over that of a rival, with its interval; None if it did not run there."""
+        """Return the mean latency of `laps-sd` over that of a rival, with its interval; None if the rival did
+        not run there.
+        """
         found = self.ours(regime)["ratios"].get(rival)
         return None if found is None else tuple(found)
 
     def strongest_length_only(self, regime: str) -> str | None:
-        """Of those that ran there, the one with the least mean latency."""
+        """Return the policy with the least mean latency of those that ran there."""
         ran = [name for name in LENGTH_ONLY if self.row(regime, name)]
         return min(ran, key=lambda name: self._rows[regime, name]["mean_s"], default=None)
 
     def figures(self) -> list[str]:
-        """Regimes that have a figure of their own."""
+        """Return the regimes that have a figure of their own."""
         return [name for name in self.regimes if name in self.swept or name == "mixture"]
 
 
 def source_of(path: Path) -> str:
-    """Told by every figure, so that one that was drawn from other results is found."""
+    """Return the source that every figure names, so that a figure of other results is found."""
     return f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def newest(benchmark: str) -> Path | None:
-    """By name, which begins with the date. None if the benchmark left no results."""
+    """Return the newest results of the benchmark, by name, which begins with the date. Return None if there
+    are none.
+    """
     return max((ROOT / "bench" / "results").glob(f"*-{benchmark}.json"), default=None)
 
 
@@ -113,12 +117,12 @@ def newest(benchmark: str) -> Path | None:
 
 
 def against(ratio: float) -> str:
-    """A ratio of means as people say it."""
+    """Return a ratio of means as a phrase."""
     return f"{abs(1 - ratio):.0%} {'below' if ratio < 1 else 'above'}".replace("%", " %")
 
 
 def share(value: float) -> str:
-    """With a figure behind the point where it is small."""
+    """Return a percentage, with a decimal if it is small."""
     return (
         f"{value:.0%}".replace("%", " %")
         if value >= 0.0995 or not value
@@ -127,12 +131,12 @@ def share(value: float) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names of regimes in a sentence."""
+    """Return the names of regimes as part of a sentence."""
     return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def lengths_text(lengths: Row) -> str:
-    """What a description of lengths says."""
+    """Return the description of lengths as text."""
     match lengths["kind"]:
         case "constant":
             text = f"{lengths['value']}"
@@ -146,21 +150,21 @@ def lengths_text(lengths: Row) -> str:
 
 
 def acceptance_text(acceptance: Row) -> str:
-    """What a description of acceptance says."""
+    """Return the description of acceptance as text."""
     if acceptance["kind"] == "process":
         return f"Beta, mean {acceptance['mean']:g}, concentration {acceptance['concentration']:g}"
     return "replayed " + ", ".join(acceptance["runs"])
 
 
 def predictor_text(predictor: Row) -> str:
-    """What a description of the length prediction says."""
+    """Return the description of the length prediction as text."""
     return {"noisy": f"σ {predictor['sigma']:g}", "recorded": "recorded classifier", "none": "none"}[
         predictor["kind"]
     ]
 
 
 def arrivals_text(arrivals: Row) -> str:
-    """What a description of arrivals says."""
+    """Return the description of arrivals as text."""
     process = {"poisson": "Poisson", "gamma": f"gamma, CV {arrivals['cv']:g}", "trace": "recorded"}
     if arrivals["process"] == "burst":
         return "all at once"
@@ -171,7 +175,9 @@ def arrivals_text(arrivals: Row) -> str:
 
 
 def page(results: Results, measured: Mapping[str, Path] | None = None) -> str:
-    """docs/evidence.md. `measured`: results of the benchmarks of `MEASURED`, by name, which have a section each."""
+    """Return the text of docs/evidence.md. `measured` has the results of the benchmarks of `MEASURED`, by
+    name, which have a section each.
+    """
     measured = measured or {}
     parts = (
         _head(results, on_processes="serve" in measured), _goals(results), _rivals(results), _nothing(results), _tail(results), _levels(results),
@@ -288,7 +294,7 @@ def _goals(results: Results) -> Iterator[str]:
 
 
 def _is_everywhere(verdict: Row) -> bool:
-    """Whether it is one of those that every regime has."""
+    """Return whether it is one of those that every regime has."""
     return bool(
         verdict["policy"] == OURS and (verdict["of"] == "sd-index" or verdict["figure"] == "levels_at_work")
     )
@@ -615,7 +621,7 @@ def _limits(results: Results) -> Iterator[str]:
 
 
 def draw(results: Results, folder: Path, serve: Path | None = None) -> list[Path]:
-    """The figures that the page shows; those of other results go."""
+    """Draw the figures that the page shows, and delete those of other results."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("policy-*.svg"):
         old.unlink()
@@ -633,7 +639,7 @@ def draw(results: Results, folder: Path, serve: Path | None = None) -> list[Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes or checks; the exit code."""
+    """Write or check the page; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.evidence",
         description=(__doc__ or ""),

@@ -19,12 +19,14 @@ COLOURS = {
     "fcfs": "#616161",
     "oracle": "#000000",
 }
-"""One policy has one colour in all figures."""
+"""Colour of each policy, the same in all figures."""
 YARDSTICKS = ("fcfs", "srpt-length", "oracle")
 
 
 def _pyplot() -> Any:
-    """Drawing without a screen; the same input gives the same SVG, with its text as text."""
+    """Return pyplot for drawing without a screen; the same input gives the same SVG, with
+    its text as text.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -37,7 +39,7 @@ def _pyplot() -> Any:
 
 
 def _save(figure: Any, path: Path, source: str = "") -> None:
-    """`source` says what an SVG was drawn from."""
+    """Save the figure; an SVG names the data it was drawn from, `source`."""
     own = {"Date": None, "Source": source or None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=own, dpi=150)
     _pyplot().close(figure)
@@ -57,7 +59,9 @@ def lines(
     log_y: bool = False,
     goal: float | None = None,
 ) -> None:
-    """One line for each series of (x, y), and a dashed one at `goal`; the suffix of `path` says PNG or SVG."""
+    """Draw one line for each series of (x, y), and a dashed one at `goal`; the suffix of `path` decides
+    between PNG and SVG.
+    """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name, points in series.items():
@@ -77,8 +81,9 @@ def lines(
 
 
 def ratios(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
-    """Mean latency over that of fcfs by policy, one panel per scenario: measured with its interval, and as simulated. Rows of
-    `bench.serve`; those without the ratio are left out."""
+    """Draw the mean latency over that of fcfs by policy, one panel per scenario: measured with its interval,
+    and as simulated. `rows` are those of `bench.serve`; those without the ratio are left out.
+    """
     scenarios = list(dict.fromkeys(row["config"] for row in rows))
     size = (4.2 * len(scenarios), 4.0)
     figure, panels = _pyplot().subplots(
@@ -107,13 +112,13 @@ def ratios(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> N
 
 
 def named(spec: str) -> str:
-    """A policy with its settings, in words."""
+    """Return a policy with its settings, in words."""
     return spec.replace(":perceived_levels=true", ", perceived levels")
 
 
 def draw_policy(path: Path, results: Mapping[str, Any], source: str = "") -> None:
-    """What `laps-sd bench policy` found (`about` and `rows`, as it writes them): of one regime all policies, of several
-    what became of `laps-sd`.
+    """Draw the results of `laps-sd bench policy` (`about` and `rows`, as it writes them): of one regime all
+    policies, of several regimes `laps-sd` alone.
     """
     regimes = list(results["about"]["regimes"])
     if len(regimes) == 1:
@@ -123,8 +128,8 @@ def draw_policy(path: Path, results: Mapping[str, Any], source: str = "") -> Non
 
 
 def draw_regime(path: Path, results: Mapping[str, Any], regime: str, source: str = "") -> None:
-    """Two panels: the distribution of latencies of all seeds together; mean latency against load if it was swept, and
-    otherwise the mean as ratio to FCFS and the oracle.
+    """Draw two panels: the distribution of latencies of all seeds together; mean latency against load if it
+    was swept, and otherwise the mean as ratio to FCFS and the oracle.
     """
     own = [row for row in results["rows"] if row["regime"] == regime]
     rows = [row for row in own if row["kind"] == "policy"]
@@ -195,7 +200,7 @@ def _dot(axes: Any, at: float, found: Sequence[float], spec: str, marker: str) -
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Numbers as people write them, on a logarithmic axis."""
+    """Show plain numbers on a logarithmic axis."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 8), numticks=20))
@@ -204,7 +209,9 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def draw_overview(path: Path, results: Mapping[str, Any], source: str = "") -> None:
-    """Mean latency of `laps-sd` by regime as a ratio to FCFS, the strongest rival and the oracle, with its goals."""
+    """Draw the mean latency of `laps-sd` by regime as a ratio to FCFS, the strongest rival and the oracle,
+    with its goals.
+    """
     regimes = list(results["about"]["regimes"])
     rows = {
         row["regime"]: row
@@ -256,12 +263,13 @@ SIGNALS = {
     "utilisation": ("#9ccc65", "utilisation"),
     "fixed": ("#616161", "fixed number"),
 }
-"""Colour and label of each."""
+"""Colour and label of each signal."""
 
 
 def draw_autoscale(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
-    """Points of `laps-sd bench autoscale`: devices held on average against latency, one curve per signal and one point per
-    target; 95 % intervals over windows of the trace where there are several."""
+    """Draw the points of `laps-sd bench autoscale`: devices held on average against latency, one curve per
+    signal and one point per target; 95 % intervals over windows of the trace where there are several.
+    """
     figure, panels = _pyplot().subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     for axes, latency, title in zip(panels, ("p99_s", "mean_s"), ("99th percentile", "Mean"), strict=True):
         for signal, (colour, label) in SIGNALS.items():

@@ -66,7 +66,9 @@ def arguments() -> argparse.Namespace:
 
 
 class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
-    """Accepts so many requests, delivers to all of them at the rate, ends them, and writes down when it sent what."""
+    """Scheduler that accepts a number of requests, delivers to all of them at the rate, ends them, and
+    records the send times.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -150,7 +152,7 @@ async def be_source(options: argparse.Namespace) -> None:
     partial = options.source.with_suffix(".part")
     partial.write_text(json.dumps(source.sent))
     partial.rename(options.source)
-    await asyncio.sleep(60)  # the gateway hears the ends; whoever started us ends us
+    await asyncio.sleep(60)  # the gateway receives the ends; the parent process ends this one
 
 
 # -- the clients --------------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ async def be_source(options: argparse.Namespace) -> None:
 
 @dataclass
 class Heard:
-    """What one client got: when it had so many tokens."""
+    """Token counts that one client received, with their times."""
 
     request_id: str = ""
     messages: int = 0
@@ -270,7 +272,7 @@ def run(protocol: str, options: argparse.Namespace) -> dict[str, Any]:
 def row(
     protocol: str, options: argparse.Namespace, heard: list[Heard], sent: dict[str, list[float]], cpu_s: float
 ) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     delays = []
     for client in heard:
         at = 0

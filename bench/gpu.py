@@ -54,7 +54,8 @@ DEVICES: dict[str, tuple[float, float]] = {
     "A10": (0.6e12, 125e12),
     "RTX 4090": (1.008e12, 165e12),
 }
-"""Bytes per second and dense bfloat16 operations per second, by a part of the device's name. From the makers' data sheets."""
+"""Bytes per second and dense bfloat16 operations per second, by a part of the device's name. From the makers'
+data sheets."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -91,19 +92,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-# -- what must be -------------------------------------------------------------------------------------------------
+# -- lower bounds -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device can do at most."""
+    """Upper limits of the device."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 def limits_of(name: str, options: argparse.Namespace) -> Limits | None:
-    """Those given, else those of the longest name that occurs in the device's; None if it is unknown."""
+    """Return the given limits, otherwise those of the longest name that occurs in the device's; None if it is
+    unknown.
+    """
     if options.bandwidth is not None:
         return Limits(options.bandwidth * 1e9, options.peak * 1e12)
     known = [part for part in DEVICES if part in name]
@@ -111,7 +114,9 @@ def limits_of(name: str, options: argparse.Namespace) -> Limits | None:
 
 
 def least_s(shape: Shape, limits: Limits, *, item_bytes: int, rows: int, kv_tokens: int, batch: int) -> float:
-    """Least seconds of one forward: `rows` tokens of `batch` sequences, which attend to `kv_tokens` in all."""
+    """Return the least seconds of one forward: `rows` tokens of `batch` sequences, which attend to
+    `kv_tokens` in all.
+    """
     moved = shape.multiplied * item_bytes + (kv_tokens + rows) * shape.kv_bytes(item_bytes)
     per_key = (
         4 * shape.layers * shape.heads * shape.head_size
@@ -120,18 +125,20 @@ def least_s(shape: Shape, limits: Limits, *, item_bytes: int, rows: int, kv_toke
     return max(moved / limits.bytes_per_s, done / limits.flops_per_s)
 
 
-# -- what is ------------------------------------------------------------------------------------------------------
+# -- measurement --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Stopwatch:
-    """Times the forwards of both models, by events where the device has them, and counts their rows."""
+    """Timer of the forwards of both models, by events where the device has them; it also
+    counts their rows.
+    """
 
     cuda: bool
     spans: list[tuple[str, int, Any, Any]] = field(default_factory=list)
 
     def watch(self, model: Any, name: str) -> None:
-        """From now on every forward of this model is noted."""
+        """Record every later forward of this model."""
         from torch.profiler import record_function
 
         forward = model.forward
@@ -146,7 +153,7 @@ class Stopwatch:
         model.forward = timed
 
     def take(self) -> list[tuple[str, int, float]]:
-        """(name, rows, seconds) of every forward since the last call; the device has finished them."""
+        """Return (name, rows, seconds) of every forward since the last call; the device has finished them."""
         spans, self.spans = self.spans, []
         return [
             (name, rows, began.elapsed_time(ended) / 1000 if self.cuda else ended - began)
@@ -177,7 +184,7 @@ class Bench:
         self.shapes = PAIRS[options.shape]
         self._dtype = getattr(torch, options.dtype)
         self._item = self._dtype.itemsize
-        # The draft's own prefill takes rounds too, in which those that have it already go on.
+        # The draft's own prefill takes rounds too, in which requests that have it continue.
         catch_up = -(-max(options.batch) * max(options.context) // options.prefill_chunk)
         self._growth = (catch_up + WARM_UP + options.rounds + PROFILED) * (1 + MAX_DRAFT_LEN) + 2
         self._length = max(options.context) + self._growth
@@ -201,7 +208,7 @@ class Bench:
             self._torch.cuda.synchronize()
 
     def blocks_for(self, batch: int, context: int) -> int:
-        """KV blocks that each pool needs for this many requests of this length."""
+        """Return the KV blocks that each pool needs for this many requests of this length."""
         return int(batch * -(-(context + self._growth) // BLOCK_SIZE))
 
     def build_engine(self) -> None:
@@ -246,7 +253,7 @@ class Bench:
         return BLOCK_SIZE * sum(shape.kv_bytes(self._item) for shape in self.shapes)
 
     def _room(self) -> int:
-        """Bytes for keys and values."""
+        """Return the bytes available for keys and values."""
         if not self.cuda:
             return 2**30
         self._torch.cuda.empty_cache()
@@ -254,7 +261,9 @@ class Bench:
         return int(free - RESERVED * total)
 
     def rounds(self, batch: int, context: int) -> dict[str, Any]:
-        """Time rounds of `batch` requests with `context` tokens each. Raises OutOfMemory."""
+        """Time rounds of `batch` requests with `context` tokens each. Raise OutOfMemory
+        if they do not fit.
+        """
         from worker_svc.engine.interface import Sampling, Specification
 
         options, engine = self._options, self._engine
@@ -301,7 +310,7 @@ class Bench:
         return found
 
     def _warm_up(self, run: Sequence[str]) -> None:
-        """A few rounds, and as many more as the draft needs for its own prefill."""
+        """Run a few rounds, and as many more as the draft needs for its own prefill."""
         for at in range(self._growth):
             self._stopwatch.take()
             self._engine.round(run)
@@ -342,7 +351,9 @@ class Bench:
             yield found
 
     def _profiled(self, run: Sequence[str]) -> tuple[float, float | None]:
-        """Seconds per round of the forwards' kernels, and of all kernels (None on the CPU, where all that is computed counts as such)."""
+        """Return the seconds per round of the forwards' kernels, and of all kernels (None on the CPU, where
+        all computation counts as kernels).
+        """
         from torch.autograd import DeviceType  # type: ignore[attr-defined]
         from torch.profiler import ProfilerActivity, profile
 
@@ -361,7 +372,9 @@ class Bench:
         )
 
     def swap(self, context: int) -> dict[str, float]:
-        """Bytes per second of the target's keys and values of one request, to host memory and back."""
+        """Return the bytes per second of the target's keys and values of one request, to host memory and
+        back.
+        """
         pool = self._target.pool
         place = pool.new_place()
         blocks = -(-context // BLOCK_SIZE)
@@ -387,7 +400,9 @@ class Bench:
         return made, time.perf_counter() - began
 
     def transformers(self, batch: int, context: int) -> float | None:
-        """Tokens per second of `generate`, prefill left out; None where it has no memory for it."""
+        """Return the tokens per second of `generate`, prefill left out; None where it has
+        no memory for it.
+        """
         torch, options = self._torch, self._options
         generator = torch.Generator().manual_seed(options.seed)
         ids = torch.randint(self.shapes[0].vocab, (batch, context), generator=generator).to(options.device)
@@ -421,7 +436,7 @@ class Bench:
 
 @contextmanager
 def one_thread(options: argparse.Namespace) -> Iterator[None]:
-    """On the CPU: as many threads as anywhere else here."""
+    """Use one thread on the CPU, as all benchmarks here do."""
     import torch
 
     before = torch.get_num_threads()
@@ -432,7 +447,7 @@ def one_thread(options: argparse.Namespace) -> Iterator[None]:
 
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    """A row for each batch size and context, and the device's name."""
+    """Return a row for each batch size and context, and the device's name."""
     from worker_svc.engine.interface import OutOfBlocks, OutOfMemory
 
     with one_thread(options):
@@ -467,7 +482,9 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> tuple[bool, str]:
-    """Whether the goal is met at every context that could be measured, and the sentence that says so."""
+    """Return whether the goal is met at every context that could be measured, and the sentence for the
+    summary line.
+    """
     judged = [row for row in rows if row["batch"] == GOAL_BATCH and row["skipped"] is None]
     if not judged:
         return False, f"no round of batch {GOAL_BATCH} was measured, so nothing is judged"

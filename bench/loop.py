@@ -60,7 +60,7 @@ def prompts(count: int) -> list[str]:
 
 
 def bare(options: argparse.Namespace) -> None:
-    """Runs the loop once per line on stdin; prints tokens per second."""
+    """Run the loop once per line on stdin; print tokens per second."""
     from tokenizers import Tokenizer
 
     from laps_sd.config import load
@@ -112,7 +112,7 @@ def bare(options: argparse.Namespace) -> None:
 
 
 class BareLoop:
-    """The child process that runs the bare loop when asked."""
+    """Child process that runs the bare loop on request."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "bench.loop", "--bare", *sys.argv[1:]]
@@ -145,12 +145,12 @@ class BareLoop:
 
 
 PHASES = ("draft", "verify", "prefill", "swap", "other", "idle")
-"""Where a worker's time goes while it has something to run; `waiting`, with nothing to run, is left out."""
+"""Phases of the worker's time while it has something to run; `waiting`, with nothing to run, is left out."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The worker's own counters at one moment."""
+    """Counters of the worker at one moment."""
 
     tokens: float
     seconds: float
@@ -172,8 +172,9 @@ def read_worker(stack: LocalStack) -> Reading:
 
 
 async def through_the_stack(stack: LocalStack, options: argparse.Namespace) -> tuple[float, float]:
-    """All requests at once through the public API. The worker's tokens per second while its batch is full, and the share
-    of that time in which its device was idle."""
+    """Send all requests at once through the public API. Return the worker's tokens per second while its batch
+    is full, and the share of that time in which its device was idle.
+    """
     full = asyncio.Event()
     ended = 0
 
@@ -216,7 +217,7 @@ def main() -> int:
         for repetition in range(options.repetitions + 1):
             rates = {}
             idle = 0.0
-            # Every other pair the other way round, so that neither side always runs on the warmer machine.
+            # Every other pair in reverse order, so that neither side always runs on the warmer machine.
             for side in ("bare", "stack") if repetition % 2 else ("stack", "bare"):
                 if side == "bare":
                     rates[side] = loop.run()

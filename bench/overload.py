@@ -35,7 +35,8 @@ FACTOR = 10
 TOKENS = (20, 180)
 MEAN_TOKENS = sum(TOKENS) / 2
 HANDOVER_ROUNDS = 2
-"""From the end of one request to the first round of the next in its place: its report and the new list travel meanwhile."""
+"""Rounds from the end of one request to the first round of the next in its place: its report and the new list
+travel in that time."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -61,7 +62,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An accepted request that ended as it should. Times of the client's clock."""
+    """An accepted request that ended normally. Times of the client's clock."""
 
     asked_s: float
     accepted_s: float
@@ -70,13 +71,13 @@ class Served:
 
     @property
     def latency_s(self) -> float:
-        """From the call to the end."""
+        """Return the seconds from the call to the end."""
         return self.ended_s - self.asked_s
 
 
 @dataclass
 class Tally:
-    """What clients saw."""
+    """Observations of the clients."""
 
     served: list[Served] = field(default_factory=list)
     tokens: int = 0
@@ -114,10 +115,10 @@ async def one(client: AsyncClient, number: int, rng: random.Random, tally: Tally
 
 
 def allowed_rounds(tally: Tally, reserved: int) -> list[tuple[Served, float]]:
-    """Each request with the rounds within which it must have ended, by docs/policies.md.
-
-    Older and unfinished, as far as clients can tell: asked for before this one was accepted, ended after it was asked for. So
-    none is missing; the few too many belong to requests that came within the same milliseconds.
+    """Return each request with the rounds within which it must have ended, by docs/policies.md. They follow
+    from the older and unfinished requests, as far as clients can see: sent before this one was accepted,
+    ended after it was sent. So none is missing; the few superfluous ones belong to requests that came within
+    the same milliseconds.
     """
     ages = sorted(tally.served, key=lambda served: served.asked_s)
     found = []
@@ -132,7 +133,7 @@ def allowed_rounds(tally: Tally, reserved: int) -> list[tuple[Served, float]]:
 
 
 def rounds_run(stack: LocalStack) -> dict[str, float]:
-    """By worker, so far."""
+    """Return the rounds run so far, by worker."""
     return {
         name: metric(stack, name, "laps_sd_worker_rounds_total")
         for name in stack.children
@@ -141,7 +142,7 @@ def rounds_run(stack: LocalStack) -> dict[str, float]:
 
 
 async def sustained(client: AsyncClient, options: argparse.Namespace) -> float:
-    """Tokens per second with all slots taken and none waiting."""
+    """Return the tokens per second with all slots taken and no request waiting."""
     rng = random.Random(options.seed)
     slots = options.workers * options.slots
     tally = Tally()
@@ -160,8 +161,8 @@ async def sustained(client: AsyncClient, options: argparse.Namespace) -> float:
 async def overload(
     client: AsyncClient, options: argparse.Namespace, rate_per_s: float, stack: LocalStack
 ) -> tuple[Tally, float, int, float]:
-    """All that arrived, tokens per second until the last of them had ended, how many arrived, and the seconds of a round on the slowest
-    worker while all slots were taken.
+    """Return the tally of all that arrived, the tokens per second until the last of them had ended, the
+    number of arrivals, and the seconds of a round on the slowest worker while all slots were taken.
     """
     rng = random.Random(options.seed + 1)
     tally = Tally()

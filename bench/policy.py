@@ -46,32 +46,32 @@ ALWAYS = ("fcfs", "oracle", "srpt-length", "sd-index", "laps-sd")
 """Policies that run in every regime that names no others: the yardsticks, the strongest rival, and ours."""
 OURS = "laps-sd"
 LEVELS_COST = 1.02
-"""What the levels of `laps-sd` may cost against its level-free limit, in every regime."""
+"""Upper bound of the mean latency of `laps-sd` over that of its level-free limit, in every regime."""
 RIVALS = (
     "fcfs", "sjf-length", "srpt-length", "mlfq", "las", "laps-sd-paper", "laps-sd-paper:perceived_levels=true",
     "sd-index", "laps-sd", "oracle",
 )  # fmt: skip
-"""What `--rivals` runs in every regime."""
+"""Policies that `--rivals` runs in every regime."""
 LEVELS_AT_WORK = 3
-"""Levels of `laps-sd` that carry work in every goal regime: with fewer it would be an index and nothing else."""
+"""Levels of `laps-sd` that carry work in every goal regime: with fewer it would be no more than an index."""
 WORK_SHARE = 0.01
-"""Of the machine's time: a level with less carries no work. Our choice."""
+"""Share of the machine's time below which a level carries no work. Our choice."""
 SWEEP_SHARE = 1 / 3
-"""Of a regime's requests at each load of `--loads`: it shows a course, and no goal is judged by it."""
+"""Share of a regime's requests at each load of `--loads`: it shows a course, and no goal is judged by it."""
 SWEPT = ("fcfs", "oracle", "srpt-length", "laps-sd")
-"""Policies whose course `--loads` shows, of a regime that runs them all; otherwise of all that it runs."""
+"""Policies that `--loads` shows of a regime that runs them all; of other regimes it shows all that run."""
 DISTRIBUTION_POINTS = 200
 LEARNED_FROM = 50
 """Requests of each tenant that its means leave out: until then the error of its predictions is not known."""
 
 
-# -- what is asked --------------------------------------------------------------------------------------------------------
+# -- regimes --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """`figure` of `policy` divided by that (or `of_figure`) of `of`, in this regime or in `of_regime`, mean over seeds, lies within
-    the bounds. Regimes are paired by seed, so another regime should draw the same jobs.
+    """Bounds of `figure` of `policy` divided by that (or `of_figure`) of `of`, in this regime or in
+    `of_regime`, mean over seeds. Regimes are paired by seed, so another regime should draw the same jobs.
     """
 
     policy: str = "laps-sd"
@@ -85,7 +85,7 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """A workload, machines, settings of the core, and what must hold."""
+    """Workload, machines and settings of the core, with the expectations."""
 
     title: str
     workers: int = 1
@@ -98,12 +98,12 @@ class Regime:
 
     @property
     def expectations(self) -> tuple[Expectation, ...]:
-        """Those of the file, and the one that every regime has."""
+        """Return the expectations of the file, and the one that every regime has."""
         return (*self.expect, Expectation(of="sd-index", at_most=LEVELS_COST))
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The policies that run, each once."""
+        """Return the policies that run, each once."""
         named = [*self.policies] or [*ALWAYS]
         for expected in self.expectations if not self.policies else self.expect:
             named += [expected.policy, expected.of]
@@ -111,20 +111,22 @@ class Regime:
 
 
 def read_regime(path: Path) -> Regime:
-    """ValueError names the table and the key that is wrong."""
+    """Read a regime. Raise ValueError with the table and the key that is wrong."""
     with path.open("rb") as file:
         regime = described(Regime, tomllib.load(file), path.name)
     return dataclasses.replace(regime, name=path.stem)
 
 
 def make_policy(spec: str, jobs: Mapping[str, Job], machine: Machine, settings: CoreSettings) -> Policy:
-    """`oracle`, or what production knows."""
+    """Return `oracle`, or a policy with the knowledge of production."""
     name = spec.partition(":")[0]
     return Oracle(settings, jobs, machine) if name == "oracle" else policy_named(name, settings)
 
 
 def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
-    """`NAME:setting=value,setting=value` sets what differs from the regime's settings."""
+    """Return the settings of a policy: `NAME:setting=value,setting=value` sets those that differ from the
+    regime's.
+    """
     own: dict[str, Any] = {}
     for part in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = part.partition("=")
@@ -144,7 +146,9 @@ def _jobs(workload: Workload, machine: Machine, workers: int, seed: int, data: P
 
 
 def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[str, Any]:
-    """One policy on the jobs of one seed: plain figures, in seconds unless they say otherwise."""
+    """Run one policy on the jobs of one seed. Return plain figures, in seconds unless their name has another
+    unit.
+    """
     machine = regime.machine
     jobs = _jobs(regime.workload, machine, regime.workers, seed, data)
     began_s = time.process_time()
@@ -159,7 +163,7 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
 
 
 def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
-    """What is reported of a run."""
+    """Return the reported figures of a run."""
     fates = outcome.fates
     latencies = sorted(fate.latency_s for fate in fates)
     after = sorted(fate.perceptible_after for fate in fates if fate.perceptible_after is not None)
@@ -209,7 +213,9 @@ def tenant_means(outcome: Outcome) -> dict[str, float]:
 
 
 def estimates(errors: EstimateErrors) -> list[dict[str, Any]]:
-    """Actual over predicted remaining service, by the moment of the estimate and what its length rested on."""
+    """Return actual over predicted remaining service, by the moment of the estimate and the basis of its
+    length.
+    """
     return [
         {
             "moment": moment.value,
@@ -229,18 +235,20 @@ def estimates(errors: EstimateErrors) -> list[dict[str, Any]]:
 
 
 def quantile(ordered: Sequence[float], level: float) -> float:
-    """Of values in ascending order: the smallest that at least this share does not exceed."""
+    """Return the smallest of the values, given in ascending order, that at least this
+    share does not exceed.
+    """
     return ordered[min(len(ordered) - 1, int(level * len(ordered)))]
 
 
 # -- many runs ------------------------------------------------------------------------------------------------------------
 
 Runs = dict[tuple[str, str], list[dict[str, Any]]]
-"""(regime, policy): the figures of each seed, in order."""
+"""Figures of each seed, in order, by (regime, policy)."""
 
 
 def run_regimes(regimes: Sequence[Regime], seeds: int, data: Path | None, processes: int) -> Runs:
-    """Every policy of every regime on every seed, in so many processes."""
+    """Run every policy of every regime on every seed, in that number of processes."""
     tasks = {
         (regime.name, spec, seed): (regime, spec, seed, data)
         for regime in regimes
@@ -264,7 +272,7 @@ def ratio(
     of_figure: str = "",
     of_regime: str = "",
 ) -> Interval:
-    """Paired over seeds. One seed has no interval."""
+    """Return the ratio, paired over seeds. One seed has no interval."""
     runs_of_both = zip(runs[regime, policy], runs[of_regime or regime, of], strict=True)
     pairs = [(ours[figure], theirs[of_figure or figure]) for ours, theirs in runs_of_both]
     if len(pairs) > 1:
@@ -274,7 +282,7 @@ def ratio(
 
 
 def rows_of(regime: Regime, runs: Runs, seeds: int) -> list[dict[str, Any]]:
-    """One aggregated row per policy."""
+    """Return one aggregated row per policy."""
     rows = []
     for spec in regime.runs:
         own = runs[regime.name, spec]
@@ -316,7 +324,9 @@ def rows_of(regime: Regime, runs: Runs, seeds: int) -> list[dict[str, Any]]:
 
 
 def pooled_estimates(runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Over seeds: sums are added, the root mean square is that of all, quantiles are weighted means of the seeds'."""
+    """Return the estimates pooled over seeds: sums are added, the root mean square is that of all, quantiles
+    are weighted means of the seeds'.
+    """
     by: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for found in itertools.chain.from_iterable(runs):
         by[found["moment"], found["basis"]].append(found)
@@ -334,7 +344,9 @@ def pooled_estimates(runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any
 
 
 def short(value: Any) -> Any:
-    """Six significant digits are more than the seeds bear out, and a file can be kept."""
+    """Return the value with six significant digits: more than the seeds justify, in a
+    file of moderate size.
+    """
     match value:
         case float():
             return float(f"{value:.6g}")
@@ -346,12 +358,12 @@ def short(value: Any) -> Any:
 
 
 def levels_at_work(level_s: Mapping[str, float]) -> int:
-    """How many levels carry work."""
+    """Return the number of levels that carry work."""
     return sum(seconds >= WORK_SHARE * sum(level_s.values()) for seconds in level_s.values())
 
 
 def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
-    """Each expectation with what was found."""
+    """Return each expectation with its result."""
     verdicts = []
     for expected in regime.expectations:
         if (regime.name, expected.policy) not in runs or (regime.name, expected.of) not in runs:
@@ -402,7 +414,9 @@ def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
 
 
 def at_loads(regime: Regime, loads: Sequence[float]) -> list[Regime]:
-    """The regime at each load, shorter and with nothing to be judged. ValueError if it has no load."""
+    """Return the regime at each load, shorter and without expectations. Raise ValueError
+    if it has no load.
+    """
     arrivals = regime.workload.arrivals
     if arrivals.process == "burst":
         raise ValueError(f"--loads: {regime.name} is a burst and has no load")
@@ -422,7 +436,7 @@ def at_loads(regime: Regime, loads: Sequence[float]) -> list[Regime]:
 
 
 def sweep_rows(regime: Regime, loads: Sequence[float], runs: Runs) -> list[dict[str, Any]]:
-    """One row per load and policy."""
+    """Return one row per load and policy."""
     return [
         {
             "kind": "sweep",
@@ -519,7 +533,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def loads_of(text: str) -> tuple[str, list[float]]:
-    """(regime or "" for each, loads); ValueError if that cannot be read."""
+    """Return (regime or "" for each, loads). Raise ValueError if the text cannot be read."""
     name, _, numbers = text.rpartition(":")
     loads = sorted({float(number) for number in numbers.split(",")})
     if not all(0 < load < float("inf") for load in loads):
@@ -528,7 +542,9 @@ def loads_of(text: str) -> tuple[str, list[float]]:
 
 
 def command_of(options: argparse.Namespace) -> str:
-    """The command that gives these figures again: what decides them, and nothing of the machine it ran on."""
+    """Return the command that reproduces these figures: all that determines them, and nothing about the
+    machine it ran on.
+    """
     said = [("regime", name) for name in options.regime or ["chat"]]
     said += [("policy", spec) for spec in options.policy or ()]
     for name in ("requests", "load", "batch", "workers", "kv_tokens", "trace", "acceptance", "predictor"):
@@ -545,7 +561,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def about(options: argparse.Namespace, regimes: Sequence[Regime]) -> dict[str, Any]:
-    """What the rows cannot tell themselves."""
+    """Return the facts of the run that the rows do not contain."""
     return {
         "command": command_of(options),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -563,7 +579,7 @@ def about(options: argparse.Namespace, regimes: Sequence[Regime]) -> dict[str, A
 
 
 def regimes_of(options: argparse.Namespace) -> list[Regime]:
-    """Those asked for, with what the options change. What is changed has no expectations any more."""
+    """Return the requested regimes, as changed by the options. A changed regime has no expectations."""
     wanted = options.regime or ["chat"]
     if wanted == ["all"]:
         paths = sorted(REGIMES.glob("*.toml"))
@@ -581,7 +597,7 @@ def regimes_of(options: argparse.Namespace) -> list[Regime]:
 
 
 def adapted(regime: Regime, options: argparse.Namespace) -> Regime:
-    """The regime with what the options say."""
+    """Return the regime as changed by the options."""
     workload, machine = regime.workload, regime.machine
     arrivals, predictor, kinds = workload.arrivals, workload.predictor, workload.kinds
     if options.trace is not None:

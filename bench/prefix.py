@@ -26,7 +26,7 @@ from bench.report import finish, progress, table
 
 WAYS = ("computed", "shared")
 GOAL_FIRST = 0.5
-GOAL_ROUND = 1.1  # of the rounds without reuse: nothing, but for what measuring is worth
+GOAL_ROUND = 1.1  # of the rounds without reuse: no difference, apart from the accuracy of the measurement
 
 
 def arguments() -> argparse.Namespace:
@@ -87,7 +87,7 @@ def main() -> int:
                             ignore_eos=True,
                         )
                     )  # fmt: skip
-                engine.round(["-1"])  # whoever makes the start known
+                engine.round(["-1"])  # this request makes the start known
                 began = time.process_time()
                 (report,) = engine.round(names[:1]).requests
                 first_ms[way].append(1e3 * (time.process_time() - began))

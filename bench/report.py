@@ -24,7 +24,7 @@ _T975 = (
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95 % confidence interval."""
+    """Estimate with its 95 % confidence interval."""
 
     middle: float
     low: float
@@ -35,7 +35,7 @@ class Interval:
 
 
 def interval(samples: Sequence[float]) -> Interval:
-    """Mean and Student's t interval of independent samples (two at least)."""
+    """Return the mean and Student's t interval of independent samples (two at least)."""
     mean = statistics.fmean(samples)
     freedom = len(samples) - 1
     half = (_T975[freedom - 1] if freedom <= len(_T975) else 1.96) * statistics.stdev(samples)
@@ -44,14 +44,17 @@ def interval(samples: Sequence[float]) -> Interval:
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Of paired positive figures (two pairs at least), first over second: geometric mean, and Student's t interval on the
-    logarithm, where a ratio and its inverse weigh the same."""
+    """Return the ratio of paired positive figures (two pairs at least), first over second: geometric mean,
+    and Student's t interval on the logarithm, where a ratio and its inverse weigh the same.
+    """
     found = interval([math.log(ours / theirs) for ours, theirs in pairs])
     return Interval(math.exp(found.middle), math.exp(found.low), math.exp(found.high))
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Median with its 95 % interval from order statistics: what a noisy neighbour does to one sample moves it little."""
+    """Return the median with its 95 % interval from order statistics: the effect of a noisy neighbour on one
+    sample moves it little.
+    """
     ordered = sorted(samples)
     n = len(ordered)
     # The k-th smallest and largest enclose the median unless fewer than k samples lie on one side of it.
@@ -64,12 +67,14 @@ def median_interval(samples: Sequence[float]) -> Interval:
 
 
 def progress(line: str) -> None:
-    """One line on stderr, so that a waiting person sees where it is and a pipe stays clean."""
+    """Print one line on stderr, so that a waiting person sees the progress and a pipe stays clean."""
     print(line, file=sys.stderr, flush=True)
 
 
 def table(title: str, rows: Sequence[dict[str, Any]], *, width: int = 100) -> None:
-    """Rows with the same keys, printed for people; a terminal that is narrower wraps them, so that no name or figure is cut off."""
+    """Print rows with the same keys for people; a terminal that is narrower wraps them, so that no name or
+    figure is cut off.
+    """
     shown = Table(title=title, title_justify="left")
     for key in rows[0]:
         shown.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
@@ -81,12 +86,16 @@ def table(title: str, rows: Sequence[dict[str, Any]], *, width: int = 100) -> No
 
 
 def numbers(text: str) -> list[int]:
-    """What an option like `--batch 1,4,16` says. ValueError if that is no list of whole numbers."""
+    """Return the numbers of an option like `--batch 1,4,16`. Raise ValueError if it is not a list of whole
+    numbers.
+    """
     return [int(part) for part in text.split(",") if part]
 
 
 def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:
-    """What a results file says of its run: the date, and the command without the options that say where results go."""
+    """Return the description of a run for its results file: the date, and the command without the options for
+    the paths of the results.
+    """
     said, options = ["laps-sd bench", benchmark], iter(given)
     for option in options:
         if option in ("--json", "--figure"):
@@ -104,7 +113,9 @@ def finish(
     met: bool,
     about: Mapping[str, Any] | None = None,
 ) -> int:
-    """Write the rows (and `about` them), each on a line of its own; print the summary line, return the exit code."""
+    """Write the rows (and `about` them), each on a line of its own; print the summary line, return the exit
+    code.
+    """
     if json_file is not None:
         head = "" if about is None else f'"about": {json.dumps(about)},\n'
         lines = ",\n".join(json.dumps(row) for row in rows)

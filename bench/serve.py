@@ -67,15 +67,16 @@ GOAL_FCFS = 0.70
 GOAL_SRPT = 1.05
 GOAL_SIMULATED = 0.15
 DRIFT = 0.25
-"""A run whose worker needed this much more machine time than was foretold was disturbed by something else on the machine. It
-is repeated, whatever it found, up to `REPEATS` times; if all were disturbed the last one counts, and is told."""
+"""Excess of a worker's machine time over the predicted one, as a share, above which something else on the
+machine disturbed the run. Such a run is repeated, whatever its result, up to `REPEATS` times; if all were
+disturbed, the last one counts and is reported as disturbed."""
 REPEATS = 2
 WIDTH = 170
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one seed sends in one scenario."""
+    """Requests of one seed in one scenario."""
 
     requests: list[pb.GenerateRequest]
     due_s: list[float]
@@ -85,7 +86,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Figures:
-    """One run, or its double in the simulator. Seconds from the scheduled send times."""
+    """Figures of one run, or of its double in the simulator. Seconds from the scheduled send times."""
 
     latencies_s: list[float]
     first_token_s: float
@@ -99,7 +100,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Measured:
-    """One policy in one turn of one seed."""
+    """Result of one policy in one turn of one seed."""
 
     scenario: str
     policy: str
@@ -108,28 +109,28 @@ class Measured:
     found: Figures
     predicted_mean_s: float
     busy_ratio: float
-    """Machine seconds of the worker over those that the calibration foretold."""
+    """Machine seconds of the worker over those that the calibration predicted."""
     utilisation: float
-    """Machine seconds of the worker over the time from the first send to the last end. Below 1 in a burst: the worker waited
-    for the rest of the stack."""
+    """Machine seconds of the worker over the time from the first send to the last end. Below 1 in a burst:
+    the worker waited for the rest of the stack."""
     late_s: float
     failures: list[str]
     sent: str
     repeats: int = 0
-    """Disturbed runs that were thrown away before this one."""
+    """Disturbed runs that were discarded before this one."""
 
     @property
     def disturbed(self) -> bool:
         return self.busy_ratio > 1 + DRIFT
 
 
-# -- what is sent ---------------------------------------------------------------------------------------------------------
+# -- workloads ------------------------------------------------------------------------------------------------------------
 
 
 def workloads(
     options: argparse.Namespace, sets: Sequence[Any], calibration: Calibration
 ) -> dict[tuple[str, int], Workload]:
-    """By scenario and seed."""
+    """Return the workloads by scenario and seed."""
     found = {}
     for number, (requests, times_s) in enumerate(sets):
         seed = number + 1
@@ -146,7 +147,7 @@ def workloads(
 def due_times(
     scenario: str, seed: int, count: int, mean_s: float, traced_s: Sequence[float] | None, load: float | None
 ) -> list[float]:
-    """Send times, ascending, seconds from the start."""
+    """Return the send times, ascending, in seconds from the start."""
     if scenario == "trace":
         assert traced_s is not None
         return stretched(traced_s, mean_s / load) if load else list(traced_s)
@@ -155,7 +156,9 @@ def due_times(
 
 
 def in_turn(policies: Sequence[str], place: int) -> list[str]:
-    """Another one begins each time, and every other time they go the other way round: drift of the machine hits all alike."""
+    """Return the policies in the order of this turn: another one begins each time, and every other turn has
+    the reverse order, so that drift of the machine affects all equally.
+    """
     start = place % len(policies)
     order = [*policies[start:], *policies[:start]]
     return order[::-1] if place % 2 else order
@@ -165,7 +168,7 @@ def in_turn(policies: Sequence[str], place: int) -> list[str]:
 
 
 def judge(run: Run, workload: Workload) -> tuple[Figures | None, list[str]]:
-    """What a run found, and what went wrong in it: nothing, or it does not count."""
+    """Return the figures of a run, and its errors; a run with errors does not count."""
     failures = []
     for number, (reply, truth) in enumerate(zip(run.replies, workload.truths, strict=True), start=1):
         tokens = reply.ended.usage.completion_tokens
@@ -191,7 +194,7 @@ def judge(run: Run, workload: Workload) -> tuple[Figures | None, list[str]]:
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[Measured], Calibration]:
-    """Calibrates, then runs everything."""
+    """Calibrate, then run everything."""
     sets: list[tuple[list[pb.GenerateRequest], list[float] | None]] = []
     for seed in range(1, options.seeds + 1):
         if options.trace is not None:
@@ -248,7 +251,7 @@ async def undisturbed(
     turn: int,
     policy: str,
 ) -> Measured:
-    """One run, repeated if it was disturbed."""
+    """Run once, and repeat the run if it was disturbed."""
     repeats = 0
     while True:
         one = await measure_one(stack, calibration, load, scenario, seed, turn, policy)
@@ -266,7 +269,7 @@ async def measure_one(
     turn: int,
     policy: str,
 ) -> Measured:
-    """One policy on one workload."""
+    """Run one policy on one workload."""
     stack.schedule_by(policy, calibration.priors)
     run = await stack.run(load.requests, load.due_s)
     found, failures = judge(run, load)
@@ -290,7 +293,7 @@ async def measure_one(
 
 
 def described(calibration: Calibration, loads: Mapping[tuple[str, int], Workload]) -> str:
-    """The machine and the requests in a line."""
+    """Return the machine and the requests as one line."""
     machine = calibration.machine
     truths = [truth for own in calibration.truths for truth in own]
     lengths = sorted(truth.output_tokens for truth in truths)
@@ -307,7 +310,7 @@ def described(calibration: Calibration, loads: Mapping[tuple[str, int], Workload
 # -- figures --------------------------------------------------------------------------------------------------------------
 
 By = Mapping[tuple[str, str], Mapping[tuple[int, int], Measured]]
-"""(scenario, policy): the runs that count, by (seed, turn)."""
+"""Runs that count, by (scenario, policy), then by (seed, turn)."""
 
 
 def counted(runs: Sequence[Measured]) -> dict[tuple[str, str], dict[tuple[int, int], Measured]]:
@@ -320,8 +323,9 @@ def counted(runs: Sequence[Measured]) -> dict[tuple[str, str], dict[tuple[int, i
 
 
 def ratio(by: By, scenario: str, policy: str, of: str, *, simulated: bool = False) -> Interval | None:
-    """Of the mean latencies, over pairs of the same seed and turn. None without a pair; one pair alone says nothing of the
-    spread, so its interval has no ends."""
+    """Return the ratio of the mean latencies, over pairs of the same seed and turn. Return None without a
+    pair; one pair alone shows no spread, so its interval has no ends.
+    """
     ours, theirs = by.get((scenario, policy), {}), by.get((scenario, of), {})
     pairs = []
     for key in sorted(ours.keys() & theirs.keys()):
@@ -334,7 +338,9 @@ def ratio(by: By, scenario: str, policy: str, of: str, *, simulated: bool = Fals
 
 
 def rows_of(by: By, runs: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One row for each policy in each scenario; figures are means over runs, p99 is of all their requests."""
+    """Return one row for each policy in each scenario; figures are means over runs, p99 is of all their
+    requests.
+    """
     rows = []
     for (scenario, policy), own in by.items():
         every = [run for run in runs if (run.scenario, run.policy) == (scenario, policy)]
@@ -372,7 +378,7 @@ def rows_of(by: By, runs: Sequence[Measured]) -> list[dict[str, Any]]:
 
 
 def run_row(run: Measured) -> dict[str, Any]:
-    """One run by itself."""
+    """Return the row of one run."""
     return {
         "run": True,
         "config": run.scenario,
@@ -392,7 +398,7 @@ def run_row(run: Measured) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Goals:
-    """What is asked."""
+    """Goals of the benchmark."""
 
     fcfs: float = GOAL_FCFS
     srpt: float = GOAL_SRPT
@@ -400,7 +406,7 @@ class Goals:
 
 
 def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
-    """Each goal that the runs speak of, with what was found."""
+    """Return each goal that the runs can judge, with its result."""
     found: list[dict[str, Any]] = []
 
     def add(scenario: str, what: str, value: Interval | None, shown: str, asked: str, met: bool) -> None:
@@ -464,7 +470,7 @@ def _shown(found: Interval | None) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], runs: Sequence[Measured]) -> None:
-    """The tables."""
+    """Print the tables."""
 
     def spread(row: dict[str, Any], key: str) -> str:
         if key not in row:
