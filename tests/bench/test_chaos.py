@@ -1,4 +1,4 @@
-"""`laps-sd bench chaos`: that forty faults lose nothing, and that what it judges by can say no."""
+"""`laps-sd bench chaos`: forty faults lose nothing, and its judgement can fail."""
 
 from __future__ import annotations
 

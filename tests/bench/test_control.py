@@ -1,4 +1,4 @@
-"""`laps-sd bench control` at small sizes: what it writes, and that a missed goal is told by the exit code."""
+"""`laps-sd bench control` at small sizes: its output, and the exit code for a missed goal."""
 
 from __future__ import annotations
 

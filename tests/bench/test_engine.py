@@ -47,7 +47,7 @@ def takes_all(_: Cell) -> bool:
 
 
 def config(name: str, batch: int, *speeds: float, kind: str = MIXED, decode_s: float | None = None) -> Config:
-    """The same at both temperatures."""
+    """Return a configuration with the same outcomes at both temperatures."""
     outcomes = {
         (kind, temperature, batch): [outcome(s, decode_s) for s in speeds] for temperature in TEMPERATURES
     }

@@ -1,4 +1,5 @@
-"""The gateway's benchmark measures what it says: every delivery arrives, and the rows have what the figures need."""
+"""The gateway's benchmark measures what it claims: every delivery arrives, and the rows have the columns of
+the figures."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_a_small_run_counts_every_delivery(protocol: str, tmp_path: Path) -> Non
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode in (0, 1), done.stderr  # the goal is for a machine that has nothing else to do
+    assert done.returncode in (0, 1), done.stderr  # the goal is for a machine without other load
     (row,) = json.loads(rows_file.read_text())["rows"]
 
     assert row["config"] == f"{protocol}, 4 streams"

@@ -1,4 +1,4 @@
-"""Other engines in interpreters of their own: what they are asked, and what is made of their answers."""
+"""Other engines in interpreters of their own: the requests they get, and the use of their answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench._peer_driver import generate
 from bench._peers import Peer, PeerFailed, cell_name, setups, taken
 from bench.engine import arguments
 
-# Says each prompt's first token again, one token a step; for 13 it breaks.
+# Repeats each prompt's first token, one token a step; for 13 it breaks.
 ECHO = """
 import sys
 sys.path.insert(0, {root!r})

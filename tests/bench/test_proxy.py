@@ -1,4 +1,4 @@
-"""The proxy of the chaos runs: what a network does, to one dialler at a time."""
+"""The proxy of the chaos runs: faults of a network, for one dialler at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @contextlib.asynccontextmanager
 async def connected() -> AsyncIterator[tuple[Proxy, Ends, Ends]]:
-    """A proxy, this process's end of a connection through it, and the target's."""
+    """Return a proxy, this process's end of a connection through it, and the target's."""
     arrived: asyncio.Queue[Ends] = asyncio.Queue()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

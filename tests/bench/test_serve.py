@@ -1,4 +1,5 @@
-"""`laps-sd bench serve` at small sizes: an open loop, the same requests for every policy, and goals that can be missed."""
+"""`laps-sd bench serve` at small sizes: an open loop, the same requests for every policy, and goals that can
+be missed."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ from bench.serve import (
 from laps_sd.v1 import inference_pb2 as pb
 from worker_svc.demo.prompts import KINDS
 
-# -- the generator ----------------------------------------------------------------------------------------------
+# -- the generator -------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Virtual time: a sleep takes none, but may end later than was asked for."""
+    """Virtual time: a sleep takes none, but may end later than requested."""
 
     def __init__(self, oversleeps_s: float = 0.0) -> None:
         self.at_s = 0.0
@@ -50,7 +51,7 @@ class Clock:
 
 
 class Server:
-    """Answers nobody before all requests are here."""
+    """Server that sends no reply before all requests are here."""
 
     def __init__(self, clock: Clock, count: int) -> None:
         self.sent_s: list[float] = []
@@ -70,7 +71,7 @@ class Server:
 
 async def replayed(due_s, clock):
     server = Server(clock, len(due_s))
-    async with asyncio.timeout(30):  # a closed loop would wait for ever
+    async with asyncio.timeout(30):  # a closed loop would wait without end
         replies = await replay(
             [pb.GenerateRequest()] * len(due_s),
             due_s,
@@ -115,7 +116,7 @@ async def test_what_does_not_come_to_its_own_end_has_failed(events, said):
     assert said in reply.error
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------
+# -- what is sent --------------------------------------------------------------------------------------------
 
 
 def test_equal_seeds_give_equal_requests_of_all_kinds_in_equal_parts():
@@ -182,7 +183,7 @@ def test_the_rounds_of_a_request_are_what_its_end_says(deltas):
     assert len(deltas) == 2 or list(found.paces) == deltas
 
 
-# -- the judgement ----------------------------------------------------------------------------------------------
+# -- the judgement -------------------------------------------------------------------------------------------
 
 
 def test_policies_take_turns_in_another_order_each_time():
@@ -284,7 +285,7 @@ def test_a_failed_run_takes_its_pair_along():
     assert found is not None and found.high == pytest.approx(0.5)
 
 
-# -- the whole --------------------------------------------------------------------------------------------------
+# -- the whole -----------------------------------------------------------------------------------------------
 
 
 def test_every_policy_gets_the_same_requests_at_the_same_times(tmp_path):

@@ -1,6 +1,7 @@
 """A small simulated cluster: the core, and workers that run `choose` in virtual time.
 
-Zero-latency messages; the time of a round grows with its sequences and their context. Everything is deterministic.
+Zero-latency messages; the time of a round grows with its sequences and their context. Everything is
+deterministic.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DRAFT_LEN = 5
 
 @dataclass(frozen=True)
 class Job:
-    """What a request turns out to be."""
+    """A request of the simulation, with its true length."""
 
     request_id: str
     arrival_s: float
@@ -82,7 +83,7 @@ def facts(
 
 @dataclass
 class Kept:
-    """What a worker holds of a request."""
+    """State of a request on a worker."""
 
     lease_epoch: int
     emitted: int
@@ -140,7 +141,7 @@ class SimWorker:
 
 
 class Cluster:
-    """Run jobs through the core. `check=True` verifies every invariant after every step."""
+    """Simulation of jobs through the core. `check=True` verifies every invariant after every step."""
 
     def __init__(
         self,
@@ -160,11 +161,12 @@ class Cluster:
         self.finished_s: dict[str, float] = {}
         self.drained: list[str] = []
         self.steps: list[list[Command]] = []
-        """What each step asked for."""
+        """Commands of each step."""
         self.served_s: Counter[str] = Counter()
-        """Machine seconds of each request, as its worker's rounds were: shares of rounds, and its own prefill."""
+        """Machine seconds of each request by its worker's rounds: its shares of rounds, and its
+        own prefill."""
         self.tenant_served_s: Counter[tuple[int, str]] = Counter()
-        """The same by priority and tenant."""
+        """Machine seconds by priority and tenant."""
         self.longest_round_s: Counter[str] = Counter()
         """By worker."""
         self.commands: list[tuple[float, Command]] = []
@@ -177,7 +179,7 @@ class Cluster:
             self.at(0.0, "up", worker)
 
     def at(self, time_s: float, what: str, subject: object) -> None:
-        """Something happens: up, job, report, lost, drain, reconnect, cancel."""
+        """Schedule an event: up, job, report, lost, drain, reconnect, cancel."""
         self._ticket += 1
         heapq.heappush(self._heap, (time_s, self._ticket, what, subject))
 

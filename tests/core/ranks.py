@@ -18,7 +18,7 @@ def rank(
     settings: CoreSettings = SETTINGS,
     **fields: object,
 ) -> RankKey:
-    """Of a request in the state that the fields give."""
+    """Return a request in the state that the fields give."""
     return policy_named(policy, settings).rank(make(**fields), priors or Priors())
 
 
@@ -38,7 +38,7 @@ def make(
 
 
 def experienced(lengths: list[int] = [150] * 50, guesses: float = 1.0) -> Priors:
-    """Priors that saw requests of these lengths, each guessed wrong by this factor."""
+    """Return priors that saw requests of these lengths, each guessed wrong by this factor."""
     priors = Priors()
     for length in lengths:
         priors.observe_length("", length, length * guesses, None)
@@ -48,7 +48,7 @@ def experienced(lengths: list[int] = [150] * 50, guesses: float = 1.0) -> Priors
 def live(
     policy: str, request: Request, settings: CoreSettings = SETTINGS, priors: Priors | None = None
 ) -> RankKey:
-    """Rank it anew and let it have the rank, as the scheduler does after an event."""
+    """Compute the rank of a request and store it, as the scheduler does after an event."""
     key = policy_named(policy, settings).rank(request, priors or Priors())
     request.set_rank(key)
     return key

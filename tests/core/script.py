@@ -1,17 +1,17 @@
-"""The language of the scenario files: what happens, one line each, and what the core then says.
+"""The language of the scenario files: events, one line each, and the results of the core.
 
     policy NAME                      which policy (before anything else; laps-sd unless given)
     set NAME=VALUE …                 settings (before anything else)
     at SECONDS                       the clock from here on
     worker ID [slots= blocks= max_length=] [holds=a@1,b@2:host]
-                                     it says hello, with what it holds (on the device unless said otherwise)
+                                     its hello, with the requests it holds (on the device by default)
     arrive ID [prompt= max= hint= priority= class= tenant=]
     recovered ID … [on=WORKER] epoch=N emitted=N rounds=N [deaths=N death_round=N]
     report WORKER ID:TOKENS …        a round: ID:3 three tokens; ID:3! and the end; ID:3@2 under lease epoch 2;
                                      ID:3/7 from position 7; evicted=ID residency none after it; s=SECONDS its time
     cancel ID    lost WORKER [hung=1]    drain WORKER    gone ID    stale ID
     explain ID    place ID    queue    workers    depth    story ID
-                                     questions; `place`: what its place rests on
+                                     questions; `place`: what its place depends on
 
 Lines up to `----` are one step, except questions, which are asked after it.
 """
@@ -48,7 +48,7 @@ DRAFT_LEN = 5
 
 
 class Script:
-    """One scenario in progress."""
+    """Scenario in progress."""
 
     def __init__(self) -> None:
         self._policy = "laps-sd"
@@ -269,7 +269,7 @@ def _number(value: str) -> float:
 
 
 def play(text: str) -> str:
-    """The scenario with its results as they come out now; comments and blank lines stay."""
+    """Return the scenario with its current results; comments and blank lines stay."""
     script = Script()
     out: list[str] = []
     commands: list[str] = []

@@ -43,7 +43,7 @@ def rank(settings: CoreSettings = LITERAL, priors: Priors | None = None, **field
 
 
 def seconds(key: RankKey) -> float:
-    """What the index says, without what keeps the queue steady and breaks ties."""
+    """Return the index alone, without hysteresis of the queue and tie-breaking."""
     return key.index_s - STEADY_S
 
 

@@ -1,4 +1,4 @@
-"""What guesses of output lengths are worth: in a class, and those of one tenant among others."""
+"""Value of guesses of output lengths: in a class, and those of one tenant among others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MOST = 100_000
 
 
 def lengths(count: int, seed: int = 1) -> list[int]:
-    """Lengths with a median of 150 tokens, like those of a chat."""
+    """Return lengths with a median of 150 tokens, like those of a chat."""
     rng = random.Random(seed)
     return [max(1, round(150 * math.exp(rng.gauss(0, 1)))) for _ in range(count)]
 
 
 def history(slope: float, offset: float, spread: float, count: int = 300) -> GuessHistory:
-    """Guesses on a line, with an error of this spread."""
+    """Return guesses on a line, with an error of this spread."""
     rng, found = random.Random(2), GuessHistory()
     for length in lengths(count):
         found.observe(math.exp(offset + slope * math.log(length) + rng.gauss(0, spread)), length)
@@ -71,7 +71,8 @@ class TestTheLine:
 
 
 def learned(guesses: dict[str, float | None], count: int = 100) -> Priors:
-    """Priors after `count` requests of each tenant, each of which always guesses one number, or the truth (None)."""
+    """Return priors after `count` requests of each tenant, each of which always guesses one number, or the
+    truth (None)."""
     priors, rng = Priors(), random.Random(3)
     for length in lengths(count):
         for tenant, always in guesses.items():

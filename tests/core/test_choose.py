@@ -22,7 +22,7 @@ BLOCK = 16
 GROWTH = 6
 CYCLE = RESERVED_CYCLE_ROUNDS
 LAST = CYCLE - RESERVED_SLICE_ROUNDS
-"""When the slice of a one-slot worker begins whose oldest request had nothing of the cycle."""
+"""Round at which the slice of a one-slot worker begins, if its oldest request had nothing of the cycle."""
 
 
 def place(slots: int = 2, blocks: int = 1000, draft_blocks: int | None = None, **more: int | bool) -> Place:
@@ -54,7 +54,7 @@ def candidate(request_id: str, index_s: float = 1.0, **more: object) -> Candidat
 
 
 def resident(request_id: str, index_s: float = 1.0, blocks: int = 7, **more: object) -> Candidate:
-    """On the device with the blocks that 100 tokens and their growth take (7 of 16)."""
+    """Return a candidate on the device with the blocks that 100 tokens and their growth take (7 of 16)."""
     values = {"residency": Residency.DEVICE, "target_blocks": blocks, "draft_blocks": blocks}
     return candidate(request_id, index_s, **(values | more))
 
@@ -64,7 +64,8 @@ def running(request_id: str, index_s: float = 1.0, blocks: int = 7, **more: obje
 
 
 def one_slot(own: list[bool]) -> list[str]:
-    """Who runs round by round of an old request and a new one, where it is `own` rank by which the old one is first."""
+    """Return the requests that run round by round, of an old and a new one. `own` is True for rounds in which
+    the old one is first by rank."""
     ran, clock = [""], ReserveClock()
     for old_is_first in own:
         who = [
@@ -331,7 +332,7 @@ class TestMemory:
 
 
 class TestLatch:
-    """Above 85 % preemption is suspended, until below 70 % (our choice)."""
+    """Preemption is suspended above 85 % and until KV use is below 70 % (our choice)."""
 
     WHO = (running("a", 9.0, blocks=44, tokens=698), running("b", 9.0, blocks=44, tokens=698))
 
@@ -355,7 +356,8 @@ class TestLatch:
         assert choose(who, place(2, blocks=103)).run == ("a", "b")
 
     def test_the_reserved_share_stands(self) -> None:
-        """Or an old request would wait for ever where KV is always short. The scheduler says whose turn it is."""
+        """Without it, an old request would wait without end where KV is always short. The scheduler decides
+        which request has its turn."""
         who = [*self.WHO, candidate("old", 99.0, reserved=True, tokens=10)]
         assert choose(who, place(2, blocks=103)).run == ("a", "old")
 
@@ -394,7 +396,7 @@ CANDIDATES = st.lists(
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Candidate], Place]:
-    """Candidates that hold what they could hold, on a place that holds them."""
+    """Return candidates with possible holdings, on a place that has room for them."""
     candidates = []
     slots = draw(st.integers(1, 5))
     ran = 0

@@ -1,4 +1,5 @@
-"""Workers that die with a request: who is suspected, who runs alone, who is cleared, and who is not tried again."""
+"""Workers that die with a request: which requests are suspected, run alone, are cleared, and are not tried
+again."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def core(*, fair: bool = False) -> Scheduler:
 
 
 class Shard:
-    """A core whose steps are checked, and the newest lease of each request."""
+    """Core whose steps are checked, with the newest lease of each request."""
 
     def __init__(self, *, fair: bool = False) -> None:
         self.core = core(fair=fair)
@@ -93,7 +94,7 @@ class Shard:
         return [self.core._shard.requests[request_id].deaths for request_id in request_ids]
 
     def suspect(self, *request_ids: str) -> None:
-        """These, and nothing else, share two workers that die."""
+        """Make these requests suspects: only they share two workers that die."""
         self.arrive(*(request(request_id, number) for number, request_id in enumerate(request_ids)))
         for number in range(ALONE_AFTER):
             self.up(f"doomed{number}")
@@ -243,7 +244,7 @@ class TestRunningAlone:
         assert not shard.core.has_suspects
 
     def test_of_many_up_to_half_of_the_workers_run_one_each(self) -> None:
-        """As after a power loss, when most have done nothing."""
+        """After a power loss, most suspects are innocent."""
         shard = Shard()
         names = [f"r{number:02d}" for number in range(8)]
         shard.suspect(*names)
@@ -292,7 +293,8 @@ class TestRunningAlone:
         assert view.story[-1].detail == f"to worker w, alone: {ALONE_AFTER} workers died with it"
 
     def test_what_is_not_known_to_be_harmless_leaves_first(self) -> None:
-        """A worker that gets a Drop is in a round with it until then: its death would be laid at the wrong door."""
+        """A worker that gets a Drop is in a round with the request until then: its death would be attributed
+        to the wrong request."""
         shard = Shard()
         shard.up("w")
         shard.arrive(request("new"))
@@ -435,7 +437,8 @@ class TestWhoIsGivenUp:
             assert ended == []
 
     def test_not_while_it_may_have_been_a_neighbour(self) -> None:
-        """A leader of before may have shared the worker: what is on one list by the record stays there."""
+        """A former leader may have shared the worker: requests that are on one list by the record stay
+        there."""
         shard = Shard()
         for _ in range(2 * MOST_DEATHS):
             shard.step(
@@ -466,7 +469,8 @@ class TestAfterAChangeOfLeader:
 
 
 class DeadlyCluster(Cluster):
-    """Some requests kill each worker: in the round that runs them, or as soon as they are listed. Another comes a second later."""
+    """Some requests kill each worker: in the round that runs them, or as soon as they are listed. Another
+    worker comes a second later."""
 
     def __init__(self, *args: object, deadly: dict[str, str], noticed_s: float) -> None:
         super().__init__(*args)  # type: ignore[arg-type]

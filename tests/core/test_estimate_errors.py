@@ -1,4 +1,4 @@
-"""The scheduler reports how wrong its estimates of remaining service were."""
+"""The scheduler reports the error of its estimates of remaining service."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class TestSummaries:
 
 
 def test_estimates_are_right_on_average_and_get_better_as_a_request_runs() -> None:
-    """Lengths that the clients know, paces that only a request's own rounds tell."""
+    """The clients know the lengths; paces are known only from a request's own rounds."""
     source = random.Random(8)
     cluster = Cluster("laps-sd", [facts("w", slots=4)], check=False)
     jobs, now_s = [], 0.0

@@ -1,7 +1,9 @@
-"""Fairness between tenants: the bound, what it does not touch, and that it forgets who has gone.
+"""Fairness between tenants: the bound, what it does not change, and that tenants without requests are
+forgotten.
 
-The bound, for any policy, with the reserved share and without: two tenants that have requests of one priority in the queue
-all the time differ in machine seconds by at most the service of the longest request, plus one round on each worker.
+The bound, for any policy, with the reserved share and without: two tenants that have requests of one priority
+in the queue all the time differ in machine seconds by at most the service of the longest request, plus one
+round on each worker.
 """
 
 from __future__ import annotations
@@ -54,13 +56,14 @@ def jobs(tenant: str, load) -> list[Job]:  # type: ignore[no-untyped-def]
 
 
 class Gauge:
-    """How far any two tenants are apart at one priority, from when both have something in the queue until one has not."""
+    """Greatest difference of any two tenants at one priority, while both have requests in the
+    queue."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.together_s = 0.0
-        """The greatest difference of two that began to wait at the same time."""
+        """Greatest difference of two tenants that began to wait at the same time."""
         self.anyhow_s = 0.0
-        """The greatest difference of any two."""
+        """Greatest difference of any two tenants."""
         self._cluster = cluster
         self._since_s: dict[tuple[int, str], float] = {}
         self._start: dict[tuple[tuple[int, str], tuple[int, str]], float] = {}
@@ -106,7 +109,7 @@ def check_bound(policy: str, loads, slots: list[int], reserved_share: bool) -> N
     settings = CoreSettings(tenant_fairness=True, reserved_share=reserved_share)
     cluster, gauge = run(policy, loads, slots, settings)
     assert gauge.together_s <= bound_s(cluster)
-    # Who begins to wait later finds the others up to the bound apart.
+    # A tenant that begins to wait later finds the others up to the bound apart.
     assert gauge.anyhow_s <= 2 * bound_s(cluster)
 
 
@@ -128,7 +131,8 @@ def test_the_same_at_length(policy, loads, slots, reserved_share) -> None:  # ty
 
 
 def hog_and_guest(policy: str, settings: CoreSettings) -> tuple[Cluster, Gauge]:
-    """One has short requests and many of them, so that every policy but fcfs puts it first; fcfs because it came first."""
+    """Run two tenants, one with many short requests: every policy but fcfs puts it first, and fcfs because it
+    came first."""
     hog = ([(20, 30, (3,), 30)], 120, 0.0, [0])
     guest = ([(20, 60, (3,), 60)], 60, 0.0, [0])
     return run(policy, [hog, guest], [2], settings)
@@ -136,21 +140,22 @@ def hog_and_guest(policy: str, settings: CoreSettings) -> tuple[Cluster, Gauge]:
 
 @ANY_POLICY
 def test_without_it_one_tenant_can_wait_for_all_of_another(policy: str) -> None:
-    """What the setting is for, and that the property above can fail."""
+    """Without the setting, the property above fails."""
     cluster, gauge = hog_and_guest(policy, CoreSettings(reserved_share=False))
     assert gauge.anyhow_s > 2 * bound_s(cluster)
 
 
 @ANY_POLICY
 def test_the_reserved_share_takes_turns_too(policy: str) -> None:
-    """One slot of two is reserved, and all that is oldest belongs to one tenant."""
+    """One slot of two is reserved, and all of the oldest requests belong to one tenant."""
     cluster, gauge = hog_and_guest(policy, FAIR)
     assert gauge.anyhow_s <= bound_s(cluster)
 
 
 @ANY_POLICY
 def test_what_has_the_reserved_share_to_itself_takes_turns(policy: str) -> None:
-    """The same among requests that run through the reserved share only, since better ones never end."""
+    """The bound holds also among requests that run through the reserved share only, since better ones never
+    end."""
     cluster = Cluster(policy, [facts("w", 2, 10_000)], FAIR)
     gauge = Gauge(cluster)
     low = [0.0, [-1]]
@@ -165,7 +170,7 @@ def test_what_has_the_reserved_share_to_itself_takes_turns(policy: str) -> None:
 
 
 def step_cost(waiting: int, fair: bool) -> int:
-    """Comparisons are not counted, ranks are: policy calls of the step in which a turn comes."""
+    """Return the policy calls of the step in which a turn comes: ranks are counted, comparisons are not."""
     cluster = Cluster("laps-sd", [facts("w", 2, 10_000)], CoreSettings(tenant_fairness=fair), check=False)
     cluster.submit(jobs("a", ([(20, 60, (3,), 60)], waiting, 0.0, [0])))
     cluster.submit(jobs("b", ([(20, 60, (3,), 60)], waiting, 0.0, [0])))
@@ -189,7 +194,7 @@ def test_a_turn_ranks_no_more_requests_when_more_wait() -> None:
 
 
 class TestAccounts:
-    """Whose turn it is, without requests."""
+    """The order of turns, without requests."""
 
     def waiting(self, *tenants: str) -> tuple[Accounts, list[Account]]:
         accounts = Accounts()

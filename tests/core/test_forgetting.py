@@ -1,4 +1,4 @@
-"""How long what was learnt counts: each kind of observation fades at its own pace, and none distorts a mean."""
+"""Weight of observations over time: each kind fades at its own pace, and none distorts a mean."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ LEARNERS = [
 def test_after_as_many_as_are_remembered_the_first_counts_for_a_third(
     learner: Callable[[], tuple[Callable[[], None], Callable[[], float]]], memory: float
 ) -> None:
-    """The weights are then a geometric series, which has come to 1 - 1/e of what it will ever be."""
+    """The weights are then a geometric series, which has reached 1 - 1/e of its limit."""
     observe, weight = learner()
     for _ in range(int(memory)):
         observe()

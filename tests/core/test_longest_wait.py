@@ -1,4 +1,5 @@
-"""Nobody waits longer than the reserved share allows, whatever else comes, under every policy and with several workers."""
+"""No request waits longer than the reserved share allows, under any load, every policy and with several
+workers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.core.cluster import Cluster, Job, facts
 
 PACE = 3
 HANDOVER_ROUNDS = 2
-"""From the end of one request to the first round of the next in its place: its report and the new list travel meanwhile."""
+"""Time from the end of one request to the first round of the next in its place: the report and the new list
+are sent in it."""
 
 
 def rounds_of(job: Job) -> int:
@@ -20,7 +22,8 @@ def rounds_of(job: Job) -> int:
 
 
 def allowed_s(job: Job, cluster: Cluster, share: int) -> float:
-    """docs/policies.md: the rounds of the older ones that were unfinished, over the share, and its own."""
+    """Return the bound of docs/policies.md: the rounds of the older requests that were unfinished, over the
+    share, and its own."""
     older = [
         other
         for other in cluster.jobs.values()
@@ -31,7 +34,7 @@ def allowed_s(job: Job, cluster: Cluster, share: int) -> float:
 
 
 def late(cluster: Cluster, share: int) -> dict[str, float]:
-    """Requests that took longer than the bound, and by what factor."""
+    """Return the requests that took longer than the bound, and by what factor."""
     took = {
         job.request_id: (cluster.finished_s[job.request_id] - job.arrival_s) / allowed_s(job, cluster, share)
         for job in cluster.jobs.values()
@@ -40,7 +43,8 @@ def late(cluster: Cluster, share: int) -> dict[str, float]:
 
 
 def crowd(policy: str, workers: int, slots: int, outputs: list[int]) -> Cluster:
-    """Requests that come faster than they can be worked off, so that a queue builds up behind which some are long."""
+    """Return requests that come faster than they can be served, so that a queue builds up in which some are
+    long."""
     cluster = Cluster(policy, [facts(f"w{n}", slots, 100_000) for n in range(workers)])
     cluster.submit(
         [Job(f"r{n:03d}", 0.001 + n * 0.01, 5, output, hint=output) for n, output in enumerate(outputs)]
@@ -55,7 +59,7 @@ OUTPUTS = st.lists(st.sampled_from((3, 6, 9, 30, 150, 300)), min_size=2, max_siz
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(deadline=None, max_examples=10)
 @given(outputs=OUTPUTS, workers=st.integers(1, 4), slots=st.sampled_from((2, 3, 4)))
-# Who has a free slot next must not be moved to where it has none.
+# A request that gets a free slot next must not be moved to a worker without one.
 @example(outputs=[9, 6, 150, 3, 3, 150, 150, 150], workers=2, slots=2)
 def test_a_request_ends_within_the_rounds_of_the_older_ones_and_its_own(
     policy: str, outputs: list[int], workers: int, slots: int

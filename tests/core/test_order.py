@@ -1,4 +1,4 @@
-"""Where a request stands and stays: its order key, its place on a list, the reserved share."""
+"""Position of a request: its order key, its place on a list, the reserved share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class TestTheOrderKey:
 
 
 def test_whoever_waits_overtakes_a_list_only_by_ranks_of_the_same_age() -> None:
-    """Rounds turn out ten times as cheap: the longer request looks shorter than what the list still says of the other."""
+    """Rounds are ten times as cheap as expected: the longer request looks shorter than the rank of the other
+    on the list."""
     settings = CoreSettings(reserved_share=False)
     scheduler = Scheduler(policy_named("srpt-length", settings), settings, Priors())
     lengths = {"a": 100, "b": 200, "c": 220}
@@ -65,10 +66,11 @@ def test_whoever_waits_overtakes_a_list_only_by_ranks_of_the_same_age() -> None:
 
 
 class TestBehindTheEndOfAList:
-    """Two fit on the list of this worker, and one more may stand behind; what falls further is taken back."""
+    """Two fit on the list of this worker, and one more is allowed after them; requests that fall further are
+    taken back."""
 
     def falling(self, reserved_share: bool, runs: bool) -> tuple[Scheduler, list[Command]]:
-        """An old long request, and then shorter and shorter ones."""
+        """Return an old long request, and then shorter and shorter ones."""
         settings = CoreSettings(reserved_share=reserved_share)
         scheduler = Scheduler(policy_named("laps-sd", settings), settings, Priors())
         scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("old", expected_output_tokens=500))])

@@ -1,4 +1,4 @@
-"""laps-sd against what the paper says (arXiv 2505.17074, as far as it is public), one test per sentence.
+"""laps-sd against the paper (arXiv 2505.17074, as far as it is public), one test per sentence.
 
 Where the public text is silent the test says "our choice".
 """
@@ -25,13 +25,14 @@ class TestThePaper:
         assert rank(hint=100).index_s < rank(hint=400).index_s
 
     def test_and_on_the_acceptance_rate(self) -> None:
-        """Problem statement: of two requests with the same left to do, the better accepted is shorter."""
+        """Problem statement: of two requests with the same remaining length, the one with better acceptance
+        is shorter."""
         good = rank(hint=400, rounds=40, emitted=200)
         bad = rank(hint=400, rounds=100, emitted=200)
         assert good.index_s < bad.index_s
 
     def test_a_request_starts_non_perceptible(self) -> None:
-        """Section on the semi-clairvoyant setting: nothing is known of it yet."""
+        """Section on the semi-clairvoyant setting: nothing is known of the request yet."""
         assert not rank().perceptible
 
     def test_an_arrival_joins_the_queue_of_the_highest_priority(self) -> None:
@@ -39,7 +40,7 @@ class TestThePaper:
         assert rank().level == 0
 
     def test_the_queue_of_the_highest_priority_runs(self) -> None:
-        """Algorithm 1: a class stands above any index."""
+        """Algorithm 1: a class comes before any index."""
         fresh, tried = rank(), rank(emitted=30, rounds=10, attained_s=5.0)
         assert fresh.rank_class < tried.rank_class
 
@@ -66,7 +67,7 @@ class TestThePaper:
         assert cluster.finished_s["short"] < cluster.finished_s["long"]
 
     def test_the_mean_latency_falls_against_fcfs(self) -> None:
-        """Headline; our own small trace, no number of the paper's."""
+        """Headline; on our own small trace, not with a number of the paper."""
         jobs = [Job(f"r{i:02d}", 0.2 * i, 50, 30 + 370 * (i % 4 == 0), (1 + i % 5,)) for i in range(60)]
         means = {}
         for policy in ("fcfs", "laps-sd"):
@@ -117,7 +118,8 @@ class TestOurChoice:
     def test_perceptible_is_lost_only_where_what_it_needs_in_all_is_uncertain(
         self, attained_s: float, kept: bool
     ) -> None:
-        """Near its end what remains is uncertain by a large factor; with what it has had, that is little."""
+        """Near its end the remaining service is uncertain by a large factor; compared with the attained
+        service, that is little."""
         tight = policy_named("laps-sd", CoreSettings(perceptible_spread=2.0))
         request = make(hint=150, emitted=149, rounds=60, attained_s=attained_s)
         assert not tight.rank(request, experienced()).perceptible
@@ -145,7 +147,7 @@ class TestOurChoice:
         assert rank(attained_s=4.5 / 128, started=True, rank_before=before).level == 2
 
     def test_before_it_has_run_its_level_is_that_of_an_arrival(self) -> None:
-        """Otherwise those that came before an edge moved would wait for all that come after."""
+        """Otherwise requests that came before an edge moved would wait for all that come after."""
         before = rank(hint=96)
         assert before.level == rank(hint=90).level + 1
         assert rank(hint=90, rank_before=before) == rank(hint=90)
@@ -178,7 +180,7 @@ class TestOurChoice:
 
 
 class TestTheEstimate:
-    """What people are told: the decoding that is left, and what must be computed before it."""
+    """Estimates shown to users: the remaining decoding, and what must be computed before it."""
 
     @pytest.mark.parametrize("policy", sorted(POLICIES))
     @pytest.mark.parametrize("residency", [Residency.NONE, Residency.HOST, Residency.DEVICE])
@@ -225,7 +227,7 @@ class TestTheEstimate:
 
 class TestAgainstTheOthers:
     def test_with_equal_acceptance_the_order_is_that_of_srpt_length(self) -> None:
-        """True lengths, every request with its class's pace."""
+        """The lengths are true, and every request has its class's pace."""
         priors = experienced([20 * i for i in range(1, 80)] * 4, guesses=1.0)
         for _ in range(5000):
             priors.observe_tokens("", 3)

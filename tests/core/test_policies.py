@@ -1,4 +1,4 @@
-"""What each policy promises, one class each. `laps-sd` and `laps-sd-paper` have files of their own."""
+"""Properties of each policy, one class each. `laps-sd` and `laps-sd-paper` have files of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def order(keys: list[RankKey]) -> list[tuple[int, float]]:
 
 
 def finished(policy: str, jobs: list[Job]) -> list[str]:
-    """Ids in the order in which one worker with one slot finished them."""
+    """Return the ids in the order in which one worker with one slot finished them."""
     cluster = Cluster(policy, [facts("w")], CoreSettings(reserved_share=False))
     cluster.submit(jobs)
     cluster.run()
@@ -288,7 +288,7 @@ class TestSdIndex:
 
 
 class TestOneThatLooksThingsUp:
-    """A simulator knows more than the core; its policy brings that along."""
+    """A simulator has more information than the core; its policy adds it."""
 
     class Oracle(Policy):
         name = "oracle"
@@ -310,7 +310,7 @@ class TestOneThatLooksThingsUp:
 
 
 class TestTheHowTo:
-    """docs/how-to/add-a-policy.md: the policy and the scenario of the page, as they stand there."""
+    """docs/how-to/add-a-policy.md: the policy and the scenario of the page, unchanged."""
 
     PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "add-a-policy.md").read_text()
 
@@ -329,7 +329,7 @@ class TestTheHowTo:
 
 
 class TestWhatPeopleAreTold:
-    """`ordered_by`: what the place of a request rests on."""
+    """`ordered_by`: the values that the place of a request depends on."""
 
     def told(self, policy: str, **state: object) -> str:
         request = make(**{**HALF_WAY, **state})

@@ -1,4 +1,5 @@
-"""What is learnt online: it starts sensibly, converges to what it sees, forgets, and survives a restart."""
+"""Online learning: it starts at sensible values, converges to the observations, forgets, and survives a
+restart."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MOST = 100_000
 
 
 def chain(kept: int, drafted: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a round of a chain of proposals reports by position: compared, and of these kept."""
+    """Return the report of a round of a chain of proposals by position: compared, and of these kept."""
     tested = min(kept + 1, drafted)
     return (1,) * tested, (1,) * kept + (0,) * (tested - kept)
 
@@ -71,7 +72,8 @@ class TestTokensPerRound:
 
 
 class TestDraftPositions:
-    """Acceptance by position does not depend on how much was drafted, so it tells what any draft length would give."""
+    """Acceptance by position does not depend on how much was drafted, so it predicts the result of any draft
+    length."""
 
     RATES = (0.8, 0.7, 0.65, 0.6, 0.6, 0.6, 0.6, 0.6)
 
@@ -103,7 +105,7 @@ class TestDraftPositions:
 
     @pytest.mark.parametrize("draft", [0, 1, 3, 5, 8])
     def test_other_draft_lengths_than_those_it_learnt_from(self, draft: int) -> None:
-        """Up to what was drafted it is measured; beyond, positions are taken to be like the last."""
+        """Positions up to the draft length are measured; later positions are assumed to be like the last."""
         priors = Priors()
         self.run(priors, "", 5, 20_000)
         assert priors.tokens_by_draft_length("", draft) == pytest.approx(self.true_tokens(draft), rel=0.03)
@@ -155,7 +157,7 @@ class TestDraftPositions:
         assert statistics.rates == pytest.approx([0.999, 0.001], abs=0.002)
 
     def test_the_mean_of_a_class_is_carried_to_the_draft_length_of_late(self) -> None:
-        """20,000 rounds with 5 drafted, 500 with 1: the plain mean would still say 2.5 tokens."""
+        """20,000 rounds with 5 drafted, 500 with 1: the plain mean would still be 2.5 tokens."""
         priors = Priors()
         self.run(priors, "chat", 5, 20_000)
         assert priors.mean_tokens_per_round("chat") == pytest.approx(self.true_tokens(5), rel=0.03)
@@ -250,7 +252,7 @@ class TestLengths:
         assert priors.tokens_left("other", 0, MOST, None, False).mean == pytest.approx(22, rel=0.5)
 
     def test_given_what_was_emitted(self) -> None:
-        """Half end at 10, half at 1000: whoever passed 50 has some 950 left, not the mean of 500."""
+        """Half end at 10, half at 1000: a request past 50 has some 950 left, not the mean of 500."""
         table = LengthTable()
         for i in range(2000):
             table.observe(10 if i % 2 else 1000)
@@ -327,7 +329,8 @@ class TestLengths:
 def remaining_of_lognormal(
     centre: float, spread: float, emitted: int, most: int
 ) -> tuple[float, float, float]:
-    """Mean, 10 % and 90 % of what is left of a length beyond `emitted`, cut off at `most`: added up in small steps."""
+    """Return mean, 10 % and 90 % of the rest of a length beyond `emitted`, cut off at `most`: added up in
+    small steps."""
     z_from = (math.log(emitted) - centre) / spread if emitted else -9.0
     steps = 20_000
     width = (9.0 - z_from) / steps
@@ -363,7 +366,7 @@ class TestGuesses:
         )
         spread = rounded_spread(found.spread)
         trust, class_trust = spread**-2, 1.0
-        # Guesses are told apart to about an eighth of their error.
+        # Guesses are distinguished to about an eighth of their error.
         cell = math.log(1.1) / math.ceil(8 * math.log(1.1) / spread)
         log_guess = round(found.log_length(guess) / cell) * cell
         centre = (trust * log_guess + class_trust * math.log(150)) / (trust + class_trust)
@@ -382,14 +385,14 @@ class TestGuesses:
     def test_it_is_what_remains_of_the_lengths_of_the_class_as_the_guess_makes_them_likely(
         self, error: float, lengths: list[int], guess: int, emitted: int, more: int
     ) -> None:
-        """Bayes' rule on a fine grid of ln(length), the histogram flat inside each of its bins."""
+        """Compute Bayes' rule on a fine grid of ln(length), the histogram flat inside each of its bins."""
         table, most = LengthTable(), emitted + more
         for length in lengths * 5:
             table.observe(length)
         table.rebuild(None)
         calibration = Calibration(1.0, 0.0, error**2)
         spread = rounded_spread(error)
-        # Guesses are told apart to about an eighth of their error.
+        # Guesses are distinguished to about an eighth of their error.
         cell = math.log(1.1) / math.ceil(8 * math.log(1.1) / spread)
         centre = round(math.log(guess) / cell) * cell
         assume((math.log(emitted) if emitted else 0.0) < centre + 4 * spread)
@@ -417,7 +420,7 @@ class TestGuesses:
             assert priors.tokens_left("", 0, MOST, guess, False).mean == pytest.approx(400, rel=0.1)
 
     def test_where_answers_of_a_class_are_short_or_long_a_guess_says_which(self) -> None:
-        """A lognormal of these lengths has most of its answers in between, where there are none."""
+        """A lognormal of these lengths has most of its mass between them, where there are no answers."""
         priors = Priors()
         for i in range(600):
             length = 400 if i % 2 else 80
@@ -527,7 +530,7 @@ class TestCost:
             assert model.round_s(*size) == pytest.approx(self.true_s(*size), rel=0.05)
 
     def test_a_longer_draft_costs_more(self) -> None:
-        """Learnt with one draft length in each batch size, told apart where they differ."""
+        """Priors are learnt with one draft length in each batch size, and separated where they differ."""
         model = CostModel()
         for i in range(2000):
             batch, draft = (4, 2) if i % 2 else (4, 8)
@@ -606,7 +609,7 @@ class TestCost:
 
 
 class TestVersions:
-    """A new version makes waiting requests rank again, so there is none without a reason."""
+    """A new version makes waiting requests rank again, so the version changes only with a reason."""
 
     def test_nothing_learnt_no_version(self) -> None:
         priors = Priors()
@@ -671,7 +674,7 @@ class TestTheRecord:
         for name in ("chat", "code", "other"):
             assert again.tokens_per_round(name, 10, 25).mean == pytest.approx(
                 priors.tokens_per_round(name, 10, 25).mean, rel=0.01
-            )  # this table is built afresh, too
+            )  # this table is built again, too
             assert again.tokens_by_draft_length(name, 4) == pytest.approx(
                 priors.tokens_by_draft_length(name, 4), rel=0.05
             )
@@ -680,7 +683,7 @@ class TestTheRecord:
                 again.tokens_left(name, 20, 900, 80.0, False),
             )
             assert theirs.basis == mine.basis
-            assert theirs.mean == pytest.approx(mine.mean, rel=0.1)  # the tables are built afresh
+            assert theirs.mean == pytest.approx(mine.mean, rel=0.1)  # the tables are built again
             mine, theirs = (
                 priors.tokens_left(name, 20, 900, None, False),
                 again.tokens_left(name, 20, 900, None, False),
@@ -785,7 +788,7 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
 
 class TestWorkAtFullBatches:
     def half_empty(self) -> CostModel:
-        """Batches of 2 to 4, of workers with 16 slots; a round is 24 ms and 2 ms for each sequence."""
+        """Return batches of 2 to 4, of workers with 16 slots; a round is 24 ms and 2 ms for each sequence."""
         model = CostModel()
         rng = random.Random(1)
         for _ in range(2000):

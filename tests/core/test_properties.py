@@ -1,7 +1,8 @@
-"""What must hold for any policy and any sequence of events: nothing lost, nothing twice, no slot idle for nothing.
+"""Invariants for any policy and any sequence of events: nothing lost, nothing twice, no slot idle without
+reason.
 
-`Cluster` asserts the rest while it runs: leased before listed, commits without gap or repetition, one end each, and
-`Scheduler.check` after every step (no id in two places, all orders in line with the requests).
+`Cluster` asserts the rest while it runs: leased before listed, commits without gap or repetition, one end
+each, and `Scheduler.check` after every step (no id in two places, all orders in line with the requests).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def build(policy: str, jobs: list, workers: list, faults: list, fair: bool = Fal
                 cluster.at(time_s, "up", facts(f"late{n}", 2, 1000))
             case _:
                 cluster.at(time_s, what, worker)
-    # However it went, a worker that can hold everything comes in the end.
+    # At the end, a worker that can hold everything is added.
     cluster.at(5.0, "up", facts("last", 2, 1000))
     return cluster
 
@@ -130,7 +131,8 @@ def test_no_slot_is_idle_while_something_that_fits_waits(policy, jobs, workers, 
         for view in cluster.scheduler.workers():
             worker = cluster.workers[view.worker_id]
             if view.listed < view.slots:
-                # Nothing waits that it could hold: not in the queue, and not beyond the slots of another.
+                # No request waits for a slot that could hold it: not in the queue, and not beyond the slots
+                # of another worker.
                 capacity = worker.facts.target_blocks * worker.facts.block_size - worker.facts.max_draft_len
                 for entry in waiting:
                     job = cluster.jobs[entry.request_id]
@@ -168,14 +170,14 @@ def test_fcfs_never_pauses_and_keeps_order(policy: str) -> None:
 
 
 def test_lists_stay_bounded_when_better_ones_keep_arriving(policy: str) -> None:
-    """A list grows over its length by the margin and by what holds KV, not with every better arrival."""
+    """A list exceeds its length by the margin and by requests that hold KV, not with every better arrival."""
     cluster = Cluster(policy, [facts("w", 2)], CoreSettings(list_factor=2, list_margin=0.5))
     cluster.submit([Job(f"r{i:03d}", i * 0.002, 20, 300 - i, hint=300 - i) for i in range(250)])
     longest = 0
     for tenth in range(12):
         cluster.run(until_s=tenth * 0.05)
         longest = max(longest, *(view.listed for view in cluster.scheduler.workers()), 0)
-    # 4 = 2 × 2 slots, 2 of margin, 1 reserved, and what is paused on the device.
+    # 4 = 2 × 2 slots, 2 of margin, 1 reserved, and the requests paused on the device.
     paused = sum(kept.blocks > 0 for kept in cluster.workers["w"].kept.values())
     assert longest <= 7 + paused
 
@@ -185,9 +187,9 @@ def test_lists_stay_bounded_when_better_ones_keep_arriving(policy: str) -> None:
 def test_a_low_priority_is_served_through_the_reserved_share(policy: str, slots: int, fair: bool) -> None:
     """Under a stream of higher priority that never ends, the oldest request has the reserved share to itself.
 
-    The bound, on one worker whose KV is not latched: with two slots or more it is in every round from when it is the
-    oldest; with one slot in `RESERVED_SLICE_ROUNDS` of each `RESERVED_CYCLE_ROUNDS` from when it is the oldest, once what
-    runs then has ended if the policy never pauses.
+    The bound, on one worker whose KV is not latched: with two slots or more it is in every round from when it
+    is the oldest; with one slot in `RESERVED_SLICE_ROUNDS` of each `RESERVED_CYCLE_ROUNDS` from when it is
+    the oldest, once the requests that run then have ended if the policy never pauses.
     """
     cluster = Cluster(policy, [facts("w", slots, 10_000)], CoreSettings(tenant_fairness=fair), check=False)
     low = Job("low", 0.001, 20, 90, priority=-1)

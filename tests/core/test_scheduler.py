@@ -1,4 +1,4 @@
-"""The scheduler's answers to questions, and events that scenario files cannot say well."""
+"""The scheduler's replies to queries, and events that scenario files cannot express well."""
 
 from __future__ import annotations
 
@@ -57,12 +57,14 @@ def report(*progress: Progress, **more: object) -> RoundReported:
 
 
 class TestReserve:
-    """Where KV is short, the reserved share is one of blocks: 4 slots, one of them reserved, and 25 of 100 blocks."""
+    """The reserved share is counted in blocks where KV is short: 4 slots, one of them reserved, and 25 of
+    100 blocks."""
 
     SMALL = replace(W, slots=4, target_blocks=100, draft_blocks=100)
 
     def run(self, free_blocks: int, rounds: int) -> tuple[Scheduler, list[bool]]:
-        """The oldest, of 50 blocks, runs to its end in so many rounds; then for eight: is the next oldest preferred?"""
+        """Run the oldest request, of 50 blocks, to its end in this number of rounds; then return for
+        eight whether the next oldest is preferred."""
         scheduler = core()
         arrivals = [
             Arrived(request("old", 0, prompt_tokens=800)),
@@ -87,7 +89,8 @@ class TestReserve:
         return scheduler, preferred
 
     def test_where_kv_is_short_the_next_one_waits_until_the_share_is_paid(self) -> None:
-        # Three rounds of 50 blocks and a little, of which 25 were due: as many rounds and one more without.
+        # Three rounds of 50 blocks and a little, of which 25 were due: the same number of rounds and one more
+        # without.
         _, preferred = self.run(free_blocks=29, rounds=3)
         assert preferred == [False] * 4 + [True] * 4
 
@@ -440,7 +443,7 @@ class TestReports:
             assert (e.place, e.preemptions) == (Place.LISTED, 1)
 
     def test_an_eviction_that_moves_it_to_another_level_is_recorded(self) -> None:
-        """What must be computed anew is part of what remains."""
+        """KV that must be computed again is part of the remaining service."""
         scheduler = core()
         large = request("a", prompt_tokens=3000, max_tokens=60, expected_output_tokens=60)
         scheduler.step(1.0, [WorkerUp(W, ()), Arrived(large)])
@@ -466,7 +469,7 @@ class TestReports:
         assert sum(learnt["length_counts"].values()) == 1
 
     def test_swaps_teach_what_moving_a_context_costs(self) -> None:
-        """Out with the change of residency, in with the round that runs it again."""
+        """The cost leaves with the change of residency, and returns with the round that runs it again."""
         scheduler = core()
         wide = replace(W, slots=3)
         c = replace(request("c", 3), prompt_tokens=50)
@@ -519,7 +522,8 @@ class TestReports:
         assert tokens("chat", 5) == pytest.approx(2, abs=0.4)
 
     def test_a_step_makes_few_ranks_anew_however_many_wait(self) -> None:
-        """They move back as the rounds turn out to cost more, so that the next one comes to the front each time."""
+        """They move back as the rounds cost more than expected, so that the next one comes to the front each
+        time."""
         anew = []
         for crowd in (600, 1200):
             scheduler = core("srpt-length")
@@ -561,7 +565,8 @@ class TestReports:
 
 class TestMemory:
     def test_a_worker_takes_a_request_for_which_it_has_just_enough_blocks(self) -> None:
-        """Left out at one worker for want of blocks: 107 tokens and a draft of 5 are 7 blocks of 16."""
+        """A worker leaves out a request for want of blocks: 107 tokens and a draft of 5 are 7 blocks of
+        16."""
         for free, taker in ((7, "thief"), (6, "w")):
             scheduler = core("fcfs")
             scheduler.step(0.0, [WorkerUp(replace(W, slots=2), ())])
@@ -623,7 +628,8 @@ class TestSteps:
         scheduler = core("srpt-length")
         scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a")), Arrived(request("b", 2))])
         scheduler.step(1.0, [report(did("a", 0, 1))])
-        # Rounds turn out much shorter than was thought. That "a" looks better changes nothing, it runs; that "b" does may.
+        # Rounds are much shorter than expected. That "a" looks better changes nothing, it runs; that "b" does
+        # may.
         sent = [
             {entry.request_id: entry.index_s for entry in command.entries}
             for i in range(1, 9)
@@ -636,12 +642,12 @@ class TestSteps:
         assert sent[-1]["b"] < 0.5
 
     def news(self, arrival: RequestFacts, known: int = 16, free_blocks: int = 900) -> set[str]:
-        """Eight slots: who is on the list that is sent when this one arrives behind so many that are known."""
+        """Return the list for eight slots that is sent when this request arrives after many known ones."""
         scheduler = core("srpt-length")
         others = [Arrived(request(f"r{i:02d}", i, expected_output_tokens=20 + i)) for i in range(known - 1)]
         scheduler.step(0.0, [WorkerUp(replace(W, slots=8), ()), *others])
         scheduler.step(0.1, [Arrived(request("last", 80, expected_output_tokens=100))])
-        # One goes, so that the list has room.
+        # One leaves, so that the list has room.
         empty = report(free_target_blocks=free_blocks, free_draft_blocks=free_blocks)
         scheduler.step(0.2, [EndRequested("r07", End.CANCELLED, ""), empty])
         commands = scheduler.step(0.3, [Arrived(arrival)])
@@ -650,7 +656,7 @@ class TestSteps:
         return {e.request_id for c in commands if isinstance(c, Assign) for e in c.entries}
 
     def test_who_comes_last_on_a_long_list_is_not_news_yet(self) -> None:
-        """The worker knows 15 for its 8 slots: it is told with the next list that it needs."""
+        """The worker knows 15 for its 8 slots: the next list names the one that it needs."""
         assert self.news(request("new", 90, expected_output_tokens=200)) == set()
 
     def test_whose_turn_may_be_near_is_news_at_once(self) -> None:
@@ -661,7 +667,7 @@ class TestSteps:
         assert "new" in self.news(request("new", 90, expected_output_tokens=200), known=12)
 
     def test_a_worker_short_of_blocks_hears_of_everybody(self) -> None:
-        """Many may be too big to fit: it looks as far as its list goes."""
+        """Many may be too big to fit: the search ends with the list."""
         assert "new" in self.news(request("new", 90, expected_output_tokens=200), free_blocks=100)
 
     def test_the_story_of_a_cancelled_request_says_so(self) -> None:
@@ -704,7 +710,7 @@ class TestSteps:
 
 
 def test_the_mean_latency_of_laps_sd_is_below_fcfs_with_real_preemption() -> None:
-    """A contended trace with one long request in ten."""
+    """The trace is contended, with one long request in ten."""
     jobs = [
         Job(
             f"r{i:03d}",

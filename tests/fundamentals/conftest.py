@@ -21,7 +21,8 @@ def mended_stack() -> Iterator[LocalStack]:
 
 @pytest.fixture
 def stack(mended_stack: LocalStack) -> Iterator[LocalStack]:
-    """One scheduler, two workers, two gateways. Kill what you like: what is dead is started again after the test."""
+    """Return a stack: one scheduler, two workers, two gateways. A test may kill any process: it is started
+    again after the test."""
     yield mended_stack
     for name, child in mended_stack.children.items():
         if not child.alive:
@@ -30,6 +31,7 @@ def stack(mended_stack: LocalStack) -> Iterator[LocalStack]:
 
 @pytest.fixture
 def calm(fake_stack: LocalStack) -> Iterator[Callable[..., GenerateResponse]]:
-    """`calm(prompt, **options)`: the answer when nothing happens. The fake engine gives the same one on every stack."""
+    """Return `calm(prompt, **options)`: the text without faults. The fake engine gives the same one on every
+    stack."""
     with Client(fake_stack.gateway_address) as client:
         yield client.generate

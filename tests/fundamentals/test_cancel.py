@@ -1,4 +1,4 @@
-"""Stop a request that nobody needs any more."""
+"""Stop a request that is no longer needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tests.helpers import wait_until
 
 
 def test_a_cancelled_request_ends_at_once_and_keeps_what_it_has(fake_stack: LocalStack) -> None:
-    """Its stream ends like any other, with a last message. Anybody who knows the id may cancel: here another client."""
+    """The stream ends like any other, with a last message. Any client that knows the id may cancel: here
+    another client."""
     with Client(fake_stack.gateway_address) as reader, Client(fake_stack.gateway_address) as other:
         events = reader.stream("Once", max_tokens=1900, ignore_eos=True)
         accepted = next(events)
@@ -25,7 +26,7 @@ def test_a_cancelled_request_ends_at_once_and_keeps_what_it_has(fake_stack: Loca
 
 
 def test_cancelling_twice_changes_nothing(fake_stack: LocalStack) -> None:
-    """A request has exactly one end; the answer says whether this call was the one that ended it."""
+    """A request has exactly one end; the reply shows whether this call was the one that ended it."""
     with Client(fake_stack.gateway_address) as client:
         request_id = client.generate("Once", max_tokens=4).accepted.request_id
 
@@ -33,7 +34,7 @@ def test_cancelling_twice_changes_nothing(fake_stack: LocalStack) -> None:
 
 
 def test_a_stream_that_is_left_is_cancelled(fake_stack: LocalStack) -> None:
-    """Whoever stops reading need not say so: the worker's slot is free again at the next round."""
+    """A client that stops reading need not cancel: the worker's slot is free again at the next round."""
     with Client(fake_stack.gateway_address) as client:
         request_id = ""
         for event in client.stream("Once", max_tokens=1900, ignore_eos=True):

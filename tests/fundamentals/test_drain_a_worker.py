@@ -15,13 +15,13 @@ from tests.helpers import wait_until
 
 
 def order_by_an_operator(stack: LocalStack, worker: str) -> None:
-    """As `laps-sd drain` does."""
+    """Drain the worker as `laps-sd drain` does."""
     with grpc.insecure_channel(stack.scheduler_address) as channel:
         admin_pb2_grpc.AdminStub(channel).DrainWorker(admin_pb2.DrainWorkerRequest(worker=worker))
 
 
 def signal_of_the_system(stack: LocalStack, worker: str) -> None:
-    """SIGTERM: what Kubernetes sends to a pod that it scales away."""
+    """Send SIGTERM, as Kubernetes does to a pod that it scales away."""
     stack.terminate(worker)
 
 
@@ -29,7 +29,7 @@ def signal_of_the_system(stack: LocalStack, worker: str) -> None:
 def test_the_requests_of_a_draining_worker_move_while_they_run(
     stack: LocalStack, calm: Callable[..., GenerateResponse], drain: Callable[[LocalStack, str], None]
 ) -> None:
-    """The worker takes no new work, hands its requests over between two rounds, and its process ends with code 0."""
+    """The worker takes no new work, hands its requests over between two rounds, and exits with code 0."""
     request_id, text, left = "", "", ""
     with Client(stack.gateway_address) as client:
         for event in client.stream("A long story", seed=1, max_tokens=120):

@@ -1,4 +1,4 @@
-"""The worker dies, and its requests go on elsewhere."""
+"""The worker dies, and its requests continue elsewhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from tests.conftest import StackMaker
 def test_requests_of_a_dead_worker_go_on_at_another_one(
     stack: LocalStack, calm: Callable[..., GenerateResponse]
 ) -> None:
-    """What a client was shown is on the record; the next worker starts from there. The client need not do anything.
+    """The tokens that a client has received are on the record; the next worker starts from there. The client
+    need not do anything.
 
-    A worker whose connection broke may come back, so its requests wait for it a moment (`LAPS_SD_WORKER_GRACE_S`).
+    A worker whose connection broke may come back, so its requests wait for it a moment
+    (`LAPS_SD_WORKER_GRACE_S`).
     """
     request_id, text, dead = "", "", ""
     with Client(stack.gateway_address) as client:

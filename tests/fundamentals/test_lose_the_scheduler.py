@@ -13,7 +13,8 @@ from tests.conftest import StackMaker
 def test_a_scheduler_that_comes_back_finds_everything_on_the_record(
     stack: LocalStack, calm: Callable[..., GenerateResponse]
 ) -> None:
-    """Meanwhile the worker goes on with what it has, and the gateway keeps the client's call open."""
+    """During the pause the worker continues with the requests it has, and the gateway keeps the client's call
+    open."""
     text, killed = "", False
     with Client(stack.gateway_address) as client:
         for event in client.stream("A long story", seed=1, max_tokens=120):
@@ -29,7 +30,8 @@ def test_a_scheduler_that_comes_back_finds_everything_on_the_record(
 
 
 def test_a_standby_takes_over(make_stack: StackMaker, calm: Callable[..., GenerateResponse]) -> None:
-    """Of two schedulers of a shard one leads and alone is ready; the other takes over when its lease has run out."""
+    """One of the two schedulers of a shard leads and is ready; the other takes over when the leader's lease
+    has expired."""
     stack = make_stack(schedulers=2, environment={"LAPS_SD_LEASE_S": "1"})
     [leader] = [name for name in ("scheduler-0", "scheduler-1") if is_serving(stack.address(name))]
     text, killed = "", False

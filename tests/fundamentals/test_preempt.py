@@ -13,10 +13,10 @@ from tests.conftest import StackMaker
 def test_a_short_request_overtakes_a_long_one_and_explain_tells_it(
     make_stack: StackMaker, calm: Callable[..., GenerateResponse]
 ) -> None:
-    """One worker with room for one request: the long one is paused between two rounds, and loses nothing.
+    """One worker has room for one request: the long one is paused between two rounds, and loses nothing.
 
-    The hints say how long each will be. Without them the scheduler learns it, from the lengths of earlier requests and
-    from the acceptance of this one.
+    The hints give the expected lengths. Without them the scheduler learns the length, from the lengths of
+    earlier requests and from the acceptance of this one.
     """
     stack = make_stack(slots=1)
     with Client(stack.gateway_address) as client:

@@ -1,4 +1,4 @@
-"""The gateway dies under a stream, and the client goes on at another one."""
+"""The gateway dies during a stream, and the client continues at another one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_client_that_knows_two_gateways_notices_only_a_pause(
 def test_any_gateway_goes_on_from_a_request_id_and_a_cursor(
     stack: LocalStack, calm: Callable[..., GenerateResponse]
 ) -> None:
-    """These two are all that a program has to keep to read on later, even from another machine.
+    """These two values are all that a program has to keep to continue reading later, even from another
+    machine.
 
     With an idempotency key of its own, the request waits for its client (30 s unless set otherwise).
     """

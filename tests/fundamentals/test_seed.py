@@ -9,7 +9,7 @@ from laps_sd.local import LocalStack
 def test_the_same_seed_gives_the_same_text(demo_stack: LocalStack) -> None:
     """The token at a position depends on the seed, the position and the target model, and on nothing else.
 
-    This test runs the shipped models, because here they are the point.
+    This test runs the shipped models, because it is about them.
     """
     with Client(demo_stack.gateway_address) as client:
         first = client.generate("Once upon a time", seed=7, max_tokens=24)
@@ -21,7 +21,7 @@ def test_the_same_seed_gives_the_same_text(demo_stack: LocalStack) -> None:
 
 
 def test_speculation_changes_the_speed_and_not_the_text(demo_stack: LocalStack) -> None:
-    """With or without the draft model, and however long its proposals are."""
+    """The text is the same with or without the draft model, and for any length of its proposals."""
     with Client(demo_stack.gateway_address) as client:
         texts = {
             client.generate("Once upon a time", seed=7, max_tokens=24, speculation=speculation).text
@@ -32,7 +32,7 @@ def test_speculation_changes_the_speed_and_not_the_text(demo_stack: LocalStack) 
 
 
 def test_a_request_without_a_seed_is_told_the_one_it_got(demo_stack: LocalStack) -> None:
-    """So every answer can be had again."""
+    """The returned seed reproduces every answer."""
     with Client(demo_stack.gateway_address) as client:
         answer = client.generate("Once upon a time", max_tokens=24)
         again = client.generate("Once upon a time", max_tokens=24, seed=answer.accepted.seed)
@@ -41,7 +41,8 @@ def test_a_request_without_a_seed_is_told_the_one_it_got(demo_stack: LocalStack)
 
 
 def test_a_start_that_is_known_is_not_computed_again_and_changes_nothing(demo_stack: LocalStack) -> None:
-    """Whoever sent it before; `LAPS_SD_PREFIX_REUSE_TOKENS` of the worker says from which length on, and turns it off."""
+    """The KV of a common prefix is reused across clients; `LAPS_SD_PREFIX_REUSE_TOKENS` of the worker sets
+    the least length, and turns it off."""
     story = "Once upon a time there was a worker that had read all of this before. " * 8
     with Client(demo_stack.gateway_address) as client:
         first = client.generate(story + "It yawned", seed=7, max_tokens=24)

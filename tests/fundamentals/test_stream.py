@@ -1,4 +1,4 @@
-"""Read the text while it is made."""
+"""Read the text while it is generated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_stream_is_accepted_then_deltas_then_the_end(fake_stack: LocalStack) -
 
 
 def test_deltas_add_up_to_the_whole_answer(fake_stack: LocalStack) -> None:
-    """A delta holds what is new since the one before it, and is never taken back."""
+    """A delta holds the new text since the one before it, and is never taken back."""
     with Client(fake_stack.gateway_address) as client:
         events = list(client.stream("Once upon a time", max_tokens=40, seed=5))
         whole = client.generate("Once upon a time", max_tokens=40, seed=5)

@@ -1,7 +1,8 @@
-"""`docs/tutorial.md` does what it says: its blocks marked `run` run, and print what is printed there.
+"""`docs/tutorial.md` is correct: its blocks marked `run` run, and print the output on the page.
 
-A console block is commands after `$ ` with their output. The python blocks share one interpreter, as if typed into it; the text
-block after one is its output. In an output `…` stands for anything in its line, and a line of its own for any lines.
+A console block is commands after `$ ` with their output. The python blocks share one interpreter, as if typed
+into it; the text block after one is its output. In an output `…` matches anything in its line, and a line of
+its own any lines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NEXT_BLOCK = "\x1e"
 
 @dataclass(frozen=True)
 class Step:
-    """Something to run, and what it prints; empty: whatever it prints."""
+    """Block to run, and its output; empty: any output."""
 
     source: str
     expected: str
@@ -62,7 +63,7 @@ def agrees(expected: str, printed: str) -> bool:
 
 
 def here(text: str, stack: LocalStack) -> str:
-    """The addresses of `make run` are those of this stack."""
+    """Replace the addresses of `make run` by those of this stack."""
     metrics_address = stack.metrics_url("gateway").removeprefix("http://").removesuffix("/metrics")
     text = text.replace("127.0.0.1:50051", stack.gateway_address)
     text = text.replace("http://127.0.0.1:8000/v1", stack.http_url)

@@ -1,4 +1,4 @@
-"""The command line against a running stack, as a person types it."""
+"""The command line against a running stack, as a user types it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_chat_answers_each_line_with_the_conversation_in_mind_until_it_is_reset(
     assert (done.returncode, done.stderr.count("-- length: 8 tokens")) == (0, 3), done.stderr
     ids = re.findall(r"\[(\S+)\]", done.stderr)
     assert len(set(ids)) == 3
-    # The same seed and the same prompt give the same text, so the texts tell which prompts were the same.
+    # The same seed and the same prompt give the same text, so equal texts mean equal prompts.
     alone = laps_sd(
         "generate", "Once", "--url", fake_stack.gateway_address, "--max-tokens", "8", "--seed", "5"
     ).stdout
@@ -131,7 +131,7 @@ def chat_on_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes
         stderr=theirs,
         cwd=ROOT,
         env=environment(TERM="dumb"),
-        # Ctrl-C reaches those in whose session this is the controlling terminal.
+        # Ctrl-C reaches the processes in whose session this is the controlling terminal.
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
@@ -171,7 +171,7 @@ def test_chat_on_a_terminal_goes_on_after_a_mistake_and_ends_with_ctrl_d(fake_st
 
 
 def test_ctrl_c_ends_an_answer_but_not_the_conversation(fake_stack):
-    # So long that nobody waits for its end.
+    # Too long for the test to wait for its end.
     arguments = ("--url", fake_stack.gateway_address, "--max-tokens", "7000", "--seed", "1", "--stats")
     with chat_on_a_terminal(*arguments) as (process, terminal):
         read_until(terminal, "\n> ")
@@ -336,7 +336,7 @@ def test_draining_an_unknown_worker_says_where_the_names_are(fake_stack):
 
 
 def test_a_certificate_of_another_name_is_taken_where_the_name_is_given(tmp_path):
-    """As behind a port-forward, where nobody's certificate is for localhost."""
+    """With a port-forward, no certificate is for localhost."""
     ours = certificate(write_certificates(tmp_path / "tls"), "gateway", "DNS:models.test")
     assert ours.ca and ours.cert and ours.key
     server = grpc.server(ThreadPoolExecutor(1))
@@ -444,7 +444,7 @@ def test_config_names_a_mistyped_variable_and_the_one_that_was_meant():
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_comes_as_a_script_and_completes(shell):
-    # Which shell asks is found by looking at the parent process; here there is none to find.
+    # The shell is detected by the parent process; here no shell is found.
     script = laps_sd("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     words = {
         "bash": {"COMP_WORDS": "laps-sd wor", "COMP_CWORD": "1"},

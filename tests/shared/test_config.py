@@ -1,4 +1,4 @@
-"""Settings: where a value comes from, and what is said when it is wrong."""
+"""Settings: the source of a value, and the error for a wrong one."""
 
 from __future__ import annotations
 

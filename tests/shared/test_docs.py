@@ -1,4 +1,4 @@
-"""The generated pages say what the code says."""
+"""The generated pages agree with the code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_stale_page_fails_the_check_and_the_generator_needs_no_torch(tmp_path:
 
 
 def test_troubleshooting_quotes_what_the_programs_say() -> None:
-    """A quoted sentence: each of its parts between `…` stands in the code."""
+    """Each part of a quoted sentence between `…` is in the code."""
     sources = [path for package in PACKAGES for path in (DOCS.parent / package).rglob("*.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     said = re.sub(r'"\s*\n\s*f?"', "", code)  # a sentence over several lines is one
@@ -94,7 +94,8 @@ def test_every_variable_that_a_page_names_exists() -> None:
 
 
 def test_every_variable_that_something_reads_is_known() -> None:
-    """Wherever it is read: a field of a settings class, a flag of the command line, or the environment itself."""
+    """A variable may be read as a field of a settings class, a flag of the command line, or from the
+    environment itself."""
     read = set()
     for path in (path for name in (*PACKAGES, "bench", "tests") for path in (ROOT / name).rglob("*.py")):
         code = path.read_text(encoding="utf-8")
@@ -105,7 +106,8 @@ def test_every_variable_that_something_reads_is_known() -> None:
 
 
 def test_one_thing_has_one_name_in_all_services() -> None:
-    """What two services call the same is of the same type and unit; and how long a silent peer is borne is called the same."""
+    """Settings of two services with one name have one type and unit; the time until a silent peer is given up
+    has the same name everywhere."""
     meant: dict[str, set[tuple[str, str]]] = {}
     silences = set()
     for _, _, cls, _ in generate.SERVICES:
@@ -135,7 +137,8 @@ NAMED_TEST = re.compile(r"`(?:(tests/[\w/]+\.py))?\s*(?:-k\s(\"[^\"]+\"|[^`\"]+)
 
 
 def named_tests(page: Path) -> list[tuple[str, str]]:
-    """File and `-k` expression, empty without one; an expression on its own is of the file named before it."""
+    """Return file and `-k` expression, empty without one; an expression on its own refers to the file named
+    before it."""
     found, file = [], ""
     for path, expression in NAMED_TEST.findall(page.read_text(encoding="utf-8")):
         file = path or file
@@ -145,7 +148,8 @@ def named_tests(page: Path) -> list[tuple[str, str]]:
 
 
 def names_of_tests(path: Path) -> Iterator[str]:
-    """What `-k` looks at, in lower case: the class, the function, and every text in its decorators."""
+    """Return the text that `-k` matches, in lower case: the class, the function, and every text in its
+    decorators."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     for outer in ("", *classes):

@@ -25,12 +25,12 @@ from tests.system.hostile import (
 )
 
 BULK = b"x" * 1000
-"""Makes a message large enough that its fields are counted."""
+"""Field that makes a message large enough for its fields to be counted."""
 BULKY = delimited(1, BULK)
 
 
 def fields_of(data: bytes, message: Any = pb.GenerateRequest) -> int:
-    """The least bound that the message keeps; the bulk is one of them."""
+    """Return the least bound that the message keeps; the bulk is one of its fields."""
     for most in range(len(data)):
         try:
             check_fields(data, message.DESCRIPTOR, most)

@@ -81,7 +81,7 @@ def worker_formats() -> Formats:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_worker_refuses_in_one_sentence_what_would_end_it(name: str, worker_formats: Formats) -> None:
-    """Should one come by: a gateway that lets it through is not ours."""
+    """A gateway that lets such a format through is not ours."""
     (kind, text), words = HOSTILE[name]
 
     with pytest.raises(ValueError, match=r"^format ") as refused:

@@ -1,4 +1,4 @@
-"""The one-machine stack: it starts, takes faults, and leaves nothing behind."""
+"""The one-machine stack: it starts, survives faults, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers import free_port, wait_until
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def test_workers_can_be_added_and_asked_to_leave(make_stack):
     stack.terminate("worker-1")
 
     assert stack.children["worker-1"].returncode == 0
-    stack.check()  # nobody misses a worker that left in order
+    stack.check()  # a worker that left in order is not missed
 
 
 def test_a_component_that_dies_is_noticed(make_stack):

@@ -1,4 +1,4 @@
-"""The log: JSON lines, readable consoles, and nothing of what people wrote."""
+"""The log: JSON lines, readable consoles, and no text of users."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines(out: io.StringIO) -> list[dict]:
 
 
 class GoneReader(io.StringIO):
-    """A pipe whose other end was closed."""
+    """Pipe whose other end was closed."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""What `make release` builds, installed with each extra alone, as somebody without a checkout would have it."""
+"""The result of `make release`, installed with each extra alone, as for a user without a checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Away from the checkout: what is imported is what is installed."""
+    """Run outside the checkout, so that the installed package is imported."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LAPS_SD_", "PYTHON"))}
     return subprocess.run(
         [str(part) for part in command],
@@ -49,7 +49,7 @@ def wheel(dist: Path) -> Path:
 
 
 def extras_of(wheel: Path) -> dict[str, list[Requirement]]:
-    """What the wheel's metadata asks for: without an extra (""), and with each of them."""
+    """Return the requirements in the wheel's metadata: without an extra (""), and with each of them."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
@@ -62,7 +62,7 @@ def extras_of(wheel: Path) -> dict[str, list[Requirement]]:
 
 
 def with_all_they_need(requirements: list[Requirement]) -> dict[str, metadata.Distribution]:
-    """The distributions that an installer would bring, found among those installed here."""
+    """Return the distributions that an installer would add, found among those installed here."""
     found: dict[str, metadata.Distribution] = {}
     waiting = list(requirements)
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -84,7 +84,7 @@ def with_all_they_need(requirements: list[Requirement]) -> dict[str, metadata.Di
 
 
 class Installed:
-    """An environment with the wheel, one extra, and nothing else."""
+    """Environment with the wheel, one extra, and nothing else."""
 
     def __init__(self, folder: Path, wheel: Path, extra: str) -> None:
         self.folder = folder
@@ -99,7 +99,8 @@ class Installed:
         assert done.returncode == 0, done.stderr
         site = Path(self.run_code("import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
         self.brought = with_all_they_need(extras_of(wheel)[extra])
-        # Links to what is installed here instead of a download: the same files an installer would put there.
+        # Links to the distributions installed here replace a download: the same files an installer would put
+        # there.
         for distribution in self.brought.values():
             for file in distribution.files or ():
                 if ".." in file.parts or "__pycache__" in file.parts:

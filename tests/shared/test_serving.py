@@ -1,4 +1,4 @@
-"""The server that all services share: errors, unreadable bytes, health, reflection, the stop in two stages."""
+"""The server that all services share: errors, unreadable bytes, health, reflection, two-stage stop."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
 
 
 class Beside:
-    """Lives as long as the frame of a handler, and with it the request, of which there can be no weak reference."""
+    """Object with the lifetime of a handler's frame, and so of the request, which allows no weak
+    reference."""
 
 
 class Scripted(inference_pb2_grpc.InferenceServicer):
-    """Does what the model name says."""
+    """Servicer that acts as the model name demands."""
 
     def __init__(self) -> None:
         self.cleaned_up = asyncio.Event()
@@ -80,7 +81,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
                     self.cleaned_up.set()
 
     async def Resume(self, request, context):
-        """The other style of streaming: a coroutine that writes."""
+        """Stream in the other style: a coroutine that writes."""
         await context.write(inference_pb2.GenerateEvent(delta=inference_pb2.Delta(text="b")))
         if request.request_id == "gone":
             raise cygrpc.ExecuteBatchError("execute_batch")
@@ -88,7 +89,7 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
 
 
 class Echo(gateway_link_pb2_grpc.GatewayLinkServicer):
-    """Answers each heartbeat with itself."""
+    """Servicer that returns each heartbeat unchanged."""
 
     async def Connect(self, request_iterator, context):
         async for message in request_iterator:
@@ -119,8 +120,8 @@ async def running(
 
 
 async def test_a_stream_whose_peer_fell_silent_is_told_so(monkeypatch):
-    """Within the timeout of a ping, whoever sent it: gRPC's own wait a minute for their answer unless told otherwise, and
-    by then a request has lost its client.
+    """A call fails within the timeout of a ping, from either side. gRPC's own pings by default wait a minute
+    for their reply, and by then a request has lost its client.
     """
     monkeypatch.setattr(wire, "KEEPALIVE_TIMEOUT_MS", 200)
     async with running() as (app, _, _):
@@ -180,7 +181,7 @@ async def test_a_bug_is_internal_and_tells_nothing_of_its_cause():
 
 
 async def test_a_write_to_a_call_that_has_just_ended_is_no_error_of_the_server(capfd):
-    """gRPC's own race: the write fails before the handler is told that its client has gone."""
+    """A race in gRPC: the write fails before the handler is notified that its client has gone."""
     async with running() as (_, _, channel):
         call = inference_pb2_grpc.InferenceStub(channel).Resume(
             inference_pb2.ResumeRequest(request_id="gone")
@@ -211,7 +212,7 @@ async def test_an_error_told_to_a_call_that_has_just_ended_is_no_error_of_the_se
     ("error", "told"), [(cygrpc.ExecuteBatchError("execute_batch"), False), (ZeroDivisionError(), True)]
 )
 async def test_a_reply_to_a_call_that_has_just_ended_is_no_error_of_the_server(error, told, caplog):
-    """The same race, after the handler has returned: gRPC sends the reply itself, and logs what it meets."""
+    """The same race, after the handler has returned: gRPC sends the reply itself, and logs the error."""
     async with running():
         cygrpc._LOGGER.error("raised in core by servicer method", exc_info=error)
 
@@ -325,7 +326,7 @@ async def test_what_is_asked_without_identity_is_small():
 
 
 async def test_few_messages_without_identity_are_received_at_once():
-    """Calls that send none keep no other from its answer."""
+    """Calls that send no message keep no other from its reply."""
     most = interceptor.MAX_OPEN_READS
     async with running(authorize=known_only) as (app, _, channel):
         silent = []
@@ -351,7 +352,7 @@ async def test_few_messages_without_identity_are_received_at_once():
 
 
 async def test_a_request_that_was_refused_is_not_kept():
-    """What gRPC keeps of an aborted call is found by Python's collector only, which comes seldom."""
+    """gRPC's objects of an aborted call are freed by Python's collector only, which runs rarely."""
     async with running() as (_, scripted, channel):
         stub = inference_pb2_grpc.InferenceStub(channel)
         gc.collect()

@@ -1,4 +1,4 @@
-"""The context of a trace: what is taken for one, and what follows from a request."""
+"""The context of a trace: which headers are accepted, and what follows from a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`laps-sd bench policy`: it says what it found, and fails when an expectation fails."""
+"""`laps-sd bench policy`: it prints its findings, and fails when an expectation fails."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_a_level_with_next_to_nothing_in_it_carries_no_work():
 
 
 def test_details_tell_levels_perceptibility_and_errors_of_the_estimates(regime, capsys, tmp_path):
-    """With a prediction lengths are known from the client, without one from what the class was like."""
+    """With a prediction, lengths are known from the client; without one, from earlier requests of the
+    class."""
     bases = {}
     for predictor in ("0.3", "none"):
         file = tmp_path / f"{predictor}.json"

@@ -1,4 +1,4 @@
-"""The simulator against what is known exactly: queueing theory, exact SRPT, conservation of work, determinism."""
+"""The simulator against exact results: queueing theory, exact SRPT, conservation of work, determinism."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def chat(requests: int, load: float, seed: int, machine: Machine, workers: int =
 
 
 def single_rounds(requests: int, load: float, seed: int) -> list[Job]:
-    """One round each, with prompts of very different lengths: service times that queueing theory can be told."""
+    """Return jobs of one round each, with prompts of very different lengths: service times that queueing
+    theory can use."""
     rng = random.Random(seed)
     prompts = [max(1, int(rng.expovariate(1 / 300))) for _ in range(requests)]
     machine = Machine()
@@ -91,7 +92,8 @@ def test_fcfs_waits_as_pollaczek_and_khinchine_say():
 
 
 def exact_srpt(jobs: list[Job], machine: Machine) -> float:
-    """Mean latency when before each round the request with the least remaining service is taken; no other rule."""
+    """Return the mean latency when before each round the request with the least remaining service is taken;
+    no other rule."""
     waiting = sorted(jobs, key=lambda job: job.arrival_s)
     here: dict[str, tuple[Job, int, int]] = {}
     now_s, total_s = 0.0, 0.0
@@ -195,7 +197,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_go_on():
 
 
 def test_a_round_costs_what_was_drafted_in_it():
-    """Recorded draft lengths replace the machine's own; what they cost is the difference in verified tokens."""
+    """Recorded draft lengths replace the machine's own; their cost is the difference in verified tokens."""
     machine = Machine(draft_len=5, sequence_s=0.002)
     usual = Job("r0", 0.0, 100, bytes([2] * 10), 60)
     recorded = Job("r0", 0.0, 100, bytes([2] * 10), 60, drafts=bytes([1, 3] * 5))
@@ -208,7 +210,8 @@ def test_a_round_costs_what_was_drafted_in_it():
 
 
 def test_a_slow_link_delays_decisions_and_not_the_machine():
-    """Workers run on with the list they have: with one request there is nothing to decide, and nothing is lost but the way."""
+    """Workers continue with the list they have: with one request there is nothing to decide, and only the
+    latency of messages is lost."""
     job = Job("r0", 0.0, 100, bytes([3] * 20), 60)
 
     near = run("laps-sd", [job], Machine())
@@ -259,7 +262,8 @@ def test_estimates_are_judged_when_requests_end():
 
 
 def test_workers_report_acceptance_by_draft_position():
-    """Two of five proposals are kept each time: the third is compared and refused, the others nobody has looked at."""
+    """Two of five proposals are kept each time: the third is compared and refused, the others are not
+    compared."""
     jobs = [Job(f"r{n}", 0.1 * n, 20, bytes([3] * 30), 90) for n in range(20)]
 
     priors = run("fcfs", jobs, Machine(draft_len=5)).priors
@@ -269,7 +273,7 @@ def test_workers_report_acceptance_by_draft_position():
 
 
 def test_a_last_round_that_was_cut_is_reported_as_it_was_accepted():
-    """As by a real worker: what lies behind the end was verified, though nobody gets it."""
+    """As by a real worker, tokens after the end are verified, though they are not delivered."""
     jobs = [Job(f"r{n}", 0.1 * n, 20, b"\1", 1, uncut_last=6) for n in range(300)]
 
     priors = run("fcfs", jobs, Machine(draft_len=5)).priors

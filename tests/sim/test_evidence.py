@@ -1,4 +1,5 @@
-"""docs/evidence.md says what the results say, the unflattering too, and the figures are drawn from the same results."""
+"""docs/evidence.md reports the results, the unfavourable ones too, and the figures are drawn from the same
+results."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ at_most = 9
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Results of one small regime, and of the same once more under another name."""
+    """Return results of one small regime, and of the same regime under another name."""
     folder = tmp_path_factory.mktemp("evidence")
     for name in ("small", "again"):
         (folder / f"{name}.toml").write_text(SMALL)
@@ -44,7 +45,7 @@ def found(tmp_path_factory):
 
 
 def changed(path, folder, change):
-    """The same results with something else found of laps-sd in `small`."""
+    """Return the same results with another finding for laps-sd in `small`."""
     results = json.loads(path.read_text())
     for row in results["rows"]:
         if row["kind"] == "policy" and (row["regime"], row["policy"]) == ("small", "laps-sd"):

@@ -1,6 +1,8 @@
-"""The goals of the policy, at a size that every change can be held to; `laps-sd bench policy --regime all` is the whole.
+"""The goals of the policy, at a size that can run on every change; `laps-sd bench policy --regime all` is the
+whole.
 
-Fewer requests and seeds than the regimes have, so every bound is `SLACK` wider. The lists of policies are the regimes' own.
+Fewer requests and seeds than the regimes have, so every bound is `SLACK` wider. The lists of policies are the
+regimes' own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real servers, one per kind and test run, and for each test a shard of its own with a leak check at the end."""
+"""Real servers, one per kind and test run. Each test has its own shard, with a leak check at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ KINDS = ["embedded", "redis-server"]
 
 
 def binary_of(kind: str) -> Path | None:
-    """None: the packaged one. Skips the test when this machine has no such server."""
+    """Return the path of the server program, or None for the packaged one. Skip the test when this machine
+    has no such server."""
     if kind == "embedded":
         return None
     found = shutil.which(kind)
@@ -35,7 +36,7 @@ def binary_of(kind: str) -> Path | None:
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EmbeddedServer]:
-    """One server for all tests that do it no harm."""
+    """Return the server that all non-destructive tests share."""
     binary = binary_of(request.param)
     with EmbeddedServer(tmp_path_factory.mktemp(request.param), binary=binary).start() as server:
         yield server
@@ -43,7 +44,7 @@ def server(
 
 @pytest.fixture(params=KINDS)
 def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A server that the test may break."""
+    """Return a server that the test may break."""
     server = EmbeddedServer(tmp_path / "data", binary=binary_of(request.param)).start()
     yield server
     server.stop()
@@ -51,7 +52,7 @@ def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Embed
 
 @pytest.fixture
 async def client(server: EmbeddedServer) -> AsyncIterator[redis_client.Redis]:
-    """The operator's view, past the store."""
+    """Return a client with the operator's view, without the store."""
     client = redis_client.Redis.from_url(server.url, protocol=2)
     yield client
     await client.aclose()
@@ -59,7 +60,7 @@ async def client(server: EmbeddedServer) -> AsyncIterator[redis_client.Redis]:
 
 @pytest.fixture
 async def open_store(server: EmbeddedServer, client: redis_client.Redis) -> AsyncIterator[OpenStore]:
-    """Opens any number of stores over the test's own shard; at the end all requests end and no key may outlive them."""
+    """Return a factory of stores over the test's shard; at the end all requests end, and keys must expire."""
     shard = new_shard()
     opened: list[Store] = []
 
@@ -83,7 +84,7 @@ async def open_store(server: EmbeddedServer, client: redis_client.Redis) -> Asyn
 
 @pytest.fixture
 async def store(open_store: OpenStore) -> Store:
-    """The leader's."""
+    """Return the store of the leader."""
     store = open_store()
     assert await store.acquire_leadership(owner="leader:1", lease_s=60) is not None
     return store

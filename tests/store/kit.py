@@ -1,4 +1,4 @@
-"""What the store's tests build their sentences from."""
+"""Builders of requests and events for the tests of the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler_svc.store.records import NewRequest, StoredRequest
 OK, ALREADY, STALE, GONE = TransitionStatus
 
 NOW_S = 1_700_000_000.5
-"""What the stores' clock says in tests."""
+"""Time of the stores' clock in tests."""
 
 STORY = (StoryLine(0.0, "arrived", ""), StoryLine(1.5, "ended", "stop"))
 
@@ -24,7 +24,7 @@ _shards = itertools.count()
 
 
 def new_shard() -> str:
-    """No two tests share a key."""
+    """Return an idempotency key that no other test uses."""
     return f"shard-{next(_shards)}"
 
 
@@ -85,7 +85,7 @@ def a_finish(request_id: str = "r1", end: End = End.CANCELLED, **changes: Any) -
 
 
 class One:
-    """Runs single transitions, each in a batch of its own, and gives the one status back."""
+    """Runner of single transitions, each in a batch of its own, that returns the one status."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -104,7 +104,7 @@ class One:
 
 
 async def accept(store: Store, *requests: NewRequest) -> None:
-    """Submits, and insists on it."""
+    """Submit a request, and assert that it was accepted."""
     results = await store.submit(requests)
 
     assert {"accepted"} == {result.status.value for result in results}
@@ -130,17 +130,17 @@ async def end_everything(store: Store) -> None:
 
 
 async def ttls_ms(client: redis_client.Redis, keys: Iterable[str]) -> list[int]:
-    """What each key has left to live; −1: for ever, −2: there is none."""
+    """Return the time to live of each key; −1: no expiry, −2: no key."""
     return [await client.pttl(key) for key in keys]
 
 
 async def keys_of(client: redis_client.Redis, prefix: str) -> list[str]:
-    """Every key of a shard."""
+    """Return every key of a shard."""
     return sorted([key.decode() async for key in client.scan_iter(match=prefix + "*", count=1000)])
 
 
 async def assert_nothing_leaks(client: redis_client.Redis, prefix: str) -> None:
-    """Once all requests have ended, every key that is left expires."""
+    """Assert that every remaining key expires, once all requests have ended."""
     keys = await keys_of(client, prefix)
     lasting = [key for key, ttl_ms in zip(keys, await ttls_ms(client, keys), strict=True) if ttl_ms == -1]
 
@@ -148,6 +148,6 @@ async def assert_nothing_leaks(client: redis_client.Redis, prefix: str) -> None:
 
 
 async def forget_claims(client: redis_client.Redis) -> None:
-    """Other tests have other shards, and the same idempotency keys."""
+    """Return the server's keys of this test: other tests have other shards, and the same idempotency keys."""
     if claims := await keys_of(client, "laps-sd:claim:"):
         await client.delete(*claims)

@@ -1,4 +1,5 @@
-"""Records of more than one server, on loopback: a cluster, a primary with its replica, a sentinel over them."""
+"""Records of more than one server, on loopback: a cluster, a primary and its replica, a sentinel over
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ async def ask(server: EmbeddedServer, *command: Any) -> Any:
 
 @contextlib.contextmanager
 def three_masters(folder: Path) -> Iterator[list[EmbeddedServer]]:
-    """A cluster, a third of the slots on each."""
+    """Return a cluster with a third of the slots on each server."""
     servers: list[EmbeddedServer] = []
     try:
         for number in range(3):
@@ -64,7 +65,7 @@ def _octets(answer: Any) -> bytes:
 
 
 def shard_at(node: int, prefix: str = "shard") -> str:
-    """A shard whose slot is on that node of the cluster."""
+    """Return a shard whose slot is on that node of the cluster."""
     return next(
         shard
         for shard in (f"{prefix}-{n}" for n in range(1000))
@@ -74,7 +75,7 @@ def shard_at(node: int, prefix: str = "shard") -> str:
 
 @contextlib.contextmanager
 def primary_and_replica(folder: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer]]:
-    """The replica may still be catching up."""
+    """Return a primary and a replica, which may still be catching up."""
     primary = EmbeddedServer(folder / "a", settings=("--repl-diskless-sync-delay", "0")).start()
     replica = EmbeddedServer(folder / "b", settings=("--replicaof", "127.0.0.1", str(primary.port))).start()
     yield primary, replica
@@ -117,7 +118,7 @@ class Sentinel:
         self._process.wait()
 
     async def answers(self) -> bool:
-        """To anybody, if only that a password is needed."""
+        """Return whether the server replies to any client, even if only that a password is needed."""
         async with redis_client.Redis(port=self.port) as client:
             try:
                 await client.ping()

@@ -1,4 +1,5 @@
-"""One idempotency key belongs to one shard, whichever shards are asked, in any order, before and after one is added."""
+"""One idempotency key belongs to one shard, for any set and order of shards, before and after one is
+added."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TTL_S = 60.0
 
 @pytest.fixture
 async def open_shard(server: EmbeddedServer, client: redis_client.Redis) -> AsyncIterator[OpenShard]:
-    """Leaders of shards over the same record."""
+    """Return leaders of shards over the same record."""
     opened: list[Store] = []
 
     async def open_one(**settings: Any) -> Store:
@@ -86,7 +87,8 @@ async def test_a_refused_submission_leaves_the_key_to_others(open_shard: OpenSha
 async def test_a_refusal_does_not_take_the_key_from_a_newer_submission(
     open_shard: OpenShard, client: redis_client.Redis
 ) -> None:
-    """A leader that is paused between the refusal and letting the key go, while its successor accepts the key."""
+    """A leader is paused between the refusal and the release of the key, while its successor accepts the
+    key."""
     paused, other = await open_shard(), await open_shard()
     await paused._claim([("r1", paused._idempotency_key(keyed("r1")))])
     await accept(paused, keyed("r2"))

@@ -1,4 +1,4 @@
-"""The clock of the record: measured at a takeover, followed slowly, never going back."""
+"""The clock of the record: measured at a takeover, followed slowly, never set back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store promises, over every server that it runs on."""
+"""Contract of the store, on every server that it supports."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def unreachable(*_: object, **__: object) -> None:
 
 
 class Waiting:
-    """A standby, and its clock."""
+    """Standby, with its clock."""
 
     LEASE_S = 60.0
 
@@ -72,7 +72,7 @@ class Waiting:
         return await self.store.acquire_leadership(owner="standby:1", lease_s=self.LEASE_S)
 
     async def waits(self, *, briefly: bool = False) -> None:
-        """It does not take over before its patience is over."""
+        """Assert that the standby does not take over before its patience has passed."""
         assert await self.takes_over() is None
         self.now_s += self.store.patience_s(self.LEASE_S) - 1.0
         assert await self.takes_over() is None
@@ -81,7 +81,7 @@ class Waiting:
 
 
 async def take_over(open_store: OpenStore, old: Store) -> Store:
-    """Another process becomes the leader."""
+    """Make another process the leader."""
     await old.resign()
     new = open_store()
     assert await new.acquire_leadership(owner="other:1", lease_s=60) is not None
@@ -161,7 +161,7 @@ class TestSubmit:
         assert [SubmitResult(SubmitStatus.CONFLICT, "r1", 1)] == results
 
     async def test_keys_of_different_tenants_never_meet(self, store: Store) -> None:
-        """Neither when a tenant's name holds the separator."""
+        """Keys are not confused either when a tenant's name holds the separator."""
         await accept(
             store,
             a_request("r1", tenant="a", idempotency_key="b:c"),
@@ -500,7 +500,7 @@ class TestEnd:
         assert ((11, 12, 13) if leased else ()) == stored.committed_ids
 
     async def test_finished_this_way_is_already_there_and_otherwise_gone(self, store: Store) -> None:
-        """Gone, so that whoever asks reads how it really ended."""
+        """The request is removed, so that later reads return its actual end."""
         await accept(store, a_request())
         await One(store).finish(a_finish(end=End.DEADLINE))
 
@@ -555,7 +555,7 @@ class TestEnd:
 
 
 class TestTheKeyOfWhatHasEnded:
-    """A deadline is a caller's own, and not part of what an idempotency key stands for."""
+    """A deadline belongs to the caller, and is not part of the content of an idempotency key."""
 
     KEYED: ClassVar[dict[str, str]] = {"idempotency_key": "k", "body_hash": "b"}
 
@@ -767,7 +767,7 @@ class TestLeadership:
     async def test_a_lease_that_ran_out_is_renewed_while_nobody_has_led_since(
         self, store: Store, client: redis_client.Redis
     ) -> None:
-        """As when the server stood still for longer than the lease."""
+        """The server stood still for longer than the lease."""
         epoch = store.epoch
         await client.delete(store.keys.leader())
 
@@ -793,7 +793,7 @@ class TestLeadership:
 
         with pytest.raises(RecordBehind):
             await store.renew_leadership()
-        with pytest.raises(Fenced):  # until it has said that it knows
+        with pytest.raises(Fenced):  # until it confirms it
             await store.submit([a_request()])
         assert await store.reclaim_leadership(newest_sequence=41) is True
         assert epoch == store.epoch
@@ -806,7 +806,7 @@ class TestLeadership:
     async def test_reclaiming_twice_is_reclaiming_once(
         self, store: Store, client: redis_client.Redis
     ) -> None:
-        """The answer to the first got lost."""
+        """The reply to the first call was lost."""
         await client.delete(*await keys_of(client, store.keys.prefix))
         await store.reclaim_leadership(newest_sequence=3)
         incarnation = store.incarnation
@@ -854,7 +854,8 @@ class TestLeadership:
     async def test_a_standby_leaves_a_record_that_lacks_an_epoch_to_the_last_leader_first(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
     ) -> None:
-        """The record went back to before the newest leader: its count is smaller than what the standby saw."""
+        """The record went back to before the newest leader: its count is smaller than the count that the
+        standby saw."""
         standby = Waiting(open_store)
         newest = await take_over(open_store, store)
         assert await standby.takes_over() is None
@@ -887,7 +888,8 @@ class TestLeadership:
     async def test_a_standby_waits_anew_after_each_time_it_could_not_reach_the_record(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A leader that came up while it waited, and that it has not seen, needs as much time as the one before."""
+        """A leader that started during the wait, unseen by the standby, needs as much time as the one
+        before."""
         standby = Waiting(open_store)
         await client.set(store.keys.server(), "an earlier process")
         await client.delete(store.keys.leader())
@@ -903,7 +905,7 @@ class TestLeadership:
     async def test_while_the_last_leader_writes_back_no_standby_leads(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
     ) -> None:
-        """Its lease can run out amid it."""
+        """The lease can expire during the call."""
         await client.delete(*await keys_of(client, store.keys.prefix))
         assert await store.reclaim_leadership(newest_sequence=0) is True
         assert await store.renew_leadership() is True
@@ -952,7 +954,7 @@ class TestLeadership:
     async def test_an_attempt_whose_answer_was_lost_has_led_since(
         self, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Otherwise it would stand by for itself until its lease ran out."""
+        """Otherwise it would stand by for its own lease until that expired."""
         store = open_store()
 
         async def lost(*_: object, **__: object) -> None:
@@ -979,7 +981,7 @@ class TestLeadership:
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
     ) -> None:
         await client.delete(*await keys_of(client, store.keys.prefix))
-        other = open_store()  # it knows no number to go on from
+        other = open_store()  # it has no number to continue from
         epoch = await other.acquire_leadership(owner="leader:1", lease_s=60)
         assert (epoch or LeaderEpoch("0:")).number == (store.epoch or LeaderEpoch("9:")).number
 
@@ -1028,7 +1030,8 @@ class TestLeadership:
     async def test_a_batch_belongs_to_the_leadership_it_was_made_under(
         self, store: Store, open_store: OpenStore
     ) -> None:
-        """Another leader in between may have done anything, so the old batch must not slip in under a new epoch."""
+        """Another leader in between may have changed anything, so the old batch must not be applied under a
+        new epoch."""
         await accept(store, a_request())
         batch = store.batch()
         batch.rank([Rank("r1", 1, 0.1)])
@@ -1109,7 +1112,7 @@ class TestRecovery:
     async def test_a_request_that_lost_its_tokens_is_not_there(
         self, store: Store, client: redis_client.Redis
     ) -> None:
-        """Its keys expire one by one: half a request is none."""
+        """The keys of a request expire one by one: half a request counts as none."""
         await accept(store, a_request())
         await lease(store)
         await One(store).commit(a_commit(end=End.STOP, story=STORY))
@@ -1280,7 +1283,7 @@ class TestBatch:
         assert keys == await keys_of(client, store.keys.prefix)
 
     async def test_a_retried_batch_leaves_the_place_that_it_left_the_first_time(self, store: Store) -> None:
-        """A rank is not compared with anything, so what came after it in the batch has to win again."""
+        """A rank is not compared with anything, so later ranks in the batch have to win again."""
         await accept(store, a_request())
         await lease(store)
         batch = store.batch()
@@ -1327,7 +1330,7 @@ class TestBatch:
 
 
 async def test_commits_of_one_batch_see_each_other(store: Store) -> None:
-    """Two reports of one request may come in together."""
+    """Two reports of one request may arrive together."""
     await accept(store, a_request())
     await lease(store)
     commits: list[Commit] = [a_commit(), a_commit(position=3, tokens=(14,)), a_commit(position=9)]
@@ -1336,7 +1339,8 @@ async def test_commits_of_one_batch_see_each_other(store: Store) -> None:
 
 
 async def test_a_batch_goes_as_soon_as_nobody_holds_it(store: Store) -> None:
-    """It carries a turn's commands: left to the search for cycles, they would pile up and be searched."""
+    """The object carries a turn's commands: left to the search for cycles, such objects would pile up and be
+    searched."""
     await accept(store, a_request())
     await lease(store)
     gc.disable()

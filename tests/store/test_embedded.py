@@ -1,4 +1,5 @@
-"""The server as a child process: it starts, tells why it does not, keeps its data, and never outlives its parent."""
+"""The server as a child process: it starts, explains a failed start, keeps its data, and ends with its
+parent."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ COMMAND = [sys.executable, "-m", "scheduler_svc.store.embedded"]
 
 
 def ask(port: int, line: str) -> str:
-    """One inline command; nothing when nobody listens."""
+    """Send one inline command; return nothing when no server listens."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(line.encode() + b"\r\n")
@@ -35,14 +36,14 @@ def ask(port: int, line: str) -> str:
 
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        # A zombie has ended; it only waits for whoever inherited it.
+        # A zombie has ended; it only waits for its parent to collect it.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 @pytest.fixture
 def listener() -> Iterator[int]:
-    """A port that somebody has taken."""
+    """Yield a port that is in use."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -129,7 +130,7 @@ def test_a_paused_server_still_stops(tmp_path: Path) -> None:
 
 
 def a_server(directory: Path, *lines: str) -> Path:
-    """A server of another kind: a shell script, given the server's own arguments."""
+    """Return a server of another kind: a shell script, given the server's own arguments."""
     script = directory / "a-server"
     script.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
     script.chmod(0o755)
@@ -240,14 +241,14 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """The permissions of a folder and of everything in it."""
+    """Return the permissions of a folder and of everything in it."""
     return {
         str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))
     }
 
 
 def run(data_dir: Path) -> Iterator[None]:
-    """The server by its class."""
+    """Start the server by its class."""
     with EmbeddedServer(data_dir).start() as server:
         assert server.port is not None
         assert ask(server.port, "SET key value") == "+OK\r\n"
@@ -255,7 +256,7 @@ def run(data_dir: Path) -> Iterator[None]:
 
 
 def run_command(data_dir: Path) -> Iterator[None]:
-    """The server as `laps-sd up` starts it."""
+    """Start the server as `laps-sd up` does."""
     port = free_port()
     with subprocess.Popen([*COMMAND, "--port", str(port), "--data-dir", str(data_dir)]) as process:
         wait_until(lambda: "+OK" in ask(port, "SET key value"), description="it takes a write")
@@ -296,7 +297,7 @@ class TestTheDataIsPrivate:
 
 class TestADirectoryThatCannotBePrivate:
     def test_is_refused_and_left_alone_where_it_holds_something_else(self, tmp_path: Path) -> None:
-        """A home directory, for one: closing it is not for us to decide."""
+        """Restricting a folder such as a home directory is the owner's decision."""
         tmp_path.chmod(0o755)
         other = tmp_path / "thesis.txt"
         other.write_text("years of work")
@@ -342,7 +343,7 @@ class TestADirectoryThatCannotBePrivate:
 
 
 class TestCommand:
-    """`python -m scheduler_svc.store.embedded`"""
+    """The command `python -m scheduler_svc.store.embedded`."""
 
     def test_the_process_becomes_the_server_and_ends_on_sigterm(self, tmp_path: Path) -> None:
         port = free_port()

@@ -1,4 +1,4 @@
-"""What a server does to its users, done for real: killed, paused, full, read-only, emptied."""
+"""Faults of a server, produced for real: killed, paused, full, read-only, emptied."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def operator(own_server: EmbeddedServer) -> AsyncIterator[redis_client.Red
 
 
 async def all_written(operator: redis_client.Redis) -> None:
-    """Nothing waits inside the server for an fsync that is under way: a crash now loses nothing."""
+    """Wait until no fsync is under way inside the server: a crash then loses nothing."""
 
     async def idle() -> bool:
         state = await operator.info("persistence")
@@ -61,7 +61,7 @@ async def all_written(operator: redis_client.Redis) -> None:
 
 
 def written_file(server: EmbeddedServer) -> Path:
-    """What commits are appended to."""
+    """Return the file to which commits are appended."""
     return next(server.data_dir.glob("appendonlydir/*.incr.aof"))
 
 
@@ -78,7 +78,7 @@ async def start_again(server: EmbeddedServer, store: Store) -> None:
 
 
 async def trust_again(store: Store) -> None:
-    """A server that was restarted may have lost something: its leader is fenced until it has said that it knows."""
+    """Assert that the leader is fenced after a restart, which may have lost data, until it confirms that."""
     with pytest.raises(Fenced):
         await One(store).lease(Lease("r1", "w1", 1))
     with pytest.raises(RecordBehind):
@@ -90,7 +90,8 @@ async def trust_again(store: Store) -> None:
 async def test_a_restarted_server_is_left_to_the_last_leader_first_by_a_standby_that_saw_nothing(
     own_server: EmbeddedServer, store: Store
 ) -> None:
-    """The run id of the server tells it, so that a standby that has just been started knows it too."""
+    """The run id of the server shows the restart, so that a standby that has just been started knows it
+    too."""
     now_s = 0.0
     own_server.kill()
     await start_again(own_server, store)
@@ -182,7 +183,8 @@ async def test_a_killed_server_is_unavailable_and_comes_back_with_what_was_commi
 async def test_a_batch_whose_answer_was_lost_is_safe_to_send_again(
     own_server: EmbeddedServer, store: Store
 ) -> None:
-    """The server stands still while the batch is on its way, runs it later, and then gets it a second time."""
+    """The server stands still while the batch is on its way, runs it later, and then gets it a second
+    time."""
     await accept(store, a_request())
     hasty = Store.open(own_server.url, "main", timeout_s=0.1)
     await store.resign()
@@ -262,7 +264,7 @@ async def test_a_full_server_takes_nothing_in_but_lets_requests_end(
 
 
 async def test_a_read_only_server_is_unavailable(store: Store, operator: redis_client.Redis) -> None:
-    """As a replica is, after a failover that the client has not followed."""
+    """The server is a replica after a failover that the client has not followed."""
     await accept(store, a_request())
     await operator.replicaof("127.0.0.1", "1")
 
@@ -351,7 +353,7 @@ async def test_all_keys_of_a_shard_live_in_one_slot_of_a_cluster(tmp_path: Path)
 async def test_a_renewal_that_waits_behind_a_reclaim_finds_the_leader_leading(
     own_server: EmbeddedServer, operator: redis_client.Redis
 ) -> None:
-    """One connection, so that the second of them is asked after the first has changed the record."""
+    """There is one connection, so that the second call runs after the first has changed the record."""
     store = Store.open(own_server.url, "main", max_connections=1)
     await store.acquire_leadership(owner="a:1", lease_s=60)
     epoch = store.epoch

@@ -1,4 +1,4 @@
-"""What the record costs in the server's memory, against the bounds that docs/guarantees.md names."""
+"""Memory of the record in the server, against the bounds of docs/guarantees.md."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tests.store.kit import One, a_commit, a_request, a_standing, accept, keys_o
 
 GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
 REQUEST_BYTES = 2000
-"""Of a queued request, its names and settings as long as they usually are, without prompt and outputs."""
+"""Bytes of a queued request, its names and settings of usual length, without prompt and
+outputs."""
 PROMPT_TOKEN_BYTES = 5
 OUTPUT_TOKEN_BYTES = 9
-"""Four in the data; a string that grows keeps as much again in reserve."""
+"""Bytes per token: four of data; a string that grows keeps as much again in reserve."""
 CLAIM_BYTES = 200
 SETTINGS_BYTE_BYTES = 1.3
-"""Allocators have sizes a quarter apart."""
+"""Factor over the data: the sizes of allocators are a quarter apart."""
 PROMPT, OUTPUT = 4000, 2000
 COUNT = 64
 
 
 async def used(client: redis_client.Redis, store: Store) -> int:
-    """Bytes of all keys of the shard, by the server's own count."""
+    """Return the bytes of all keys of the shard, by the server's own count."""
     keys = await keys_of(client, store.keys.prefix)
     return sum([await client.memory_usage(key, samples=0) or 0 for key in keys])
 
@@ -89,7 +90,7 @@ async def test_large_settings_take_little_more_than_their_own_size(
 async def test_what_has_ended_frees_its_memory_when_its_time_is_over(
     store: Store, client: redis_client.Redis
 ) -> None:
-    """Errors too: the record keeps no dead letters beside them."""
+    """This holds for errors too: the record keeps no separate dead letters."""
     await accept(store, a_request("r1", idempotency_key="k"), a_request("r2"))
     for request_id in ("r1", "r2"):
         await lease(store, request_id)

@@ -1,15 +1,19 @@
-"""Leases, commits and leader epochs as a protocol: three schedulers and three workers, interleaved at every call of a script.
+"""Leases, commits and leader epochs as a protocol: three schedulers and three workers, interleaved at every
+call of a script.
 
-Any scheduler may be paused anywhere, wake up and go on; its lease may run out unnoticed; its answer may get lost, so that it
-sends the same again after others have led. Workers report to whom they believe in, again when they are not acknowledged. The scripts and
-the store are the real ones, on a real server; schedulers and workers here do what `scheduler_svc/loop.py` and `worker_svc/sync.py` do,
-only less carefully: a report goes to the record whatever lease it came under.
+Any scheduler may be paused anywhere, wake up and continue; its lease may expire unnoticed; its reply may get
+lost, so that it sends the same again after others have led. Workers report to the scheduler that they believe
+leads, again when they are not acknowledged. The scripts and the store are the real ones, on a real server;
+schedulers and workers here act like `scheduler_svc/loop.py` and `worker_svc/sync.py`, only less carefully: a
+report is written to the record under any lease.
 
-A token says under which lease it was made, as if no two workers ever computed the same, so that a mixed-up output shows.
+A token holds the lease under which it was made, as if no two workers ever computed the same, so that a
+mixed-up output shows.
 
-The record may lose the last of what was written: it is set back to a copy, as by a crash between two fsyncs or by a replica that lags.
-If the newest leader lives, nothing may be missing once it has written back, and no standby may lead before. If it died, exactly
-what the copy lacks is gone: what clients and workers expect goes back to the moment of the copy too.
+The record may lose its last writes: it is set back to a copy, as by a crash between two fsyncs or by a
+replica that lags. If the newest leader lives, nothing may be missing once it has written back, and no standby
+may lead before. If it died, exactly the data missing from the copy is lost: the expectations of clients and
+workers go back to the moment of the copy too.
 """
 
 from __future__ import annotations
@@ -56,12 +60,12 @@ T = TypeVar("T")
 SCHEDULERS = WORKERS = 3
 REQUESTS = 4
 EPOCH = 1_000_000
-"""A token is lease epoch × this + position."""
+"""Factor of a token: lease epoch × this + position."""
 
 
 @dataclass
 class Report:
-    """What a worker did in a round, until it is acknowledged."""
+    """Work of a worker in a round, until it is acknowledged."""
 
     worker: str
     request_id: str
@@ -82,7 +86,7 @@ class Held:
 
 @dataclass
 class Copy:
-    """A request as one scheduler believes it to be."""
+    """State of a request, as one scheduler believes it to be."""
 
     lease_epoch: int
     worker: str | None
@@ -92,8 +96,8 @@ class Copy:
 
 @dataclass
 class Scheduler:
-    """One process. `copies` is None while it stands by, `doubts` after it was fenced and until it has asked, `distrusts` after the
-    record lost something and until it has written that back."""
+    """One process. `copies` is None while it stands by, `doubts` from its fencing until it has read the
+    record again, `distrusts` from a loss of the record until it has written that back."""
 
     store: Store
     epoch: str = ""
@@ -102,7 +106,7 @@ class Scheduler:
     distrusts: bool = False
     copies: dict[str, Copy] | None = None
     facts: dict[str, StoredRequest] = field(default_factory=dict)
-    """What never changes, of all that it has led."""
+    """Values that never change, of all requests that it has led."""
     ended: list[tuple[str, Copy, Commit]] = field(default_factory=list)
     inbox: list[Report] = field(default_factory=list)
     batch: Batch | None = None
@@ -117,7 +121,7 @@ class Scheduler:
 
 @dataclass
 class Expected:
-    """What clients and workers rely on."""
+    """Facts that clients and workers rely on."""
 
     accepted: list[str] = field(default_factory=list)
     shown: dict[str, list[int]] = field(default_factory=dict)
@@ -151,7 +155,7 @@ def recovers(scheduler: Scheduler) -> bool:
 
 
 def leads(scheduler: Scheduler) -> bool:
-    """By its own lights."""
+    """Return whether it leads by its own knowledge."""
     return scheduler.copies is not None
 
 
@@ -185,7 +189,7 @@ VERBS = {Commit: "commit", Lease: "lease", Release: "release", Finish: "finish",
 
 
 class Protocol(RuleBasedStateMachine):
-    """See the top of the file."""
+    """State machine of the protocol; see the module's docstring."""
 
     url: str
 
@@ -204,12 +208,12 @@ class Protocol(RuleBasedStateMachine):
         self.may_be_older = False
         self.expected = Expected()
         self.names = itertools.count()
-        # What must stay so.
+        # Invariants.
         self.before: dict[str, StoredRequest] = {}
         self.on_record: dict[tuple[str, int], str] = {}
-        # What survives a crash of the record.
+        # Data that survives a crash of the record.
         self.synced: tuple[dict[str, tuple[bytes, int]], Expected] = ({}, Expected())
-        # One leads, and each worker has something to do: what is interesting lies behind this.
+        # One scheduler leads, and each worker has work: the interesting states come after this.
         self.acquire(0, recovers_at_once=True)
         for at in range(WORKERS):
             self.connect(0, at)
@@ -226,7 +230,7 @@ class Protocol(RuleBasedStateMachine):
 
         return self.runner.run(main())
 
-    # -- the record, asked in a way that sees what must not happen --------------------------------------------------------
+    # -- the record, read in a way that shows forbidden changes ----------------------------------------
 
     def everything(self) -> dict[str, bytes]:
         keys = self.run(keys_of(self.client, self.reader.keys.prefix))
@@ -237,7 +241,8 @@ class Protocol(RuleBasedStateMachine):
         return held is not None and held.decode().split(" ")[0] == scheduler.epoch
 
     def write(self, scheduler: Scheduler, work: Awaitable[T]) -> T | None:
-        """None: fenced, and then it was not in force and has changed nothing at all."""
+        """Return the result, or None if the caller was fenced: then it was not in force and has changed
+        nothing."""
         in_force = self.in_force(scheduler) and not scheduler.distrusts
         found = None if in_force else self.everything()
         try:
@@ -250,14 +255,15 @@ class Protocol(RuleBasedStateMachine):
         assert in_force, "a stale epoch was let in"
         return answer
 
-    # -- what happens next ----------------------------------------------------------------------------------------------
+    # -- what happens next -----------------------------------------------------------------------------------
 
     @rule(
         action=st.sampled_from([name for name, weight in WEIGHTS.items() for _ in range(weight)]),
         data=st.data(),
     )
     def happens(self, action: str, data: st.DataObject) -> None:
-        """One rule, so that hypothesis leaves none of the actions out for a whole run."""
+        """Run one of the actions. There is one rule, so that hypothesis leaves none of them out for a whole
+        run."""
 
         def draw() -> int:
             return data.draw(st.integers(0, 11))
@@ -293,7 +299,7 @@ class Protocol(RuleBasedStateMachine):
             case "newest leader dies" if perhaps():
                 self.the_newest_leader_dies()
 
-    # -- leadership -----------------------------------------------------------------------------------------------------
+    # -- leadership ------------------------------------------------------------------------------------------
 
     def those(self, fits: Callable[[Scheduler], bool]) -> list[Scheduler]:
         return [scheduler for scheduler in self.schedulers if fits(scheduler)]
@@ -335,7 +341,7 @@ class Protocol(RuleBasedStateMachine):
         scheduler.facts = {stored.request_id: stored for stored in found}
 
     def renew(self, draw: int) -> None:
-        """In time, late, or after it was fenced."""
+        """Renew the lease in time, late, or after the scheduler was fenced."""
         doubting = self.those(lambda scheduler: scheduler.doubts)
         scheduler = pick(doubting or self.those(believes), draw)
         leader = self.run(self.client.get(self.reader.keys.leader()))
@@ -353,12 +359,12 @@ class Protocol(RuleBasedStateMachine):
         else:
             scheduler.step_down()
 
-    # -- clients --------------------------------------------------------------------------------------------------------
+    # -- clients ---------------------------------------------------------------------------------------------
 
     def submit(self, draw: int, key: bool, retried: bool) -> None:
         scheduler = pick(self.those(leads), draw)
         request_id = f"r{next(self.names)}"
-        # Keys are one for all shards, and each example has a shard of its own.
+        # Keys are common to all shards, and each example has a shard of its own.
         new = a_request(request_id, idempotency_key=f"{self.shard} {request_id}" if key else "")
         results = self.write(scheduler, scheduler.store.submit([new]))
         if results is None:
@@ -385,14 +391,14 @@ class Protocol(RuleBasedStateMachine):
     def tell(self, request_id: str, end: End) -> None:
         assert self.expected.told.setdefault(request_id, end) is end, "two ends"
 
-    # -- the record crashes -----------------------------------------------------------------------------------------------
+    # -- the record crashes ----------------------------------------------------------------------------------
 
     def is_behind(self) -> bool:
-        """The record lacks what a living leader holds."""
+        """Return whether the record lacks data that a living leader holds."""
         return any(scheduler.distrusts for scheduler in self.schedulers)
 
     def newest(self) -> Scheduler | None:
-        """The newest leader, if it lives and has read the record."""
+        """Return the newest leader, if it lives and has read the record."""
         return next(
             (one for one in self.those(leads) if int(one.epoch.split(":")[0]) == self.epochs[-1]), None
         )
@@ -413,7 +419,7 @@ class Protocol(RuleBasedStateMachine):
         newest.store = self.open()
 
     def lose_the_tail(self) -> None:
-        """The record was away for longer than the lease, and comes back as it was synced, in another process."""
+        """Restart the record after longer than the lease, with its synced data, in another process."""
         record, _ = self.synced
         keys = self.reader.keys
         for key in self.everything():
@@ -429,7 +435,8 @@ class Protocol(RuleBasedStateMachine):
                 scheduler.store.distrust()
                 scheduler.distrusts = True
             else:
-                # One that was paused since before a takeover that is lost now would come up as the newest (docs/guarantees.md).
+                # A leader that was paused before a takeover that is now lost would come up as the newest
+                # (docs/guarantees.md).
                 self.run(scheduler.store.close())
                 scheduler.step_down()
                 scheduler.store = self.open()
@@ -438,16 +445,17 @@ class Protocol(RuleBasedStateMachine):
             self.expect_what_was_synced()
 
     def expect_what_was_synced(self) -> None:
-        """The last who knew more has died."""
+        """Set the expectations back to the synced copy: the last process with more data has died."""
         self.expected = copies_of.deepcopy(self.synced[1])
-        # A standby that has not seen a lost epoch may lead under its number. The nonce beside it is new, and the one who led is dead.
+        # A standby that has not seen a lost epoch may lead under its number. The nonce is new, and the former
+        # leader is dead.
         count = int(self.run(self.client.get(self.reader.keys.leader_count())) or 0)
         self.epochs = [number for number in self.epochs if number <= count]
         for worker in self.workers.values():
             worker.held, worker.kept, worker.follows = {}, [], None
 
     def write_back(self, leader: Scheduler) -> None:
-        """As the leader's loop does, while others try to lead."""
+        """Write back as the leader's loop does, while others try to lead."""
         assert leader.copies is not None
         assert self.run(leader.store.reclaim_leadership(newest_sequence=self.newest_sequence(leader)))
         self.others_cannot_lead(leader)
@@ -491,13 +499,14 @@ class Protocol(RuleBasedStateMachine):
         return max((stored.sequence for stored in leader.facts.values()), default=0)
 
     def in_flight(self, leader: Scheduler) -> set[str]:
-        """What it has decided and not heard of."""
+        """Return the decisions without a reply."""
         return {command.request_id for command, _ in leader.asked}
 
-    # -- a scheduler's turn: decide, send, hear -------------------------------------------------------------------------
+    # -- a scheduler's turn: decide, send, receive -----------------------------------------------------
 
     def decide(self, draw: int, slot: int, worker: int, what: int, at_once: bool) -> None:
-        """All reports that came in, and perhaps one decision behind them, in one batch; sent at once, or who knows when."""
+        """Put all reports that came in, and perhaps one later decision, in one batch; send it at once, or at
+        any later time."""
         scheduler = pick(self.those(can_decide), draw)
         assert scheduler.copies is not None
         asked: list[tuple[Any, Report | None]] = []
@@ -541,7 +550,8 @@ class Protocol(RuleBasedStateMachine):
             self.send_of(scheduler, answer_is_lost=False)
 
     def send(self, draw: int, answer_is_lost: bool) -> None:
-        """For the first time, or again since the answer was lost or it was fenced: perhaps long after the decision."""
+        """Send for the first time, or again after a lost reply or a fencing: perhaps long after the
+        decision."""
         self.send_of(pick(self.those(has_batch), draw), answer_is_lost=answer_is_lost)
 
     def send_of(self, scheduler: Scheduler, *, answer_is_lost: bool) -> None:
@@ -618,7 +628,7 @@ class Protocol(RuleBasedStateMachine):
         else:
             scheduler.copies[request_id] = copy_of(stored)
 
-    # -- workers --------------------------------------------------------------------------------------------------------
+    # -- workers ---------------------------------------------------------------------------------------------
 
     def specify(self, scheduler: Scheduler, request_id: str, copy: Copy) -> None:
         worker = self.workers[copy.worker or ""]
@@ -640,7 +650,8 @@ class Protocol(RuleBasedStateMachine):
             kept.remove(report)
 
     def connect(self, draw: int, name: int) -> None:
-        """A hello to whoever says that it leads, with all that is held; what was not acknowledged is offered again."""
+        """Send a hello to any scheduler that claims to lead, with everything held; unacknowledged reports are
+        offered again."""
         worker, scheduler = pick(list(self.workers.values()), name), pick(self.those(leads), draw)
         assert scheduler.copies is not None
         worker.follows = scheduler
@@ -662,7 +673,7 @@ class Protocol(RuleBasedStateMachine):
         ]
 
     def work(self, draw: int, count: int, ends: bool, told: int) -> None:
-        """A round; its report reaches the scheduler, or gets lost, or comes twice."""
+        """Run a round; its report reaches the scheduler, or gets lost, or comes twice."""
         worker, request_id, held = pick(self.busy(), draw)
         tokens = tuple(held.lease_epoch * EPOCH + at for at in range(held.outputs, held.outputs + count))
         end = End.STOP if ends else None
@@ -673,7 +684,7 @@ class Protocol(RuleBasedStateMachine):
         if worker.follows is not None and leads(worker.follows):
             worker.follows.inbox += [report] * told
 
-    # -- what holds at every moment ---------------------------------------------------------------------------------------
+    # -- what holds at every moment --------------------------------------------------------------------------
 
     @invariant()
     def everything_holds(self) -> None:
@@ -723,7 +734,7 @@ class Protocol(RuleBasedStateMachine):
         keys = self.reader.keys
         alive = [stored for stored in self.before.values() if stored.end is None]
         queue = self.run(self.client.zrange(keys.unfinished(), 0, -1))
-        # One may be on the record whose acceptance nobody has heard of yet.
+        # The record may hold one whose acceptance no process has received yet.
         on_record = self.run(unfinished(self.reader))
         assert {stored.request_id for stored in alive} <= {stored.request_id for stored in on_record}
         assert sorted(id_.decode() for id_ in queue) == sorted(stored.request_id for stored in on_record)
@@ -733,7 +744,7 @@ class Protocol(RuleBasedStateMachine):
         assert int(self.run(self.client.get(keys.reserved())) or 0) == reserved
 
     def teardown(self) -> None:
-        """A last scheduler finds everything, and brings each request to the end that it lacks."""
+        """Bring each request to its missing end with a last scheduler, which finds everything."""
         newest = self.newest()
         if newest is not None and newest.distrusts:
             with pytest.raises(RecordBehind):

@@ -1,4 +1,5 @@
-"""The user that docs/security.md describes: what the record needs, and nothing else. And TLS, and a password that changes."""
+"""The user of docs/security.md: the rights that the record needs, and nothing else. Also TLS, and a password
+that changes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ PASSWORD = "correct horse battery staple"
 
 
 def documented_rule(password: str = PASSWORD, user: str = "laps-sd") -> list[str]:
-    """What stands behind this user on the page."""
+    """Return the rights of this user on the page."""
     found = re.search(rf"^user {user} (.*)$", PAGE.read_text(), re.MULTILINE)
     assert found is not None
     digest = hashlib.sha256(password.encode()).hexdigest()
@@ -49,7 +50,7 @@ def password_file(tmp_path: Path) -> Path:
 
 
 async def use_everything(store: Store) -> None:
-    """Every script, and every other thing that a store asks."""
+    """Run every script, and every other command of a store."""
     await store.ping()
     assert await store.acquire_leadership(owner="a:1", lease_s=60)
     assert await store.leader()
@@ -155,7 +156,7 @@ async def test_a_password_is_changed_under_a_running_store(
 
 @contextlib.contextmanager
 def record_with_tls(folder: Path, kind: str, tls: RedisTls) -> Iterator[tuple[EmbeddedServer, int]]:
-    """The server, and its port that wants a client certificate."""
+    """Return the server, and its port that requires a client certificate."""
     if kind == "embedded":
         with EmbeddedServer(folder).start() as server, behind_tls(server.port or 0, tls) as port:
             yield server, port

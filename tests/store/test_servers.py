@@ -1,4 +1,5 @@
-"""The store finds its server: in a cluster, behind sentinels, and after a failover. All with real servers on loopback."""
+"""The store finds its server: in a cluster, with sentinels, and after a failover. All with real servers on
+loopback."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ Open = Callable[..., Awaitable[Store]]
 
 @pytest.fixture
 async def open_store() -> AsyncIterator[Open]:
-    """Leaders."""
+    """Return a factory of leaders."""
     opened: list[Store] = []
 
     async def open_one(*servers: EmbeddedServer, shard: str = "main", **settings: Any) -> Store:
@@ -130,7 +131,7 @@ class TestACluster:
     async def test_a_key_is_claimed_across_nodes(
         self, cluster: list[EmbeddedServer], open_store: Open
     ) -> None:
-        """Sixteen keys, so that their claims lie on every node."""
+        """There are sixteen keys, so that their claims lie on every node."""
         first = await open_store(cluster[0], shard=shard_at(0, "first"))
         second = await open_store(cluster[0], shard=shard_at(1, "second"))
         keyed = [a_request(f"k{n}", idempotency_key=f"key-{n}") for n in range(16)]
@@ -155,7 +156,7 @@ class TestACluster:
 
         await self._move(cluster, shard)
 
-        with pytest.raises(RecordBehind):  # another server: it could lack something
+        with pytest.raises(RecordBehind):  # another server: it could lack data
             await store.renew_leadership()
         assert await store.reclaim_leadership(newest_sequence=1)
         assert await One(store).commit(a_commit()) is OK
@@ -171,7 +172,7 @@ class TestACluster:
         await ask(cluster[0], "DEL", *await ask(cluster[0], "CLUSTER", "GETKEYSINSLOT", slot, 1000))
         await ask(
             cluster[0], "CLUSTER", "SETSLOT", slot, "NODE", other
-        )  # which still says that it is the first's
+        )  # in its own view still a slot of the first
         stranger = Store.open(f"redis://127.0.0.1:{cluster[1].port}", shard)
 
         with pytest.raises(StoreUnavailable, match=r"keys are said to be at 127\.0\.0\.1:"):
@@ -182,7 +183,7 @@ class TestACluster:
         await stranger.close()
 
     async def test_a_node_that_is_down_is_asked_again(self, cluster: list[EmbeddedServer]) -> None:
-        for server in cluster:  # the others go on sending everybody to the one that is down
+        for server in cluster:  # the others still direct all clients to the one that is down
             await ask(server, "CONFIG", "SET", "cluster-node-timeout", 600_000)
         cluster[0].kill()
         store = Store.open(f"redis://127.0.0.1:{cluster[1].port}", shard_at(0))
@@ -219,7 +220,8 @@ class TestACluster:
 
 @contextlib.contextmanager
 def a_port(*, answers: bool) -> Iterator[tuple[int, list[int]]]:
-    """Somebody listens, who says nothing or closes every connection at once; the second grows by one entry for each then."""
+    """Yield a port that sends no reply or closes every connection at once, and a list that grows by one entry
+    for each in the second case."""
     met: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -249,7 +251,7 @@ async def test_an_address_that_is_named_twice_is_tried_once() -> None:
 
 
 async def test_the_addresses_of_the_url_outlive_any_number_of_others(tmp_path: Path) -> None:
-    """A cluster that has moved from node to node, and back."""
+    """A cluster has moved from node to node, and back."""
     with EmbeddedServer(tmp_path).start() as server:
         url = parse_redis_url(f"redis://127.0.0.1:{server.port}")
         servers = Servers(url, probe_key="key", timeout_s=5, max_connections=1)
@@ -263,7 +265,7 @@ async def test_the_addresses_of_the_url_outlive_any_number_of_others(tmp_path: P
                 return False
             return True
 
-        assert [await found() for _ in range(2)] == [False, True]  # after those heard of last
+        assert [await found() for _ in range(2)] == [False, True]  # after the recently seen ones
         await servers.close()
 
 
@@ -283,7 +285,7 @@ async def test_a_sentinel_that_says_nothing_costs_one_call(primary: EmbeddedServ
 
 
 async def doubts(store: Store) -> bool:
-    """Whether the leader has found the other server, and wants to compare."""
+    """Return whether the leader has found the other server, and wants to compare."""
     try:
         await store.renew_leadership()
     except RecordBehind:
@@ -381,7 +383,7 @@ SENTINEL_PASSWORD = "of-the-sentinels"
 
 @pytest.fixture
 async def primary(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    """Its default user has the password of the record, which is not that of the sentinels."""
+    """Return a primary whose password differs from that of the sentinels."""
     with EmbeddedServer(tmp_path / "primary").start() as server:
         await ask(server, "CONFIG", "SET", "requirepass", RECORD_PASSWORD)
         yield server
@@ -429,7 +431,7 @@ async def test_sentinels_have_users_of_their_own(
             await wrong.ping()
         assert RECORD_PASSWORD not in str(refused.value)
         secret(tmp_path, SENTINEL_PASSWORD)
-        await wrong.ping()  # read for each question
+        await wrong.ping()  # read for each query
         await wrong.close()
 
 

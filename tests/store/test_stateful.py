@@ -1,4 +1,4 @@
-"""Any sequence of transitions by two processes, right and wrong ones, against a model in plain Python."""
+"""Any sequence of transitions by two processes, valid and invalid ones, against a model in plain Python."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ a_level = st.integers(0, 2)
 
 @dataclass
 class Modelled:
-    """What the record should hold of one request."""
+    """Expected content of the record for one request."""
 
     key: str
     body: str
@@ -120,7 +120,7 @@ class Modelled:
 
 
 class TwoProcesses(RuleBasedStateMachine):
-    """One of them leads, the other thinks it still does."""
+    """One process leads, the other still believes that it leads."""
 
     url: str
 
@@ -145,7 +145,7 @@ class TwoProcesses(RuleBasedStateMachine):
 
     @rule()
     def take_over(self) -> None:
-        """The leader's lease runs out unnoticed, and the other process gets its own."""
+        """Let the leader's lease expire unnoticed, and the other process get its own."""
         self.run(self.client.delete(self.leading.keys.leader()))
         self.leading, self.fenced = self.fenced, self.leading
         old = self.leading.epoch
@@ -157,7 +157,7 @@ class TwoProcesses(RuleBasedStateMachine):
     @rule(key=st.sampled_from(["", "k1", "k2"]), body=st.sampled_from(["b1", "b2"]))
     def submit(self, key: str, body: str) -> None:
         request_id = f"r{len(self.model)}"
-        self.last = None  # it may have asked for the request that exists from now on
+        self.last = None  # it may have queried the request that exists from now on
         [result] = self.run(self.leading.submit([a_request(request_id, idempotency_key=key, body_hash=body)]))
         known = self.by_key.get(key) if key else None
         if known is not None:
@@ -286,12 +286,13 @@ class TwoProcesses(RuleBasedStateMachine):
         self.runner.close()
 
     def pick(self, slot: int) -> tuple[str, Modelled]:
-        """One of the requests there are, or of those there are not."""
+        """Return a request id and its model, which is empty for a missing request."""
         request_id = f"r{slot}"
         return request_id, self.model.get(request_id) or Modelled("", "")
 
     def check(self, verb: str, command: object, expected: TransitionStatus) -> None:
-        """The fenced process is refused, then the leader gets the answer of the model."""
+        """Assert that the fenced process is refused, and that the leader then gets the result of the
+        model."""
         try:
             self.run(self.queue(self.fenced, verb, command)[0].execute())
         except Fenced:
