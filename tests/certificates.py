@@ -20,7 +20,7 @@ from laps_sd.wire import Tls
 
 
 def write_certificates(folder: Path) -> Path:
-    """Skips the test where there is no openssl."""
+    """Write certificates. Skip the test where there is no openssl."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,9 @@ def write_certificates(folder: Path) -> Path:
 
 
 def certificate(folder: Path, common_name: str, *alternatives: str) -> Tls:
-    """One more of the CA in this folder, with these subject alternative names ("DNS:x.test", "URI:…", "IP:…")."""
+    """Create one more certificate of the CA in this folder, with these subject alternative names
+    ("DNS:x.test", "URI:…", "IP:…").
+    """
     name = common_name.replace(" ", "-")
     request = ("-keyout", f"{name}.key", "-out", f"{name}.request", "-subj", f"/CN={common_name}")
     _openssl(folder, "req", *_KEY, *request)
@@ -58,7 +60,9 @@ def certificate(folder: Path, common_name: str, *alternatives: str) -> Tls:
 
 @contextlib.contextmanager
 def behind_tls(port: int, tls: Tls) -> Iterator[int]:
-    """A port that wants a client certificate, in front of a server that speaks plain text (the packaged one has no TLS)."""
+    """Open a port that requires a client certificate, in front of a server without TLS (the packaged one has
+    none).
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca)
     assert tls.cert is not None
     context.load_cert_chain(tls.cert, tls.key)

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 @dataclass(frozen=True)
 class SeenSpan:
-    """One span, as it came."""
+    """One span, as received."""
 
     service: str
     name: str
@@ -30,7 +30,7 @@ class SeenSpan:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Everything that came, in the order of arrival."""
+    """All received spans, in the order of arrival."""
 
     def __init__(self) -> None:
         self._spans: list[SeenSpan] = []
@@ -46,13 +46,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def spans(self, trace: str | None = None, name: str | None = None) -> list[SeenSpan]:
-        """Those of a trace, or of a name."""
+        """Return the spans of a trace, or of a name."""
         with self._lock:
             return [span for span in self._spans if trace in (None, span.trace) and name in (None, span.name)]
 
 
 def values(thing: Any) -> dict[str, Any]:
-    """The attributes of a resource, a span or an event."""
+    """Return the attributes of a resource, a span or an event."""
     return {one.key: _value(one.value) for one in thing.attributes}
 
 
@@ -80,7 +80,7 @@ def _seen(service: str, span: Any) -> SeenSpan:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that listens while the block lasts; `endpoint` is what LAPS_SD_OTLP_ENDPOINT takes."""
+    """Run a collector while the block lasts; `endpoint` is the value for LAPS_SD_OTLP_ENDPOINT."""
     server = grpc.server(ThreadPoolExecutor(max_workers=4))
     collector = Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

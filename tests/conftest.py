@@ -52,21 +52,25 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def fake_stack() -> Iterator[LocalStack]:
-    """One scheduler, two workers with scripted tokens, one gateway; leave it as you found it."""
+    """Start one scheduler, two workers with scripted tokens, one gateway; tests must leave the stack
+    unchanged.
+    """
     with LocalStack(workers=2, engine="fake", environment={"LAPS_SD_FAKE_TIME_SCALE": "0.1"}) as stack:
         yield stack
 
 
 @pytest.fixture(scope="session")
 def demo_stack(device: str) -> Iterator[LocalStack]:
-    """One scheduler, one worker with the shipped model pair, one gateway; leave it as you found it."""
+    """Start one scheduler, one worker with the shipped model pair, one gateway; tests must leave the stack
+    unchanged.
+    """
     with LocalStack(workers=1, engine="demo", device=device) as stack:
         yield stack
 
 
 @pytest.fixture
 def make_stack() -> Iterator[StackMaker]:
-    """Starts stacks that the test may break; whatever is left of them goes at its end."""
+    """Start stacks that the test may break; any remaining part is stopped at its end."""
     stacks: list[LocalStack] = []
 
     def make(**settings: object) -> LocalStack:

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class NotYetError(AssertionError):
-    """What a test waited for did not happen."""
+    """Failure of a condition to become true in time."""
 
 
 def wait_until(
     predicate: Callable[[], T], *, description: str, timeout_s: float = 20.0, every_s: float = 0.02
 ) -> T:
-    """Calls `predicate` until it answers something true, and returns that."""
+    """Call `predicate` until it returns a true value, and return that."""
     deadline = time.monotonic() + timeout_s
     while True:
         answer = predicate()
@@ -37,7 +37,7 @@ async def wait_until_async(
     timeout_s: float = 20.0,
     every_s: float = 0.02,
 ) -> T:
-    """As `wait_until`, without blocking the loop; `predicate` may be a coroutine function."""
+    """Wait as `wait_until` does, without blocking the loop; `predicate` may be a coroutine function."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = predicate()
@@ -50,7 +50,7 @@ async def wait_until_async(
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """Return a port without a listener at this time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

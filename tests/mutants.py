@@ -8,7 +8,7 @@ function run on it until the first failure; one that takes three times the proce
 Prints the survivors, the share that was found and its 95 % interval (Wilson); the exit code is 1 if that share is below --least.
 
 pytest collects once, in this process; each mutant is a child forked off it, in which the function gets other code. So most cost
-milliseconds, no file is written, and the working tree may change meanwhile.
+milliseconds, no file is written, and the working tree may change during the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Change = tuple[str, Callable[[ast.AST], None]]
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """What can be done to one node, and its name."""
+    """Yield the possible changes of one node, and their names."""
     match node:
         case ast.Compare(ops=[op, *_]) if type(op) in COMPARISONS:
             yield "comparison", lambda n: n.ops.__setitem__(0, COMPARISONS[type(n.ops[0])]())  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def changes(node: ast.AST) -> Iterator[Change]:
 
 
 def bodies(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes that run inside functions; not annotations, defaults, assertions, or what is raised."""
+    """Yield nodes that run inside functions; not annotations, defaults, assertions, or raised exceptions."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             waiting: list[ast.AST] = list(function.body)
@@ -96,7 +96,7 @@ class Mutant:
     code: CodeType
 
     def plant(self) -> None:
-        """Gives the function its mistake, for the rest of this process."""
+        """Put the mistake into the function, for the rest of this process."""
         holder: Any = importlib.import_module(module_name(self.file))
         *classes, name = self.function.split(".")
         for each in classes:
@@ -113,7 +113,7 @@ def module_name(file: Path) -> str:
 
 
 def functions(code: CodeType) -> dict[str, CodeType]:
-    """The outermost functions of a module, methods too, by name."""
+    """Return the outermost functions of a module, methods too, by name."""
     found = {}
     for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
         if "<" in inner.co_name:
@@ -127,7 +127,7 @@ def functions(code: CodeType) -> dict[str, CodeType]:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a mistake can be planted: the node of a file, by its place in `bodies`, and which of its `changes`."""
+    """A place for a mistake: the node of a file, by its place in `bodies`, and which of its `changes`."""
 
     file: Path
     node: int
@@ -135,14 +135,14 @@ class Spot:
 
 
 def spots(file: Path) -> list[Spot]:
-    """All of them in one file."""
+    """Return all spots in one file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     nodes = enumerate(bodies(tree))
     return [Spot(file, number, which) for number, node in nodes for which, _ in enumerate(changes(node))]
 
 
 def mutants(spot: Spot) -> Iterator[Mutant]:
-    """The mistake planted there; none where Python makes the same code of it."""
+    """Yield the mistake planted there; none where Python compiles it to the same code."""
     text = spot.file.read_text(encoding="utf-8")
     tree, changed = ast.parse(text), ast.parse(text)
     node, twin = (list(bodies(each))[spot.node] for each in (tree, changed))
@@ -159,7 +159,7 @@ def mutants(spot: Spot) -> Iterator[Mutant]:
 
 
 class Trials:
-    """A pytest plugin: instead of running what was collected once, it runs it once for each mutant."""
+    """A pytest plugin: instead of one run of the collected tests, it runs them once for each mutant."""
 
     def __init__(self, chosen: Sequence[Mutant]) -> None:
         self.chosen = chosen
@@ -167,7 +167,7 @@ class Trials:
         self.well = False
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Tries all mutants."""
+        """Try all mutants."""
         output, told = os.pipe()
         child = os.fork()
         if child == 0:
@@ -191,7 +191,7 @@ class Trials:
         return True
 
     def usual(self, session: pytest.Session) -> list[tuple[float, list[str]]]:
-        """Of each test the processor time it takes, s, and the functions it calls."""
+        """Return, for each test, the processor time it takes, s, and the functions it calls."""
         silence()
         wanted = {str(mutant.file) for mutant in self.chosen}
         called: set[CodeType] = set()
@@ -216,7 +216,9 @@ class Trials:
         return found
 
     def survives(self, session: pytest.Session, mutant: Mutant, callers: Sequence[tuple[float, int]]) -> bool:
-        """Whether every test that calls the function passes with the mistake in it; quick ones run first."""
+        """Return whether every test that calls the function passes with the mistake in it; quick ones run
+        first.
+        """
         child = os.fork()
         if child == 0:
             silence()

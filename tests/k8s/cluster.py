@@ -1,8 +1,10 @@
-"""A namespace of a real API server, and a kubelet that runs no container: it says that pods run, and lets workers speak for them.
+"""A namespace of a real API server, and a kubelet that runs no container: it reports that pods run, and lets
+workers act for them.
 
-The API server is the one of KUBECONFIG; one that does not answer, and any cluster with nodes, is left alone. It needs Kubernetes' controllers and must have no
-node of its own, so that nobody else runs the pods. Everything that is made is in a namespace that is deleted at the end, but
-for a node of that name, which is deleted too, and the resource definition of the pools, which is replaced by that of this checkout.
+The API server is the one of KUBECONFIG; one that does not answer, and any cluster with nodes, is left alone.
+It needs Kubernetes' controllers and must have no node of its own, so that no other kubelet runs the pods.
+Everything that is made is in a namespace that is deleted at the end, but for a node of that name, which is
+deleted too, and the resource definition of the pools, which is replaced by that of this checkout.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 class Cluster:
-    """One namespace, with what a test needs to look at it and change it. All objects are dictionaries."""
+    """One namespace, with the means of a test to look at it and change it. All objects are dictionaries."""
 
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self.api = api
@@ -92,7 +94,7 @@ class Cluster:
         )
 
     async def scale_pool(self, name: str, replicas: int) -> dict[str, Any]:
-        """By the scale subresource, as `kubectl scale`, an HPA and KEDA do."""
+        """Scale a pool by the scale subresource, as `kubectl scale`, an HPA and KEDA do."""
         found: dict[str, Any] = await self.custom.patch_namespaced_custom_object_scale(
             *POOLS, self.namespace, PLURAL, name, {"spec": {"replicas": replicas}}, _content_type=MERGE
         )
@@ -126,7 +128,7 @@ class Cluster:
         )
 
     async def lease(self) -> dict[str, Any]:
-        """What the operators' Lease says; empty while there is none."""
+        """Return the content of the operators' Lease; empty while there is none."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases/laps-sd-operator"
         try:
             found: dict[str, Any] = (await self.request("GET", path))["spec"]
@@ -141,7 +143,7 @@ class Cluster:
         return {pod["metadata"]["name"]: pod for pod in found}
 
     async def marked(self) -> list[str]:
-        """Pods with the annotation that makes Kubernetes take them first."""
+        """Return the pods with the annotation that makes Kubernetes take them first."""
         return sorted(
             name
             for name, pod in (await self.pods()).items()
@@ -151,8 +153,9 @@ class Cluster:
 
 
 class Kubelet:
-    """Says that pods run as soon as they exist, and ends them when they are told to. With the address of a scheduler
-    each pod gets a worker of its name, which does what the test says."""
+    """A kubelet that reports pods as running as soon as they exist, and ends them when they are deleted. With
+    the address of a scheduler each pod gets a worker of its name, which is controlled by the test.
+    """
 
     def __init__(self, cluster: Cluster, scheduler: str | None = None) -> None:
         self._cluster = cluster
@@ -224,7 +227,7 @@ class OperatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def twin(self) -> OperatorProcess:
-        """Another pod of the same account; not started."""
+        """Return another pod of the same account; not started."""
         return OperatorProcess(
             Path(self._environment["KUBECONFIG"]),
             self._environment["LAPS_SD_OPERATOR_NAMESPACE"],
@@ -234,15 +237,15 @@ class OperatorProcess:
 
     @property
     def pod(self) -> str:
-        """By which it stands for election."""
+        """Return its name in the election."""
         return self._environment["POD_ID"]
 
     def said(self) -> str:
-        """Its log."""
+        """Return its log."""
         return self.log.read_text(encoding="utf-8")
 
     def probe(self) -> int:
-        """What Kubernetes' liveness probe gets."""
+        """Return the status that Kubernetes' liveness probe gets."""
         port = self._environment["LAPS_SD_OPERATOR_HEALTH_PORT"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
             return int(answer.status)
@@ -254,18 +257,18 @@ class OperatorProcess:
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process."""
+        """Send a signal to the process."""
         assert self._process is not None
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """As a lost node does."""
+        """End the process as a lost node does."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> int:
-        """As Kubernetes does; the exit code."""
+        """Stop the process as Kubernetes does; return the exit code."""
         if self._process is None:
             return 0
         self._process.terminate()
@@ -283,7 +286,7 @@ def kubeconfig_of_test() -> str:
 
 @contextlib.asynccontextmanager
 async def namespace_of_test() -> AsyncIterator[Cluster]:
-    """A fresh namespace that admits restricted pods only, with this checkout's definition of pools."""
+    """Create a fresh namespace that admits restricted pods only, with this checkout's definition of pools."""
     await config.load_kube_config(kubeconfig_of_test())
     async with client.ApiClient() as api:
         try:
@@ -318,7 +321,7 @@ async def _has_account(cluster: Cluster) -> bool:
 
 
 async def define_pools(cluster: Cluster) -> None:
-    """Applies the definition and waits until the API server serves it."""
+    """Apply the definition and wait until the API server serves it."""
     for definition in yaml.safe_load_all(
         (CHART / "crds" / "speculativepools.yaml").read_text(encoding="utf-8")
     ):
@@ -335,7 +338,7 @@ async def define_pools(cluster: Cluster) -> None:
 
 
 async def apply(cluster: Cluster, path: str, found: dict[str, Any], **query: str) -> Any:
-    """Server-side apply."""
+    """Apply an object by server-side apply."""
     return await cluster.request(
         "PATCH",
         path,
@@ -346,14 +349,14 @@ async def apply(cluster: Cluster, path: str, found: dict[str, Any], **query: str
 
 
 async def token_of(cluster: Cluster, account: str) -> str:
-    """Of an account of the namespace, for an hour."""
+    """Return a token of an account of the namespace, for an hour."""
     request = {"spec": {"audiences": [], "expirationSeconds": 3600}}
     answer = await cluster.core.create_namespaced_service_account_token(account, cluster.namespace, request)
     return str(answer.status.token)
 
 
 def kubeconfig_with(token: str, path: Path) -> Path:
-    """Writes the cluster of the test's kubeconfig, with another user."""
+    """Write the cluster of the test's kubeconfig, with another user."""
     own = Path(kubeconfig_of_test())
     given = yaml.safe_load(own.read_text(encoding="utf-8"))
     contexts = {one["name"]: one["context"] for one in given["contexts"]}

@@ -14,7 +14,7 @@ from tests.k8s.helm import CHART, CRDS, TOOLS, Helm3, Helm4, helm3_program, helm
 
 
 def missing(what: str) -> None:
-    """A laptop may do without; CI may not."""
+    """Skip the test on a laptop; fail in CI, where nothing may be missing."""
     reason = f"{what} is not installed: make setup k8s-tools"
     if os.environ.get("CI"):
         pytest.fail(reason)
@@ -46,7 +46,7 @@ def helm(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def kubernetes() -> None:
-    """The schemas of Kubernetes are there."""
+    """Check that the schemas of Kubernetes are there."""
     if not (TOOLS / "python" / "kubernetes_validate").is_dir():
         missing("kubernetes-validate")
 

@@ -21,7 +21,7 @@ CRDS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1", "cert-manager.io/v1", "l
 
 
 class Refused(Exception):
-    """Helm did not render, and says why."""
+    """Failure of Helm to render, with its reason."""
 
 
 def objects(text: str) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def find(rendered: Sequence[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    """One object; the name without the release's prefix."""
+    """Return one object; the name without the release's prefix."""
     wanted = f"demo-laps-sd-{name}" if name else "demo-laps-sd"
     for found in rendered:
         if found["kind"] == kind and found["metadata"]["name"] == wanted:
@@ -42,7 +42,7 @@ def find(rendered: Sequence[dict[str, Any]], kind: str, name: str) -> dict[str, 
 
 
 class Helm3:
-    """The command line."""
+    """The command line of Helm 3."""
 
     name = "helm 3"
 
@@ -76,7 +76,9 @@ class Helm3:
 
 
 class Helm4:
-    """The library, in a process of its own. It knows no extra API versions offline: what is `auto` stays away."""
+    """The library, in a process of its own. It knows no extra API versions offline: objects that are `auto`
+    are not rendered.
+    """
 
     name = "helm 4"
 
@@ -103,7 +105,7 @@ class Helm4:
         return objects(self._ask("render", values)["manifests"])
 
     def notes(self, values: dict[str, Any]) -> str:
-        """What is shown after an installation. The command line shows it only with a cluster."""
+        """Return the notes after an installation. The command line shows them only with a cluster."""
         return str(self._ask("render", values)["notes"])
 
     def lint(self, values: dict[str, Any]) -> None:
@@ -118,7 +120,7 @@ class Helm4:
 
 
 def helm3_program() -> str | None:
-    """Of `make k8s-tools`, or in the path."""
+    """Return the program of `make k8s-tools`, or the one in the path."""
     own = TOOLS / "helm"
     return str(own) if own.exists() else shutil.which("helm")
 

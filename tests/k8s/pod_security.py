@@ -21,7 +21,7 @@ VOLUMES = {
 
 
 def pod_templates(rendered: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every pod specification with the object's name."""
+    """Yield every pod specification with the object's name."""
     for found in rendered:
         name = f"{found['kind']}/{found['metadata']['name']}"
         if found["kind"] == "Pod":

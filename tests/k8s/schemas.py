@@ -1,4 +1,6 @@
-"""The schemas of one version of Kubernetes, read once: what the package's own `validate` reads anew for every object."""
+"""The schemas of one version of Kubernetes, read once: the package's own `validate` reads them again for
+every object.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ INSTALLED = TOOLS / "python" / "kubernetes_validate" / "kubernetes-json-schema"
 
 
 class Schemas:
-    """Strict: an unknown field is an error, as for `kubectl apply --validate=strict`."""
+    """Strict schemas: an unknown field is an error, as for `kubectl apply --validate=strict`."""
 
     def __init__(self, version: str) -> None:
         sys.path.append(str(TOOLS / "python"))
@@ -33,7 +35,7 @@ class Schemas:
         return json.loads((self._folder / f"{name}.json").read_text(encoding="utf-8"))
 
     def problems(self, found: dict[str, Any]) -> list[str]:
-        """Sentences with the path of what is wrong."""
+        """Return sentences with the path of each error."""
         api = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", found["apiVersion"])
         kind = f"{found['kind'].lower()}-{api}"
         if kind not in self._of_kind:

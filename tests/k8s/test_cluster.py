@@ -55,7 +55,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 async def leader(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator[SchedulerUnderTest]:
-    """A scheduler with nobody connected; workers without heartbeats are not given up."""
+    """Start a scheduler without connected peers; workers without heartbeats are not given up."""
     shard = f"s{abs(hash(request.node.name)) % 10**8}"
     found = await start_scheduler(redis_url, shard=shard, silence_s=600.0)
     await found.wait_leading()
@@ -72,7 +72,7 @@ async def kubelet(cluster: Cluster, leader: SchedulerUnderTest) -> AsyncIterator
 
 @pytest.fixture
 async def deployed(cluster: Cluster, helm3: Any, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
-    """The operator as a process, with the account and the rights that the chart gives it."""
+    """Start the operator as a process, with the account and the rights that the chart gives it."""
     rendered = helm3.render({"operator": {"enabled": True}})
     for kind in ("ServiceAccount", "Role", "RoleBinding"):
         made = find(rendered, kind, "operator")
@@ -91,7 +91,7 @@ async def deployed(cluster: Cluster, helm3: Any, tmp_path: Path) -> AsyncIterato
 
 
 def went_well(process: OperatorProcess) -> None:
-    """No failed turn, and nothing that its account may not do."""
+    """Check that no turn failed, and that the process tried nothing that its account may not do."""
     said = process.log.read_text(encoding="utf-8")
     assert "Traceback" not in said, said
     assert "system:serviceaccount:" not in said, said  # whom Kubernetes names when it refuses
@@ -99,7 +99,9 @@ def went_well(process: OperatorProcess) -> None:
 
 @pytest.fixture
 async def pool(cluster: Cluster, helm3: Any, leader: SchedulerUnderTest) -> dict[str, Any]:
-    """As the chart writes it, with the test's scheduler; the account that its pods run as is there."""
+    """Create a pool as the chart writes it, with the test's scheduler; the account that its pods run as
+    exists.
+    """
     rendered = helm3.render({"operator": {"enabled": True}})
     account = find(rendered, "ServiceAccount", "worker")
     await apply(cluster, path_of(account, cluster.namespace), account)
@@ -114,7 +116,7 @@ def with_spec(pool: dict[str, Any], **spec: Any) -> dict[str, Any]:
 
 
 def path_of(made: dict[str, Any], namespace: str) -> str:
-    """Where the API server keeps such an object."""
+    """Return the path of such an object at the API server."""
     version, kind = made["apiVersion"], made["kind"].lower()
     plural = {"networkpolicy": "networkpolicies"}.get(kind, f"{kind}s")
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
@@ -212,7 +214,7 @@ async def test_a_pool_becomes_a_deployment_and_status_says_how_it_does(
 
 
 async def printed(cluster: Cluster) -> dict[str, Any]:
-    """What `kubectl get speculativepools -o wide` shows."""
+    """Return the output of `kubectl get speculativepools -o wide`."""
     path = f"/apis/laps-sd.dev/v1alpha1/namespaces/{cluster.namespace}/speculativepools"
     table = await cluster.request(
         "GET", path, Accept="application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
@@ -254,7 +256,9 @@ async def one_too_many(
     *,
     prompts: dict[str, int],
 ) -> AsyncIterator[dict[str, str]]:
-    """A pool with a worker for each request, who has which, and one worker that drains since the pool is to be smaller."""
+    """Start a pool with a worker for each request, and one worker that drains since the pool is to be
+    smaller; yield the worker of each request.
+    """
     count = len(prompts)
     await cluster.create_pool(with_spec(pool, replicas=count, drainSeconds=3600))
     await wait_until_async(
@@ -268,7 +272,7 @@ async def one_too_many(
 
 
 async def occupy(client: Any, kubelet: Kubelet, prompts: dict[str, int]) -> dict[str, str]:
-    """A request on each worker, one round done; who has which."""
+    """Run a request on each worker, one round done; return the worker of each."""
     for number, (name, length) in enumerate(prompts.items(), start=1):
         await client.submit(name, prompt=tuple(range(length)), max_tokens=50, submission_id=number)
     where: dict[str, str] = {}
@@ -294,7 +298,9 @@ async def has_pods(cluster: Cluster, count: int) -> bool:
 
 
 async def turns(cluster: Cluster, count: int) -> None:
-    """So many turns of the operator have begun and ended since the call: each has seen a change of the pool."""
+    """Wait until this many turns of the operator have begun and ended since the call: each has seen a change
+    of the pool.
+    """
     for number in range(count):
         await cluster.patch_pool(NAME, {"spec": {"maxReplicas": 100 + number}})
         generation = (await cluster.pool(NAME))["metadata"]["generation"]
@@ -339,7 +345,7 @@ async def test_an_operator_that_was_killed_goes_on_where_it_was(
 
 @pytest.fixture
 async def standby(cluster: Cluster, deployed: OperatorProcess) -> AsyncIterator[OperatorProcess]:
-    """A second operator, while the first one leads."""
+    """Start a second operator, while the first one leads."""
     await wait_until_async(lambda: leads(cluster, deployed), description="the first one leads", timeout_s=60)
     found = deployed.twin()
     found.start()
@@ -553,11 +559,11 @@ async def test_a_scheduler_that_is_away_stops_no_growth_and_is_told(
 
 
 class Died(Exception):
-    """The operator, in the middle of a turn."""
+    """Death of the operator in the middle of a turn."""
 
 
 class Mortal(operator.Kubernetes):
-    """Dies before its n-th write."""
+    """A Kubernetes client that dies before its n-th write."""
 
     def __init__(self, cluster: Cluster, writes: int) -> None:
         super().__init__(cluster.api, cluster.namespace, NAME)
@@ -713,7 +719,7 @@ async def test_helm_installs_upgrades_and_removes_it(cluster: Cluster, helm3: An
 async def test_an_upgrade_that_turns_autoscaling_on_begins_with_what_is_there(
     cluster: Cluster, helm3: Any
 ) -> None:
-    """A Deployment that loses its number has one pod, until a scaler says otherwise."""
+    """A Deployment that loses its number has one pod, until a scaler sets another number."""
     await helm(cluster, "install", "demo", str(CHART), "--set", "gateway.replicas=3")
     await helm(cluster, "upgrade", "demo", str(CHART), "--set", "gateway.autoscaling.enabled=true")
 
@@ -721,7 +727,7 @@ async def test_an_upgrade_that_turns_autoscaling_on_begins_with_what_is_there(
 
 
 async def helm(cluster: Cluster, *arguments: str, succeeds: bool = True) -> str:
-    """What it says, as an administrator of the cluster."""
+    """Return the output of helm, as an administrator of the cluster."""
     program = helm3_program()
     assert program is not None
     where = ("--namespace", cluster.namespace, "--kubeconfig", kubeconfig_of_test())
@@ -770,7 +776,9 @@ async def has_pools(cluster: Cluster, count: int) -> bool:
 
 
 async def admits_its_pod(cluster: Cluster, template: dict[str, Any]) -> None:
-    """A Deployment is taken whatever its pods are; what the namespace enforces is asked of the pod itself."""
+    """Check that the pod is admitted. A Deployment is accepted with any pods; the namespace's rules apply to
+    the pod itself.
+    """
     template = copy.deepcopy(template)
     template["spec"].pop("priorityClassName", None)
     template["spec"].pop("runtimeClassName", None)
@@ -781,7 +789,7 @@ async def admits_its_pod(cluster: Cluster, template: dict[str, Any]) -> None:
         "metadata": {**template["metadata"], "name": "of-the-template"},
     }
     for volume in pod["spec"].get("volumes", []):
-        if volume.pop("hostPath", None):  # the one thing beyond "restricted" that values can ask for
+        if volume.pop("hostPath", None):  # the only field beyond "restricted" that values can set
             volume["emptyDir"] = {}
     volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])}
     for container in [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]:

@@ -1,4 +1,6 @@
-"""The images: what their files promise, and, where they have been built (make images), that each starts."""
+"""The images: the guarantees of their files, and, where they have been built (make images),
+that each starts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ IMAGES = ROOT / "k8s" / "images"
 FILES = ("Dockerfile", "operator.Dockerfile")
 BUILDAH = ("buildah", "--storage-driver", "vfs")
 LARGEST_MB = 250
-"""Of a gateway and a scheduler: a node starts one in seconds."""
+"""Limit for a gateway and a scheduler: a node starts one in seconds."""
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -79,7 +81,7 @@ case "$1" in
     inspect) echo {BASE_DIGEST} ;;
 esac
 """
-"""Says what a registry's answer would be, and records how it was called."""
+"""A script that prints a registry's possible answer, and records its arguments."""
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_build_prints_and_records_the_digest_of_its_base(tmp_path: Path, base:
 @pytest.mark.long
 @pytest.mark.gpu
 async def test_the_workers_entry_point_serves_on_a_gpu(make_stack: StackMaker) -> None:
-    """What the image of a worker starts, `laps-sd worker`, with the device that the chart gives it."""
+    """The command of a worker's image, `laps-sd worker`, runs with the device that the chart gives it."""
     torch = pytest.importorskip("torch", reason="make setup")
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
@@ -146,11 +148,11 @@ async def test_the_workers_entry_point_serves_on_a_gpu(make_stack: StackMaker) -
 
 @pytest.mark.long
 class TestBuilt:
-    """Of the images that are there; the sizes are what `make images` prints."""
+    """Tests of the images that exist; the sizes are those that `make images` prints."""
 
     @pytest.fixture
     def container(self, component: str) -> Iterator[str]:
-        """Of the image."""
+        """Start a container of the image."""
         if shutil.which("buildah") is None:
             pytest.skip("buildah is not installed")
         if os.geteuid() != 0:
@@ -242,7 +244,9 @@ class TestBuilt:
 
     @pytest.mark.parametrize("component", ["gateway", "scheduler"])
     def test_it_is_small(self, container: str, component: str) -> None:
-        """As `make images` prints it: all that a node downloads and keeps, the base included."""
+        """The size is the one that `make images` prints: all that a node downloads and keeps, the base
+        included.
+        """
         image = f"localhost/laps-sd-{component}:{__version__}"
         shown = subprocess.run(
             [*BUILDAH, "images", "--json", image], capture_output=True, text=True, check=True
@@ -274,7 +278,7 @@ class TestBuilt:
 
     @pytest.mark.parametrize("component", ["gateway", "scheduler", "worker", "operator"])
     def test_nothing_but_its_temporary_folder_can_be_written(self, container: str, component: str) -> None:
-        """So that a read-only root takes nothing away."""
+        """A read-only root therefore breaks nothing."""
         program = (
             "import os; print([p for p in ('/', '/opt', '/opt/laps-sd', '/usr', '/etc', '/home') "
             "if os.access(p, os.W_OK)], os.access('/tmp', os.W_OK))"

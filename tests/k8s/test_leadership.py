@@ -1,4 +1,6 @@
-"""Which operator acts, over real HTTP to a server that keeps one Lease as Kubernetes does; test_cluster.py has a real API server."""
+"""The election of the operator that acts, over real HTTP to a server that keeps one Lease as Kubernetes does;
+test_cluster.py has a real API server.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)
 
 
 class Leases:
-    """Create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an answer; `garbled`: one that is none;
-    `forbids`: so many calls are refused. `takes_s`: each answer."""
+    """A server with create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an
+    answer; `garbled`: an invalid one; `forbids`: this many calls are refused. `takes_s`: time of each answer.
+    """
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
@@ -79,7 +82,7 @@ class Leases:
 
 
 class Candidate:
-    """Notes whether it leads."""
+    """A candidate that records whether it leads."""
 
     def __init__(self, api: client.ApiClient, name: str) -> None:
         self.terms = 0

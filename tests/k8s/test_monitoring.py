@@ -1,6 +1,8 @@
-"""Dashboard and alerts ask for what a running system serves, and an alert fires on what it is named after.
+"""Dashboard and alerts query metrics that a running system exports, and an alert fires on the condition in
+its name.
 
-Where Prometheus itself is installed (`make k8s-tools`), it scrapes the system, answers every query and judges every rule.
+Where Prometheus itself is installed (`make k8s-tools`), it scrapes the system, answers every query and judges
+every rule.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ UNIT_TESTS = Path(__file__).with_name("alerts.yaml")
 OF_THE_SCRAPE = {"namespace", "laps_sd_dev_pool", "laps_sd_dev_shard", "pod"}
 """Labels that a PodMonitor adds."""
 VALUES = {"end": {end.value for end in End}, "code": {code.name for code in grpc.StatusCode}}
-"""Of labels that an expression may name a value of."""
+"""Values of the labels that an expression may compare."""
 
 SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
@@ -56,7 +58,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def queries() -> dict[str, str]:
-    """Everything that is asked, by where."""
+    """Return all queries, by their place."""
     panels = {
         f"{panel['title']}, {target['refId']}": target["expr"]
         for panel in dashboard()["panels"]
@@ -67,7 +69,7 @@ def queries() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Running:
-    """A system with some work behind it, and what it serves."""
+    """A system that has done some work, and its exported metrics."""
 
     stack: LocalStack
     served: dict[str, tuple[str, set[str]]]
@@ -98,7 +100,7 @@ def scrape(stack: LocalStack) -> dict[str, tuple[str, set[str]]]:
 
 
 def work(stack: LocalStack) -> None:
-    """A few requests, and one that is refused."""
+    """Run a few requests, and one that is refused."""
     with Client(stack.gateway_address) as client:
         for seed in range(3):
             client.generate("What is 7 plus 5?", seed=seed, max_tokens=60, ignore_eos=True)
@@ -179,7 +181,7 @@ def test_every_alert_says_what_is_wrong_where_and_how_bad_it_is() -> None:
 
 
 def program(name: str) -> str:
-    """Of Debian's package; there is none for every system, so in CI too one may do without."""
+    """Return the program of Debian's package; not every system has one, so it may be missing in CI too."""
     found = shutil.which(name, path=str(TOOLS)) or shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed: make k8s-tools, where apt-get has the package prometheus")
@@ -199,7 +201,7 @@ def test_alerts_fire_on_what_they_are_named_after_and_on_nothing_else(tmp_path: 
 
 @pytest.fixture(scope="module")
 def prometheus(running: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of one that scrapes the system every second and has the rules."""
+    """Return the address of a Prometheus that scrapes the system every second and has the rules."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules_file = folder / "rules.yaml"
     rules_file.write_text(RULES.read_text(encoding="utf-8").replace("NAMESPACE", "models"))

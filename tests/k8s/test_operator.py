@@ -1,4 +1,4 @@
-"""The operator's objects: what it reads from Kubernetes and writes to it, and what it asks a real scheduler."""
+"""The operator's objects: its reads from Kubernetes and writes to it, and its calls to a real scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.services.scheduler.peers import gateway, start_scheduler, worker
 
 @pytest.fixture(scope="module")
 def pool(helm3: Any) -> dict[str, Any]:
-    """As the chart writes it, and as Kubernetes gives it back."""
+    """Return a pool as the chart writes it, and as Kubernetes gives it back."""
     rendered = helm3.render({"operator": {"enabled": True}})
     found = copy.deepcopy(find(rendered, "SpeculativePool", "demo-worker"))
     found["metadata"] |= {"namespace": "models", "uid": "u-1", "generation": 3}
@@ -235,7 +235,7 @@ def test_its_account_can_do_what_it_does_and_no_more(helm3: Any) -> None:
 
 
 def section(title: str) -> str:
-    """Returns one section of the guide."""
+    """Return one section of the guide."""
     text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 

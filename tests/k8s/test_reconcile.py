@@ -1,4 +1,6 @@
-"""What the operator does next: a pure function, against a small world of pods, workers and Kubernetes' own rules."""
+"""The operator's next actions: a pure function, against a small world of pods, workers and Kubernetes' own
+rules.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,7 @@ class World:
                 self.pods[name].draining = True
 
     def kubernetes(self) -> None:
-        """The controllers of Deployment and ReplicaSet: by phase, then by deletion cost."""
+        """Run the controllers of Deployment and ReplicaSet: by phase, then by deletion cost."""
         while len(self.pods) < (self.replicas or 0):
             self.made += 1
             self.pods[f"p{self.made}"] = WorldPod()
@@ -204,7 +206,7 @@ class World:
             self.busy_taken_while_idle += [name for name, pod in gone.items() if pod.requests]
 
     def live(self, choices: list[int]) -> None:
-        """Time passes: pods come up, requests come and go, drained workers end and come back."""
+        """Let time pass: pods come up, requests come and go, drained workers end and come back."""
         self.now_s += 1.0
         for (_name, pod), choice in zip(sorted(self.pods.items()), choices, strict=False):
             if pod.phase is not Phase.READY:
@@ -232,7 +234,7 @@ moves = st.lists(
 
 
 def busy_world(requests: list[int], **fields: Any) -> World:
-    """One worker for each entry, up and with so many requests."""
+    """Return a world with one worker for each entry, which is up and has that number of requests."""
     count = len(requests)
     world = World(wanted=count, replicas=count, last_set=count, made=count, **fields)
     world.pods = {f"p{i + 1}": WorldPod(Phase.READY, requests=n) for i, n in enumerate(requests)}
@@ -240,7 +242,7 @@ def busy_world(requests: list[int], **fields: Any) -> World:
 
 
 def play(world: World, move: str, choices: list[int]) -> None:
-    """One thing that may happen, and the operator's next turn after it."""
+    """Make one possible change, and run the operator's next turn after it."""
     match move:
         case "live":
             world.live(choices)
@@ -275,7 +277,7 @@ def test_whatever_happened_it_converges_and_then_rests(start: list[int], least: 
 @given(start=starts, moves=moves)
 @settings(max_examples=150, deadline=None)
 def test_doing_it_again_changes_nothing(start: list[int], moves: list) -> None:
-    """While the world stands still a few turns lead to rest, and no action is asked for twice."""
+    """While the world does not change, a few turns reach a stable state, and no action is requested twice."""
     world = busy_world(start)
     for move, choices in moves:
         play(world, move, choices)
@@ -295,8 +297,9 @@ def test_doing_it_again_changes_nothing(start: list[int], moves: list) -> None:
 @given(start=starts, moves=moves)
 @settings(max_examples=150, deadline=None)
 def test_no_busy_worker_goes_while_an_idle_one_exists(start: list[int], moves: list) -> None:
-    """Where the operator decides: not when somebody scales the Deployment past it, nor while no scheduler says who is idle, nor
-    when a drained worker was started again before its pod went (its SIGTERM drains it once more).
+    """The rule holds for the operator's decisions: not when another client scales the Deployment further, nor
+    while no scheduler reports idle workers, nor when a drained worker was started again before its pod went
+    (its SIGTERM drains it again).
     """
     world = busy_world(start, comes_back=False)
     for move, choices in moves:
@@ -312,7 +315,7 @@ def test_a_number_set_by_hand_stands(start: list[int], moves: list, number: int)
     for move, choices in moves:
         play(world, move, choices)
     play(world, "live", [0] * 6)
-    assume(number != world.replicas)  # else nobody set anything
+    assume(number != world.replicas)  # otherwise nothing was set
     world.replicas = number
 
     for turn in range(80):

@@ -1,4 +1,6 @@
-"""Every combination renders, with both Helms, to objects that Kubernetes takes, and that its strictest pod standard takes."""
+"""Every combination renders, with both Helms, to objects that Kubernetes accepts, also under its strictest
+pod standard.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.k8s.pod_security import breaches, pod_templates
 from tests.k8s.schemas import Schemas
 
 VERSIONS = [f"1.{minor}" for minor in range(27, 37)]
-"""Of Kubernetes; the chart says that it works from the first on."""
+"""Versions of Kubernetes; the chart claims to work from the first on."""
 CUSTOM = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"}
 
 
@@ -44,7 +46,7 @@ def test_both_helms_render_the_same(rendered: Any, helm4: Any, name: str) -> Non
 
 
 def without_chance(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A password that is made anew each time is none of the chart's differences."""
+    """Leave out a password that is generated again each time: it is not a difference of the charts."""
     found = copy.deepcopy(found)
     for one in found:
         if one["kind"] == "Secret":
@@ -168,7 +170,7 @@ def test_services_and_policies_select_pods_that_exist(rendered: Any, name: str) 
 
 
 def labelled_pods(found: list[dict[str, Any]]) -> dict[str, tuple[dict[str, str], dict[str, int]]]:
-    """Labels and named ports of each pod."""
+    """Return labels and named ports of each pod."""
     pods = {}
     for one in found:
         pod = one if one["kind"] == "Pod" else one.get("spec", {}).get("template")
@@ -189,7 +191,9 @@ def test_policies_let_through_the_designed_links_between_pods_and_no_other(helm3
     policies = [one["spec"] for one in found if one["kind"] == "NetworkPolicy"]
 
     def passes(direction: str, side: str, own: str, other: str, port: set[Any]) -> bool:
-        """As https://kubernetes.io/docs/concepts/services-networking/network-policies/ has it, within one namespace."""
+        """Return whether traffic passes, as in
+        https://kubernetes.io/docs/concepts/services-networking/network-policies/, within one namespace.
+        """
         own_policies = [
             one for one in policies if one["podSelector"]["matchLabels"].items() <= pods[own][0].items()
         ]

@@ -33,7 +33,7 @@ def generate() -> ModuleType:
 
 
 def another(cls: type[config.Settings], field: dataclasses.Field[Any]) -> Any:
-    """A value that is not the default, and in bounds."""
+    """Return a value that is not the default, and in bounds."""
     hint, _ = config.without_none(config.field_types(cls)[field.name])
     if get_origin(hint) is Literal:
         return next(choice for choice in get_args(hint) if choice != field.default)

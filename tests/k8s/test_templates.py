@@ -1,4 +1,4 @@
-"""What the templates do, and what they refuse: cases.yaml."""
+"""The results of the templates, and their refusals: cases.yaml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABSENT = object()
 
 
 def at(found: Any, path: str) -> Any:
-    """a.b[0].c["d.e"][name=x] of objects in objects; ABSENT where there is nothing."""
+    """Return a.b[0].c["d.e"][name=x] of objects in objects; ABSENT where there is nothing."""
     for step in re.findall(r'\["[^"]+"\]|\[[^\]]+\]|[^.\[\]]+', path):
         if step.startswith('["'):
             found = found.get(step[2:-2], ABSENT)
@@ -144,7 +144,7 @@ def test_every_value_is_used_by_a_template() -> None:
 
 
 def keys(values: dict[str, Any]) -> Iterator[str]:
-    """Of all levels but those that Kubernetes reads as they are."""
+    """Yield the keys of all levels but those that Kubernetes reads unchanged."""
     for name, value in values.items():
         yield name
         if isinstance(value, dict) and name not in AS_THEY_ARE:

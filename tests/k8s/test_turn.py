@@ -1,4 +1,6 @@
-"""One turn of the operator: what it reads, does, and tells. Kubernetes is a memory here; test_cluster.py has a real one."""
+"""One turn of the operator: its reads, actions and reports. Kubernetes is a memory here; test_cluster.py has
+a real one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ NOBODY = "no scheduler answers: 127.0.0.1:1"
 
 
 class Memory(operator.Kubernetes):
-    """Of what was written. `refuses`: what every write of the Deployment is answered with."""
+    """A Kubernetes that keeps the written objects. `refuses`: the answer to every write of the Deployment."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ async def test_pods_that_kubernetes_does_not_make_are_told() -> None:
 
 
 class Elections(Leadership):
-    """Won and lost as the test says."""
+    """Elections that are won and lost as the test sets."""
 
     def __init__(self) -> None:
         self.won = asyncio.Event()
@@ -204,7 +206,7 @@ def elected() -> Elections:
 
 
 class Api:
-    """Needed to be closed."""
+    """A stub that is needed only to be closed."""
 
     async def close(self) -> None: ...
 
@@ -255,7 +257,7 @@ async def test_a_turn_that_may_not_act_any_more_changes_nothing() -> None:
     await operator.turn(memory, None, get_logger("test"), lambda: False)
     assert (memory.written, memory.told) == ([], [])
 
-    answers = iter([True, False])  # it may create the Deployment, and not tell of it
+    answers = iter([True, False])  # it may create the Deployment, and not report it
     await operator.turn(memory, None, get_logger("test"), lambda: next(answers))
     assert (len(memory.written), memory.told) == (1, [])
 
@@ -306,7 +308,9 @@ async def test_an_outage_of_kubernetes_is_told_once_and_its_end_too(monkeypatch:
 
 
 class Shard:
-    """What a scheduler does about two workers, "a" the cheaper one to lose: it names who is left when one drains."""
+    """A scheduler's part for two workers, "a" the cheaper one to lose: it names the one that is left when one
+    drains.
+    """
 
     def __init__(self) -> None:
         self.draining: list[str] = []

@@ -1,4 +1,4 @@
-"""A scheduler's side of a link, as a real gRPC server that writes whatever octets it likes."""
+"""A scheduler's side of a link, as a real gRPC server that writes arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from laps_sd.wire import server_options
 
 
 class HostileLink:
-    """Greets each peer, and then says things until the peer leaves; a subclass says what. `service`: its full name."""
+    """A server that greets each peer, and then sends messages until the peer leaves; a subclass chooses them.
+    `service`: its full name.
+    """
 
     def __init__(self, service: str, message: type[Message], seed: int) -> None:
         self.said = 0
@@ -24,7 +26,7 @@ class HostileLink:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:
-        """The port."""
+        """Start the server and return its port."""
         self._server = grpc.aio.server(options=server_options())
         connect = grpc.stream_stream_rpc_method_handler(
             self._connect, request_deserializer=self._message.FromString
@@ -61,7 +63,7 @@ class HostileLink:
             self._hear(message)
 
     async def _greet(self, context: Any) -> bool:
-        """Whether there is more to say."""
+        """Return whether more messages are to be sent."""
         raise NotImplementedError
 
     def _is_silent(self) -> bool:

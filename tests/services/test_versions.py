@@ -36,7 +36,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 async def scheduler(
     valkey: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[SchedulerUnderTest]:
-    """A leader that speaks a version and the one before."""
+    """Start a leader that supports a version and the one before."""
     monkeypatch.setattr(service, "PROTOCOL_VERSIONS", (NOW, BEFORE))
     started = await start_scheduler(valkey.url, shard=f"v{next(SHARDS)}")
     try:
@@ -53,7 +53,7 @@ async def gateway_greeting(address: str, offered: list[int]) -> gateway_pb.Sched
         await call.write(gateway_pb.GatewayMessage(hello=hello))
         async with asyncio.timeout(PATIENCE_S):
             reply = await call.read()
-            if reply is grpc.aio.EOF:  # raises what the call ended with
+            if reply is grpc.aio.EOF:  # raises the status of the call
                 await call.wait_for_connection()
                 raise grpc.aio.AioRpcError(
                     await call.code(),
@@ -111,7 +111,7 @@ async def test_a_worker_that_speaks_only_unknown_versions_is_refused_with_a_sent
 
 
 async def ended(module: str, **settings: Any) -> tuple[int, str]:
-    """Exit code and stderr of a service that ends by itself."""
+    """Return exit code and stderr of a service that ends by itself."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LAPS_SD_")}
     settings = {"grpc_port": 0, "metrics_port": "", **settings}
     child = await asyncio.create_subprocess_exec(

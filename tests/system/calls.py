@@ -1,4 +1,4 @@
-"""A plain client: the generated stubs, nothing of ours in between."""
+"""A plain client: the generated stubs, without our own client code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from laps_sd.v1 import inference_pb2 as pb
 
 @dataclass
 class Outcome:
-    """What one stream brought."""
+    """Result of one stream."""
 
     accepted: pb.Accepted | None = None
     text: str = ""
@@ -62,14 +62,14 @@ async def stream(
 
 
 async def stream_all(stub: Any, requests: list[pb.GenerateRequest], **options: Any) -> list[Outcome]:
-    """All at once; in the order of the requests."""
+    """Run all requests at once; return the results in the order of the requests."""
     return await asyncio.gather(*(stream(stub, request, **options) for request in requests))
 
 
 def seeded(
     prompt: str, *, seed: int, max_tokens: int, temperature: float = 0.8, **fields: Any
 ) -> pb.GenerateRequest:
-    """A request whose text is fixed by its seed."""
+    """Return a request whose text is fixed by its seed."""
     sampling = pb.SamplingParams(
         seed=seed,
         max_tokens=max_tokens,

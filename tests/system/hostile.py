@@ -1,7 +1,8 @@
-"""Bad input, made by the thousand: bytes that are no message, messages that are no request, and what a call may answer.
+"""Bad input, made by the thousand: bytes that do not parse as messages, messages that are not valid requests,
+and the allowed answers of a call.
 
-Everything comes from a seeded `random.Random`, so a run can be repeated. The parser is its own oracle: an input whose bytes
-do not parse here does not parse in the server either.
+Everything comes from a seeded `random.Random`, so a run can be repeated. The parser is its own oracle: an
+input whose bytes do not parse here does not parse in the server either.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.system.hostile_formats import HOSTILE
 from tests.system.tally import Verdict
 
 PATIENCE_S = 60.0
-"""What a call gets before it counts as hanging; those that mean to be cut off bring their own deadline."""
+"""Time of a call before it counts as hanging; calls that are to be cut off have their own deadline."""
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 SCALER = scaler_pb.DESCRIPTOR.services_by_name["ExternalScaler"]
@@ -42,19 +43,19 @@ Code = grpc.StatusCode
 Metadata = tuple[tuple[str, str | bytes], ...]
 INVALID = frozenset({Code.INVALID_ARGUMENT})
 ANSWERED = frozenset({Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.ALREADY_EXISTS})
-"""What a message that parses may lead to."""
+"""Allowed results of a message that parses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One call, and what it may end with."""
+    """One call, and its allowed results."""
 
     kind: str
     method: str
     payload: bytes
     expected: frozenset[Code]
     field: str = ""
-    """Start of the name that the violation must bear."""
+    """Start of the name that the violation must have."""
     metadata: Metadata = ()
     timeout_s: float = PATIENCE_S
     heavy: bool = False
@@ -65,7 +66,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a call ended."""
+    """The end of a call."""
 
     code: Code
     message: str = ""
@@ -73,9 +74,10 @@ class Answer:
 
 
 def complaint(sent: Input, answer: Answer) -> str | None:
-    """What is wrong with this answer; None: nothing."""
+    """Return the fault of this answer; None: no fault."""
     if answer.code is Code.UNAVAILABLE and "does not name (yet)" in answer.message:
-        # What gateways issue looks like this, and another one may know the shard: here it is as good as unknown.
+        # Ids of gateways look like this, and another gateway may know the shard: here it is the same as
+        # unknown.
         return None if Code.NOT_FOUND in sent.expected else "took it for an id that some gateway issued"
     if answer.code not in sent.expected:
         return f"ended with {answer.code.name} ({answer.message[:200]})"
@@ -96,7 +98,7 @@ def complaint(sent: Input, answer: Answer) -> str | None:
 
 
 class Caller:
-    """Sends bytes as they are, over channels that every input shares."""
+    """A client that sends raw bytes, over channels that every input shares."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = channels
@@ -108,12 +110,12 @@ class Caller:
         }
 
     async def judged(self, sent: Input) -> Verdict:
-        """As `send_all` wants it."""
+        """Judge the answer to one input, for `send_all`."""
         answer = await self.call(sent)
         return Verdict(answer.code.name, complaint(sent, answer))
 
     async def call(self, sent: Input) -> Answer:
-        """The answer; TimeoutError when gRPC itself does not come back."""
+        """Return the answer; raise TimeoutError when gRPC itself does not return."""
         self._next += 1
         channel = self._channels[self._next % len(self._channels)]
         arguments: dict[str, Any] = {"timeout": sent.timeout_s, "metadata": sent.metadata or None}
@@ -130,7 +132,7 @@ class Caller:
 
 
 def violations(error: grpc.aio.AioRpcError) -> tuple[tuple[str, str], ...]:
-    """Field and description of each, from the google.rpc details."""
+    """Return field and description of each violation, from the google.rpc details."""
     found: list[tuple[str, str]] = []
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:
@@ -142,7 +144,7 @@ def violations(error: grpc.aio.AioRpcError) -> tuple[tuple[str, str], ...]:
 
 
 def channels(address: str, count: int) -> list[grpc.aio.Channel]:
-    """Separate connections that send whatever they are given."""
+    """Return separate connections that send any bytes."""
     options = [
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
@@ -200,13 +202,13 @@ BOUNDS = {
 }
 
 Hints = dict[str, Sequence[Any]]
-"""Field name → values that make sense, taken now and then, so that messages get past the first check."""
+"""Field name → valid values, used at times, so that messages pass the first check."""
 
 
 def random_message(
     rng: random.Random, made: Message, hints: Hints | None = None, *, depth: int = 0, filled: float = 0.4
 ) -> Message:
-    """Fill `made` with extreme values, field by field as its descriptor says."""
+    """Fill `made` with extreme values, field by field by its descriptor."""
     hints = hints or {}
     descriptor: Descriptor = made.DESCRIPTOR
     for about in descriptor.fields:
@@ -246,7 +248,7 @@ def _fill_map(rng: random.Random, made: Message, about: FieldDescriptor, hints: 
 
 
 def spoil(rng: random.Random, made: Message, times: int = 1) -> None:
-    """Give so many fields of a message that is right an extreme value each, at any depth."""
+    """Give this many fields of a correct message an extreme value each, at any depth."""
     for _ in range(times):
         target = made
         about = rng.choice(target.DESCRIPTOR.fields)
@@ -296,7 +298,7 @@ def _value(rng: random.Random, about: FieldDescriptor, hints: Hints) -> Any:
 
 
 def varint(value: int) -> bytes:
-    """As protobuf writes it; also more than 64 bits."""
+    """Return the protobuf encoding; also of more than 64 bits."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -306,17 +308,19 @@ def varint(value: int) -> bytes:
 
 
 def tag(number: int, wire_type: int) -> bytes:
-    """Field number and wire type."""
+    """Return the bytes of field number and wire type."""
     return varint(number << 3 | wire_type)
 
 
 def delimited(number: int, data: bytes) -> bytes:
-    """A string, bytes or message field."""
+    """Return a string, bytes or message field."""
     return tag(number, 2) + varint(len(data)) + data
 
 
 def many_fields(octets: int) -> list[bytes]:
-    """Generate requests of about so many octets, each of tiny fields: messages, texts, entries of a map, unknown ones."""
+    """Generate requests of about this many bytes, each of tiny fields: messages, texts, entries of a map,
+    unknown ones.
+    """
     return [
         delimited(3, delimited(1, b"") * (octets // 2)),
         delimited(5, delimited(5, b"") * (octets // 2)),
@@ -326,7 +330,7 @@ def many_fields(octets: int) -> list[bytes]:
 
 
 def path(method: str) -> str:
-    """The HTTP/2 path of a method of the public service."""
+    """Return the HTTP/2 path of a method of the public service."""
     return f"/{SERVICE.full_name}/{method}"
 
 
@@ -409,7 +413,7 @@ DAMAGES: tuple[Damage, ...] = (
 
 
 def plain_request(rng: random.Random, **fields: Any) -> pb.GenerateRequest:
-    """A request with which nothing is wrong, and little to do."""
+    """Return a correct request with little to do."""
     sampling = pb.SamplingParams(
         max_tokens=rng.randint(1, 3), temperature=0.8, top_p=0.9, seed=rng.randrange(2**64)
     )
@@ -491,7 +495,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("expected_output_tokens", _set("expected_output_tokens", 0)),
     ("logprobs", _set("logprobs", 21, 2**32 - 1)),
 )  # fmt: skip
-"""One thing wrong each: the field that must be named, and ways to get there."""
+"""One fault each: the field that must be named, and ways to produce the fault."""
 
 ODD_KEYS = (
     "a b",
@@ -534,7 +538,7 @@ UNKNOWN_METHODS = (
 
 
 def parsed_or_not(kind: str, method: str, message_type: type[Message], payload: bytes) -> Input:
-    """Bytes of which only the parser knows whether they are a message."""
+    """Return an input of bytes of which only the parser can decide whether they are a message."""
     try:
         message_type.FromString(payload)
     except DecodeError:
@@ -543,7 +547,7 @@ def parsed_or_not(kind: str, method: str, message_type: type[Message], payload: 
 
 
 class Generator:
-    """Inputs without end, the same for the same seed. `finished`: ids of requests that have ended."""
+    """Source of unlimited inputs, the same for the same seed. `finished`: ids of requests that have ended."""
 
     def __init__(self, seed: int, finished: Sequence[str]) -> None:
         self._rng = random.Random(seed)
@@ -561,7 +565,7 @@ class Generator:
         )
 
     def inputs(self, count: int) -> Iterator[Input]:
-        """So many; every 500th is large."""
+        """Yield this many inputs; every 500th is large."""
         makers = [maker for maker, _ in self._makers]
         weights = [weight for _, weight in self._makers]
         for number in range(count):
@@ -572,7 +576,7 @@ class Generator:
         request_id = rng.choice(self._finished)
         match name:
             case "Generate" | "GenerateStream":
-                # Asks for what is refused, so that whatever survives the damage is seldom run.
+                # The request would be refused, so that an input that survives the damage seldom runs.
                 request = plain_request(rng, workload_class="chat", logprobs=99, idempotency_key="")
                 request.sampling.stop.append("\n\n")
                 return request
@@ -711,7 +715,7 @@ MODEL = "laps-sd-demo"
 
 
 def infer(*texts: bytes) -> oip.ModelInferRequest:
-    """A request with which nothing is wrong, and little to do."""
+    """Return a correct request with little to do."""
     made = oip.ModelInferRequest(model_name=MODEL, id="mine")
     made.inputs.add(name="text_input", datatype="BYTES", shape=[len(texts)]).contents.bytes_contents.extend(
         texts
@@ -763,17 +767,17 @@ INFER_OUT_OF_BOUNDS: tuple[tuple[str, tuple[InferChange, ...]], ...] = (
     ("", _parameter("priority", "int64_param", 101, -101, 2**62) + _parameter("time_limit_ms", "uint64_param", 0, 2**64 - 1)),
     ("", _parameter("workload_class", "string_param", "two words", "\0", "c" * 65)),
 )  # fmt: skip
-"""One thing wrong each: the start of the field that must be named, and ways to get there."""
+"""One fault each: the start of the field that must be named, and ways to produce the fault."""
 
 
 class KServeGenerator:
-    """As Generator, for the methods of KServe's protocol."""
+    """A generator for the methods of KServe's protocol, like Generator."""
 
     def __init__(self, seed: int, finished: Sequence[str] = ()) -> None:
         self._rng = random.Random(seed)
 
     def inputs(self, count: int) -> Iterator[Input]:
-        """So many; every 250th is large."""
+        """Yield this many inputs; every 250th is large."""
         makers = (self._damaged, self._out_of_bounds, self._reflected)
         for number in range(count):
             yield self._large() if number % 250 == 125 else self._rng.choices(makers, (40, 40, 20))[0]()
@@ -782,7 +786,7 @@ class KServeGenerator:
         return f"/{KSERVE.full_name}/{name}"
 
     def _damaged(self) -> Input:
-        # Asks for what is refused, so that whatever survives the damage is seldom run.
+        # The request would be refused, so that an input that survives the damage seldom runs.
         request = infer(b"A prompt", b"Another")
         request.parameters["n"].int64_param = 1
         damage = self._rng.choice(DAMAGES)
@@ -839,14 +843,16 @@ class KServeGenerator:
 
 
 class SchedulerGenerator:
-    """As Generator, for what operators and autoscalers ask a scheduler. `finished` as there."""
+    """A generator of the calls of operators and autoscalers to a scheduler, like Generator. `finished` as
+    there.
+    """
 
     def __init__(self, seed: int, finished: Sequence[str]) -> None:
         self._rng = random.Random(seed)
         self._finished = finished
 
     def inputs(self, count: int) -> Iterator[Input]:
-        """So many; every 500th is large."""
+        """Yield this many inputs; every 500th is large."""
         makers = (self._damaged, self._reflected, self._out_of_bounds)
         for number in range(count):
             yield self._large() if number % 500 == 250 else self._rng.choices(makers, (45, 45, 10))[0]()
@@ -936,12 +942,14 @@ END_STREAM, END_HEADERS = 1, 4
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """One HTTP/2 frame."""
+    """Return one HTTP/2 frame."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def header_block(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """HPACK without an index and without Huffman; texts of up to 126 octets each, which is enough here."""
+    """Return HPACK without an index and without Huffman; texts of up to 126 bytes each, which
+    is enough here.
+    """
     out = bytearray()
     for name, value in headers:
         assert len(name) < 127 and len(value) < 127
@@ -950,7 +958,7 @@ def header_block(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def grpc_headers(method: bytes, **changed: bytes | None) -> list[tuple[bytes, bytes]]:
-    """What a gRPC client sends; `changed` by name with _ for -, None leaves one out."""
+    """Return the headers of a gRPC client; `changed` by name with _ for -, None leaves one out."""
     headers: dict[bytes, bytes | None] = {
         b":method": b"POST",
         b":scheme": b"http",
@@ -964,12 +972,14 @@ def grpc_headers(method: bytes, **changed: bytes | None) -> list[tuple[bytes, by
 
 
 def conversation(*frames: bytes) -> bytes:
-    """A client's side of a connection, from its first octet on."""
+    """Return a client's side of a connection, from its first byte."""
     return PREFACE + frame(SETTINGS, 0, 0, b"") + b"".join(frames)
 
 
 def raw_conversations() -> Iterator[tuple[str, bytes]]:
-    """What a client library would never send, with a name each. Whoever opens a stream ends its own side of it."""
+    """Yield conversations that a client library would never send, with a name each. Each opened stream is
+    ended from the client's side.
+    """
     generate = path("Generate").encode()
     body = plain_request(random.Random(1)).SerializeToString()
     message = b"\0" + struct.pack(">I", len(body)) + body
@@ -1021,9 +1031,10 @@ def raw_conversations() -> Iterator[tuple[str, bytes]]:
 
 
 async def converse(address: str, octets: bytes, *, patience_s: float, idle_s: float = 0.5) -> str:
-    """Send, and read until the server ends the stream or the connection. Raises TimeoutError if it never does.
+    """Send, and read until the server ends the stream or the connection. Raise TimeoutError if it never does.
 
-    What opens no stream (no DATA frame in `octets`) need not be answered: silence is fine after `idle_s`.
+    A conversation that opens no stream (no DATA frame in `octets`) need not be answered: silence is fine
+    after `idle_s`.
     """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -1058,6 +1069,6 @@ async def _end_of_stream(reader: asyncio.StreamReader) -> str:
 
 
 def rss_mib(pid: int) -> float:
-    """Resident memory of a process."""
+    """Return the resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * 4096 / 2**20

@@ -1,4 +1,6 @@
-"""Output formats that a library would take seconds, gigabytes or its life for, and the words with which each is refused."""
+"""Output formats that would cost a library seconds, gigabytes or a crash, and the words with which each is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 
 def _lines(definition: str, last: str, count: int, *, first: str) -> str:
-    """A chain of definitions, each with the next in it: `{0}` is a number, `{1}` the next."""
+    """Return a chain of definitions, each with the next in it: `{0}` is a number, `{1}` the next."""
     lines = [definition.format(number, number + 1) for number in range(count)]
     return "\n".join([first, *lines, last.format(count)])
 

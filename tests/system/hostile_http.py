@@ -1,7 +1,8 @@
-"""Bad input over HTTP, made by the thousand: bodies that are no JSON, JSON that is no request, headers, and octets that are no HTTP.
+"""Bad input over HTTP, made by the thousand: bodies that are not JSON, JSON that is not a request, headers,
+and bytes that are not HTTP.
 
-Octets go out as they are over plain sockets: a client library would not send most of them. Seeded, so a run can be repeated;
-`json` is the oracle of what is JSON.
+Bytes are sent unchanged over plain sockets: a client library would not send most of them. Seeded, so a run
+can be repeated; `json` is the oracle for valid JSON.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from tests.system.tally import Tally, Verdict, send_all
 
 PATIENCE_S = 60.0
 SILENCE_S = 0.2
-"""After which an answer to octets that are no request is not waited for as they are."""
+"""Time after which the sending side is closed, if bytes that are not a request get no answer."""
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Of a gateway's default settings."""
+"""Limit in a gateway's default settings."""
 NEITHER = frozenset({200, 400})
 REFUSED = frozenset({400, 404, 405, 408, 411, 413, 414, 415, 417, 431, 501, 505})
-"""What octets that are no proper request may be answered with. 500 is never among them."""
+"""Allowed statuses for bytes that are not a proper request. 500 is never among them."""
 CLOSED = 0
 """The connection ended without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Octets of one request, and what they may be answered with."""
+    """Bytes of one request, and the allowed answers."""
 
     kind: str
     octets: bytes
@@ -42,7 +43,7 @@ class Input:
     ours: bool = True
     """The answer is the gateway's own, in OpenAI's shape; otherwise that of the HTTP library below it."""
     last: bool = False
-    """Nothing follows on this connection. A server that is silent may wait for more: it is told that nothing comes."""
+    """The connection gets no more input. A silent server may wait for more, so the sending side is closed."""
     heavy: bool = False
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back."""
+    """An answer of the server."""
 
     status: int
     headers: dict[str, str]
@@ -59,7 +60,7 @@ class Answer:
 
 
 def complaint(sent: Input, answer: Answer) -> str | None:
-    """What is wrong with this answer; None: nothing."""
+    """Return the fault of this answer; None: no fault."""
     if answer.status not in sent.expected:
         return f"was answered with {answer.status} {answer.body[:200]!r}"
     if answer.status in (CLOSED, 200) or not sent.ours:
@@ -82,7 +83,7 @@ def complaint(sent: Input, answer: Answer) -> str | None:
 
 
 class Connection:
-    """Kept while the server keeps it."""
+    """A connection that is kept while the server keeps it."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -90,12 +91,12 @@ class Connection:
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def judged(self, sent: Input) -> Verdict:
-        """As `send_all` wants it."""
+        """Judge the answer to one input, for `send_all`."""
         answer = await self.exchange(sent)
         return Verdict(str(answer.status or "closed"), complaint(sent, answer))
 
     async def exchange(self, sent: Input) -> Answer:
-        """Send, and read the answer. Raises TimeoutError when none comes and the connection stays."""
+        """Send, and read the answer. Raise TimeoutError when none comes and the connection stays."""
         kept = self._open is not None
         answer = await self._exchange(sent)
         # A server may close a connection that it had kept, as any client must know (RFC 9112, section 9.3.1).
@@ -136,7 +137,7 @@ class Connection:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> Answer:
-    """One response, without those that only say that one will come (1xx)."""
+    """Return one response, without those that only announce another one (1xx)."""
     while True:
         status = int((await _line(reader)).split(b" ", 2)[1])
         headers: dict[str, str] = {}
@@ -161,7 +162,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 async def send_all_over(host: str, port: int, inputs: Iterator[Input], *, at_once: int = 24) -> Tally:
-    """Send everything, over so many connections."""
+    """Send everything, over this many connections."""
     connections = [Connection(host, port) for _ in range(at_once)]
     try:
         return await send_all(inputs, [connection.judged for connection in connections])
@@ -176,7 +177,7 @@ async def send_all_over(host: str, port: int, inputs: Iterator[Input], *, at_onc
 def request(
     path: str, body: bytes, *headers: bytes, method: str = "POST", kind: bytes = b"application/json"
 ) -> bytes:
-    """As any client sends it."""
+    """Return the request as any client sends it."""
     first = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
     return (
         first + b"".join(header + b"\r\n" for header in (b"Content-Type: " + kind, *headers)) + b"\r\n" + body
@@ -184,13 +185,13 @@ def request(
 
 
 def chunked(path: str, *chunks: bytes) -> bytes:
-    """With a body of these chunks, as they are."""
+    """Return a request with a body of these chunks, unchanged."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head.encode() + b"".join(chunks)
 
 
 def chunk(data: bytes) -> bytes:
-    """One, with its size."""
+    """Return one chunk, with its size."""
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
@@ -200,7 +201,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 REFUSED_FIELD = {"tools": ["x"]}
-"""In bodies that are damaged, so that whatever survives the damage is seldom run."""
+"""Fields in damaged bodies, so that an input that survives the damage seldom runs."""
 
 HUGE = "9" * 4000
 OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -235,7 +236,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("frequency_penalty", ("2.5", '"x"', "-3", "true")),
     ("nonsense", ("1", '"x"', "{}")),
 )
-"""A field, and values as they stand in JSON."""
+"""A field, and values in JSON."""
 ONLY_CHAT: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "messages",
@@ -315,7 +316,7 @@ HEADERS: tuple[tuple[bytes, frozenset[int], str], ...] = (
     (b"Range: bytes=0-", frozenset({200}), ""),
     (b"If-Match: *", frozenset({200}), ""),
 )
-"""A header, what it may lead to, and the field that is named."""
+"""A header, its allowed results, and the field that is named."""
 
 PLACES: tuple[tuple[str, str, frozenset[int]], ...] = (
     ("GET", "/", frozenset({404})),
@@ -344,7 +345,7 @@ PLACES: tuple[tuple[str, str, frozenset[int]], ...] = (
 
 
 def no_http(rng: random.Random) -> bytes:
-    """Octets that are no request, or lie about their body."""
+    """Return bytes that are not a request, or have a false body length."""
     body = json.dumps(BODIES[TEXT]).encode()
     good = request(TEXT, body)
     match rng.randrange(24):
@@ -445,7 +446,7 @@ def no_http(rng: random.Random) -> bytes:
 
 
 def is_json_object(raw: bytes) -> bool:
-    """By the strict reading: NaN is no number."""
+    """Return whether it is an object by the strict reading: NaN is not a number."""
 
     def refuse(name: str) -> None:
         raise ValueError(name)
@@ -457,13 +458,13 @@ def is_json_object(raw: bytes) -> bool:
 
 
 class Generator:
-    """Inputs without end, the same for the same seed."""
+    """Source of unlimited inputs, the same for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
     def inputs(self, count: int) -> Iterator[Input]:
-        """So many; every 500th is large."""
+        """Yield this many inputs; every 500th is large."""
         makers = (
             self._damaged,
             self._out_of_bounds,
@@ -514,7 +515,7 @@ class Generator:
         names = [*body, *(name for name, _ in OUT_OF_BOUNDS), "user", "metadata", "echo", "suffix"]
         for _ in range(rng.choice((1, 1, 2, 5))):
             body[rng.choice(names)] = random_json(rng, 0)
-        # allow_nan: what JSON does not have is a part of it.
+        # allow_nan: values outside JSON are a part of it.
         raw = json.dumps(body).encode()
         expected = NEITHER | {404} if is_json_object(raw) else frozenset({400})
         return Input("random values", request(path, raw), expected)
@@ -586,7 +587,7 @@ SCALARS: Sequence[Any] = (
 
 
 def random_json(rng: random.Random, depth: int) -> Any:
-    """Any value, nested a little."""
+    """Return any value, nested a little."""
     kind = rng.random()
     if depth > 3 or kind < 0.6:
         return rng.choice(SCALARS)

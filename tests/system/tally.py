@@ -1,4 +1,4 @@
-"""Sends inputs by the thousand, and counts what they came to."""
+"""Sends inputs by the thousand, and counts their results."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ HEAVY_AT_ONCE = 2
 
 
 class Sent(Protocol):
-    """An input; its text says what was sent, for a complaint."""
+    """An input; its text describes it in a complaint."""
 
     @property
     def kind(self) -> str: ...
     @property
     def heavy(self) -> bool:
-        """Large: few of them at once."""
+        """Return whether it is large: few of them are sent at once."""
         ...
 
 
 class Verdict(NamedTuple):
-    """How an input ended."""
+    """The end of an input."""
 
     outcome: str
     wrong: str | None
-    """What is wrong with that; None: nothing."""
+    """The fault of the answer; None: no fault."""
 
 
 SentT = TypeVar("SentT", bound=Sent)
 Send = Callable[[SentT], Awaitable[Verdict]]
-"""Sends one input and judges the answer; TimeoutError when none comes."""
+"""Function that sends one input and judges the answer; TimeoutError when none comes."""
 
 
 @dataclass
 class Tally:
-    """What a run came to."""
+    """Results of a run."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
 
     def add(self, sent: Sent, verdict: Verdict) -> None:
-        """One more."""
+        """Count one more input."""
         self.kinds[sent.kind] += 1
         self.outcomes[verdict.outcome] += 1
         if verdict.wrong is not None:
@@ -52,7 +52,7 @@ class Tally:
 
     @property
     def inputs(self) -> int:
-        """How many."""
+        """Return the number of inputs."""
         return sum(self.outcomes.values())
 
     def __str__(self) -> str:

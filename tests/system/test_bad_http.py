@@ -1,4 +1,6 @@
-"""What `test_bad_input.py` says of gRPC, of the gateway's HTTP port: every input is answered, and nobody beside it notices."""
+"""The same check as `test_bad_input.py`, for the gateway's HTTP port instead of gRPC: every input is
+answered, and other clients are not affected.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WARM_UP_INPUTS = 700
 
 
 async def fuzz(stack: LocalStack, count: int, *, seed: int) -> tuple[Tally, Watch]:
-    """So many inputs to the HTTP port, with others beside on gRPC; the tally, and a watch from after the warm-up."""
+    """Send this many inputs to the HTTP port, with other clients on gRPC; return the tally, and a watch from
+    after the warm-up.
+    """
     url = urlsplit(stack.http_url)
     assert url.hostname is not None and url.port is not None
     async with undisturbed(stack):

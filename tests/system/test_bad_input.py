@@ -1,4 +1,6 @@
-"""Nothing that arrives on a port breaks anything: every input is answered, nobody beside it notices, nothing is left over."""
+"""Input on any port causes no harm: every input is answered, other clients are not affected, nothing is left
+over.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ WARM_UP_INPUTS = 600
 """Sent before memory is measured: caches and arenas have their size by then."""
 SHORT_GROWTH_MIB = 96.0
 LONG_GROWTH_MIB = 160.0
-"""Allocators keep some of what large messages needed; a leak of 2 KiB per input alone would be 195 MiB in the long run."""
+"""Time to wait for a raw connection; gRPC gives up those that never acknowledge its settings, after 60 s."""
 ANSWER_S = 30.0
-"""What a raw connection is waited for; gRPC itself gives up those that never acknowledge its settings, after 60 s."""
+"""Time to wait for a raw connection; gRPC itself gives up those that never acknowledge its settings, after 60
+s.
+"""
 GATEWAY_LINK = "/laps_sd.v1.GatewayLink/Connect"
 WORKER_LINK = "/laps_sd.v1.WorkerLink/Connect"
 
@@ -51,7 +55,7 @@ def fuzzed_stack() -> LocalStack:
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[LocalStack]:
-    """Hit by everything in this file; the fake engine at full speed."""
+    """Start a stack for all input of this file; the fake engine runs at full speed."""
     with fuzzed_stack() as stack:
         yield stack
 
@@ -60,7 +64,9 @@ Make = Callable[[int, list[str]], Generator | KServeGenerator | SchedulerGenerat
 
 
 async def fuzz(stack: LocalStack, count: int, *, seed: int, make: Make = Generator) -> tuple[Tally, Watch]:
-    """So many inputs to one port, with others beside; the tally, and a watch from after the warm-up."""
+    """Send this many inputs to one port, with other clients at the same time; return the tally, and a watch
+    from after the warm-up.
+    """
     address = stack.scheduler_address if make is SchedulerGenerator else stack.gateway_address
     async with undisturbed(stack) as alone:
         finished = [outcome.request_id for outcome in alone]
@@ -121,7 +127,7 @@ async def test_octets_that_no_grpc_client_would_send_end_their_connection_and_no
 
 
 class LinkPeer:
-    """One end of a link that writes bytes as they are and reads whatever comes."""
+    """One end of a link that writes raw bytes and reads any answer."""
 
     def __init__(self, channel: grpc.aio.Channel, method: str, reply_type: Any) -> None:
         self._call = channel.stream_stream(method, response_deserializer=reply_type.FromString)()
@@ -136,7 +142,7 @@ class LinkPeer:
                     self.heard.append(message)
 
     async def send(self, payload: bytes) -> bool:
-        """False: the stream is over."""
+        """Send a message; return False if the stream is over."""
         if self.reader.done():
             return False
         try:
@@ -147,7 +153,7 @@ class LinkPeer:
         return True
 
     async def heard_of(self, kind: str) -> Any:
-        """The first message of this kind."""
+        """Return the first message of this kind."""
 
         def found() -> Any:
             return next((m for m in self.heard if m.WhichOneof("message") == kind), None)
@@ -160,7 +166,7 @@ class LinkPeer:
 
 
 def submission(rng: random.Random, request_id: str) -> gateway_pb.Submit:
-    """A submission with which nothing is wrong."""
+    """Return a correct submission."""
     return gateway_pb.Submit(
         submission_id=rng.randrange(2**63),
         request_id=request_id,
@@ -174,7 +180,7 @@ def submission(rng: random.Random, request_id: str) -> gateway_pb.Submit:
 
 
 def gateway_message(rng: random.Random, ids: list[str]) -> bytes:
-    """What a gateway might say, with random values."""
+    """Return a possible message of a gateway, with random values."""
     hints: Hints = {
         "request_id": ids,
         "tenant": ("anonymous",),
@@ -187,7 +193,7 @@ def gateway_message(rng: random.Random, ids: list[str]) -> bytes:
     message = gateway_pb.GatewayMessage()
     kind = rng.choice(("submit", "submit", "submit", "attach", "detach", "cancel", "hello", "heartbeat", ""))
     if kind == "submit":
-        # Mostly right, so that it gets behind the checks: one extreme value in an otherwise plain submission.
+        # Mostly right, so that it passes the checks: one extreme value in an otherwise plain submission.
         message.submit.CopyFrom(submission(rng, rng.choice((*ids, f"s0.hostile{rng.randrange(2**40):x}"))))
         hostile.spoil(rng, message.submit, times=rng.choice((0, 1, 1, 1, 2)))
         if rng.random() < 0.1:
@@ -217,7 +223,7 @@ async def hostile_gateway(address: str, seed: int, ids: list[str], messages: int
 
 
 def worker_message(rng: random.Random, ids: list[str]) -> bytes:
-    """What a worker might say, with random values."""
+    """Return a possible message of a worker, with random values."""
     hints: Hints = {
         "request_id": ids,
         "request_ids": ids,
@@ -235,7 +241,7 @@ def worker_message(rng: random.Random, ids: list[str]) -> bytes:
 
 
 async def hostile_worker(address: str, seed: int, ids: list[str], messages: int) -> int:
-    """Its longest context is one token, so that nobody's request is leased to it."""
+    """Run a worker whose longest context is one token, so that no client's request is leased to it."""
     rng = random.Random(seed)
     hints: Hints = {
         "pool": ("demo",),
@@ -266,7 +272,7 @@ async def hostile_worker(address: str, seed: int, ids: list[str], messages: int)
 
 
 async def cancel_all(stack: LocalStack) -> None:
-    """End what hostile gateways left: their requests may be meant to live for ever."""
+    """End the requests that hostile gateways left: they may have no time limit."""
     async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
         peer = LinkPeer(channel, GATEWAY_LINK, gateway_pb.GatewayLinkReply)
         hello = gateway_pb.GatewayHello(gateway_id="janitor", protocol_versions=[1])
@@ -279,7 +285,7 @@ async def cancel_all(stack: LocalStack) -> None:
 
 
 async def peers_at_once(make: Callable[[int], Any], count: int, *, at_once: int = 12) -> int:
-    """Messages sent by so many peers, some at a time."""
+    """Run this many peers, some at a time, and return the number of messages that they sent."""
     seeds = iter(range(count))
 
     async def work() -> int:
@@ -317,7 +323,9 @@ async def test_a_scheduler_survives_whatever_gateways_and_workers_say(fuzzed: Lo
 def lying_report(
     rng: random.Random, number: int, leases: dict[str, int], positions: dict[str, int]
 ) -> worker_pb.RoundReport:
-    """A round of requests that are this worker's to report, with values that no engine makes."""
+    """Return a report of a round of requests that this worker may report, with values that no engine
+    produces.
+    """
     ids = list(leases)[-8:]
     hints: Hints = {
         "request_id": ids,

@@ -1,4 +1,4 @@
-"""The page about the Python client does what it says: its blocks run, one after the other."""
+"""The page about the Python client is right: its blocks run, one after the other."""
 
 from __future__ import annotations
 

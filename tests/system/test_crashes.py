@@ -1,7 +1,7 @@
-"""SIGKILL or SIGSTOP of the scheduler or of a worker, or an engine that hangs, amid many streams: every stream continues by itself
-and ends as if nothing was.
+"""SIGKILL or SIGSTOP of the scheduler or of a worker, or an engine that hangs, amid many streams: every
+stream continues by itself and ends as without a fault.
 
-The full matrix of faults comes with the chaos runs; these keep the design honest.
+The full matrix of faults is in the chaos runs; these tests check the design.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ SHORT = {"LAPS_SD_LEASE_S": "1", "LAPS_SD_SILENCE_S": "2"}
 
 @contextlib.asynccontextmanager
 async def amid_streams(stack: LocalStack) -> AsyncIterator[list[asyncio.Task[Outcome]]]:
-    """The body runs once four of these streams have tokens. They go on through it, and end as those before it did."""
+    """Run the body once four of these streams have tokens. The streams continue during it, and end as those
+    before it did.
+    """
     wanted = [seeded(f"Story {n}:", seed=n, max_tokens=64, ignore_eos=True) for n in range(12)]
     async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -96,7 +98,7 @@ async def amid_streams(stack: LocalStack) -> AsyncIterator[list[asyncio.Task[Out
 
 
 async def listed(stack: LocalStack) -> dict[str, int]:
-    """Connected workers by name, and how many requests each has on its list."""
+    """Return connected workers by name, and how many requests each has on its list."""
     async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
         answer = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=20)
@@ -149,7 +151,7 @@ async def test_a_worker_that_is_stopped_and_wakes_up_disturbs_nobody(make_stack:
 
 
 def engine_of(worker_pid: int) -> int:
-    """The process that a worker's engine runs in."""
+    """Return the process of a worker's engine."""
     children = [
         int(child)
         for listing in Path(f"/proc/{worker_pid}/task").glob("*/children")
@@ -161,7 +163,7 @@ def engine_of(worker_pid: int) -> int:
 
 @pytest.mark.long
 async def test_requests_of_an_engine_that_hangs_go_on_at_another_worker(make_stack: StackMaker) -> None:
-    """The worker itself is well: it is connected, and its heart beats."""
+    """The worker itself is well: it is connected, and it sends heartbeats."""
     stack = make_stack(engine="demo", workers=2, slots=4, environment={"LAPS_SD_WATCHDOG_S": "3"})
     async with amid_streams(stack) as running:
         pid = stack.children["worker-0"].pid

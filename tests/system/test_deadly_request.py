@@ -1,4 +1,6 @@
-"""A request that kills every worker that runs it, as an error in a kernel does, beside others that harm nobody."""
+"""A request that kills every worker that runs it, as an error in a kernel does, together with harmless
+requests.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WORKERS = ("worker-0", "worker-1")
 
 @asynccontextmanager
 async def started_again_when_they_die(stack: LocalStack) -> AsyncIterator[list[str]]:
-    """As Kubernetes does. Yields the names of the workers that died, once for each death."""
+    """Restart dead workers, as Kubernetes does. Yield the names of the workers that died, once for each
+    death.
+    """
     deaths: list[str] = []
 
     async def look() -> None:

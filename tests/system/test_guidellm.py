@@ -1,6 +1,8 @@
-"""GuideLLM, a load generator made for OpenAI's API, runs unchanged: with the very command of docs/how-to/openai.md.
+"""GuideLLM, a load generator made for OpenAI's API, runs unchanged: with the exact command of
+docs/how-to/openai.md.
 
-It is no part of the development environment: `make guidellm` installs it beside that, with torch and transformers from there.
+It is not part of the development environment: `make guidellm` installs it separately, with torch and
+transformers from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A gateway says that it is ready exactly while a new request would be accepted, whatever the reason; and it stays alive meanwhile."""
+"""A gateway reports that it is ready exactly while a new request would be accepted, for any reason; and it
+stays alive all the time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ READY_NAMES = ("readiness", "", "laps_sd.v1.Inference")
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    """Without a worker: what is accepted waits, and fills the queue."""
+    """Start a stack without a worker: accepted requests wait, and fill the queue."""
     environment = {
         "LAPS_SD_MAX_REQUESTS": str(LIMIT),
         "LAPS_SD_SCHEDULER_WAIT_S": "1",
@@ -34,7 +36,7 @@ def stack() -> Iterator[LocalStack]:
 
 
 def asked(stack: LocalStack, path: str) -> tuple[int, dict[str, object]]:
-    """Status and body of the gateway's HTTP server."""
+    """Return status and body of the gateway's HTTP server."""
     try:
         with urllib.request.urlopen(stack.http_url.removesuffix("/v1") + path, timeout=5) as answer:
             return answer.status, json.load(answer)
@@ -43,7 +45,7 @@ def asked(stack: LocalStack, path: str) -> tuple[int, dict[str, object]]:
 
 
 def readiness(stack: LocalStack) -> set[bool]:
-    """What HTTP and each health name that means readiness say: one answer where they agree."""
+    """Return the readiness at HTTP and at each health name for it: one value where they agree."""
     by_grpc = {is_serving(stack.gateway_address, name) for name in READY_NAMES}
     return by_grpc | {asked(stack, "/health")[0] == 200}
 
@@ -99,13 +101,14 @@ def test_it_is_ready_only_while_a_request_would_be_accepted(
 ) -> None:
     wait_until(lambda: readiness(stack) == {True}, description="it is ready")
     with Client(stack.gateway_address) as client:
-        client.cancel(submit(stack))  # and it says the truth
+        client.cancel(submit(stack))  # and the report is true
     with fault(stack) as reason:
         wait_until(lambda: readiness(stack) == {False}, description="it is not ready")
         assert asked(stack, "/health") == (503, {"status": "not ready", "reason": reason})
         with pytest.raises(FAULTS[fault]):
             submit(stack)
-        # Neither is a reason to kill the gateway, nor to send clients away that resume, cancel or can be told when to come again.
+        # Neither is a reason to kill the gateway, nor to refuse clients that resume, cancel or can be given a
+        # time to retry.
         assert asked(stack, "/live") == (200, {"status": "live"})
         assert is_serving(stack.gateway_address, "liveness")
         assert is_serving(stack.gateway_address, "traffic")
@@ -115,7 +118,7 @@ def test_it_is_ready_only_while_a_request_would_be_accepted(
 
 
 def test_without_a_worker_it_is_ready_because_a_request_is_accepted_and_waits(stack: LocalStack) -> None:
-    """A scaler that starts from nothing counts what waits: it must get in."""
+    """A scaler that starts from zero counts waiting requests, so the request must be accepted."""
     wait_until(lambda: readiness(stack) == {True}, description="it is ready")
     assert asked(stack, "/health") == (200, {"status": "ready", "workers": 0})
     with Client(stack.gateway_address) as client:

@@ -30,7 +30,9 @@ SPECULATION = [
 
 
 def requests() -> list[pb.GenerateRequest]:
-    """Both temperatures for every prompt; truncation for some; every way to speculate."""
+    """Return requests with both temperatures for every prompt; truncation for some; every way
+    to speculate.
+    """
     return [
         seeded(
             prompt.text,
@@ -47,7 +49,7 @@ def requests() -> list[pb.GenerateRequest]:
 
 @pytest.fixture(scope="module")
 def plain(device: str) -> list[PlainText]:
-    """The same requests, decoded one token at a time."""
+    """Return the same requests, decoded one token at a time."""
     tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
     decoder = PlainDecoder(str(TARGET_DIR), device)
     eos = frozenset({decoder.model.config.eos_token_id})
@@ -74,7 +76,7 @@ def plain(device: str) -> list[PlainText]:
 
 
 def near_ties(outcomes: list[Outcome], plain: list[PlainText]) -> int:
-    """Requests that differ, each from a near tie on; any other difference fails."""
+    """Return the number of requests that differ, each from a near tie on; any other difference fails."""
     differing = 0
     for outcome, text in zip(outcomes, plain, strict=True):
         if outcome.tokens == text.tokens:

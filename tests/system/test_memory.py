@@ -1,4 +1,4 @@
-"""What strangers and clients send costs a gateway little memory, and it gives that back."""
+"""The input of strangers and clients costs a gateway little memory, and the memory is released."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.system.hostile import many_fields, path, rss_mib
 KEY = "laps-sd-" + "k" * 43
 AT_ONCE = 12
 MOST_MIB = 400.0
-"""Above which a gateway never goes. Decoded, the messages took 90 MiB each; as they are they take 4."""
+"""Limit of a gateway's memory. The messages took 90 MiB each when decoded; as received they take 4."""
 KEPT_MIB = 60.0
-"""What may be left of a flood. Without giving back it was 900."""
+"""Limit of the memory left after a flood. Without the release it was 900."""
 
 Code = grpc.StatusCode
 
@@ -35,7 +35,7 @@ def keyed_stack(make_stack: StackMaker, tmp_path: Path) -> LocalStack:
 
 
 def peak_mib(pid: int) -> float:
-    """The most resident memory since `forget_peak`."""
+    """Return the most resident memory since `forget_peak`."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 

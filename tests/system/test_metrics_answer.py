@@ -1,4 +1,6 @@
-"""What an operator asks a running shard, and where the answer is: the /metrics endpoints, Admin, Explain."""
+"""The questions of an operator about a running shard, and the places of the answers: the /metrics endpoints,
+Admin, Explain.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ class Scrape:
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float]
 
     def value(self, name: str, **labels: str) -> float:
-        """One sample; 0 where there is none yet."""
+        """Return one sample; 0 where there is none yet."""
         return self.samples.get((name, frozenset(labels.items())), 0.0)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """All samples of a metric with one label."""
+        """Return all samples of a metric with one label."""
         return {dict(labels)[label]: value for (of, labels), value in self.samples.items() if of == name}
 
 
@@ -50,7 +52,7 @@ def scrape(stack: LocalStack, component: str) -> Scrape:
 
 @dataclass(frozen=True)
 class Busy:
-    """A shard with more to do than fits, and an operator's means to look at it."""
+    """A shard with more work than fits, and an operator's means to look at it."""
 
     stack: LocalStack
     client: Client
@@ -61,7 +63,7 @@ class Busy:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Busy]:
-    """Long requests that go on without a client, and short ones that have overtaken them."""
+    """Start long requests that continue without a client, and short ones that have overtaken them."""
     with (
         LocalStack(engine="fake", slots=SLOTS) as stack,
         Client(stack.gateway_address) as client,
@@ -86,7 +88,9 @@ def queue_of(busy: Busy) -> list[admin_pb.QueueEntry]:
 
 def test_what_waits_and_at_which_level(busy: Busy) -> None:
     def same_answer() -> dict[str, float]:
-        """The gauges, Admin.ListQueue and Admin.GetShard agree, unless something has moved between the looks."""
+        """Check that the gauges, Admin.ListQueue and Admin.GetShard agree, unless the state has changed
+        between the reads.
+        """
         waiting = Counter(
             str(entry.level) for entry in queue_of(busy) if entry.state != pb.Explanation.STATE_RUNNING
         )
@@ -166,7 +170,7 @@ def test_whether_the_device_is_idle(busy: Busy) -> None:
 
 
 def test_how_long_the_wait_for_the_first_token_is(busy: Busy) -> None:
-    """The histogram holds what the clients were told themselves."""
+    """The histogram holds the values that the clients received."""
     scheduler = scrape(busy.stack, "scheduler")
     gateway = scrape(busy.stack, "gateway")
 
@@ -257,7 +261,7 @@ def test_whether_everybody_is_connected(busy: Busy) -> None:
 
 
 def test_whether_the_record_is_there(make_stack: StackMaker) -> None:
-    """A gauge says when it is not; the request that ran meanwhile loses nothing by it."""
+    """A gauge shows when it is not; the request that ran during the outage loses nothing."""
     stack = make_stack()
 
     def unavailable() -> float:

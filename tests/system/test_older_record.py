@@ -1,4 +1,6 @@
-"""The record comes back older than it was, after the lease ran out, while both schedulers live: nothing that was accepted is lost."""
+"""The record returns to an older state, after the lease ran out, while both schedulers live: no accepted
+request is lost.
+"""
 
 from __future__ import annotations
 

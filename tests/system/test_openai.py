@@ -166,7 +166,7 @@ class Address(BaseModel):
 
 
 class Person(BaseModel):
-    """Much of what models of the package's users have: choices, lists, unions, references."""
+    """A model with common features of the package's users: choices, lists, unions, references."""
 
     name: str = Field(description="full name", max_length=8)
     mood: Literal["good", "bad"]

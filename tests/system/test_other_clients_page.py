@@ -1,4 +1,6 @@
-"""The page about other languages does what it says: each call of grpcurl is made, by reflection, as grpcurl makes it."""
+"""The page about other languages is right: each call of grpcurl is made, by reflection, as
+grpcurl makes it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ LINES = [
 
 
 def grpcurl(line: str, addresses: dict[str, str]) -> list[dict[str, Any]]:
-    """What the command would print, one object for each message."""
+    """Return the output of the command, one object for each message."""
     words = shlex.split(line)[1:]
     assert words.pop(0) == "-plaintext"
     body = "{}"

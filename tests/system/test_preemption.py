@@ -1,4 +1,4 @@
-"""One slot, a long request running, a short one arriving: who ends first is the policy's doing."""
+"""One slot, a long request running, a short one arriving: the policy decides which request ends first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.system.calls import Outcome, seeded, stream
 
 
 async def long_then_short(stack: LocalStack) -> tuple[Outcome, Outcome, list[pb.Explanation]]:
-    """The short request is sent once the long one has its first tokens; both stories afterwards."""
+    """Send the short request once the long one has its first tokens; return both results and explanations."""
     running = asyncio.Event()
     async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)

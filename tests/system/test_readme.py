@@ -1,4 +1,4 @@
-"""What the README shows is true: its Python block runs, and its prompts are ones that the shipped pair does well."""
+"""The examples of the README work: its Python block runs, and the shipped pair completes its prompts well."""
 
 from __future__ import annotations
 

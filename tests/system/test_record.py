@@ -1,4 +1,4 @@
-"""What an operator with a Redis client sees, and that nothing stays for ever."""
+"""The view of an operator with a Redis client, and no key that stays permanently."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.system.calls import Outcome, seeded, stream, stream_all
 
 STREAMS = 32
 PAUSE_S = 10.0
-"""Longer than the lease, than every silence and than the bound of what workers run ahead."""
+"""Longer than the lease, than every silence and than the limit of work that a worker does in advance."""
 
 
 def requests() -> list[pb.GenerateRequest]:
@@ -50,7 +50,7 @@ async def pause(stack: LocalStack) -> None:
 
 
 async def accepted(stack: LocalStack, requests: int) -> bool:
-    """Whether so many requests have ever been accepted."""
+    """Return whether this many requests have ever been accepted."""
     async with redis_client.Redis.from_url(stack.redis_url) as record:
         return int(await record.get("laps-sd:{s0}:sequence") or 0) >= requests
 
@@ -117,7 +117,7 @@ async def test_a_kept_request_without_a_client_survives_record_and_leader_in_its
                 try:
                     async for event in stub.Resume(pb.ResumeRequest(request_id=request_id)):
                         found += event.delta.token_ids
-                except grpc.aio.AioRpcError as error:  # until its worker has said hello
+                except grpc.aio.AioRpcError as error:  # until its worker has sent its hello
                     assert error.code() is grpc.StatusCode.NOT_FOUND
                 return found
 
@@ -129,7 +129,7 @@ async def test_what_nobody_holds_is_not_found_and_what_cannot_be_asked_is_unavai
         async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             ended = await stream(stub, requests()[0])
-            # Its worker gets the second after the word that the end of the first is kept.
+            # Its worker gets the second after the message that the end of the first is kept.
             await stream(stub, requests()[1])
             await empty_and_kill_the_leader(stack)
             with pytest.raises(grpc.aio.AioRpcError) as lost:

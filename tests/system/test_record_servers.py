@@ -1,4 +1,6 @@
-"""The whole stack over a record of several servers: streams go on when the primary dies, and shards share a cluster."""
+"""The whole stack over a record of several servers: streams continue when the primary dies, and shards share
+a cluster.
+"""
 
 from __future__ import annotations
 

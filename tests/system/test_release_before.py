@@ -32,7 +32,7 @@ def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def tag_before() -> str:
-    """The newest release that this tree comes after; a tag on this very commit is this release."""
+    """Return the newest release before this tree; a tag on this very commit is this release."""
     found = git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^")
     if found.returncode:
         pytest.skip("no release before this one: no tag v* among the ancestors of this checkout")
@@ -40,7 +40,7 @@ def tag_before() -> str:
 
 
 def unpacked(revision: str, folder: Path) -> Path:
-    """The tree of a revision."""
+    """Return the tree of a revision."""
     archive = git("archive", "--format=tar", revision)
     assert archive.returncode == 0, archive.stderr.decode()
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
@@ -49,9 +49,9 @@ def unpacked(revision: str, folder: Path) -> Path:
 
 
 def run_from(tree: Path, stack: LocalStack, name: str) -> None:
-    """Restarts a component with the code of another tree."""
+    """Restart a component with the code of another tree."""
     child = stack.children[name]
-    # SAFEPATH: or the folder that the tests run in would come before PYTHONPATH.
+    # SAFEPATH: without it the working folder of the tests would come before PYTHONPATH.
     child.environment |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
     asked = [
         sys.executable,
@@ -87,7 +87,9 @@ def test_the_release_before_is_served(
 
 @pytest.mark.long
 def test_the_last_commit_is_served(tmp_path: Path, make_stack: StackMaker) -> None:
-    """Keeps the test above working while there is no tag; fails where a change and its commit do not get on."""
+    """Keep the test above working while there is no tag; fail where a change and its commit are not
+    compatible.
+    """
     if git("rev-parse", "--verify", "HEAD").returncode:
         pytest.skip("not a git checkout")
     old_peers_are_served("HEAD", tmp_path, make_stack)

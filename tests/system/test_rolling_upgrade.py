@@ -1,4 +1,6 @@
-"""A rolling upgrade as the chart does it, process by process, under traffic: no call fails and every text is what it would have been."""
+"""A rolling upgrade as the chart does it, process by process, under traffic: no call fails and every text is
+the same as without it.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ def request(number: int) -> pb.GenerateRequest:
 
 
 async def replace(stack: LocalStack, name: str) -> None:
-    """SIGTERM, the end, and the same again: a pod of a StatefulSet, or one that was surged before."""
+    """Send SIGTERM, wait for the end, and start the same again: a pod of a StatefulSet, or one that was
+    surged before.
+    """
     await asyncio.to_thread(stack.terminate, name, timeout_s=60.0)
-    wait = not name.startswith("scheduler")  # a standby's readiness is its leading
+    wait = not name.startswith("scheduler")  # a standby becomes ready when it leads
     await asyncio.to_thread(stack.restart, name, wait=wait)
 
 
@@ -94,7 +98,7 @@ async def test_every_component_is_replaced_under_traffic_and_no_request_notices(
     }
     for number, outcome in sorted(outcomes.items()):
         assert len(outcome.tokens) == 40
-        if number % 5 == 0:  # a sample is run again, with nothing in its way
+        if number % 5 == 0:  # a sample is run again, without an upgrade
             calm = await stream(service.stub(), request(number))
             assert (calm.tokens, calm.text) == (outcome.tokens, outcome.text)
     for channel in service.channels.values():

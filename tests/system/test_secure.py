@@ -1,4 +1,6 @@
-"""The whole stack with mutual TLS on every link, and a record behind TLS, client certificate, user and password file."""
+"""The whole stack with mutual TLS on every link, and a record with TLS, client certificate, user and password
+file.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 @pytest.fixture(scope="module")
 def certificates(tls: Tls) -> dict[str, Tls]:
-    """Of the same CA, with other names."""
+    """Return certificates of the same CA, with other names."""
     assert tls.ca is not None
     return {holder: certificate(tls.ca.parent, holder, *names) for holder, names in NAMES.items()}
 
@@ -89,7 +91,7 @@ def secure_stack(
 
 @contextlib.contextmanager
 def _guarded(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """Nobody but the documented user gets in."""
+    """Allow only the documented user."""
     with server.start():
         with redis.Redis.from_url(server.url) as operator:
             operator.execute_command("ACL", "SETUSER", "laps-sd", *documented_rule(PASSWORD))
@@ -126,7 +128,9 @@ async def test_who_has_no_certificate_of_the_ca_gets_in_nowhere(
 
 
 async def ended_with(channel: grpc.aio.Channel, peer: str) -> grpc.StatusCode:
-    """How a call ends that only this kind of peer makes; the links are read until the server says something."""
+    """Return the status of a call that only this kind of peer makes; the links are read until the server
+    sends a message.
+    """
     link: Any
     match peer:
         case "gateway":
@@ -145,7 +149,7 @@ async def ended_with(channel: grpc.aio.Channel, peer: str) -> grpc.StatusCode:
             return grpc.StatusCode.OK
     code: grpc.StatusCode = await link.code()
     if code is grpc.StatusCode.INTERNAL and "incident" not in str(await link.details()):
-        # Not the server's word: grpc.aio calls it so when a call has ended before its client had begun it.
+        # Not the server's status: grpc.aio uses it when a call has ended before its client had begun it.
         return await ended_with(channel, peer)
     return code
 

@@ -1,4 +1,4 @@
-"""Several shards side by side: one that dies disturbs no other, and one more comes under traffic."""
+"""Several shards at the same time: one that dies disturbs no other, and one is added under traffic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stub_of(channel: grpc.aio.Channel) -> Any:
 
 
 async def all_linked(stack: LocalStack, shards: int) -> None:
-    """Every gateway has been greeted by the leader of every shard."""
+    """Wait until every gateway has been greeted by the leader of every shard."""
     gateways = [name for name in stack.children if name.startswith("gateway-")]
 
     def linked() -> bool:

@@ -1,4 +1,6 @@
-"""One call, one trace: spans of gateway, scheduler and worker, each below the right one, whatever dies meanwhile."""
+"""One call, one trace: spans of gateway, scheduler and worker, each below the right one, also when processes
+die during the call.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def environment(collector: Collector) -> dict[str, str]:
 
 @dataclass
 class Traced:
-    """A stack that tells the collector."""
+    """A stack that sends its spans to the collector."""
 
     collector: Collector
     stack: LocalStack
@@ -48,7 +50,7 @@ def traced() -> Iterator[Traced]:
 async def call(
     stack: LocalStack, tokens: int, *, flags: str = "01", first: asyncio.Event | None = None
 ) -> tuple[str, Outcome]:
-    """A request of so many tokens, and the id of its trace."""
+    """Run a request with this many tokens, and return it with the id of its trace."""
     trace = secrets.token_hex(16)
     metadata = (("traceparent", f"00-{trace}-{CALLER}-{flags}"),)
     request = seeded(
@@ -67,7 +69,7 @@ async def call(
 
 
 async def whole(collector: Collector, trace: str, tokens: int) -> list[SeenSpan]:
-    """All of a trace, once every service has sent what it has of it."""
+    """Return all spans of a trace, once every service has sent its own."""
 
     def complete() -> list[SeenSpan]:
         spans = collector.spans(trace)
@@ -90,7 +92,7 @@ async def test_a_trace_holds_spans_of_all_three_services_each_below_the_right_on
     running = asyncio.Event()
     long = asyncio.create_task(call(traced.stack, 240, first=running))
     await running.wait()
-    await call(traced.stack, 8)  # one slot: it takes the long one's place
+    await call(traced.stack, 8)  # one slot: it takes the place of the long request
     trace, outcome = await long
     spans = await whole(traced.collector, trace, 240)
 
@@ -111,7 +113,7 @@ async def test_a_trace_holds_spans_of_all_three_services_each_below_the_right_on
     assert request.events[0] == "arrived"
     assert request.events[-1] == "ended"
     assert run.attributes["laps_sd.worker_id"] == of_worker[0].attributes["laps_sd.worker_id"]
-    # What the worker drew adds up to what the scheduler heard, and to what the client was told.
+    # The worker's spans add up to the tokens that the scheduler and the client received.
     assert outcome.end is not None
     for attribute, told in (
         ("drafted_tokens", outcome.end.speculation.drafted),
@@ -163,7 +165,8 @@ async def test_killed_processes_leave_a_trace_without_loose_ends(make_stack: Sta
         victim = await wait_until_async(first_worker, description="the first worker has drawn its prefill")
         dead = victim.rpartition("-")[0]  # such as worker-1-0cccf3f9
         stack.kill(dead)
-        # The leader has told of the lost lease: it sends its spans in groups, and those that it has not sent die with it.
+        # The leader has sent the spans of the lost lease: it sends spans in groups, and unsent ones are lost
+        # with it.
         await wait_until_async(
             lambda: len(collector.spans(name="prefill")) == 2 and collector.spans(name="run"),
             description="another worker goes on, and the first lease is drawn",

@@ -1,4 +1,6 @@
-"""`laps-sd up` keeps its promise: any child may be killed; it comes back, and running streams end as if nothing was."""
+"""The guarantee of `laps-sd up`: any child may be killed; it comes back, and running streams end as without a
+fault.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ OF_600_TOKENS = ("--max-tokens", "600", "--seed", "7")
 
 
 def generate(up: Up) -> subprocess.Popen[str]:
-    """`laps-sd generate` of an answer that takes some seconds."""
+    """Start `laps-sd generate` with an answer that takes some seconds."""
     return subprocess.Popen(
         [sys.executable, "-m", "laps_sd", "generate", "Once", "--url", up.grpc("gateway-0"), *OF_600_TOKENS],
         stdout=subprocess.PIPE,
@@ -108,7 +110,7 @@ def test_ctrl_c_ends_the_request_of_the_command(up: Up) -> None:
         wait_until(
             lambda: not queue.ListQueue(admin_pb2.ListQueueRequest()).entries,
             description="the request has ended",
-            timeout_s=10,  # less than one without a client goes on
+            timeout_s=10,  # less than a stream without a client continues
         )
 
 
@@ -208,7 +210,7 @@ def out_of_memory(valkey_pid: int, url: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def out_of_disk(valkey_pid: int, url: str) -> Iterator[str]:
-    """No file of the server may grow: each write to its append-only file fails."""
+    """Limit the server's files so that none may grow: each write to its append-only file fails."""
     before = resource.prlimit(valkey_pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
     yield "other: .*MISCONF Errors writing to the AOF file"
     resource.prlimit(valkey_pid, resource.RLIMIT_FSIZE, before)
@@ -218,7 +220,7 @@ def out_of_disk(valkey_pid: int, url: str) -> Iterator[str]:
 def test_a_record_that_cannot_be_written_is_on_the_terminal_and_in_queue_and_workers(
     up: Up, fault: Callable[[int, str], contextlib.AbstractContextManager[str]]
 ) -> None:
-    """Nothing runs and nothing is asked for: it must be noticed all the same."""
+    """Nothing runs and no request comes: the fault must be noticed all the same."""
     shown_before = len(up.lines)
 
     def new(pattern: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""`laps-sd up` as a person runs it: a process, its terminal, and the numbers of its children as the terminal shows them."""
+"""`laps-sd up` as a user runs it: a process, its terminal, and the process ids of its children as the
+terminal shows them.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ FREE_PORTS = ("--gateway-port", "0", "--http-port", "0", "--scheduler-port", "0"
 
 
 class Up:
-    """Runs from `with` on, on free ports, and is ready for requests then."""
+    """A process that runs from `with` on, on free ports, and is ready for requests then."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self.lines: list[str] = []
-        """Of its terminal, as they come."""
+        """Lines of its terminal, in order of arrival."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "laps_sd", "up", "--no-demo", *FREE_PORTS, *arguments],
             stderr=subprocess.PIPE,
@@ -57,30 +59,30 @@ class Up:
 
     @property
     def terminal(self) -> str:
-        """Everything that was shown so far."""
+        """Return everything that was shown so far."""
         return "\n".join(self.lines)
 
     def pid(self, name: str) -> int:
-        """The process of a component, as shown last."""
+        """Return the process of a component, as shown last."""
         shown = re.findall(
             rf"^  {name} +process (\d+)|{name} is ready again after .* \(process (\d+)\)", self.terminal, re.M
         )
         return int("".join(shown[-1]))
 
     def where(self, name: str) -> str:
-        """The line of a component in the list of what listens."""
+        """Return the line of a component in the list of listening addresses."""
         [line] = [line for line in self.lines if line.startswith(f"  {name} ") and " process " in line]
         return line
 
     def grpc(self, name: str) -> str:
-        """host:port of a component."""
+        """Return host:port of a component."""
         [address] = re.findall(r"gRPC ([\d.:]+)", self.where(name))
         return str(address)
 
     def kill(self, name: str) -> None:
-        """SIGKILL to this one process, as `kill -9` sends it."""
+        """Send SIGKILL to this one process, as `kill -9` does."""
         os.kill(self.pid(name), signal.SIGKILL)
 
     def said(self, pattern: str) -> list[str]:
-        """The lines that begin with the time of day and go on like this."""
+        """Return the lines that begin with the time of day and continue with the pattern."""
         return [line for line in self.lines if re.match(rf"\d\d:\d\d:\d\d  {pattern}", line)]

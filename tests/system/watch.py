@@ -1,4 +1,6 @@
-"""What must not change while a stack is abused: its processes, their memory and logs, and what others get meanwhile."""
+"""Properties of a stack that bad input must not change: its processes, their memory and logs, and the results
+of other clients.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from tests.system.tally import Tally
 
 
 def beside() -> list[pb.GenerateRequest]:
-    """What well-behaved clients run in the meantime."""
+    """Return the requests of well-behaved clients during the test."""
     return [seeded(f"Story {i}:", seed=100 + i, max_tokens=24, ignore_eos=True) for i in range(6)]
 
 
 @dataclass
 class Watch:
-    """What must not change while a stack is abused."""
+    """Properties of a stack that bad input must not change."""
 
     stack: LocalStack
     pids: dict[str, int | None]
@@ -42,7 +44,7 @@ class Watch:
         return {name: rss_mib(pid) - self.rss[name] for name, pid in self.pids.items() if pid is not None}
 
     def check_alive(self) -> None:
-        """Same processes, none of which wrote a traceback."""
+        """Check that the processes are the same, and that none of them wrote a traceback."""
         self.stack.check()
         assert {name: child.pid for name, child in self.stack.children.items()} == self.pids
         for name in self.pids:
@@ -55,7 +57,9 @@ class Watch:
             assert grown[name] < most_mib, f"{name} has grown by {grown[name]:.0f} MiB"
 
     def check(self, tally: Tally, *, count: int, most_mib: float) -> None:
-        """So many inputs were all answered rightly, and harmed nothing; prints what came of them."""
+        """Check that this many inputs were all answered rightly, and harmed nothing; print the counts of
+        their results.
+        """
         growth = ", ".join(f"{name} {mib:+.0f}" for name, mib in self.grown().items())
         print(f"\n{tally}\n  resident memory, MiB: {growth}")
         self.check_alive()
@@ -67,7 +71,7 @@ class Watch:
 
 
 class Beside:
-    """Runs the same requests over and over, and compares each with what it was when nobody disturbed."""
+    """A client that repeats the same requests, and compares each result with the one without other input."""
 
     def __init__(self, stub: Any, alone: list[Outcome]) -> None:
         self._stub = stub
@@ -90,7 +94,9 @@ class Beside:
 
 @contextlib.asynccontextmanager
 async def undisturbed(stack: LocalStack) -> AsyncIterator[list[Outcome]]:
-    """Well-behaved clients beside the body; yields what they got before. They get the same throughout."""
+    """Run well-behaved clients during the body; yield their results from before it. They get the same
+    throughout.
+    """
     async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         alone = await stream_all(stub, beside())

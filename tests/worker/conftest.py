@@ -16,7 +16,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Bits and times are those of one thread, whatever the machine."""
+    """Use one thread: bits and times are those of one thread, on any machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -27,7 +27,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["kernels", "torch"])
 def by_kernels_and_by_torch(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever uses this is tested twice: with the kernels in C, and with torch's operators as where they do not serve."""
+    """Test each user of this fixture twice: with the kernels in C, and with torch's operators, which are used
+    where the kernels are not supported.
+    """
     from worker_svc.engine import kernels
 
     if request.param == "kernels" and not kernels.USABLE:
@@ -39,7 +41,7 @@ def by_kernels_and_by_torch(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny random target, and a draft that agrees with it about half of the time."""
+    """Write a tiny random target, and a draft that agrees with it about half of the time."""
     from tests.worker.pairs import llama_config, write_draft_of, write_model
 
     root = tmp_path_factory.mktemp("pair")

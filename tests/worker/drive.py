@@ -1,4 +1,4 @@
-"""Runs an engine to the end of its requests, with whatever a scheduler might do to them in between."""
+"""Runs an engine to the end of its requests, with any changes that a scheduler might make in between."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ Between = Callable[[Engine, int, list[str]], Sequence[str]]
 
 
 def everybody(engine: Engine, number: int, live: list[str]) -> Sequence[str]:
-    """No preemption: the first that fit run, round after round."""
+    """Return the first requests that fit, round after round, without preemption."""
     return live[: engine.capacity.slots]
 
 
 def rotate(how: str, every: int = 3) -> Between:
-    """Every few rounds other requests run; those that pause keep their KV, lose it, or go to host memory."""
+    """Change the running requests every few rounds; those that pause keep their KV, lose it, or go to host
+    memory.
+    """
 
     def between(engine: Engine, number: int, live: list[str]) -> Sequence[str]:
         slots = engine.capacity.slots
@@ -38,7 +40,7 @@ def rotate(how: str, every: int = 3) -> Between:
 def finish_all(
     engine: Engine, specs: Iterable[Specification], between: Between = everybody
 ) -> tuple[dict[str, list[int]], dict[str, RequestRound], list[RequestRound]]:
-    """Output tokens by request (committed ones included), each one's last report, and all reports."""
+    """Return output tokens by request (committed ones included), each one's last report, and all reports."""
     specs = list(specs)
     output = {spec.request_id: list(spec.committed_ids) for spec in specs}
     last: dict[str, RequestRound] = {}

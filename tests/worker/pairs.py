@@ -33,7 +33,9 @@ def llama_config(**changes: Any) -> LlamaConfig:
 
 
 def write_model(directory: Path, config: PretrainedConfig, *, seed: int, sharpen: float = 3.0) -> Path:
-    """A random model. `sharpen` scales its output layer, so that its distributions are neither flat nor certain."""
+    """Write a random model. `sharpen` scales its output layer, so that its distributions are neither flat nor
+    certain.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -46,7 +48,7 @@ def write_model(directory: Path, config: PretrainedConfig, *, seed: int, sharpen
 
 
 def write_draft_of(target: Path, directory: Path, *, noise: float, seed: int) -> Path:
-    """A draft that often agrees with a target: the same weights, disturbed."""
+    """Write a draft that often agrees with a target: the same weights, disturbed."""
     model = AutoModelForCausalLM.from_pretrained(target)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -22,7 +22,7 @@ MARGIN = 1e-4  # below this, two arithmetics may disagree about which token is b
 def adjusted(
     logits: torch.Tensor, spec: Specification, output: list[int], allowed: Allowed | None
 ) -> torch.Tensor:
-    """Output format, bias and penalties in double precision, token by token. `logits` [vocab]."""
+    """Apply output format, bias and penalties in double precision, token by token. `logits` [vocab]."""
     sampling, values = spec.sampling, logits.double().cpu().tolist()
     if allowed is not None:
         may = allowed(output)
@@ -40,7 +40,7 @@ def adjusted(
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, position: int, noise: Noise) -> int:
-    """The sampling rule in double precision, straight from its definition. `logits` [vocab]."""
+    """Apply the sampling rule in double precision, straight from its definition. `logits` [vocab]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     gumbel = noise.gumbel([counter.row_key(sampling.seed, position)])[0].double().cpu()
@@ -82,7 +82,7 @@ class PlainDecoder:
     def decode(
         self, spec: Specification, eos_ids: frozenset[int] = frozenset(), allowed: Allowed | None = None
     ) -> PlainText:
-        """`allowed` tells the token ids that may follow an output."""
+        """Decode plainly. `allowed` returns the token ids that may follow an output."""
         cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([[*spec.prompt_ids, *spec.committed_ids]], device=self.device)
         text = PlainText(list(spec.committed_ids), [])

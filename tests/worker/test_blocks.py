@@ -1,4 +1,6 @@
-"""The block allocator: whatever the order of calls, every block is free, cached or owned, and whoever writes one is its only owner."""
+"""The block allocator: after any order of calls, every block is free, cached or owned, and a block is written
+only by its only owner.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ from worker_svc.engine.interface import OutOfBlocks, blocks_needed
 
 @dataclass
 class Owner:
-    """Somebody with a context of one token per block, who writes block after block."""
+    """An owner with a context of one token per block, written block after block."""
 
     names: list[bytes]
     blocks: list[int]
-    written: int  # so many of them, from the start
+    written: int  # number of written blocks, from the start
 
 
 class Owners(RuleBasedStateMachine):
-    """Owners come with contexts, some of them known already, write, grow and go. `contents` is what was last written to each block."""
+    """Owners with contexts, some of them known already, that are created, write, grow and leave. `contents`
+    is the last content written to each block.
+    """
 
     @initialize(blocks=st.integers(0, 40), region=st.integers(1, 9), together=st.booleans())
     def start(self, blocks: int, region: int, together: bool) -> None:
@@ -160,7 +164,7 @@ def test_blocks_hold_all_tokens_but_the_last_and_the_growth(tokens: int, growth:
 
 @pytest.fixture
 def cache() -> BlockAllocator:
-    """Eight blocks in regions of two. Blocks 0 and 1, and later 4 and 5, held contexts that ended."""
+    """Return eight blocks in regions of two. Blocks 0 and 1, and later 4 and 5, held contexts that ended."""
     allocator = BlockAllocator(8, region=2)
     first, between, second = allocator.allocate(2), allocator.allocate(2), allocator.allocate(2)
     for held, context in ((first, [1, 2]), (second, [3, 4])):

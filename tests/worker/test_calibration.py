@@ -1,4 +1,6 @@
-"""What is measured before the first request: every size that rounds have, within the contexts that a model allows."""
+"""Measurements before the first request: every size that rounds have, within the contexts that a model
+allows.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SLOTS, DEEPEST, MAX_LENGTH = 6, 5, 64
 
 
 def models(pair: tuple[Path, Path], device: str, **options: Any) -> tuple[PackedModel, PackedModel]:
-    """Target and draft with their pools."""
+    """Return target and draft with their pools."""
     engine = load_engine(
         *pair, device=device, slots=SLOTS, max_draft_len=DEEPEST - 1, calibrate=False, **{"max_length": MAX_LENGTH, **options}
     )  # fmt: skip
@@ -28,7 +30,7 @@ def models(pair: tuple[Path, Path], device: str, **options: Any) -> tuple[Packed
 
 
 def seconds_by_reading(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Arguments by which whatever is measured takes one second, and there is time for all turns."""
+    """Return arguments with which each measurement takes one second, and there is time for all turns."""
     readings = count()
     monkeypatch.setattr(calibration.time, "monotonic", lambda: 0.0)
     return {"slots": SLOTS, "max_length": MAX_LENGTH, "clock": lambda: float(next(readings)), "deadline": 1.0}
@@ -47,7 +49,7 @@ def test_rounds_are_measured_up_to_the_deepest_drafts_of_all(
 def test_draft_steps_that_are_one_call_are_measured_together(
     pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those that are not one by one; the first step, which reads more, always."""
+    """Other steps are measured one by one, and the first step, which reads more, always is."""
     _, draft = models(pair, device)
     steps = measure_draft_steps(draft, **seconds_by_reading(monkeypatch))
     assert steps.counts == [1, 2, 4, SLOTS, 8, 2 * SLOTS]
@@ -67,7 +69,9 @@ def test_no_measurement_leaves_the_contexts_that_there_can_be(
 def test_where_time_is_over_each_size_was_measured_twice(
     pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first time a device does what it does once; how often more depends on the time."""
+    """The first run includes the one-time work of a device; the number of further runs depends
+    on the time.
+    """
     measured: list[float] = []
     arguments = seconds_by_reading(monkeypatch)
     readings = arguments["clock"]

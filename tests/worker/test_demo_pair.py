@@ -1,4 +1,6 @@
-"""The shipped pair is what its card says: small, plain Hugging Face files, right on easy prompts, worth drafting with."""
+"""The shipped pair agrees with its card: small, plain Hugging Face files, right on easy prompts, worth
+drafting with.
+"""
 
 import subprocess
 import sys

@@ -72,13 +72,15 @@ def test_caps_hold() -> None:
 def by_asking_each(
     chooser: DraftLengths, requests: list[Acceptance], caps: list[int], other_rows: int, keys: int
 ) -> list[int]:
-    """The module's rule, request by request and depth by depth."""
+    """Return lengths by the module's rule, request by request and depth by depth."""
     rates, count = [chooser.rate(request) for request in requests], len(requests)
     drafting = [request for request in requests if not request.free]
     costs = chooser.drafted if drafting else chooser.plain
 
     def round_s(proposals: int) -> float:
-        """What rides along is there in any case: how much more the round takes than with that alone, and with our own rows alone."""
+        """Return the extra time over the round without proposals, plus the time of our own rows alone; the
+        other rows run in any case.
+        """
         return (
             costs(count + proposals + other_rows, keys) - costs(count + other_rows, keys) + costs(count, keys)
         )
@@ -147,7 +149,7 @@ def test_an_answer_that_stays_the_same_is_asked_for_more_and_more_seldom() -> No
     rounds, held = 0, HELD_AT_FIRST
     while held < HELD_AT_MOST:
         rounds, held = rounds + held, 2 * held
-    for _ in range(rounds + HELD_AT_MOST + 1):  # the last of them is asked
+    for _ in range(rounds + HELD_AT_MOST + 1):  # the last of them is chosen
         assert chooser.lengths(requests, caps) == [0] * 4
     chooser.set_plain(MEMORY_BOUND["plain"])
     answers = [max(chooser.lengths(requests, caps)) for _ in range(HELD_AT_MOST)]
@@ -158,7 +160,7 @@ def test_an_answer_that_stays_the_same_is_asked_for_more_and_more_seldom() -> No
 
 
 def test_a_choice_holds_for_some_rounds_and_nobody_begins_meanwhile() -> None:
-    """To choose takes as long as many a row, and what it rests on changes more slowly."""
+    """A choice takes as long as many rows, and its inputs change more slowly."""
     chooser = lengths_for(**MEMORY_BOUND)
     requests, caps = [experienced(90, 100) for _ in range(FEW_IN)], [8] * FEW_IN
     first = chooser.lengths(requests, caps)
@@ -249,7 +251,7 @@ def silent() -> Acceptance:
 
 
 def one_round(chooser: DraftLengths, requests: list[Acceptance]) -> list[int]:
-    """Lengths for these, and a round of theirs that takes what is expected."""
+    """Return lengths for these requests, after a round of theirs that accepts the expected number."""
     lengths = chooser.lengths(requests, [8] * len(requests))
     rows, steps = (
         len(requests) + sum(lengths),
@@ -307,7 +309,7 @@ def test_newcomers_show_whether_the_traffic_has_changed() -> None:
 
 
 def test_while_nobody_drafts_a_newcomer_is_probed_as_soon_as_it_is_time() -> None:
-    """However long the choice holds that nobody drafts."""
+    """The length of a choice without drafts does not matter."""
     chooser = lengths_for(**COMPUTE_BOUND)
     requests = [silent() for _ in range(8)]
     while chooser._until_asked < HELD_AT_MOST - 1 or chooser._drafts:
@@ -321,7 +323,7 @@ def test_while_nobody_drafts_a_newcomer_is_probed_as_soon_as_it_is_time() -> Non
 
 
 def test_one_accident_does_not_make_probes_rare() -> None:
-    """What a round with a probe takes longer is a small part of what a round takes."""
+    """The extra time of a round with a probe is a small part of the time of a round."""
     chooser = lengths_for(**COMPUTE_BOUND)
     assert one_round(chooser, [silent()]) == [1]
     plain_s, expected_s = chooser.plain(1), chooser.drafted(2) - chooser.plain(1) + chooser.step(1)
@@ -334,7 +336,7 @@ def test_one_accident_does_not_make_probes_rare() -> None:
 
 def test_after_a_surprise_the_next_newcomer_is_probed_at_once() -> None:
     def probes(accepted: int) -> int:
-        """Newcomers that are probed, one at a time, each asked for ten rounds."""
+        """Probe newcomers, one at a time, each for ten rounds."""
         chooser = lengths_for(**COMPUTE_BOUND)
         while chooser.prior.rate > 0.1:
             chooser.prior.observe(0, 1)

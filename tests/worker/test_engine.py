@@ -38,7 +38,7 @@ def decode(ids: Any) -> str:
 
 @pytest.fixture(scope="module")
 def spoken_pair(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The pair, with a tokenizer whose token i reads " w{i}"."""
+    """Return the pair, with a tokenizer whose token i reads " w{i}"."""
     root = tmp_path_factory.mktemp("spoken")
     directories = tuple(Path(shutil.copytree(source, root / source.name)) for source in pair)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
@@ -229,7 +229,9 @@ def test_blocks_follow_the_context(make: Make) -> None:
 
 @pytest.mark.parametrize("how", ["swap", "evict"])
 def test_out_of_blocks_changes_nothing(make: Make, how: str) -> None:
-    """Three requests of 5 blocks in a pool of 8: the round that cannot be is refused, and goes on when one has left."""
+    """Three requests of 5 blocks in a pool of 8: the impossible round is refused, and continues when one
+    request has left.
+    """
     engine = make(blocks=8)
     for name in "abc":
         engine.add(spec(name, sampling=Sampling(0.8, seed=ord(name)), prompt_ids=(5, 6, 7, 8, 9, 10, 11)))
@@ -346,7 +348,9 @@ def test_eos_ends_the_text_unless_it_is_ignored(spoken_pair: tuple[Path, Path], 
 def test_nothing_is_proposed_behind_what_would_end_the_text(
     spoken_pair: tuple[Path, Path], device: str
 ) -> None:
-    """A draft that is the target itself: all that it proposes is accepted, and none of it lies behind the end."""
+    """A draft that is the target itself: all that it proposes is accepted, and none of it lies
+    after the end.
+    """
     if device != "cpu":
         pytest.skip("elsewhere the engine does not look at proposals before they are verified")
     target = spoken_pair[0]
@@ -376,7 +380,9 @@ def test_nothing_is_proposed_behind_what_would_end_the_text(
 def test_what_is_found_behind_an_end_is_not_proposed(
     pair: tuple[Path, Path], device: str, ignore_eos: bool, drafted: int
 ) -> None:
-    """Look-ups in a prompt that holds the end token, 1. The text says 9 for ever, and each time 5, 1 and more followed it before."""
+    """Look-ups in a prompt that holds the end token, 1. The text is an endless repetition of 9, and each time
+    5, 1 and more followed it before.
+    """
     always = Sampling(logit_bias=((9, 100.0),))
     request = spec(
         "a", prompt_ids=(9, 5, 1, 7, 8, 6) * 3, sampling=always, max_tokens=12, ignore_eos=ignore_eos
@@ -420,7 +426,9 @@ def test_a_request_that_cannot_be_decoded_ends_alone(spoken_pair: tuple[Path, Pa
 
 
 def test_running_out_of_memory_changes_nothing(pair: tuple[Path, Path], device: str) -> None:
-    """First prefill goes in smaller chunks; where that does not help the caller is told, and may go on with fewer."""
+    """First prefill uses smaller chunks; where that does not help the caller gets an error, and may continue
+    with fewer requests.
+    """
     specs = [spec(f"r{n}", prompt_ids=tuple(range(2, 80)), max_tokens=10) for n in range(4)]
     expected, *_ = finish_all(load_engine(*pair, device=device, slots=4, max_length=128, draft_len=3), specs)
     engine = load_engine(*pair, device=device, slots=4, max_length=128, draft_len=3)
@@ -479,7 +487,7 @@ def test_automatic_lengths_say_the_same(pair: tuple[Path, Path], device: str) ->
 def test_a_round_that_ends_requests_is_counted_with_all_its_rows(
     pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What rows cost is learnt from rounds, and in the last round of a request it had rows like any other."""
+    """The cost of rows is learnt from rounds, and a request has rows in its last round as in any other."""
     engine = load_engine(*pair, device=device, slots=4, max_length=64, draft_len=0)
     rows: list[int] = []
     monkeypatch.setattr(engine.lengths, "observe_costs", lambda count, *_, **__: rows.append(count))
@@ -514,7 +522,7 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
 
 
 def counting(call: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
-    """The same, but that it writes down how many ids it is given."""
+    """Return the same function, which also records the number of ids in each call."""
 
     def counted(ids: torch.Tensor, *more: Any) -> Any:
         rows.append(ids.numel())
@@ -524,10 +532,10 @@ def counting(call: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
 
 
 def test_a_long_prompt_stalls_nobody(tmp_path: Path, device: str) -> None:
-    """A prompt of 4000 tokens beside three running requests: these go on in every single round.
+    """A prompt of 4000 tokens runs together with three requests: these continue in every single round.
 
-    It is computed in chunks that ride along in the running requests' forward, first by the target and then by the draft, so
-    no forward of either has more rows than a chunk and what the running ones need.
+    It is computed in chunks in the running requests' forward, first by the target and then by the draft, so
+    no forward of either has more rows than a chunk and the rows of the running requests.
     """
     target = write_model(tmp_path / "target", llama_config(max_position_embeddings=8192), seed=0)
     draft = write_draft_of(target, tmp_path / "draft", noise=0.25, seed=1)

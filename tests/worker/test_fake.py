@@ -1,4 +1,4 @@
-"""The engine without a model: what it promises to the tests of everybody else."""
+"""The engine without a model: its guarantees to all other tests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Same seed, same text: whatever the draft, the draft length, the batch and the preemption, the engine says what plain decoding says.
+"""Same seed, same text: with any draft, draft length, batch and preemption, the engine generates the same
+text as plain decoding.
 
-The reference is transformers with its ordinary cache, one token per forward, float32. The engine and the reference compute in different
-shapes, so their logits differ by about 1e-6; where a choice was closer than MARGIN they may part, and from there on the texts have
-nothing to do with each other. Such partings are counted and bounded. Between two runs of the engine nothing may differ at all.
+The reference is transformers with its ordinary cache, one token per forward, float32. The engine and the
+reference compute in different shapes, so their logits differ by about 1e-6; where a choice was closer than
+MARGIN they may part, and from there on the texts have nothing to do with each other. Such partings are
+counted and bounded. Between two runs of the engine nothing may differ at all.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ def test_two_runs_of_the_engine_never_differ(pair: tuple[Path, Path], device: st
 def test_proposals_may_stay_on_the_device_until_the_round_is_over(
     pair: tuple[Path, Path], plain: dict[str, PlainText], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they do where a look at them takes longer than it saves."""
+    """Proposals stay on the device where reading them takes longer than it saves."""
     monkeypatch.setattr(PackedModel, "proposes", False)
     engine = engine_for(pair, device, 8, CHANGING)
     engine._looks = False
@@ -185,7 +187,9 @@ def test_proposals_may_stay_on_the_device_until_the_round_is_over(
 
 
 def test_the_draft_does_not_matter(pair: tuple[Path, Path], device: str) -> None:
-    """No draft at all, and a draft that is the target itself: the same text; the second accepts everything it drafts."""
+    """The text is the same without a draft, and with the target itself as draft; the second accepts
+    everything it drafts.
+    """
     texts = []
     for draft in (None, pair[0]):
         engine = load_engine(
@@ -199,7 +203,7 @@ def test_the_draft_does_not_matter(pair: tuple[Path, Path], device: str) -> None
 
 
 def test_committed_tokens_continue_the_same_text(pair: tuple[Path, Path], device: str) -> None:
-    """Migration: another engine that is told the first tokens goes on with the rest."""
+    """Migration: another engine that gets the first tokens continues with the rest."""
     specs = specifications()
     whole, *_ = finish_all(engine_for(pair, device, 8, 4), specs)
     moved = [

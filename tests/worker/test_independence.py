@@ -44,7 +44,9 @@ def text(model: PackedModel, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def logits_in_steps(model: PackedModel, steps: list[list[tuple[int, int]]], watched: int) -> torch.Tensor:
-    """Feed text number i by (i, tokens) per step, all of a step in one forward; logits of every token of text `watched`."""
+    """Feed text number i by (i, tokens) per step, all of a step in one forward; return logits of every token
+    of text `watched`.
+    """
     texts = {i for step in steps for i, _ in step}
     places = {i: model.pool.new_place() for i in texts}
     blocks = -(-LENGTH // 16)
@@ -78,7 +80,8 @@ def test_logits_do_not_depend_on_chunks_or_neighbours(model: PackedModel) -> Non
         [[(0, 64)], [(0, 192)], [(0, 1)], [(0, 2)], [(0, 5)], [(0, 336)]],
         [[(1, 30), (0, 5)], [(0, 5), (1, 1), (2, 7)], [(0, 190), (1, 5), (2, 5)], [(2, 100), (0, 1), (1, 1)], [(0, 399), (2, 5)]],
         [[(0, 250)], *([[(0, 2), (1, 2)]] * 10), [(0, 330)]],
-        # Every length of the first tile, each with as few keys as is exact for it, beside one that is always 25 tokens longer.
+        # Every length of the first tile, each with as few keys as is exact for it, and one that is always 25
+        # tokens longer.
         [[(1, 25)], *([[(0, 1), (1, 1)]] * 520), [(0, 80)]],
         # Blocks of query rows that end with one or two: 32 rows are a block.
         [[(0, 17)], [(0, 33)], [(0, 65)], [(0, 98), (1, 17)], [(0, 1), (1, 1)], [(0, 193)], [(0, 193)]],

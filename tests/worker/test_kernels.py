@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
     ids=["AVX-512 BF16", "AVX-512", "AVX2"],
 )
 def width(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test runs for each width of vectors that this machine has."""
+    """Run each test for each width of vectors that this machine has."""
     if kernels._kernels.use(request.param) < request.param:
         pytest.skip("not on this machine")
     yield
@@ -60,7 +60,7 @@ def pool_for(kv_heads: int, size: int, dtype: torch.dtype, layers: int = 1) -> K
 
 
 def places_for(pool: KVPool, *, scattered: bool) -> list[Place]:
-    """A place for each of CONTEXTS."""
+    """Return a place for each of CONTEXTS."""
     places = [pool.new_place() for _ in CONTEXTS]
     if not scattered:
         for place, (start, tokens) in zip(places, CONTEXTS, strict=True):
@@ -76,7 +76,7 @@ def places_for(pool: KVPool, *, scattered: bool) -> list[Place]:
 def expected(
     query: torch.Tensor, pool: KVPool, places: list[Place], plan: Plan, scale: float
 ) -> torch.Tensor:
-    """Attention by the book, in double precision."""
+    """Compute attention by its definition, in double precision."""
     out = torch.zeros(query.shape, dtype=torch.float64)
     group = query.shape[1] // pool.layers[0].shape[2]
     for place, (start, tokens), row in zip(places, CONTEXTS, plan.first_row, strict=True):
@@ -264,7 +264,9 @@ def add_norm(
 
 
 def gated(both: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """silu(gate) * up: `both` [rows, 2 * size], gates first, float32, contiguous, to [rows, size] of `dtype`."""
+    """Return silu(gate) * up: `both` [rows, 2 * size], gates first, float32, contiguous, to [rows, size] of
+    `dtype`.
+    """
     rows, size = both.shape
     out = torch.empty((rows, size // 2), dtype=dtype)
     kernels._kernels.gated(both.data_ptr(), out.data_ptr(), rows, size // 2, dtype == torch.bfloat16)
@@ -292,7 +294,7 @@ def test_steps_between_products_are_those_of_torch(dtype: torch.dtype) -> None:
 
 
 class Model:
-    """A small decoder of random weights: two kinds, with all that may be missing and without."""
+    """A small decoder of random weights: two kinds, with all optional parts and without."""
 
     heads, kv_heads, size, hidden, inner, tokens = 4, 2, 32, 96, 160, 203
 
@@ -335,7 +337,7 @@ class Model:
         return 1 + self.number(width) if self._dressed else None
 
     def pieces(self) -> Plan:
-        """Of all CONTEXTS."""
+        """Return the plan of all CONTEXTS."""
         return self.planner.plan(
             [Piece(place, *context) for place, context in zip(self.places, CONTEXTS, strict=True)]
         )
@@ -347,7 +349,7 @@ class Model:
 @DTYPES
 @pytest.mark.parametrize("dressed", [False, True], ids=["plain", "with biases and norms"])
 def test_a_decoder_takes_its_steps_one_after_the_other(dressed: bool, dtype: torch.dtype) -> None:
-    """Each step is what the tests around here say; all in one call they come to the same bits."""
+    """Each step is as specified by the other tests here; all in one call give the same bits."""
     model = Model(dtype, dressed=dressed)
     pool, size, heads, kv_heads = model.pool, model.size, model.heads, model.kv_heads
     before = [entries.clone() for entries in pool.layers]
@@ -444,7 +446,7 @@ SETTINGS = {
 
 
 def choosing_for(settings: list[Sampling], rows: int, vocabulary: int) -> tuple[Rows, torch.Tensor | None]:
-    """Settings and noise of choice rows, settings in turn."""
+    """Return settings and noise of choice rows, settings in turn."""
     found = rows_for([settings[row % len(settings)] for row in range(rows)], vocabulary, CPU)
     return found, None if found.plain else Noise(vocabulary).gumbel([7 * row + 1 for row in range(rows)])
 
@@ -558,7 +560,7 @@ def test_a_draft_that_is_no_number_goes_no_further() -> None:
 
 
 def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
-    """What is no number stays none: who is poisoned is to be seen."""
+    """NaN stays NaN: a poisoned request must be visible."""
     tokens, size = 64, 32
     bits = torch.randint(-(2**31), 2**31, (tokens, 1, size), generator=torch.Generator().manual_seed(0)).int()
     special = [0x7FFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x7F7F8000, 0x3F808000, 0x3F818000, 1, 0]

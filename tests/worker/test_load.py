@@ -138,7 +138,7 @@ def test_a_pair_with_different_vocabularies_is_refused(pair: tuple[Path, Path], 
 
 
 def test_one_tokenizer_may_come_with_padded_vocabularies(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """As with model families that pad their vocabulary to another multiple for each size."""
+    """Some model families pad their vocabulary to another multiple for each size."""
     target = Path(shutil.copytree(pair[0], tmp_path / "target"))
     texts = []
     for size in (VOCAB - 8, VOCAB, VOCAB + 8):
@@ -228,7 +228,7 @@ def test_bfloat16_runs(pair: tuple[Path, Path], device: str) -> None:
 def test_a_pair_has_computed_the_largest_round_before_its_first_request(
     pair: tuple[Path, Path], device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker is greeted, and ready, after loading: what a device does once at its first work is done by then."""
+    """A worker is greeted, and ready, after loading: one-time work of a device is done by then."""
     rows: list[int] = []
     forward = PackedModel.forward
 
@@ -267,7 +267,7 @@ def test_what_must_stay_light_imports_no_torch() -> None:
 def test_the_self_check_finds_a_model_that_ignores_its_pool(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a silently wrong architecture looks like: packed rows that attend to nothing of their own past."""
+    """A silently wrong architecture is simulated: packed rows do not attend to their own past."""
     import worker_svc.engine.model as module
 
     monkeypatch.setattr(module, "attend", lambda query, *_: torch.zeros_like(query))

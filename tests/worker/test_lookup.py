@@ -18,7 +18,7 @@ from worker_svc.engine.lookup import Lookup
         ([1, 2, 3, 9, 8, 7, 1, 2, 3], 2, [9, 8]),
         ([1, 2, 5, 6, 1, 2, 7, 8, 1, 2], 2, [7, 8]),  # the most recent
         ([0, 1, 2, 5, 9, 3, 1, 2, 7, 0, 1, 2], 1, [5]),  # the longest before the most recent
-        ([4, 5, 4, 5, 4, 5], 5, [4, 5, 4, 5, 4]),  # a repetition goes on
+        ([4, 5, 4, 5, 4, 5], 5, [4, 5, 4, 5, 4]),  # a repetition continues
         ([3, 3, 3], 4, [3, 3, 3, 3]),
         ([1, 2, 3, 1, 2], 0, []),
     ],
@@ -37,7 +37,9 @@ def test_an_index_that_grows_finds_what_a_new_one_finds() -> None:
 
 
 def test_proposals_that_cost_no_step_are_longer() -> None:
-    """A draft step so dear that the model does not pay; the same acceptance from look-ups does."""
+    """A draft step has such a high cost that the model does not pay; the same acceptance from
+    look-ups does.
+    """
     costs = {"plain": CostTable([1, 100], [1.0, 1.5]), "step": CostTable([1, 100], [0.9, 0.9])}
     chooser = DraftLengths(6, **costs)
     model, looked_up = Acceptance(met=True), Acceptance(prior=Prior(), free=True)

@@ -44,7 +44,7 @@ def test_splitmix64_is_the_published_one() -> None:
 
 
 def test_torch_agrees_with_the_reference(device: str) -> None:
-    """Bits exactly; Gumbel noise to single precision wherever it matters."""
+    """Bits agree exactly; Gumbel noise to single precision in the relevant range."""
     seeds, positions, vocab = (0, 1, 2**63, 2**64 - 1), (0, 1, 1000), 257
     noise = Noise(vocab, device)
     for seed in seeds:
@@ -77,7 +77,7 @@ def test_noise_is_always_finite(device: str) -> None:
 
 
 def chi_square(counts: torch.Tensor) -> float:
-    """Standardised chi-square of counts that should be equal: about N(0, 1) for many cells."""
+    """Return the standardised chi-square of counts that should be equal: about N(0, 1) for many cells."""
     expected = counts.sum() / counts.numel()
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = counts.numel() - 1

@@ -1,7 +1,8 @@
-"""Every sampling option says under speculation what it says in plain decoding, whatever drafts, batches and preempts.
+"""Every sampling option has the same effect under speculation as in plain decoding, with any drafts, batches
+and preemption.
 
-The reference is `plain`: transformers with its ordinary cache, one token per forward, and each option written a second time from its
-definition. `test_identity` explains the margin rule.
+The reference is `plain`: transformers with its ordinary cache, one token per forward, and each option written
+a second time from its definition. `test_identity` explains the margin rule.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def test_looking_up_says_what_the_draft_model_says(pair: tuple[Path, Path], devi
 
 @pytest.fixture(scope="module")
 def lettered_pair(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The pair, with a tokenizer of bytes and a few pairs of letters."""
+    """Return the pair, with a tokenizer of bytes and a few pairs of letters."""
     import shutil
 
     tokens = ["<bos>", "<eos>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ"]
@@ -186,7 +187,9 @@ FORMATS = {
 
 
 def allowed_by(folder: Path, wanted: OutputFormat) -> Allowed:
-    """Which tokens may follow an output: the whole output is read anew each time."""
+    """Return a function for the tokens that may follow an output: the whole output is read
+    again each time.
+    """
     from llguidance import LLTokenizer
 
     from worker_svc.engine.formats import matcher_of
@@ -293,7 +296,9 @@ def test_a_format_needs_a_tokenizer_and_the_end_token(
 
 
 def test_a_format_that_the_vocabulary_cannot_write_ends_its_request(lettered_pair: tuple[Path, Path]) -> None:
-    """No token of this model is an umlaut: what came before it stands, the request ends with the reason, others go on."""
+    """An umlaut is not a token of this model: the text before it stays, the request ends with the reason,
+    others continue.
+    """
     engine = engine_for(lettered_pair, "cpu", 2, 3)
     wanted = OutputFormat(FormatKind.REGEX, "abc\N{LATIN SMALL LETTER U WITH DIAERESIS}")
     stuck = Specification("stuck", (5,), (), Sampling(), 9, format=wanted)

@@ -11,7 +11,7 @@ from worker_svc.paced import paced
 
 
 class Clock:
-    """Time that moves by what each look at it costs, and by sleeping."""
+    """A clock that moves by the cost of each read, and by sleeping."""
 
     def __init__(self, cost_s: float) -> None:
         self.now_s = 0.0

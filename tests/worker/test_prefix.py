@@ -1,4 +1,6 @@
-"""KV that was computed once serves every request that begins alike, and nobody can tell by the text."""
+"""KV that was computed once serves every request with the same beginning, and the text does not
+depend on it.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def test_what_was_said_is_a_known_start_too(pair: tuple[Path, Path], device: str
 
 
 def families() -> list[Specification]:
-    """Prompts with common starts of many lengths, two of them beyond one tile of keys."""
+    """Return prompts with common starts of many lengths, two of them beyond one tile of keys."""
     rng = random.Random(1)
     starts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (3, 4, 17, 64, 90, 515)]
     specs = []
@@ -143,7 +145,9 @@ def test_the_text_is_the_same_with_and_without_reuse(
 
 
 def fitting(between: Between) -> Between:
-    """`between`, kept to the contract: the round's blocks suffice by the count of blocks that each request holds or needs."""
+    """Limit `between` to the contract: the round's blocks suffice by the count of blocks that each request
+    holds or needs.
+    """
 
     def chosen(engine: Engine, number: int, live: list[str]) -> Sequence[str]:
         run = []
@@ -168,7 +172,9 @@ def fitting(between: Between) -> Between:
 def test_the_kv_is_bit_for_bit_that_of_another_way_to_compute_it(
     pair: tuple[Path, Path], device: str
 ) -> None:
-    """What one request computed in chunks of 7, in company, is what the next would have computed in one go."""
+    """KV that one request computed in chunks of 7, in company, is the KV that the next would have computed in
+    one call.
+    """
     engine = build(pair, device, prefill_chunk=7)
     finish_all(engine, [spec("company", PROMPT[::-1], max_tokens=12), spec("a", max_tokens=12)])
     engine.add(spec("b", max_tokens=12))
@@ -212,7 +218,7 @@ def test_whoever_waits_for_another_goes_on_when_that_one_leaves(pair: tuple[Path
 def test_a_cache_never_costs_an_admission_or_a_return_from_the_host(
     pair: tuple[Path, Path], device: str
 ) -> None:
-    """A pool that fits two contexts: however full of old KV, it takes two, and one that comes back."""
+    """A pool fits two contexts: with any amount of old KV, it takes two, and one that comes back."""
     blocks = 2 * blocks_needed(41 + 6, 1, SIZE)
     engine = build(pair, device, blocks=blocks)
     for number in range(5):
@@ -233,7 +239,7 @@ def test_a_cache_never_costs_an_admission_or_a_return_from_the_host(
 
 
 def finish_all_of(engine: SpeculativeEngine, specs: Sequence[Specification]) -> None:
-    """Like `finish_all`, beside requests that are known already."""
+    """Run as `finish_all` does, together with requests that are known already."""
     for one in specs:
         engine.add(one)
     live = [one.request_id for one in specs]
@@ -264,7 +270,7 @@ def test_who_shares_a_start_holds_the_same_blocks(pair: tuple[Path, Path], devic
 
 
 def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: str) -> None:
-    """Whoever tries is stopped before anything is computed."""
+    """An attempt is stopped before anything is computed."""
     engine = build(pair, device)
     engine.add(spec("a"))
     first_round(engine, "a")
@@ -278,7 +284,9 @@ def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: s
 
 @pytest.mark.parametrize("together", [True, False], ids=["beside others", "between others"])
 def test_a_start_that_broke_is_not_found(pair: tuple[Path, Path], device: str, together: bool) -> None:
-    """What is no number ends its request in the round that computes it, wherever its prefill is, and never passes for KV."""
+    """NaN ends its request in the round that computes it, for any place of its prefill, and is never used as
+    KV.
+    """
     poisoned = VOCAB - 1
     bad = [poisoned, *PROMPT[1:]]
     expected, *_ = finish_all(build(pair, device, prefix_reuse_tokens=0), [spec("good")])

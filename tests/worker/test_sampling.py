@@ -1,4 +1,6 @@
-"""What is chosen: exact samples of the target, truncated as asked, and the same from the speculative engine."""
+"""Sampled tokens: exact samples of the target, truncated as requested, and the same from the speculative
+engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from worker_svc.engine.sampling import choose_tokens, margin, rows_for
 
 
 def standardised(observed: dict[int, int], probabilities: list[float], total: int) -> float:
-    """Chi-square against given probabilities, cells below 5 expected pooled, as a number of standard deviations."""
+    """Return chi-square against given probabilities, cells below 5 expected pooled, as a number of standard
+    deviations.
+    """
     cells = [(observed.get(i, 0), p * total) for i, p in enumerate(probabilities)]
     large = [cell for cell in cells if cell[1] >= 5]
     rest = (sum(o for o, e in cells if e < 5), sum(e for _, e in cells if e < 5))

@@ -1,4 +1,6 @@
-"""Where a generation ends. Tokens here are characters: token i is the i-th letter, or bytes where a test needs them."""
+"""The end of a generation. Tokens here are characters: token i is the i-th letter, or bytes where a test
+needs them.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DRAFT_LEN = 3
 
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two random models that agree on nothing."""
+    """Return two random models that agree on nothing."""
     root = tmp_path_factory.mktemp("strangers")
     return write_model(root / "target", llama_config(), seed=0), write_model(
         root / "draft", llama_config(), seed=9
@@ -49,7 +49,7 @@ def test_never_and_always(strangers: tuple[Path, Path], device: str, rate: float
     assert sum(report.drafted for report in reports) > 100
     assert all(report.accepted == rate * report.drafted for report in reports)
     if rate == 0:
-        assert output == rounds(engine_with(strangers, device))[0]  # what the target says is left
+        assert output == rounds(engine_with(strangers, device))[0]  # the target's output is left
 
 
 def test_a_rate_is_met_by_each_position_and_repeats_itself(strangers: tuple[Path, Path], device: str) -> None:

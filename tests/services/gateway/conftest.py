@@ -1,4 +1,4 @@
-"""A gateway in this process, a scripted scheduler behind it, a tiny tokenizer."""
+"""A gateway in this process, with a scripted scheduler and a tiny tokenizer."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ CONTEXT = 256
 
 @pytest.fixture(scope="package")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """Return that of the loop that the service runs on: its transports are not asyncio's."""
+    """Return the policy of the service's own loop: its transports differ from those of asyncio."""
     return uvloop.EventLoopPolicy()
 
 
 def write_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:
-    """Byte-level BPE with a few merges."""
+    """Write a byte-level BPE tokenizer with a few merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,7 +87,7 @@ def model(model_dir: Path) -> ModelFiles:
 
 @dataclass
 class Running:
-    """A gateway that serves."""
+    """A running gateway."""
 
     gateway: GatewayApp
     channel: grpc.aio.Channel
@@ -100,7 +100,7 @@ class Running:
 
 
 def fast_settings(seeds: tuple[str, ...], **changes: Any) -> GatewaySettings:
-    """Real settings with short times."""
+    """Return real settings with short times."""
     values: dict[str, Any] = {
         "grpc_port": 0,
         "metrics_port": None,
@@ -125,7 +125,7 @@ StartGateway = Callable[..., Any]
 
 @pytest.fixture
 async def start_gateway(model: ModelFiles) -> AsyncIterator[StartGateway]:
-    """Starts gateways; they stop with the test."""
+    """Start gateways; they stop with the test."""
     async with AsyncExitStack() as stack:
 
         async def start(*seeds: str, model: ModelFiles = model, **changes: Any) -> Running:
@@ -140,7 +140,7 @@ async def start_gateway(model: ModelFiles) -> AsyncIterator[StartGateway]:
 
 @pytest.fixture
 async def start_scheduler() -> AsyncIterator[StartGateway]:
-    """Starts schedulers; they die with the test."""
+    """Start schedulers; they die with the test."""
     async with AsyncExitStack() as stack:
 
         async def start(record: Record | None = None, *, port: int = 0, **options: Any) -> FakeScheduler:

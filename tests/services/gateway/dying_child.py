@@ -1,4 +1,6 @@
-"""A child of `gateway.formats` that ends by the signal that the format names: before it takes the format, or over it."""
+"""A child of `gateway.formats` that ends by the signal that the format names: before it takes the format, or
+during the check.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Says that it has the format, unless its kind is `early`, and ends."""
+    """Report that the child has the format, unless its kind is `early`, and end."""
     kind, text = json.loads(sys.stdin.buffer.readline())
     if kind != "early":
         sys.stdout.buffer.write(b"\n")

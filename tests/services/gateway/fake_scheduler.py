@@ -1,6 +1,6 @@
-"""A scheduler made of a script: real gRPC, a record that survives its restarts, and no scheduling.
+"""A scripted scheduler: real gRPC, a record that survives its restarts, and no scheduling.
 
-A test commits tokens by hand; every attachment gets them. What the gateway says is kept in `heard`.
+A test commits tokens by hand; every attachment gets them. Messages of the gateway are kept in a list.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Recorded:
 
 @dataclass
 class Record:
-    """What schedulers of one shard share."""
+    """State that the schedulers of one shard share."""
 
     requests: dict[str, Recorded] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         self.answers_attaches = True
         self.heartbeats = True
         self.refuse: link_pb2.SubmitRefused | None = None
-        self.load: link_pb2.ShardLoad | None = None  # said with every heartbeat
+        self.load: link_pb2.ShardLoad | None = None  # sent with every heartbeat
         self.claims: dict[tuple[str, str], str] = {}  # idempotency key -> shard; shards of one pool share it
         self.attach_results: list[int] = []  # for the next Attaches; then the record decides
         self.replay_chunk = 1_000_000
@@ -81,7 +81,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         return self
 
     async def kill(self) -> None:
-        """Connections break in the middle of whatever they did."""
+        """Break all connections, in the middle of any work."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(None)
@@ -96,7 +96,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         *,
         deliver: bool = True,
     ) -> None:
-        """Tokens and an end go on the record, and out to all attachments."""
+        """Write tokens and an end to the record, and send them to all attachments."""
         recorded = self.record.requests[request_id]
         first = len(recorded.tokens)
         recorded.tokens.extend(tokens)
@@ -110,7 +110,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
                     self._deliver(connection, attachment_id, recorded, first)
 
     def say(self, reply: Reply, *, epoch: str | None = None) -> None:
-        """To every gateway."""
+        """Send a reply to every gateway."""
         for connection in self.connections:
             copy = Reply()
             copy.CopyFrom(reply)
@@ -121,14 +121,14 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         return [getattr(message, kind) for message in self.heard if message.WhichOneof("message") == kind]
 
     async def wait_heard(self, kind: str, count: int = 1) -> Any:
-        """The `count`-th message of a kind."""
+        """Return the `count`-th message of a kind."""
         await wait_until_async(
             lambda: len(self.all_heard(kind)) >= count, description=f"{count} × {kind}", every_s=0.005
         )
         return self.all_heard(kind)[count - 1]
 
     async def submitted(self, count: int = 1) -> str:
-        """Id of the `count`-th request on the record."""
+        """Return the id of the `count`-th request on the record."""
         await wait_until_async(
             lambda: len(self.record.requests) >= count, description=f"{count} requests", every_s=0.005
         )

@@ -1,4 +1,4 @@
-"""What a client makes of a stream."""
+"""Helpers that read a stream as a client does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laps_sd.v1.inference_pb2 import GenerateEvent
 
 
 async def rest(call: Any) -> list[GenerateEvent]:
-    """All events that are left."""
+    """Return all events that are left."""
     events = []
     while (event := await call.read()) is not grpc.aio.EOF:
         events.append(event)
@@ -21,7 +21,7 @@ async def rest(call: Any) -> list[GenerateEvent]:
 
 
 async def read_tokens(call: Any, count: int) -> list[GenerateEvent]:
-    """Events until `count` tokens have come."""
+    """Return events until `count` tokens have come."""
     events: list[GenerateEvent] = []
     while len(ids_of(events)) < count:
         event = await call.read()
@@ -35,7 +35,7 @@ def text_of(events: Iterable[GenerateEvent]) -> str:
 
 
 def ids_of(events: Iterable[GenerateEvent]) -> list[int]:
-    """Token ids, after checking that positions leave no gap and nothing comes twice."""
+    """Return token ids, after checking that positions leave no gap and nothing comes twice."""
     ids: list[int] = []
     first: int | None = None
     for event in events:
@@ -50,7 +50,7 @@ def ids_of(events: Iterable[GenerateEvent]) -> list[int]:
 
 
 def violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:
-    """(field, description) of a refusal's BadRequest."""
+    """Return (field, description) of a refusal's BadRequest."""
     found = []
     for detail in _details(error):
         bad_request = error_details_pb2.BadRequest()

@@ -1,4 +1,6 @@
-"""Whatever a scheduler says, a gateway lives: every call is answered, nothing is left over, and the next leader is served."""
+"""A gateway survives any message of a scheduler: every call is answered, nothing is left over, and the next
+leader is served.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ EPOCH = "1-hostile"
 
 
 class HostileScheduler(HostileLink):
-    """Greets as a leader does and takes every question in. Its answers are mostly right, but for a field or two."""
+    """A scheduler that greets as a leader does and accepts every request. Its answers are mostly right, with
+    one or two wrong fields.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__("laps_sd.v1.GatewayLink", link_pb2.GatewayMessage, seed)
@@ -76,7 +80,7 @@ class HostileScheduler(HostileLink):
         return self._rng.choice(DAMAGES)(self._rng, reply.SerializeToString())
 
     def _answer(self) -> Reply:
-        """To one of the questions, and wrong in some fields."""
+        """Return an answer to one of the requests, with some wrong fields."""
         rng = self._rng
         reply = Reply()
         submit = rng.choice(self._submits)
@@ -123,7 +127,7 @@ class HostileScheduler(HostileLink):
 
 
 async def client(stub: Any, rng: random.Random, ends: Counter[str], stopping: asyncio.Event) -> None:
-    """Call after call; each must end in time, with a status that means something."""
+    """Make call after call; each must end in time, with a meaningful status."""
     ids = ["s0.aaaaaaaaaaaaaaaaaaaaaaaaaa"]
     for number in itertools.count():
         if stopping.is_set():

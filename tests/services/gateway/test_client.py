@@ -58,7 +58,7 @@ def ids(events: list[Event]) -> list[int]:
 
 
 def full_until(after_s: float) -> grpc.aio.AioRpcError:
-    """A gateway's refusal that says when to come again."""
+    """Return a gateway's refusal with a retry delay."""
     status = status_pb2.Status(code=8, message="full")
     info = error_details_pb2.RetryInfo()
     info.retry_delay.FromMilliseconds(round(after_s * 1000))
@@ -160,7 +160,7 @@ class TestAsyncClient:
 
     @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
     def test_what_nobody_answered_is_tried_again(self, code: grpc.StatusCode) -> None:
-        """gRPC itself ends what reaches a server that stops with CANCELLED, and nobody had cancelled."""
+        """gRPC itself ends calls with CANCELLED when a server stops, although no client cancelled them."""
         error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
         progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
 
@@ -304,7 +304,7 @@ class TestAsyncClient:
                 if len(ids(read[0])) == 4 and shape(read[1])[-1] == "Ended" and not lost:
                     lost = True
                     await one.gateway.app.server.stop(None)
-                    scheduler.replay_chunk = 3  # what comes again comes in other messages
+                    scheduler.replay_chunk = 3  # tokens that are sent again arrive in other messages
                     scheduler.commit(first, tokens(4, 7), Kind.KIND_LENGTH)
 
         assert [shape(events) for events in read] == [["Accepted", "Delta", "Ended"]] * 2
@@ -411,7 +411,7 @@ class TestAsyncClient:
 
 
 class TestClient:
-    """The blocking one runs in a thread beside the loop of gateway and scheduler."""
+    """The blocking client runs in a thread; the loop of gateway and scheduler runs in another."""
 
     @pytest.fixture
     def client(self, running: Running) -> Iterator[Client]:
@@ -500,7 +500,7 @@ def test_a_client_needs_an_address() -> None:
 
 
 def test_both_clients_have_the_same_calls() -> None:
-    """What one can do the other can, by the same names and arguments."""
+    """Both clients have the same calls, with the same names and arguments."""
 
     def calls(kind: type) -> dict[str, str]:
         public = {name: call for name, call in vars(kind).items() if not name.startswith("_")}

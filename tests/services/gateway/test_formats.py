@@ -1,4 +1,6 @@
-"""Formats are judged beside the gateway: nobody but who asked for one waits for it, and none harms the gateway."""
+"""Formats are checked outside the gateway process: only the caller that sent a format waits for its check,
+and no format harms the gateway.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ async def test_so_many_formats_wait_and_no_more(judge: FormatJudge) -> None:
     os.kill(child_of(judge), signal.SIGSTOP)
     waiting = [asyncio.create_task(judge.problem_of("regex", f"b{n}")) for n in range(formats.MAX_WAITING)]
     await asyncio.sleep(0)
-    again = asyncio.create_task(judge.problem_of("regex", "b0"))  # waits with the one who asked first
+    again = asyncio.create_task(judge.problem_of("regex", "b0"))  # waits with the first caller
 
     with pytest.raises(ResourceExhausted, match="64 output formats wait to be compiled"):
         await judge.problem_of("regex", "c")
@@ -165,17 +167,19 @@ async def test_verdicts_are_kept_so_many_and_no_more(
         await judge.problem_of("regex", f"a{n}")
     os.kill(child_of(judge), signal.SIGSTOP)
 
-    assert await judge.problem_of("regex", "a9") == ""  # the child cannot have been asked
+    assert await judge.problem_of("regex", "a9") == ""  # the child cannot have got the question
     assert len(judge._verdicts) == 3
 
 
 class TestCalls:
-    """The same over real gRPC."""
+    """The same checks over real gRPC."""
 
     async def test_others_go_on_while_a_format_compiles(
         self, running: Running, scheduler: FakeScheduler, model: ModelFiles
     ) -> None:
-        """The child stands still, as it would over a format that takes for ever: all that needs no verdict happens meanwhile."""
+        """The child is stopped, as with a format whose check never ends: all calls that need no check
+        continue.
+        """
         judge = running.gateway.calls._formats
         assert await judge.problem_of("regex", "[a-z]+") == ""
         ids = model.encode_rendered("hello world")

@@ -33,7 +33,7 @@ TEXT = {"model": "tiny", "prompt": "the quick"}
 
 @dataclass
 class Served:
-    """A gateway's HTTP port, and what stands behind it."""
+    """A gateway's HTTP port, and the scheduler that it uses."""
 
     running: Running
     scheduler: FakeScheduler
@@ -41,12 +41,12 @@ class Served:
     url: str
 
     async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any, Any]:
-        """Status, headers, decoded JSON."""
+        """Return status, headers and decoded JSON."""
         async with self.session.post(self.url + path, json=body, **more) as response:
             return response.status, response.headers, await response.json()
 
     async def finished(self, text: str = "hello world", end: Any = Kind.KIND_STOP, count: int = 1) -> str:
-        """Waits for the `count`-th request, gives it this text, and ends it."""
+        """Wait for the `count`-th request, give it this text, and end it."""
         request_id = await self.scheduler.submitted(count)
         self.scheduler.commit(request_id, self.running.model.encode_rendered(text), end)
         return request_id
@@ -72,7 +72,7 @@ async def served(serve: Any) -> Served:
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Any]:
-    """Every server-sent event, decoded; the last must be [DONE]."""
+    """Return every server-sent event, decoded; the last must be [DONE]."""
     lines = [line for line in (await response.text()).split("\n\n") if line and not line.startswith(":")]
     assert all(line.startswith("data: ") for line in lines)
     assert lines.pop() == "data: [DONE]"
@@ -570,7 +570,7 @@ async def test_a_slow_reader_of_a_stream_costs_a_bounded_buffer_and_misses_nothi
 
 
 async def said_to(served: Served, octets: bytes) -> bytes:
-    """All that the port answers to these octets, until it closes the connection."""
+    """Return all that the port answers to these bytes, until it closes the connection."""
     assert served.running.gateway.http is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port)
     writer.write(octets)
@@ -959,7 +959,7 @@ class TestTheServer:
 
 
 async def ended_by_the_server(port: int, sent: bytes) -> bytes:
-    """What comes back on a connection that sends this and nothing more."""
+    """Return the answer on a connection that sends these bytes and nothing more."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)
@@ -1020,7 +1020,7 @@ class TestConnections:
         async with asyncio.timeout(30):
             assert await ended_by_the_server(served.running.gateway.http.port, sent) == b""
 
-        await served.finished()  # it began before, and goes on
+        await served.finished()  # it began before, and continues
         status, _, _ = await answer
         assert status == 200
 

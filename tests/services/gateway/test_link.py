@@ -1,4 +1,4 @@
-"""What clients notice when schedulers die, move, fall silent or forget: a pause, and nothing else."""
+"""The view of clients when schedulers die, move, fall silent or lose state: a pause, and no other effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Result = link_pb2.AttachReply.Result
 
 
 def tokens(first: int, last: int) -> list[int]:
-    """Distinct ids, so that a lost or doubled one shows."""
+    """Return distinct ids, so that a lost or doubled one shows."""
     return [40 + n for n in range(first, last)]
 
 
@@ -48,7 +48,7 @@ class TestAfterTheSchedulerDied:
         scheduler.commit(request_id, tokens(0, 5))
         events = await read_tokens(call, 5)
         await scheduler.kill()
-        # Committed by the dead leader, delivered by nobody.
+        # Committed by the dead leader, never delivered.
         scheduler.commit(request_id, tokens(5, 8), deliver=False)
         successor: FakeScheduler = await start_scheduler(scheduler.record, port=scheduler.port, epoch="2-b")
         attach = await successor.wait_heard("attach")

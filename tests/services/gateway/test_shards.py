@@ -1,4 +1,4 @@
-"""Which shard a request goes to, and how shards come and go."""
+"""The choice of a shard for a request, and shards that are added and removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(backlog_s: float, *, requests: int = 10, workers: int = 1, gateways: in
 
 
 class Shop:
-    """A gateway, and shards behind it."""
+    """A gateway and its shards."""
 
     def __init__(self, path: Path, start_scheduler: StartGateway, start_gateway: StartGateway) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Shop:
             await self.knows(shard)
 
     async def knows(self, shard: str) -> None:
-        """The link is up, and has heard of the load."""
+        """Wait until the link is up and the load is known."""
 
         def known() -> bool:
             link = self.running.gateway.shards.links.get(shard)
@@ -65,14 +65,14 @@ class Shop:
         await wait_until_async(known, description=f"shard {shard} is known", every_s=0.005)
 
     async def submit(self, **fields: Any) -> str:
-        """One request until it is accepted; its shard. The stream stays open."""
+        """Submit one request, wait until it is accepted, and return its shard. The stream stays open."""
         call = self.running.stub.GenerateStream(pb.GenerateRequest(text="hello", **fields))
         event = await call.read()
         self.calls.append(call)
         return shard_of_accepted(event.accepted)
 
     async def submit_all(self, n: int, **fields: Any) -> list[pb.Accepted]:
-        """One call for n outputs until all are accepted. The stream stays open."""
+        """Submit one call for n outputs and wait until all are accepted. The stream stays open."""
         call = self.running.stub.GenerateStream(pb.GenerateRequest(text="hello", n=n, **fields))
         self.calls.append(call)
         return [(await call.read()).accepted for _ in range(n)]

@@ -1,4 +1,6 @@
-"""The registry of streams without a link: whatever is delivered in whatever order, tokens come out once each, in order."""
+"""The registry of streams without a link: for any order of deliveries, each token comes out
+once, in order.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TOKENS = [1000 + n for n in range(LENGTH)]
 
 
 class AnyDelivery(RuleBasedStateMachine):
-    """A scheduler that repeats, skips, overlaps, forgets to answer and breaks off, and a client that reads when it likes."""
+    """A scheduler that repeats, skips, overlaps, omits answers and closes, and a client that reads at any
+    time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +97,7 @@ class AnyDelivery(RuleBasedStateMachine):
         assert not self.ended or len(self.read) == LENGTH
 
     def teardown(self) -> None:
-        """From wherever it stands, a scheduler that behaves and a client that reads bring it to the end."""
+        """A correct scheduler and a reading client reach the end from every state."""
         for _ in range(LENGTH + 10):
             self.the_link_is_new()
             for question in self.questions:
@@ -233,7 +237,7 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
 
 
 def test_what_a_scheduler_says_of_a_resumed_request_is_within_bounds() -> None:
-    """No deadline is longer than a message can say, and no stop string is empty."""
+    """A deadline is limited to the largest value of a message, and empty stop strings are left out."""
     streams = Streams(buffer_tokens=10, restore_s=5)
     stream, message = streams.attach("s0.b", tenant="t", attachment_id="g/2", now=0)
     reply = link_pb2.AttachReply(
@@ -270,7 +274,7 @@ def test_a_restored_request_whose_key_leads_elsewhere_is_lost() -> None:
 
 
 class TestAClientThatLeavesBeforeTheAnswer:
-    """The scheduler may hear the Detach before there is anything to detach, so it hears it again."""
+    """The scheduler may get the Detach before there is an attachment, so the gateway sends it again."""
 
     def test_is_detached_from_the_request_that_its_key_led_to(self) -> None:
         streams = Streams(buffer_tokens=10, restore_s=5)

@@ -1,4 +1,4 @@
-"""Keys, tenants and what each may have."""
+"""Keys, tenants and the limits of each."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestWhoCalls:
         assert of(tenants_of(None), bearer("sk-whatever")) == "anonymous"
 
     def test_octets_that_are_no_text_are_no_key_and_no_tenant(self, key_file: Path) -> None:
-        """HTTP hands them on as halves of surrogate pairs."""
+        """HTTP decodes such bytes as halves of surrogate pairs."""
         with pytest.raises(Unauthenticated, match="not known"):
             of(tenants_of(key_file), bearer("\udcff"))
         with pytest.raises(InvalidArgument, match="printable"):
@@ -205,12 +205,12 @@ class TestLimits:
 
     @pytest.fixture
     def limited(self, key_file: Path, clock: Clock) -> Tenants:
-        """Of "acme" 12 a minute: two at once, then one in five seconds."""
+        """Return limits where "acme" has 12 requests a minute: two at once, then one in five seconds."""
         return Tenants(GatewaySettings(api_keys_file=key_file), clock)
 
     def test_a_burst_then_a_steady_rate(self, limited: Tenants, clock: Clock) -> None:
         def call(now_s: float, tenant: str = "acme") -> float | None:
-            """None when it is let in, else when to come again."""
+            """Return None when the call is accepted, else the time after which to retry."""
             clock.now_s = now_s
             try:
                 with limited.admitted(tenant, 1, new=True):

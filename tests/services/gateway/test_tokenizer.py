@@ -1,4 +1,4 @@
-"""What a gateway reads about a model, and how it turns prompts into tokens."""
+"""The data that a gateway reads about a model, and the conversion of prompts into tokens."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class TestChatTemplate:
 
 
 class TestPieces:
-    """What single tokens are made of, for log probabilities."""
+    """The bytes of single tokens, for log probabilities."""
 
     TEXT = "the quick €, über"
 

@@ -78,7 +78,7 @@ async def test_a_call_is_a_span_of_its_caller(
     assert span.events == ("accepted", "ended")
     assert "secret" not in str(span)
 
-    # The services behind hear of this span, not of the caller's.
+    # Other services get the context of this span, not of the caller's.
     sent = scheduler.record.requests[request_id].submit.traceparent
     assert sent == f"00-{TRACE}-{span.id}-01"
 

@@ -1,4 +1,4 @@
-"""What dashboards, autoscalers and endpoint pickers made for vLLM find at a gateway."""
+"""Metrics for dashboards, autoscalers and endpoint pickers made for vLLM, as a gateway exports them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READ_BY_OTHERS = {
     "vllm:num_requests_waiting",
     "vllm:num_requests_running",
     "vllm:kv_cache_usage_perc",
-    # vLLM's own dashboard for Grafana, of now and of before.
+    # vLLM's own dashboards for Grafana, current and previous.
     "vllm:gpu_cache_usage_perc",
     "vllm:time_to_first_token_seconds_bucket",
     "vllm:inter_token_latency_seconds_bucket",
@@ -44,7 +44,7 @@ READ_BY_OTHERS = {
 
 
 async def scrape(running: Running) -> dict[str, float]:
-    """The samples of vLLM's names, at the HTTP port; of those with further labels the last."""
+    """Return the samples with vLLM's names at the HTTP port; of samples with further labels, the last."""
     assert running.gateway.http is not None
     url = f"http://127.0.0.1:{running.gateway.http.port}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())

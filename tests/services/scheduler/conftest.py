@@ -18,7 +18,7 @@ _SHARDS = itertools.count()
 
 @pytest.fixture(scope="package")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """Return that of the loop that the service runs on: its transports are not asyncio's."""
+    """Return the policy of the service's own loop: its transports differ from those of asyncio."""
     return uvloop.EventLoopPolicy()
 
 
@@ -38,7 +38,7 @@ StartScheduler = Callable[..., Awaitable[SchedulerUnderTest]]
 
 @pytest.fixture
 async def start(valkey: EmbeddedServer, shard: str) -> AsyncIterator[StartScheduler]:
-    """Starts schedulers of this test's shard; all are ended with the test."""
+    """Start schedulers of this test's shard; all are ended with the test."""
     started: list[SchedulerUnderTest] = []
 
     async def begin(*, lead: bool = True, **overrides: Any) -> SchedulerUnderTest:

@@ -46,7 +46,7 @@ class SchedulerUnderTest:
             await asyncio.sleep(0.01)
 
     async def crash(self) -> None:
-        """As if the process died: no resignation, streams cut."""
+        """Stop as if the process died: no resignation, streams cut."""
         self.leading.cancel()
         await asyncio.gather(self.leading, return_exceptions=True)
         await self.server.stop(None)
@@ -86,7 +86,7 @@ async def start_scheduler(
 
 
 class Peer:
-    """One end of a link: sends what the test says, keeps what it hears."""
+    """One end of a link: sends the test's messages, keeps the received ones."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -111,7 +111,7 @@ class Peer:
         await self.call.write(message)
 
     async def wait_for(self, wanted: Callable[[Any], Any], description: str) -> Any:
-        """The first thing heard that fits, taken out of what was heard; others stay."""
+        """Remove and return the first received message that fits; others stay."""
         async with asyncio.timeout(15):
             while True:
                 for index, message in enumerate(self.heard):
@@ -122,7 +122,7 @@ class Peer:
                 await self._news.wait()
 
     async def next(self, kind: str) -> Any:
-        """The next message of this kind."""
+        """Return the next message of this kind."""
         message = await self.wait_for(lambda m: m.WhichOneof("message") == kind, kind)
         return getattr(message, kind)
 
@@ -199,7 +199,9 @@ class GatewayPeer(Peer):
         await self.send(gateway_pb.GatewayMessage(detach=detach))
 
     async def read(self, attachment_id: str, *, until: int | None = None) -> tuple[list[int], Any]:
-        """Tokens delivered to this attachment, from its first position to the end (or to `until` tokens), and the end."""
+        """Return the tokens delivered to this attachment, from its first position to the end (or to `until`
+        tokens), and the end.
+        """
         tokens: list[int] = []
         position: int | None = None
 
@@ -225,7 +227,7 @@ class GatewayPeer(Peer):
 
 @dataclass
 class Running:
-    """What a scripted worker has of one request."""
+    """State of one request at a scripted worker."""
 
     lease_epoch: int
     specification: gateway_pb.Specification
@@ -233,7 +235,7 @@ class Running:
 
 
 class WorkerPeer(Peer):
-    """A worker that runs nothing by itself: the test says which request makes how many tokens."""
+    """A worker that runs nothing by itself: the test sets how many tokens each request generates."""
 
     def __init__(self, call: Any, worker_id: str) -> None:
         super().__init__(call)
@@ -305,7 +307,7 @@ class WorkerPeer(Peer):
         *,
         end: gateway_pb.RequestEnd.Kind | None = None,
     ) -> None:
-        """One round of one request, and wait for its acknowledgement."""
+        """Report one round of one request, and wait for its acknowledgement."""
         report = self.report(request_id, lease_epoch, position, tokens, end=end)
         await self.send_reports(report)
         await self.acknowledged(report.number)

@@ -1,4 +1,4 @@
-"""KEDA's contract, asked with a stock client: what KEDA 2 sends, over the real server and a real record."""
+"""KEDA's contract, checked with a stock client: the calls of KEDA 2, over a real server and record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.services.scheduler.peers import SchedulerUnderTest, gateway, worker
 
 @pytest.fixture
 async def scheduler(start: StartScheduler) -> SchedulerUnderTest:
-    """The gateways here send no heartbeats."""
+    """Start a scheduler. The gateways here send no heartbeats."""
     return await start(silence_s=600.0)
 
 
@@ -38,7 +38,7 @@ async def keda(address: str) -> AsyncIterator[Any]:
 
 
 async def backlog_s(stub: Any) -> float:
-    """As KEDA asks: for the name that the specification gave."""
+    """Read the metric as KEDA does: by the name that the specification gave."""
     (spec,) = (await stub.GetMetricSpec(scaled())).metricSpecs
     reply = await stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=scaled(), metricName=spec.metricName))
     (metric,) = reply.metricValues

@@ -1,4 +1,6 @@
-"""A leader's memory follows the requests that it leads, not those that ended: whatever a request was, and however it ended."""
+"""A leader's memory grows with the requests that it leads, not with ended requests, of any kind and with any
+end.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ NOT_OF_THE_LEADER = ("asyncio", "redis", "prometheus_client", "logging", "grpc",
 
 
 class Leader:
-    """A leader's loop over a real record, its clock in the hand of the test, with one gateway and one worker."""
+    """A leader's loop over a real record, with the clock set by the test, one gateway and one worker."""
 
     def __init__(self, store: Store, settings: SchedulerSettings) -> None:
         core_settings = CoreSettings(tenant_fairness=True)
@@ -57,7 +59,7 @@ class Leader:
         self._submitted = 0
 
     async def turn(self, *items: Item) -> None:
-        """One turn, and what it sent is read."""
+        """Run one turn, and read the messages that it sent."""
         await self.loop._turn(items)
         while self.gateway.take():
             pass
@@ -76,7 +78,7 @@ class Leader:
         return FromGateway(self.gateway, gateway_pb.GatewayMessage(**message))
 
     async def run_requests(self, count: int) -> None:
-        """Requests with far deadlines that end at once, each in one of five ways."""
+        """Run requests with far deadlines that end at once, each in one of five ways."""
         for _ in range(count // TOGETHER):
             ids = [f"r{number}" for number in range(self._submitted, self._submitted + TOGETHER)]
             self._submitted += TOGETHER
@@ -127,7 +129,9 @@ def a_submission(request_id: str) -> gateway_pb.Submit:
 
 
 def entries_by_path(roots: dict[str, object]) -> Counter[str]:
-    """How many entries all containers have that can be reached from the roots, by the names that lead to them."""
+    """Count the entries of all containers that can be reached from the roots, by the names on the path to
+    them.
+    """
     entries: Counter[str] = Counter()
     seen: set[int] = set()
     waiting: deque[tuple[str, object]] = deque(roots.items())

@@ -1,4 +1,4 @@
-"""What a session still owes its peer, and what it lets go of."""
+"""The messages that a session has not yet sent to its peer, and the state that it releases."""
 
 from __future__ import annotations
 

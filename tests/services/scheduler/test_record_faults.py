@@ -1,4 +1,6 @@
-"""What a scheduler does when its record is emptied, set back, slow, full, read-only or gone: a real server, really broken."""
+"""The behaviour of a scheduler when its record is emptied, set back, slow, full, read-only or gone: a real
+server with real faults.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ StartScheduler = Callable[..., Awaitable[SchedulerUnderTest]]
 
 @pytest.fixture
 def own_valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A server that the test may break."""
+    """Start a server that the test may break."""
     server = EmbeddedServer(tmp_path / "record").start()
     yield server
     server.stop()
@@ -165,8 +167,9 @@ async def test_a_standby_leaves_a_record_that_lost_its_tail_to_the_leader_that_i
     start_own: StartScheduler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The standby polls more often than the leader renews, and finds no lease. What the record lost: an end with its idempotency key,
-    a cancellation, and an accepted request. An outage can last longer than ends are kept for a record that answers.
+    """The standby polls more often than the leader renews, and finds no lease. The record lost an end with
+    its idempotency key, a cancellation, and an accepted request. An outage can last longer than ends are kept
+    for a record that answers.
     """
     leader = await start_own()
     epoch = leader.leadership.epoch
@@ -212,7 +215,7 @@ async def test_a_standby_leaves_a_record_that_lost_its_tail_to_the_leader_that_i
 async def test_an_end_that_was_written_back_is_kept_as_long_as_a_new_one(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
-    """The record can lose it once more."""
+    """The record can lose it a second time."""
     scheduler = await start_own()
     loop = scheduler.leadership.loop
     assert loop is not None
@@ -247,7 +250,7 @@ async def test_a_leader_that_is_stopped_writes_back_first_what_the_record_has_lo
     second = await start_own()
     assert await second.store.unfinished_ids() == ["r1"]
     await second.leadership.resign()
-    await second.leadership.write_back()  # it leads no more: nothing to do
+    await second.leadership.write_back()  # it is no longer the leader: nothing to do
 
 
 async def test_a_leader_that_is_stopped_does_not_wait_for_ever_for_the_record(
@@ -267,7 +270,9 @@ async def test_a_request_whose_end_was_lost_long_ago_is_not_run_again(
     start_own: StartScheduler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As from an old backup: the leader no longer holds it, and its client has had its end."""
+    """The record is from an old backup: the leader no longer holds the request, and its client has had its
+    end.
+    """
     monkeypatch.setattr(clients, "MAX_ENDS_KEPT", 0)
     scheduler = await start_own(lease_s=30.0)
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
@@ -409,7 +414,7 @@ async def test_a_leader_that_found_the_record_empty_says_not_found_only_when_nob
 
 
 def held_by_a_worker(running: Running, tokens: list[int]) -> worker_pb.HeldRequest:
-    """What its hello says of a request, with so many outputs acknowledged."""
+    """Return the entry of a worker's hello for a request, with this many outputs acknowledged."""
     specification = gateway_pb.Specification()
     specification.CopyFrom(running.specification)
     specification.ClearField("committed_ids")
@@ -539,7 +544,7 @@ def commits_file(server: EmbeddedServer) -> Path:
 
 
 async def written_size(server: EmbeddedServer, operator: redis_client.Redis) -> int:
-    """Bytes of the append-only file, with all that was written."""
+    """Return the bytes of the append-only file, after all writes."""
 
     async def idle() -> bool:
         state = await operator.info("persistence")
@@ -584,7 +589,7 @@ async def unreachable(server: EmbeddedServer, operator: redis_client.Redis) -> A
 async def test_while_the_record_cannot_be_written_everybody_waits_and_afterwards_goes_on(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, fault: Any
 ) -> None:
-    """The lease runs out meanwhile, and the watchdog would have given a worker up that cannot report."""
+    """The lease runs out during the fault, and the watchdog would have given up a worker without reports."""
     scheduler = await start_own(watchdog_s=1.0)
     name = fault.__name__
     counted = metrics.STORE_FAULTS.labels(name)._value.get()
@@ -625,7 +630,7 @@ async def test_while_the_record_cannot_be_written_everybody_waits_and_afterwards
 async def test_an_idle_leader_notices_and_reports_that_the_record_cannot_be_written(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, fault: Any
 ) -> None:
-    """Nothing is submitted and nothing runs: only the renewal of the lease can find out."""
+    """Nothing is submitted and nothing runs: only the renewal of the lease can find the fault."""
     scheduler = await start_own(lease_s=0.9)
     outage = scheduler.leadership.outage
     async with grpc.aio.insecure_channel(scheduler.address) as channel:
@@ -665,7 +670,7 @@ async def test_a_standby_says_that_nobody_leads_because_the_record_is_away(
 async def test_a_full_record_admits_nothing_and_says_when_it_has_room_again(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
-    """Nothing runs, so nothing but a submission, or a try, can find out."""
+    """Nothing runs, so only a submission, or a trial write, can find the fault."""
     scheduler = await start_own(priors_save_s=0.1)
     async with gateway(scheduler.address) as client:
         with structlog.testing.capture_logs() as lines:
@@ -684,7 +689,7 @@ async def test_a_full_record_admits_nothing_and_says_when_it_has_room_again(
 async def test_a_restoring_submission_that_was_refused_for_the_record_is_not_ended_behind_its_back(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
-    """Its first attempt may have been written all the same: its gateway, which was told to wait, tries again."""
+    """Its first attempt may still have been written: its gateway tries again after the reply to wait."""
     scheduler = await start_own()
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         async with slow(own_valkey, operator):
@@ -725,7 +730,9 @@ async def test_explain_of_an_ended_request_says_at_once_that_the_record_is_away(
 async def test_made_up_ids_are_read_together(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
-    """Clients choose them: a read for each would hold up all other requests for as long as the record takes, here its timeout."""
+    """Clients choose the ids: a read for each would hold up all other requests for as long as the record
+    takes, here its timeout.
+    """
     scheduler = await start_own()
     async with gateway(scheduler.address) as client:
         async with slow(own_valkey, operator):

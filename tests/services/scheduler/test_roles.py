@@ -1,4 +1,4 @@
-"""`LAPS_SD_CLIENT_ROLES`: what it takes, whom it fits, and that no method was forgotten."""
+"""`LAPS_SD_CLIENT_ROLES`: its syntax, the callers that it allows, and a role for every method."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_method_of_the_port_has_been_decided_upon() -> None:
     assert {roles_of_method(method) for method in methods(externalscaler_pb2)} == {None}
     assert {roles_of_method(method) for method in methods(inference_pb2)} == {
         frozenset()
-    }  # not listed: nobody
+    }  # not listed: no caller
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_only_verified_dns_names_and_uris_count() -> None:
 
 
 class Call:
-    """As much of a context as is looked at."""
+    """The part of a context that the check reads."""
 
     def __init__(self, *names: bytes) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""What a scheduler promises its gateways and workers, over the real links and a real record."""
+"""The guarantees of a scheduler to its gateways and workers, over the real links and a real record."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ async def test_a_request_that_workers_die_of_is_ended_also_when_the_leader_chang
 
 
 async def workers_die(leader: SchedulerUnderTest, *numbers: int) -> None:
-    """Each as soon as r1 is on its list."""
+    """Stop each worker as soon as r1 is on its list."""
     for number in numbers:
         async with worker(leader.address, f"w{number}") as dies:
             await dies.assigned("r1")
@@ -308,7 +308,7 @@ async def test_a_leader_that_was_replaced_ends_its_streams(start: StartScheduler
     leader = await start()
     async with gateway(leader.address) as client:
         await client.next("hello")
-        # As if it was paused, its lease ran out and somebody else took over.
+        # As if it was paused, its lease ran out and another scheduler took over.
         await leader.store._client.set(leader.store.keys.leader(), "99:other 127.0.0.1:1", px=60_000)
         await client.wait_ended()
 
@@ -385,7 +385,7 @@ async def test_a_cancel_that_comes_together_with_the_end_is_told_that_it_came_to
 async def test_a_loop_that_is_behind_catches_up_in_turns_of_bounded_size(
     scheduler: SchedulerUnderTest,
 ) -> None:
-    """What one turn writes must be on the record within the store's timeout, however much has piled up."""
+    """The writes of one turn must be on the record within the store's timeout, however many there are."""
     loop = scheduler.leadership.loop
     assert loop is not None
     session = GatewaySession("g1")
@@ -790,7 +790,7 @@ async def _ended(scheduler: SchedulerUnderTest, request_id: str) -> bool:
 async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
     scheduler: SchedulerUnderTest,
 ) -> None:
-    """The request took 22 ms of its worker; what was predicted at its arrival is in Explain."""
+    """The request took 22 ms of its worker; the prediction at its arrival is in Explain."""
     counted = {"when": "arrival", "basis": "client"}
 
     def told() -> tuple[float, float]:
@@ -830,7 +830,7 @@ async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
 async def test_with_each_heartbeat_gateways_learn_whether_a_new_request_would_be_accepted(
     start: StartScheduler, limits: dict[str, int]
 ) -> None:
-    """Each request needs 3 tokens of prompt and 8 of output. A leader that takes over counts those that it finds."""
+    """Each request needs 3 tokens of prompt and 8 of output. A new leader counts those that it finds."""
     scheduler = await start(**limits)
 
     def refuses() -> int | None:

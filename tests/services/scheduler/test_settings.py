@@ -1,4 +1,4 @@
-"""What no single setting of a scheduler can check."""
+"""Checks of a scheduler's settings that need more than one setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler draws of a request's story; `tests/system/test_traces.py` shows whole traces."""
+"""The spans that a scheduler records for a request; `tests/system/test_traces.py` shows whole traces."""
 
 from __future__ import annotations
 

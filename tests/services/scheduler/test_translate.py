@@ -1,4 +1,4 @@
-"""Whatever a worker reports, the core hears numbers that it can count with."""
+"""For any report of a worker, the core gets numbers that it can count with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the worker's tests share: a runner driven by hand, and a scheduler that says what it is told to."""
+"""Shared helpers of the worker's tests: a runner driven by hand, and a scheduler that sends the test's
+messages.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,11 @@ class Desk:
         return [outcome for outcome in self.outcomes if isinstance(outcome, Round)]
 
     def who(self) -> list[tuple[str, ...]]:
-        """The requests of each round."""
+        """Return the requests of each round."""
         return [tuple(step.request_id for step in one.result.requests) for one in self.rounds]
 
     def tokens(self, name: str) -> tuple[int, ...]:
-        """What was reported of a request; asserts that nothing is missing or twice."""
+        """Return the reported tokens of a request; assert that nothing is missing or twice."""
         return collect(
             [
                 (step.position, step.tokens)
@@ -91,7 +93,7 @@ def collect(steps: Iterable[tuple[int, Iterable[int]]]) -> tuple[int, ...]:
 
 
 class Gated(FakeEngine):
-    """Runs so many rounds as the test lets it."""
+    """An engine that runs as many rounds as the test allows."""
 
     def __init__(self, rounds: int = 0, **options: object) -> None:
         super().__init__(**{"slots": 2, **options})  # type: ignore[arg-type]
@@ -109,7 +111,7 @@ class Gated(FakeEngine):
         return super().round(run)
 
 
-# -- a scheduler that is told what to say ------------------------------------------------------------------
+# -- a scheduler that sends the test's messages ------------------------------------------------------------
 
 
 class Stream:
@@ -157,7 +159,7 @@ class Stream:
         await self.send(acknowledged=pb.ReportsAcknowledged(number=number), leader_epoch=leader_epoch)
 
     async def until(self, condition: Callable[[Stream], bool], description: str) -> None:
-        """Wait until what was heard so far satisfies the condition."""
+        """Wait until the messages received so far satisfy the condition."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not condition(self):

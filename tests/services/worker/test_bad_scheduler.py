@@ -1,4 +1,4 @@
-"""Whatever a scheduler says, a worker lives, and works for the next leader as if nothing had been."""
+"""A worker survives any message of a scheduler, and works for the next leader as before."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ NAMES = [f"r{number}" for number in range(12)]
 KINDS = (
     "assignment", "assignment", "assignment", "specifications", "specifications", "drop", "acknowledged", "heartbeat",
 )  # fmt: skip
-"""All that a leader says but what rightly ends a worker."""
+"""All messages of a leader except those that rightly end a worker."""
 
 
 class HostileScheduler(HostileLink):
-    """Greets as a leader does; what it says then is right but for a field or two, or no message at all."""
+    """A scheduler that greets as a leader does; later messages are right but for one or two fields, or are
+    not messages at all.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__("laps_sd.v1.WorkerLink", pb.WorkerMessage, seed)
@@ -84,7 +86,7 @@ class HostileScheduler(HostileLink):
 
 
 def ends_a_worker(octets: bytes) -> bool:
-    """Whether this is one of the messages after which no worker goes on."""
+    """Return whether this is one of the messages that end every worker."""
     try:
         kind = pb.WorkerLinkReply.FromString(octets).WhichOneof("message")
     except DecodeError:

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: the face of a runner, and an end for every way to end."""
+"""The engine in a process of its own: it has the interface of a runner, and every way to end is handled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker on the wire: a real stream, a real thread, a scheduler that says what it is told to."""
+"""The worker on the wire: a real stream, a real thread, a scheduler that sends the test's messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worker_svc.sync import EngineFailed
 
 @pytest.fixture(scope="module")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """The loop that the service runs on."""
+    """Return the policy of the service's own loop."""
     return uvloop.EventLoopPolicy()
 
 
@@ -93,7 +93,8 @@ async def test_a_new_assignment_preempts_and_the_next_takes_the_place_of_one_tha
         await stream.until(*rounds(2))
         await stream.assign("short", "long")
         thread = w.link.runner
-        # The engine stands at its gate: what arrives now waits in the inbox, unless it came just before the third round.
+        # The engine waits at its gate: new messages wait in the inbox, unless one came just before the third
+        # round.
         await wait_until_async(
             lambda: (
                 thread._assignment[0].request_id == "short"
@@ -133,7 +134,7 @@ async def test_unacknowledged_reports_are_offered_again_in_order_after_a_break()
         assert (held.request_id, held.lease_epoch) == ("a", 3)
         assert held.residency == pb.HeldRequest.RESIDENCY_DEVICE
         assert 5 <= hello.last_report <= 7
-        # Between them, the acknowledged outputs, the hello and the reports say everything once.
+        # Together, the acknowledged outputs, the hello and the reports contain everything once.
         committed = [token for report in first.reports[:2] for token in report.progress[0].token_ids]
         assert list(held.specification.committed_ids) == committed
         assert held.emitted == len(committed) + len(held.unacknowledged_ids)
@@ -160,7 +161,7 @@ async def test_reports_that_are_offered_again_come_in_messages_of_bounded_size(
 
 
 def test_a_hello_tells_of_all_that_is_held_and_is_no_larger_than_a_scheduler_takes() -> None:
-    """However large what was asked for is beside the prompts."""
+    """The size of the requested outputs compared with the prompts does not matter."""
     grammar = OutputFormat(FormatKind.GRAMMAR, 'start: "' + "x" * 60_000 + '"')
     held = [
         HeldRequest(replace(spec(f"r{number}"), format=grammar), 1, Residency.NONE, (1, 2), 1)
@@ -327,7 +328,7 @@ async def test_an_engine_that_hangs_ends_the_worker_once_its_scheduler_has_given
         await stream.lease(spec("a"))
         await stream.assign("a")
         await wait_until_async(lambda: engine.inside, description="the engine is in a round that never ends")
-        stream.close.set()  # what a scheduler's watchdog does
+        stream.close.set()  # as a scheduler's watchdog does
         with pytest.raises(EngineFailed, match="no round has ended for 1 s"):
             await w.left()
 

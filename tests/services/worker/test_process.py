@@ -30,7 +30,7 @@ class Process:
             self.lines.append(line.decode().rstrip())
 
     async def event(self, name: str) -> dict[str, object]:
-        """The first log line of this event."""
+        """Return the first log line of this event."""
 
         def found() -> dict[str, object] | None:
             parsed = [json.loads(line) for line in self.lines if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""The runner, turn by turn and without a thread: what runs, what is reported, what is remembered."""
+"""The runner, turn by turn and without a thread: rounds, reports and kept state."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_request_with_all_its_tokens_ends_by_length() -> None:
 
 
 class Forgetful(FakeEngine):
-    """Loses a request before its third round."""
+    """An engine that loses a request before its third round."""
 
     calls = 0
 
@@ -237,7 +237,7 @@ def test_a_request_that_the_engine_lost_ends_alone() -> None:
 
 
 class Miserly(FakeEngine):
-    """Has less room than it says: one resident request at a time."""
+    """An engine with less room than it reports: one resident request at a time."""
 
     def round(self, run: Sequence[str]) -> RoundResult:
         resident = [name for name in self.known() if self.status(name).residency is Residency.DEVICE]
@@ -256,7 +256,7 @@ def test_running_out_of_blocks_is_never_a_crash() -> None:
 
 
 class Stingy(FakeEngine):
-    """Never has room for one of them."""
+    """An engine that never has room for one of the requests."""
 
     def round(self, run: Sequence[str]) -> RoundResult:
         if "a" in run:
@@ -276,7 +276,7 @@ def test_a_request_that_never_fits_ends_with_an_error() -> None:
 
 
 def test_kv_that_choose_cannot_see_makes_room() -> None:
-    """Unlisted requests keep their KV until somebody needs the blocks."""
+    """Unlisted requests keep their KV until another request needs the blocks."""
     desk = Desk(engine(target_blocks=8, block_size=16, max_draft_len=4))
     desk.give(spec("old", prompt=60, max_tokens=20), spec("new", prompt=60, max_tokens=20))
     desk.assign(entry("old"))
@@ -361,7 +361,7 @@ def test_evictions_and_returns_are_told() -> None:
 
 
 class Exact(FakeEngine):
-    """Running out of blocks is survived, but never needed: what was decided fits."""
+    """An engine that would survive a lack of blocks, but must never lack them: the decided round fits."""
 
     def round(self, run: Sequence[str]) -> RoundResult:
         try:
@@ -375,7 +375,7 @@ NAMES = ("a", "b", "c", "d", "e")
 
 @st.composite
 def churn(draw: st.DrawFn) -> list[tuple[str, object]]:
-    """What a scheduler may do to a worker, in any order."""
+    """Return messages that a scheduler may send to a worker, in any order."""
     step = st.one_of(
         st.tuples(st.just("run"), st.integers(1, 25)),
         st.tuples(st.just("acknowledge"), st.integers(0, 4)),
@@ -408,8 +408,10 @@ def churn(draw: st.DrawFn) -> list[tuple[str, object]]:
 def test_tokens_do_not_depend_on_the_churn_of_assignments(
     script: list[tuple[str, object]], slots: int, blocks: int, host_tokens: int | None, bound: int
 ) -> None:
-    """Whatever is listed, paused, evicted, released and leased again: the record ends up with what the engine
-    would have produced alone; and remembering the last choice instead of asking again changes nothing."""
+    """With any sequence of listing, pausing, evicting, releasing and leasing again, the record ends with the
+    output that the engine would have produced alone; and the remembered last choice gives the same result as
+    a new choice.
+    """
     told = [_churned(script, slots, blocks, host_tokens, bound, reuse) for reuse in (True, False)]
     assert told[0] == told[1]
 
@@ -441,7 +443,7 @@ def _churned(
     committed = 0
 
     def commit(upto: int) -> None:
-        """What a scheduler does with reports: lease epoch and position decide."""
+        """Accept reports as a scheduler does: by lease epoch and position."""
         nonlocal committed
         for report in desk.rounds[committed:upto]:
             for epoch, step in report.progress:
@@ -498,7 +500,7 @@ def _churned(
 
 
 class Poisoned(FakeEngine):
-    """Raises in every round with a request whose name says so."""
+    """An engine that raises in every round with a request whose name is marked."""
 
     def round(self, run: Sequence[str]) -> RoundResult:
         if any(name.startswith("poison") for name in run):
@@ -571,7 +573,7 @@ def test_a_device_that_failed_is_not_asked_again() -> None:
 
 
 class Small(FakeEngine):
-    """Has memory for rounds of `room` requests."""
+    """An engine with memory for rounds of `room` requests."""
 
     room = 3
 

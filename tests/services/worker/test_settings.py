@@ -1,4 +1,4 @@
-"""Settings of a worker, and what it measures about itself."""
+"""Settings of a worker, and its measurements of itself."""
 
 from __future__ import annotations
 
