@@ -366,9 +366,18 @@ def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
     """Return each expectation with its result."""
     verdicts = []
     for expected in regime.expectations:
-        if (regime.name, expected.policy) not in runs or (regime.name, expected.of) not in runs:
+        of_regime = expected.of_regime or regime.name
+        if (regime.name, expected.policy) not in runs or (of_regime, expected.of) not in runs:
             continue
-        found = ratio(runs, regime.name, expected.policy, expected.of, expected.figure, expected.of_figure)
+        found = ratio(
+            runs,
+            regime.name,
+            expected.policy,
+            expected.of,
+            expected.figure,
+            expected.of_figure,
+            expected.of_regime,
+        )
         verdicts.append(
             {
                 "regime": regime.name,
