@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, TypeVar, final
+
+Key = TypeVar("Key")
 
 GUESS_LOG_SPREAD = 0.7
 """Error of a guess (standard deviation of ln(guess/length)) without history: between an optimistic 0.3 and the 1.0
@@ -111,17 +113,8 @@ class TenantGuesses:
 
     def observe(self, tenant: str, workload_class: str, guess: float, length: int) -> None:
         """Take in a request that ended by itself; see `GuessHistory.observe`."""
-        key = (tenant, workload_class)
-        of_tenant = self.by_tenant.pop(tenant, None) or GuessHistory()
-        of_pair = self.by_class.pop(key, None) or GuessHistory()
-        of_tenant.observe(guess, length)
-        of_pair.observe(guess, length)
-        self.by_tenant[tenant] = of_tenant
-        self.by_class[key] = of_pair
-        if len(self.by_tenant) > MOST_TENANTS:
-            del self.by_tenant[next(iter(self.by_tenant))]
-        if len(self.by_class) > MOST_TENANTS:
-            del self.by_class[next(iter(self.by_class))]
+        _newest(self.by_tenant, tenant).observe(guess, length)
+        _newest(self.by_class, (tenant, workload_class)).observe(guess, length)
 
     def calibrated(
         self, tenant: str, workload_class: str, of_class: Calibration, class_weight: float
@@ -143,3 +136,12 @@ class TenantGuesses:
         if of_tenant.weight > of_pair.weight:
             prior = of_tenant.calibrated(of_class, TENANT_WEIGHT)
         return of_pair.calibrated(prior, TENANT_WEIGHT)
+
+
+def _newest(histories: dict[Key, GuessHistory], key: Key) -> GuessHistory:
+    """Return the history with this key, moved to the end or added there; the one at the front may make room."""
+    history = histories.pop(key) if key in histories else GuessHistory()
+    histories[key] = history
+    if len(histories) > MOST_TENANTS:
+        del histories[next(iter(histories))]
+    return history

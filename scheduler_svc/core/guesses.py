@@ -55,22 +55,22 @@ class GuessedLengths:
 
     def __init__(self, table: LengthTable) -> None:
         self._table = table
-        self._likely: dict[tuple[int, int], _Likely] = {}
-        """Distributions by the step of the spread, and the cell of the guess."""
+        self._likely: dict[tuple[float, int], _Likely] = {}
+        """Distributions by the rounded spread, and the cell of the guess."""
 
     def left(self, calibration: Calibration, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
         """Return the tokens left of a request that emitted `emitted` of at most `most`, whose length was guessed."""
         if calibration.spread == math.inf:
             return self._table.left(emitted, most, self._table.basis)
-        step = round(math.log(calibration.spread) / SPREAD_STEP)
-        normal = _normal(step)
+        spread = rounded_spread(calibration.spread)
+        normal = _normal(spread)
         log_guess = calibration.log_length(guess)
         cell = min(max(0, round(log_guess / normal.cell_width)), BINS * normal.cells_per_bin)
-        likely = self._likely.get((step, cell))
+        likely = self._likely.get((spread, cell))
         if likely is None:
             if len(self._likely) >= MOST_CELLS:
                 self._likely.clear()
-            likely = self._likely[step, cell] = _Likely(self._table.masses, cell, normal)
+            likely = self._likely[spread, cell] = _Likely(self._table.masses, cell, normal)
         return likely.left(emitted, most, basis)
 
 
@@ -96,8 +96,9 @@ class _Normal:
 
 
 @cache
-def _normal(step: int) -> _Normal:
-    return _Normal(math.exp(step * SPREAD_STEP))
+def _normal(rounded: float) -> _Normal:
+    """Return the distribution of a rounded spread; there are some 120 of them."""
+    return _Normal(rounded)
 
 
 @final

@@ -240,8 +240,7 @@ class Priors:
                 priors.rebuild_lengths(None if priors is self._all else self._all.lengths)
                 self._tables_changed = True
                 self._calibrations.clear()
-        if (own := self._classes.pop(workload_class, None)) is not None:
-            self._classes[workload_class] = own
+        self._classes[workload_class] = self._classes.pop(workload_class)
 
     def _of(self, workload_class: str) -> ClassPriors:
         return self._classes.get(workload_class, self._all)
