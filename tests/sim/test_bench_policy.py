@@ -138,6 +138,22 @@ def test_loads_that_cannot_be_read_are_refused(capsys):
     assert "--loads must be" in capsys.readouterr().err
 
 
+def test_an_expectation_may_compare_with_another_regime_which_then_runs_too(regime, capsys):
+    other = """
+[[expect]]
+figure = "mean_s"
+of = "laps-sd"
+of_figure = "p50_s"
+of_regime = "burst"
+at_most = 0.5
+"""
+    assert run("--regime", regime("1.5", other), "--seeds", "1") == 0
+
+    out = capsys.readouterr().out
+    assert "laps-sd mean_s / laps-sd p50_s in burst ≤ 0.50" in out
+    assert "in 2 regimes" in out
+
+
 def test_an_expectation_that_fails_is_told_and_the_exit_code_is_1(regime, capsys):
     code = run("--regime", regime("0.01"), "--seeds", "1")
 
