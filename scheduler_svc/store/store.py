@@ -206,8 +206,10 @@ class Store:
         self._nonce = secrets.token_hex(8)
         # Whether the record could not be reached since this process last saw a leader.
         self._in_doubt = False
-        # When this standby found a record that may be older than what its last leader holds.
+        # When this standby found a record that may be older than what its last leader holds, and the state of
+        # that record. A wait holds for one state: after another loss the last leader gets its time again.
         self._older_since_s: float | None = None
+        self._older_state = ""
         # The run id of the server that holds all that this leader wrote.
         self._trusted_server: str | None = ""
         # The key that expires with each request, by request id: its idempotency key, or its own. A leader has
@@ -353,15 +355,16 @@ class Store:
                 self._highest_number,
                 self._incarnation or "",
                 int(self._in_doubt),
-                int(has_waited),
+                self._older_state if has_waited else "",
                 _SHARD_TTL_MS,
             ],
         )
         if reply[0] == b"schema":
             raise _schema_mismatch(reply[1])
         if reply[0] == b"older":
-            if self._older_since_s is None:
-                self._older_since_s = self._monotonic()
+            state = reply[1].decode()
+            if self._older_since_s is None or self._older_state != state:
+                self._older_since_s, self._older_state = self._monotonic(), state
             return None
         self._older_since_s = None
         self._in_doubt = False

@@ -902,6 +902,19 @@ class TestLeadership:
         await standby.waits()
         assert await standby.takes_over() is not None
 
+    async def test_a_wait_holds_for_one_loss(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        """A standby that was paused sees neither the leader between two losses nor the second outage."""
+        standby = Waiting(open_store)
+        await client.set(store.keys.server(), "an earlier process")
+        await client.delete(store.keys.leader())
+        await standby.waits(briefly=True)
+        await client.set(store.keys.server(), "a later process, which is gone too")
+
+        await standby.waits()
+        assert await standby.takes_over() is not None
+
     async def test_while_the_last_leader_writes_back_no_standby_leads(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
     ) -> None:

@@ -6,16 +6,17 @@
 --   KEYS[5] sequence         string
 --   KEYS[6] priors           string
 --   KEYS[7] server           string  run id of the server that holds all that the last leader wrote, or BEHIND
---   ARGV    nonce, owner, lease_ms, schema_version, new_incarnation, newest_known, known_incarnation, in_doubt, has_waited, shard_ttl_ms
+--   ARGV    nonce, owner, lease_ms, schema_version, new_incarnation, newest_known, known_incarnation, in_doubt, waited_for, shard_ttl_ms
 --             newest_known: number of the newest epoch that the caller has seen; the new number is larger
 --             known_incarnation: of the data when the caller last saw it, or empty
 --             in_doubt: '1' when the caller could not reach the record since it last saw a leader
---             has_waited: '1' when the last leader had its time to come back
+--             waited_for: the state in which the last leader had its time to come back, as 'older' returned it, or empty
 --   returns {'ok', epoch, incarnation} | {'taken', incarnation or ''} | {'schema', version on the record}
---           | {'older'}: the record may have lost the last of what was written. A leader that is alive holds it, and goes first.
+--           | {'older', state}: the record may have lost the last of what was written. A leader that is alive holds it, and goes first.
+--             Another loss has another state: the server is another process then.
 --           'ok' also when this very nonce leads: a retry.
 local nonce, owner, lease_ms, schema, new_incarnation = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local newest_known, known_incarnation, in_doubt, has_waited = tonumber(ARGV[6]), ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
+local newest_known, known_incarnation, in_doubt, waited_for = tonumber(ARGV[6]), ARGV[7], ARGV[8] == '1', ARGV[9]
 local shard_ttl_ms = ARGV[10]
 
 local found = redis.call('GET', KEYS[3])
@@ -34,7 +35,8 @@ local server, this_server = redis.call('GET', KEYS[7]), server_id()
 local may_be_older = known_incarnation ~= '' and not incarnation  -- it was emptied
     or count < newest_known                                       -- it lacks an epoch that the caller has seen
     or server and (server ~= this_server or in_doubt)             -- its server was restarted or replaced; no leader resigned
-if may_be_older and not has_waited then return {'older'} end
+local state = string.format('%s %s %d', server or '', this_server, count)
+if may_be_older and waited_for ~= state then return {'older', state} end
 
 local number = math.max(count, newest_known) + 1
 local epoch = string.format('%d:%s', number, nonce)
