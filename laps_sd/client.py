@@ -522,9 +522,14 @@ class Client:
             else grpc.secure_channel(one, tls.channel_credentials(), options=options)
             for one in _addresses(address)
         ]
-        self._stubs = [InferenceStub(channel) for channel in self._channels]
+        self._use(self._channels, _credentials(api_key, metadata), reconnect_s, retry_s)
+
+    def _use(
+        self, channels: Sequence[grpc.Channel], metadata: Metadata, reconnect_s: float, retry_s: float
+    ) -> None:
+        self._stubs = [InferenceStub(channel) for channel in channels]
         self._at = 0
-        self._metadata = _credentials(api_key, metadata)
+        self._metadata = tuple(metadata)
         self._reconnect_s = reconnect_s
         self._retry_s = retry_s
 
@@ -667,11 +672,7 @@ class ChannelClient(Client):
         retry_s: float = RETRY_S,
     ) -> None:
         self._channels = []
-        self._stubs = [InferenceStub(channel)]
-        self._at = 0
-        self._metadata = tuple(metadata)
-        self._reconnect_s = reconnect_s
-        self._retry_s = retry_s
+        self._use([channel], metadata, reconnect_s, retry_s)
 
 
 class AsyncClient:

@@ -110,7 +110,7 @@ def version() -> None:
 def run() -> NoReturn:
     """Runs the command line; every expected failure is one sentence."""
     try:
-        # Completion asks for this name, however we were started.
+        # Shell completion looks for this name, however the program was started.
         app(prog_name="laps-sd", standalone_mode=True)
     except (grpc.RpcError, LapsSdError) as error:
         sys.exit(f"laps-sd: {dial.with_next_step(error)}")

@@ -13,9 +13,9 @@ class Fault(enum.Enum):
     """Reason for which a record is unavailable; the label of a metric."""
 
     UNREACHABLE = "unreachable"
-    """No connection, or a broken one."""
+    """A missing or broken connection."""
     SLOW = "slow"
-    """No answer in time: paused, overloaded, or the network swallows it."""
+    """An answer that did not come in time: the server is paused or overloaded, or the network drops messages."""
     LOADING = "loading"
     """The server reads its data after a start."""
     FULL = "full"

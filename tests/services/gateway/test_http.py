@@ -903,15 +903,7 @@ class TestTheServer:
         assert (headers["x-request-id"] == given) == kept
 
     async def test_a_stop_waits_for_the_calls_in_progress(self, served: Served) -> None:
-        call = asyncio.create_task(served.post("/v1/completions", TEXT))
-        request_id = await served.scheduler.submitted()
-        stopping = asyncio.create_task(served.running.gateway.stop())
-        await served.running.gateway.app.stopping.wait()
-        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
-        status, _, _ = await call
-        await stopping
-
-        assert status == 200
+        assert await status_of_a_call_that_outlives_a_stop(served) == 200
         with pytest.raises(aiohttp.ClientConnectionError):
             await served.session.get(served.url + "/health")
 
@@ -956,6 +948,18 @@ class TestTheServer:
         port = served.running.gateway.http.port
         with pytest.raises(StartupError, match=f"The HTTP port {port} on 127.0.0.1 cannot be opened"):
             await start_gateway("127.0.0.1:1", http_port=port)
+
+
+async def status_of_a_call_that_outlives_a_stop(served: Served) -> int:
+    """Stop the gateway during a call; return the call's status after both have ended."""
+    call = asyncio.create_task(served.post("/v1/completions", TEXT))
+    request_id = await served.scheduler.submitted()
+    stopping = asyncio.create_task(served.running.gateway.stop())
+    await served.running.gateway.app.stopping.wait()
+    served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
+    status, _, _ = await call
+    await stopping
+    return int(status)
 
 
 async def ended_by_the_server(port: int, sent: bytes) -> bytes:
@@ -1110,15 +1114,7 @@ class TestConnections:
         begun.writer.write(b"GET /li")
         assert await idle.ask() == b"HTTP/1.1 200 OK"
         await wait_until_async(lambda: http.connections == 3, description="three connections")
-        busy = asyncio.create_task(served.post("/v1/completions", TEXT))
-        request_id = await served.scheduler.submitted(1)
-        stopping = asyncio.create_task(served.running.gateway.stop())
-        await served.running.gateway.app.stopping.wait()
-        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
-        status, _, _ = await busy
-        await stopping
-
-        assert status == 200
+        assert await status_of_a_call_that_outlives_a_stop(served) == 200
         for connection in (silent, begun, idle):
             assert await connection.ended()
         await wait_until_async(lambda: http.connections == 0, description="no connection is counted")
