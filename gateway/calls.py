@@ -29,7 +29,7 @@ from gateway.output import Output, accepted_event
 from gateway.settings import GatewaySettings
 from gateway.shards import Shards
 from gateway.streams import Acceptance, ClientStream
-from gateway.tenants import FIRST_OPEN_S, NEWEST_SHARE, Tenants
+from gateway.tenants import Tenants
 from gateway.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from gateway.tracing import CallSpan, call_span
 from gateway.validation import (
@@ -40,7 +40,7 @@ from gateway.validation import (
     choices_of,
     complete,
 )
-from laps_sd.advice import Turns
+from laps_sd.advice import StreamTurns
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -82,9 +82,7 @@ class Calls:
         self._shards = shards
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
         self._formats = FormatJudge()
-        self._mean_open_s = FIRST_OPEN_S
-        """Mean time for which calls were open, in seconds; the newest call has the largest weight."""
-        self._refused = Turns()
+        self._refused = StreamTurns()
         """Retry times of calls refused by the limit of open streams."""
 
     @property
@@ -297,7 +295,7 @@ class Calls:
         try:
             yield generation
         finally:
-            self._mean_open_s += NEWEST_SHARE * (_now() - began - self._mean_open_s)
+            self._refused.closed(_now() - began)
             await generation.close()
 
     async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> _Attachment:
@@ -321,8 +319,8 @@ class Calls:
 
     def _check_room(self, count: int) -> None:
         if reason := self._no_room(count):
-            each_s = count * self._mean_open_s / self.settings.max_streams
-            raise ResourceExhausted(reason, retry_after_s=self._refused.next_s(_now(), each_s, each_s))
+            retry_after_s = self._refused.next_s(_now(), count, self.settings.max_streams)
+            raise ResourceExhausted(reason, retry_after_s=retry_after_s)
 
     def _link_of(self, request_id: str) -> ShardLink:
         check_request_id(request_id)

@@ -27,7 +27,7 @@ from typing import Any
 
 from gateway import metrics
 from gateway.settings import GatewaySettings
-from laps_sd.advice import Turns
+from laps_sd.advice import StreamTurns, Turns
 from laps_sd.errors import (
     InvalidArgument,
     LapsSdError,
@@ -56,10 +56,6 @@ CALLS_PER_REQUEST = 10
 """Calls that make no request (Cancel, Resume, Explain, Tokenize, Detokenize) a tenant may make for each
 request that it may make. They have a bucket of their own: a tenant that has used up its requests can still
 cancel all of them. Our choice."""
-FIRST_OPEN_S = 1.0
-"""Assumed duration of a tenant's streams before the first has ended, in seconds."""
-NEWEST_SHARE = 0.1
-"""Weight of the newest stream in the mean duration."""
 LOOK_AGAIN_S = 5.0
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -185,11 +181,9 @@ class _Account:
 
     def __init__(self) -> None:
         self.open = 0
-        self.mean_open_s = FIRST_OPEN_S
-        """Mean time for which its streams were open, in seconds; the newest stream has the largest weight."""
         self.requests = _Bucket()
         self.calls = _Bucket()
-        self.refused = Turns()
+        self.refused = StreamTurns()
         """Retry times of calls refused by the tenant's limit of open streams."""
 
 
@@ -283,10 +277,9 @@ class Tenants:
                 "n", f"must be at most {most} outputs of one call for tenant {tenant!r}, got {count}"
             )
         if most is not None and account.open + count > most:
-            each_s = count * account.mean_open_s / most
             raise ResourceExhausted(
                 f"tenant {tenant!r} has {account.open} requests open at this gateway, and may have {most}",
-                retry_after_s=account.refused.next_s(began, each_s, each_s),
+                retry_after_s=account.refused.next_s(began, count, most),
             )
         if new and quota.requests_per_minute is not None:
             wait_s = account.requests.take(count, quota.burst, quota.requests_per_minute / 60, began)
@@ -300,7 +293,7 @@ class Tenants:
             yield
         finally:
             account.open -= count
-            account.mean_open_s += NEWEST_SHARE * (self._clock() - began - account.mean_open_s)
+            account.refused.closed(self._clock() - began)
             if not account.open and tenant not in self._file.quotas:
                 self._accounts.pop(tenant, None)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["Turns"]
+__all__ = ["StreamTurns", "Turns"]
 
 LONGEST_ADVICE_S = 60.0
 """Longest advised time until the retry of a refused call. Our choice."""
+FIRST_OPEN_S = 1.0
+"""Assumed duration of streams before the first has ended, in seconds."""
+NEWEST_SHARE = 0.1
+"""Weight of the newest stream in the mean duration."""
 
 
 class Turns:
@@ -22,3 +26,21 @@ class Turns:
         turn = max(now + first_s, self._latest_s + each_s)
         self._latest_s = min(turn, now + LONGEST_ADVICE_S)
         return self._latest_s - now
+
+
+class StreamTurns:
+    """Retry times of calls that a limit on open streams refuses: the longer streams are open, the later."""
+
+    def __init__(self) -> None:
+        self.mean_open_s = FIRST_OPEN_S
+        """Mean time for which streams were open, in seconds; the newest stream has the largest weight."""
+        self._turns = Turns()
+
+    def closed(self, open_s: float) -> None:
+        """Take in a stream that was open for `open_s` seconds."""
+        self.mean_open_s += NEWEST_SHARE * (open_s - self.mean_open_s)
+
+    def next_s(self, now: float, count: int, most: int) -> float:
+        """Return the seconds after which `count` more streams may be opened, where `most` may be open."""
+        each_s = count * self.mean_open_s / most
+        return self._turns.next_s(now, each_s, each_s)

@@ -742,7 +742,7 @@ class TestTheServer:
         call = running.stub.GenerateStream(HELLO)
         request_id = await scheduler.submitted()
         await call.read()
-        running.gateway.calls._mean_open_s = 20.0
+        running.gateway.calls._refused.mean_open_s = 20.0
 
         advice = []
         resumed = ResumeRequest(request_id=request_id)
