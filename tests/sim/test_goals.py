@@ -15,7 +15,7 @@ from bench.policy import REGIMES, Regime, judged, read_regime, simulate
 
 SLACK = 0.10
 SEEDS = (1, 2)
-REDUCED = {"chat": 250, "equal-lengths": 500, "kv-tight": 500, "burst": 100}
+REDUCED = {"chat": 250, "equal-lengths": 500, "kv-tight": 500, "burst": 100, "anti": 400}
 """Regimes without recorded data, and how many requests."""
 
 
@@ -43,6 +43,17 @@ def missed(regime: Regime) -> list[dict]:
 )
 def test_laps_sd_reaches_its_goals(name):
     assert missed(reduced(name)) == []
+
+
+def test_identical_requests_are_served_like_those_of_fcfs():
+    """The whole regime: with fewer requests no queue forms."""
+    regime = read_regime(REGIMES / "identical.toml")
+    runs = {(regime.name, spec): [simulate(regime, spec, 1, None)] for spec in ("fcfs", "laps-sd")}
+
+    found = {(v["figure"], v["of"]): v["found"] for v in judged(regime, runs)}
+    assert found["p99_s", "fcfs"] <= 1.05
+    assert found["longest_wait_s", "fcfs"] <= 1.05
+    assert found["mean_s", "fcfs"] <= 1.01
 
 
 def test_a_policy_that_does_nothing_does_not_reach_them():
