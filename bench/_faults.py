@@ -52,7 +52,9 @@ MOST_DEATHS = 12
 is given up and comes back, or is hit by another fault, which the scheduler cannot distinguish."""
 RECOVERY_S = 10.0
 """Seconds after the record was emptied in which no fault hits its leader; the record is also not emptied if a
-fault hit its leader within this time. Both faults together are a fault of another kind."""
+fault hit its leader within this time. Both faults together are a fault of another kind. The record is
+emptied and its leader killed only if the gateways were spared, and led, for this time: then the streams are
+open at a gateway again, and gateways and workers are what this fault is survived by."""
 
 WEIGHTS = {
     "kill worker": 10, "pause worker": 8, "drain worker": 5, "scale down": 4, "scale up": 3,
@@ -137,6 +139,7 @@ class Picture:
     """Last known state of the stack."""
 
     leader: str = ""
+    led_since_s: float | None = None
     leaderless_since_s: float | None = None
     longest_leaderless_s: float = 0.0
     unfinished: int = 0
@@ -239,7 +242,11 @@ class Hand:
         now = self._now()
         if leader:
             picture.leaderless_since_s = None
-        elif picture.leaderless_since_s is None:
+            if picture.led_since_s is None:
+                picture.led_since_s = now
+            return
+        picture.led_since_s = None
+        if picture.leaderless_since_s is None:
             picture.leaderless_since_s = now
         else:
             picture.longest_leaderless_s = max(picture.longest_leaderless_s, now - picture.leaderless_since_s)
@@ -313,9 +320,12 @@ class Hand:
         now = self._now()
         if now - self._emptied_at_s < RECOVERY_S:
             leaders, records = [], []
-        lately = [
-            name for name in self.schedulers() if now - self._hit_at_s.get(name, float("-inf")) < RECOVERY_S
-        ]
+
+        def spared(names: list[str]) -> bool:
+            return all(now - self._hit_at_s.get(name, float("-inf")) >= RECOVERY_S for name in names)
+
+        led_since_s = self.picture.led_since_s
+        led = led_since_s is not None and now - led_since_s >= RECOVERY_S
 
         def one(names: list[str]) -> str | None:
             return names[int(fault.draw * len(names))] if names else None
@@ -329,9 +339,10 @@ class Hand:
             case ["scale", "down"]:
                 chosen = [one(busy) if len(self.workers()) > max(2, self._workers // 2) else None]
             case ["empty", "record", "and", *_]:
-                chosen = [one(records), one(leaders)]
+                streams_are_back = led and spared(self.gateways())
+                chosen = [one(records) if streams_are_back else None, one(leaders)]
             case ["empty", "record"] | ["lose", "tail", "of", "record"]:
-                chosen = [one(records) if leaders and not lately else None]
+                chosen = [one(records) if leaders and spared(self.schedulers()) else None]
             case ["kill", "everything"]:
                 up = [name for name in self._stack.children if name not in self.down | self._retired]
                 chosen = [*up] if leaders and records and gateways else [None]
