@@ -33,7 +33,7 @@ $(VENV)/.torch: choice
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
 # Order matters: the pinned and hashed packages bring all that torch needs, so that torch comes alone.
-$(STAMP): $(VENV)/.torch constraints.txt pyproject.toml setup.py $(wildcard worker_svc/engine/kernels*.[ch])
+$(STAMP): $(VENV)/.torch constraints.txt pyproject.toml setup.py $(wildcard worker_svc/engine/cpu/kernels*.[ch])
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -135,7 +135,7 @@ protos-released: ## Take the present protos as those of a release (after its tag
 	cd protos && $(BUF) build --exclude-source-info --output released.binpb
 
 .PHONY: docs
-docs: setup ## Write docs/settings.md, docs/metrics.md, laps_sd/variables.py, the chart's schema and the images' packages from the code
+docs: setup ## Write docs/settings.md, docs/metrics.md, laps_sd/service/variables.py, the chart's schema and the images' packages from the code
 	$(BIN)/python docs/generate.py
 	PYTHONPATH=. $(BIN)/python k8s/generate.py
 

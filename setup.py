@@ -8,9 +8,9 @@ from typing import Any
 from setuptools import Extension, setup
 
 KERNELS = Extension(
-    "worker_svc.engine._kernels",
-    [f"worker_svc/engine/kernels{part}.c" for part in ("", "_avx2", "_avx512", "_bf16")],
-    depends=["worker_svc/engine/kernels.h", "worker_svc/engine/kernels_body.h"],
+    "worker_svc.engine.cpu._kernels",
+    [f"worker_svc/engine/cpu/kernels{part}.c" for part in ("", "_avx2", "_avx512", "_bf16")],
+    depends=["worker_svc/engine/cpu/kernels.h", "worker_svc/engine/cpu/kernels_body.h"],
     extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
@@ -27,7 +27,8 @@ def compiled_core() -> list[Any]:
     core = (path for path in Path("scheduler_svc/core").rglob("*.py") if path.name != "__init__.py")
     return list(
         mypycify(
-            [*map(str, sorted(core)), "laps_sd/choose.py"], opt_level=os.environ.get("MYPYC_OPT_LEVEL", "3")
+            [*map(str, sorted(core)), "laps_sd/contract/choose.py"],
+            opt_level=os.environ.get("MYPYC_OPT_LEVEL", "3"),
         )
     )
 

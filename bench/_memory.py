@@ -9,7 +9,7 @@ import re
 import time
 from pathlib import Path
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 GROWTH_MIB = 48.0
 """Upper bound of a process's growth after its first `WARM_S`, in MiB: arenas and buffers of hundreds of

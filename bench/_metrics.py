@@ -6,7 +6,7 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 
 def metric(stack: LocalStack, component: str, name: str, **labels: str) -> float:

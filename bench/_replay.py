@@ -19,10 +19,10 @@ from pathlib import Path
 
 import grpc
 
+from demo.prompts import KINDS, demo_prompts
 from laps_sd.errors import describe
 from laps_sd.v1 import inference_pb2 as pb
-from scheduler_svc.sim.traces import read_trace
-from worker_svc.demo.prompts import KINDS, demo_prompts
+from simulator.traces import read_trace
 
 LEAD_S = 0.2
 """Seconds from the start of a run to the first send, so that the first is not late."""

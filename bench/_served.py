@@ -24,17 +24,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench._replay import Reply, Send, draw_requests, replay
 from bench.report import progress
-from laps_sd.local import LocalStack
+from laps_sd.service.wire import channel_options
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.wire import channel_options
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.sim.cluster import Cluster
-from scheduler_svc.sim.jobs import Job
-from scheduler_svc.sim.machine import Machine
 from scheduler_svc.store.keys import Keys
+from simulator.cluster import Cluster
+from simulator.jobs import Job
+from simulator.machine import Machine
 
 BLOCK_TOKENS = 16
 KV_BLOCKS = 1024

@@ -1,6 +1,6 @@
 """A shard in steady state around the real core: so many queued, so many workers, and every request that ends replaced.
 
-Workers are virtual: they hold what they were assigned, choose with `laps_sd.choose` as real ones do, and report a round
+Workers are virtual: they hold what they were assigned, choose with `laps_sd.contract.choose` as real ones do, and report a round
 when they are asked for one. All randomness comes from one seed, so two shards of the same size see the same events.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from laps_sd.choose import NEW_CLOCK, Candidate, Place, Residency, choose
+from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, Residency, choose
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Drop
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -23,7 +24,6 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 

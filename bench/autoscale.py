@@ -38,11 +38,11 @@ from bench.policy import quantile
 from bench.report import Interval, finish, interval, ratio_interval, table
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.sim.autoscaler import SIGNALS, Pods, Scaling
-from scheduler_svc.sim.cluster import Cluster
-from scheduler_svc.sim.jobs import Job
-from scheduler_svc.sim.machine import Machine
-from scheduler_svc.sim.workload import Acceptance, Arrivals, Kind, Predictor, Workload, draw
+from simulator.autoscaler import SIGNALS, Pods, Scaling
+from simulator.cluster import Cluster
+from simulator.jobs import Job
+from simulator.machine import Machine
+from simulator.workload import Acceptance, Arrivals, Kind, Predictor, Workload, draw
 
 TRACE = "traces/azure2023_conv.csv.gz"
 OURS = "backlog"

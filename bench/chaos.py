@@ -44,7 +44,7 @@ from bench._memory import GROWTH_MIB, Memory
 from bench._metrics import metric
 from bench._proxy import Proxy
 from bench.report import finish, progress, table
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
 SUCCESS_GOAL = 0.995
@@ -115,7 +115,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def pieces(options: argparse.Namespace) -> list[Piece]:
     rng = random.Random(options.seed)
     if options.engine == "demo":
-        from worker_svc.demo.prompts import demo_prompts
+        from demo.prompts import demo_prompts
 
         prompts = [prompt.text for prompt in demo_prompts(None, options.pieces, seed=options.seed)]
         shortest, longest = 32, 160

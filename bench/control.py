@@ -174,11 +174,11 @@ def measure_core(options: argparse.Namespace, workers: int) -> list[dict[str, An
 
 def worker_process(address: str, count: int, slots: int, round_s: float) -> None:
     """Run `count` real workers without a model, each with its own link and its own thread, until killed."""
-    from laps_sd import log
-    from laps_sd.config import load
+    from laps_sd.service import log
+    from laps_sd.service.config import load
+    from worker_svc.link.link import SchedulerLink
     from worker_svc.loading import load as load_engine
     from worker_svc.settings import WorkerSettings
-    from worker_svc.sync import SchedulerLink
 
     log.configure("bench-workers", level="warning")
 
@@ -348,7 +348,7 @@ async def watch(options: argparse.Namespace, address: str, metrics_url: str, sha
 
 
 def measure_scheduler(options: argparse.Namespace) -> dict[str, Any]:
-    from laps_sd.local import LocalStack
+    from laps_sd.stack.local import LocalStack
 
     progress("starting a scheduler and its record")
     spawn = multiprocessing.get_context("spawn")

@@ -142,7 +142,7 @@ def _demo_texts(
 ) -> Callable[[int], Iterator[tuple[str, list[tuple[int, ...]]]]]:
     from transformers import AutoTokenizer
 
-    from worker_svc.demo.prompts import KINDS, demo_prompts
+    from demo.prompts import KINDS, demo_prompts
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     kinds = {"all": list(KINDS), "none": []}.get(options.kinds, options.kinds.split(","))
@@ -549,7 +549,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from worker_svc.engine.model import end_of_sequence_ids
+    from worker_svc.engine.models.model import end_of_sequence_ids
     from worker_svc.loading import DEMO
 
     torch.set_num_threads(options.threads)

@@ -199,7 +199,7 @@ def _head(results: Results, *, on_processes: bool) -> Iterator[str]:
     fcfs = [found for regime in results.regimes if (found := results.ratio(regime, "fcfs"))]
     yield from (GENERATED, "# Evidence: what LAPS-SD gains, and where it gains nothing", "")
     yield "What is compared are orders of the same requests on the same virtual machines: the scheduling core of production runs in"
-    yield "virtual time ([scheduler_svc/sim](../scheduler_svc/sim)), with the same estimates, memory rules and costs for every policy"
+    yield "virtual time ([simulator](../simulator)), with the same estimates, memory rules and costs for every policy"
     yield "([policies.md](policies.md)). These are simulations; what they leave out is [at the end](#limits-of-the-simulation)."
     if on_processes:
         yield "The same policies on real processes: [below](#the-same-on-the-real-system)."

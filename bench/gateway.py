@@ -34,12 +34,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench._arrivals import Arrivals, GrpcArrivals, HttpArrivals
 from bench.report import about, finish, progress, table
-from laps_sd.local import is_serving
-from laps_sd.model_dir import demo_target_dir
+from laps_sd.service.model_dir import demo_target_dir
+from laps_sd.service.wire import server_options
+from laps_sd.stack.local import is_serving
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import gateway_link_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.wire import server_options
 
 GOAL_MESSAGES_PER_CPU_S = 6000.0
 GOAL_P99_S = 0.020

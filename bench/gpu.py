@@ -214,7 +214,7 @@ class Bench:
     def build_engine(self) -> None:
         """Make an engine of the models; transformers cannot use them any more."""
         from worker_svc.engine.engine import EngineOptions, SpeculativeEngine
-        from worker_svc.engine.model import PackedModel
+        from worker_svc.engine.models.model import PackedModel
 
         options = self._options
         packed = []

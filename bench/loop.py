@@ -28,7 +28,7 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.report import finish, median_interval, progress, table
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prompts(count: int) -> list[str]:
-    from worker_svc.demo.prompts import demo_prompts
+    from demo.prompts import demo_prompts
 
     return [prompt.text for prompt in demo_prompts(None, count, seed=3)]
 
@@ -63,7 +63,7 @@ def bare(options: argparse.Namespace) -> None:
     """Run the loop once per line on stdin; print tokens per second."""
     from tokenizers import Tokenizer
 
-    from laps_sd.config import load
+    from laps_sd.service.config import load
     from worker_svc.demo import TARGET_DIR
     from worker_svc.engine.interface import Sampling, Specification
     from worker_svc.loading import load as load_engine

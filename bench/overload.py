@@ -25,10 +25,10 @@ from pathlib import Path
 from bench._memory import GROWTH_MIB, Memory
 from bench._metrics import metric
 from bench.report import finish, progress, table
-from laps_sd.choose import reserved_slots
 from laps_sd.client import Accepted, AsyncClient, Delta, Ended
+from laps_sd.contract.choose import reserved_slots
 from laps_sd.errors import LapsSdError, ResourceExhausted
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 
 FACTOR = 10

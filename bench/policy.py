@@ -32,14 +32,14 @@ from typing import Any
 from bench._policy_tables import show, show_details, show_verdicts
 from bench._simulations import add_arguments, run_all
 from bench.report import Interval, finish, ratio_interval
-from scheduler_svc.core.estimate_errors import Basis, EstimateErrors, Moment
+from scheduler_svc.core.estimates.errors import Basis, EstimateErrors, Moment
 from scheduler_svc.core.policies import POLICIES, Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.sim.cluster import Cluster, Outcome
-from scheduler_svc.sim.jobs import Job
-from scheduler_svc.sim.machine import Machine
-from scheduler_svc.sim.oracle import Oracle
-from scheduler_svc.sim.workload import Acceptance, Arrivals, Predictor, Workload, described, draw
+from simulator.cluster import Cluster, Outcome
+from simulator.jobs import Job
+from simulator.machine import Machine
+from simulator.oracle import Oracle
+from simulator.workload import Acceptance, Arrivals, Predictor, Workload, described, draw
 
 REGIMES = Path(__file__).parent / "regimes"
 ALWAYS = ("fcfs", "oracle", "srpt-length", "sd-index", "laps-sd")

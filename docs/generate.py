@@ -1,4 +1,4 @@
-"""Writes docs/settings.md, docs/metrics.md and laps_sd/variables.py from the code: every setting, every metric, nothing else.
+"""Writes docs/settings.md, docs/metrics.md and laps_sd/service/variables.py from the code: every setting, every metric, nothing else.
 
     python docs/generate.py            # write them
     python docs/generate.py --check    # write nothing; exit 1 when one is out of date
@@ -22,11 +22,11 @@ from prometheus_client.metrics import MetricWrapperBase
 import gateway.metrics
 import scheduler_svc.metrics
 import worker_svc.metrics
+from gateway.api.vllm_metrics import SAME
 from gateway.settings import GatewaySettings
-from gateway.vllm_metrics import SAME
-from laps_sd import config
 from laps_sd.cli.app import app
-from laps_sd.metrics import SECONDS, TOKENS
+from laps_sd.service import config
+from laps_sd.service.metrics import SECONDS, TOKENS
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -47,7 +47,7 @@ def pages() -> dict[str, str]:
     return {
         "docs/settings.md": settings_page(),
         "docs/metrics.md": metrics_page(),
-        "laps_sd/variables.py": variables_module(),
+        "laps_sd/service/variables.py": variables_module(),
     }
 
 
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str]) -> int:
             continue
         stale.append(name)
         if "--check" not in arguments:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     verb = "is out of date: run python docs/generate.py" if "--check" in arguments else "written"
     for name in stale:

@@ -2,7 +2,7 @@
 
 from gateway.app import serve
 from gateway.settings import GatewaySettings
-from laps_sd.serving import main
+from laps_sd.service.serving import main
 
 if __name__ == "__main__":
     main("gateway", GatewaySettings, serve)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 
 from gateway import memory
-from gateway.calls import Calls
-from gateway.http_server import HttpServer
-from gateway.open_inference import SERVER_METHODS, OpenInferenceService
-from gateway.service import InferenceService, identify
+from gateway.api.http_server import HttpServer
+from gateway.api.inference import InferenceService, identify
+from gateway.api.open_inference import SERVER_METHODS, OpenInferenceService
+from gateway.api.vllm_metrics import VllmMetrics
+from gateway.calls.calls import Calls
+from gateway.links.shards import Shards
+from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
-from gateway.shards import Shards
 from gateway.tenants import Tenants
-from gateway.tokenizer import ModelFiles, ModelFilesError, load_model
-from gateway.vllm_metrics import VllmMetrics
 from laps_sd.errors import StartupError
-from laps_sd.interceptor import OPEN_METHODS
-from laps_sd.metrics import REGISTRY
-from laps_sd.model_dir import demo_target_dir
-from laps_sd.serving import ServiceApp
+from laps_sd.service.interceptor import OPEN_METHODS
+from laps_sd.service.metrics import REGISTRY
+from laps_sd.service.model_dir import demo_target_dir
+from laps_sd.service.serving import ServiceApp
 from laps_sd.v1 import (
     inference_pb2,
     inference_pb2_grpc,

@@ -3,7 +3,7 @@ the gateway's file names it."""
 
 from __future__ import annotations
 
-from laps_sd.metrics import SECONDS, TOKENS, counter, gauge, histogram
+from laps_sd.service.metrics import SECONDS, TOKENS, counter, gauge, histogram
 
 REQUESTS = counter(
     "laps_sd_gateway_requests_total",

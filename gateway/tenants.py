@@ -27,7 +27,6 @@ from typing import Any
 
 from gateway import metrics
 from gateway.settings import GatewaySettings
-from laps_sd.advice import StreamTurns, Turns
 from laps_sd.errors import (
     InvalidArgument,
     LapsSdError,
@@ -36,8 +35,9 @@ from laps_sd.errors import (
     StartupError,
     Unauthenticated,
 )
-from laps_sd.keys import digest_of
-from laps_sd.log import get_logger
+from laps_sd.service.advice import StreamTurns, Turns
+from laps_sd.service.keys import digest_of
+from laps_sd.service.log import get_logger
 
 __all__ = ["ANONYMOUS", "FAIRNESS_KEY", "TENANT_KEY", "KeyFile", "Quota", "TenantFileError", "Tenants"]
 

@@ -1,4 +1,4 @@
-"""The span of a call, with the semantic conventions of generative AI; `laps_sd.tracing` describes the whole
+"""The span of a call, with the semantic conventions of generative AI; `laps_sd.service.tracing` describes the whole
 trace."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from laps_sd.errors import LapsSdError
-from laps_sd.tracing import Tracing
+from laps_sd.service.tracing import Tracing
 from laps_sd.v1 import inference_pb2
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from gateway.settings import GatewaySettings
-from laps_sd import config
+from laps_sd.service import config
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 

@@ -54,6 +54,7 @@ from laps_sd.errors import (
     Unavailable,
     retry_after_s,
 )
+from laps_sd.service.wire import Tls, channel_options, make_channel
 from laps_sd.v1.inference_pb2 import (
     Accepted,
     CancelRequest,
@@ -83,7 +84,6 @@ from laps_sd.v1.inference_pb2 import (
     TokenizeResponse,
 )
 from laps_sd.v1.inference_pb2_grpc import InferenceStub
-from laps_sd.wire import Tls, channel_options, make_channel
 
 if TYPE_CHECKING:
     from laps_sd.v1.inference_pb2_grpc import InferenceAsyncStub

@@ -1,6 +1,6 @@
 """The errors of LAPS-SD, and the one table that maps them to gRPC statuses.
 
-Raise these anywhere in a service. The interceptor of `laps_sd.serving` turns them into a status with `google.rpc`
+Raise these anywhere in a service. The interceptor of `laps_sd.service.serving` turns them into a status with `google.rpc`
 details; any other exception becomes INTERNAL and is logged with its traceback. A message is a sentence for
 the caller: it names the problem and, if there is one, the limit.
 

@@ -7,13 +7,13 @@ import time
 
 from laps_sd.errors import StartupError
 from laps_sd.keda import externalscaler_pb2_grpc
-from laps_sd.log import get_logger
-from laps_sd.serving import ServiceApp, main
+from laps_sd.service.log import get_logger
+from laps_sd.service.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
-from scheduler_svc.autoscaling import ExternalScaler
-from scheduler_svc.leadership import Leadership
+from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.roles import ClientRoles
-from scheduler_svc.service import Admin, GatewayLink, WorkerLink
+from scheduler_svc.rpc.autoscaling import ExternalScaler
+from scheduler_svc.rpc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import SchemaMismatch
 from scheduler_svc.store.records import Limits

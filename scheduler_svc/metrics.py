@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from laps_sd.metrics import SECONDS, counter, gauge, histogram
-from scheduler_svc.core.estimate_errors import Judged
+from laps_sd.service.metrics import SECONDS, counter, gauge, histogram
+from scheduler_svc.core.estimates.errors import Judged
 from scheduler_svc.core.events import End, Event, RequestFacts, RoundReported
-from scheduler_svc.core.request import ALONE_AFTER, MOST_DEATHS
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS
 
 SUBMISSIONS = counter(
     "laps_sd_scheduler_submissions_total", "Submissions by outcome: accepted, attached, refused.", ["outcome"]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from laps_sd.errors import PermissionDenied
-from laps_sd.log import get_logger
+from laps_sd.service.log import get_logger
 
 __all__ = ["ROLES", "ClientRoles", "Role", "roles_of_method"]
 

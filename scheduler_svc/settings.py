@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from laps_sd.config import field, without_password
-from laps_sd.serving import ServingSettings
-from scheduler_svc.redis_url import parse_redis_url
+from laps_sd.service.config import field, without_password
+from laps_sd.service.serving import ServingSettings
 from scheduler_svc.roles import ClientRoles
+from scheduler_svc.store.redis_url import parse_redis_url
 
 
 @dataclass(frozen=True, kw_only=True)

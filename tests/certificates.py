@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from laps_sd.wire import Tls
+from laps_sd.service.wire import Tls
 
 
 def write_certificates(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from tests import helpers
 
 # Before torch is imported anywhere: two threads on busy cores spin on each other and are many times slower than one.

@@ -1,6 +1,6 @@
 """Would the tests of the core notice a mistake? Plants one mistake at a time, and counts those that a test finds.
 
-    python -m tests.mutants --sample 60 --seed 1                       # of the whole core and laps_sd/choose.py
+    python -m tests.mutants --sample 60 --seed 1                       # of the whole core and laps_sd/contract/choose.py
     python -m tests.mutants --sample 20 scheduler_svc/core/rank.py     # of one file
 
 Each mutant is one changed operator, constant, condition or a dropped statement in one function. The tests of `tests/core` that call that
@@ -269,7 +269,7 @@ def main() -> int:
         "--quick", action="store_true", help="without tests/core/test_properties.py, the slowest of them"
     )
     options = parser.parse_args()
-    core = [*sorted((ROOT / "scheduler_svc/core").rglob("*.py")), ROOT / "laps_sd/choose.py"]
+    core = [*sorted((ROOT / "scheduler_svc/core").rglob("*.py")), ROOT / "laps_sd/contract/choose.py"]
     files = [file.resolve() for file in options.files] or core
     all_spots = [spot for file in files for spot in spots(file)]
     total = len(all_spots)

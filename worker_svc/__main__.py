@@ -6,14 +6,14 @@ import asyncio
 import time
 
 from laps_sd.errors import StartupError
-from laps_sd.log import get_logger
-from laps_sd.serving import ServiceApp, main
+from laps_sd.service.log import get_logger
+from laps_sd.service.serving import ServiceApp, main
 from worker_svc import metrics
 from worker_svc.engine.interface import Engine
-from worker_svc.engine_process import EngineProcess
+from worker_svc.link.link import SchedulerLink
 from worker_svc.loading import load
+from worker_svc.runner.process import EngineProcess
 from worker_svc.settings import WorkerSettings
-from worker_svc.sync import SchedulerLink
 
 log = get_logger(__name__)
 

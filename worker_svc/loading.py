@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from laps_sd.errors import StartupError
-from laps_sd.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
+from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
 from worker_svc.engine.interface import Engine, ModelError
-from worker_svc.paced import paced
+from worker_svc.fake.paced import paced
 from worker_svc.settings import WorkerSettings
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -113,7 +113,7 @@ def _on_this_machine(named: Path) -> Path:
 
 
 def _fake_engine(settings: WorkerSettings) -> Engine:
-    from worker_svc.fake import FakeCosts, FakeEngine, lognormal_lengths
+    from worker_svc.fake.engine import FakeCosts, FakeEngine, lognormal_lengths
 
     # The tokens are scripted, but gateways have the demo model's limits.
     longest = context_tokens(DEMO / "target", settings.context_tokens) or LONGEST_DEFAULT_TOKENS

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from laps_sd.choose import Residency
-from laps_sd.log import get_logger
-from laps_sd.metrics import counter, gauge, histogram
-from worker_svc.runner import Round
+from laps_sd.contract.choose import Residency
+from laps_sd.service.log import get_logger
+from laps_sd.service.metrics import counter, gauge, histogram
+from worker_svc.runner.runner import Round
 
 log = get_logger(__name__)
 

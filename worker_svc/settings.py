@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from laps_sd.config import field
-from laps_sd.serving import ServingSettings
-from laps_sd.wire import LinkSettings
+from laps_sd.service.config import field
+from laps_sd.service.serving import ServingSettings
+from laps_sd.service.wire import LinkSettings
 
 __all__ = ["WorkerSettings"]
 

@@ -1,4 +1,4 @@
-"""The worker's spans of a request: its prefill and its rounds, many rounds in one span. `laps_sd.tracing`
+"""The worker's spans of a request: its prefill and its rounds, many rounds in one span. `laps_sd.service.tracing`
 shows the trace.
 
 A group of rounds ends with the request, when the request is left out of a round, after `GROUP_ROUNDS` or
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laps_sd.tracing import Parent, Tracing, parent_of
+from laps_sd.service.tracing import Parent, Tracing, parent_of
 from worker_svc.engine.interface import RequestRound
-from worker_svc.runner import Round
+from worker_svc.runner.runner import Round
 
 __all__ = ["RoundTraces"]
 

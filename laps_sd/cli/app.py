@@ -15,8 +15,8 @@ import typer
 
 from laps_sd import __version__
 from laps_sd.cli import chat, config, dial, generate, key, operate, up
-from laps_sd.config import ConfigError
 from laps_sd.errors import LapsSdError, StartupError
+from laps_sd.service.config import ConfigError
 
 app = typer.Typer(
     name="laps-sd",

@@ -14,16 +14,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from laps_sd.cli import dial
-from laps_sd.config import unknown_sentences
 from laps_sd.errors import StartupError
+from laps_sd.service.config import unknown_sentences
 
 MODULES = {"gateway": "gateway", "scheduler": "scheduler_svc", "worker": "worker_svc"}
 
 # Runs in a process of its own: what everybody shares does not import a service.
 PROGRAM = """
 import dataclasses, importlib, json, sys
-from laps_sd.config import ConfigError, Settings, provenance
-from laps_sd.flags import command_line
+from laps_sd.service.config import ConfigError, Settings, provenance
+from laps_sd.service.flags import command_line
 
 service, module = sys.argv.pop(1), importlib.import_module(sys.argv.pop(1) + ".settings")
 (cls,) = (

@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from laps_sd.errors import LapsSdError, describe
-from laps_sd.wire import Tls, channel_options
+from laps_sd.service.wire import Tls, channel_options
 
 GATEWAY = "127.0.0.1:50051"
 SCHEDULER = "127.0.0.1:50052"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from laps_sd.keys import digest_of, new_key
+from laps_sd.service.keys import digest_of, new_key
 
 
 def key(

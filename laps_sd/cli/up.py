@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.status import Status
 
 from laps_sd.cli import dial, generate, operate
-from laps_sd.config import PREFIX, unknown_sentences
-from laps_sd.local import LocalStack, Ports, Progress, StackOptions
-from laps_sd.record_watch import RecordWatch
-from laps_sd.supervisor import Supervisor
+from laps_sd.service.config import PREFIX, unknown_sentences
+from laps_sd.stack.local import LocalStack, Ports, Progress, StackOptions
+from laps_sd.stack.record_watch import RecordWatch
+from laps_sd.stack.supervisor import Supervisor
 
 DEMO_PROMPT = "Tell me a story about the harbour."
 DEMO_TOKENS = 200

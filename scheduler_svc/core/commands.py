@@ -7,7 +7,7 @@ The caller's contract, per step:
   3. Then acknowledge reports, show committed tokens to clients, and send Drop and Assign to the workers.
 
 Commands made for every request of every round have their constructors written out, for the reason given in
-`core/rank.py`.
+`core/policies/rank.py`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Rank:
 @final
 @dataclass(slots=True)
 class AssignEntry:
-    """The scheduler's part of the input of `laps_sd.choose`; see `Candidate`."""
+    """The scheduler's part of the input of `laps_sd.contract.choose`; see `Candidate`."""
 
     request_id: Final[str]
     lease_epoch: Final[int]

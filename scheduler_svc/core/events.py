@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final, final
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 
 
 class End(enum.Enum):

@@ -13,7 +13,7 @@ from typing import Final, final
 MAX_LEVELS = 32
 """Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be bounded."""
 AHEAD = MAX_LEVELS
-"""The bit between priority and level: set while the tenant is ahead of others (`core/tenants.py`). Policies
+"""The bit between priority and level: set while the tenant is ahead of others (`core/state/tenants.py`). Policies
 do not use it. MAX_LEVELS is a power of two, so it is a bit of the class of any priority."""
 
 
@@ -62,7 +62,7 @@ class Remaining:
 @final
 @dataclass(slots=True)
 class RankKey:
-    """Rank that a policy gives to a request; `laps_sd.choose` and the queue order by it."""
+    """Rank that a policy gives to a request; `laps_sd.contract.choose` and the queue order by it."""
 
     rank_class: Final[int]
     index_s: Final[float]

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import assert_never
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import Command, Commit, Finish, Rank, StoryLine
-from scheduler_svc.core.estimate_errors import EstimateErrors
+from scheduler_svc.core.estimates.errors import EstimateErrors
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -33,17 +34,16 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerUp,
 )
-from scheduler_svc.core.ledger import Ledger
-from scheduler_svc.core.placement import has_room_for, place
+from scheduler_svc.core.placement.ledger import Ledger
+from scheduler_svc.core.placement.placement import has_room_for, place
 from scheduler_svc.core.policies.base import Policy, resume_cost_s
-from scheduler_svc.core.priors import Priors
+from scheduler_svc.core.policies.ranker import Ranker
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.ranker import Ranker
-from scheduler_svc.core.request import ALONE_AFTER, MOST_DEATHS, SURVIVED_ROUNDS, Request, order_key_of
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.core.shard import Shard
+from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS, SURVIVED_ROUNDS, Request, order_key_of
+from scheduler_svc.core.state.shard import Shard
+from scheduler_svc.core.state.worker import Worker
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, WorkerView
-from scheduler_svc.core.worker import Worker
 
 OF_LATE = 0.02
 """Weight of the newest round in a worker's recent figures."""

@@ -31,11 +31,11 @@ class CoreSettings:
     of the oldest requests as there are reserved slots in the shard are in every round; with one slot each, in
     32 of each 1024. So with two slots or more a request has ended when it has had its own rounds that way,
     after the rounds of the older ones divided by the number of reserved slots; with one, after the rounds of
-    the older ones. With `tenant_fairness` this holds while its tenant is not ahead; `core/tenants.py` has the
+    the older ones. With `tenant_fairness` this holds while its tenant is not ahead; `core/state/tenants.py` has the
     bound of that time."""
     tenant_fairness: bool = False
     """Keep tenants of one priority within the service of the longest request of each other while both have requests
-    in the queue (`core/tenants.py`). A request may then be paused for another tenant's under every policy."""
+    in the queue (`core/state/tenants.py`). A request may then be paused for another tenant's under every policy."""
     level_base_s: float = 1 / 128
     """Machine seconds up to which a request is in level 0. Levels are absolute and grow exponentially, so the base
     sets the finest distinction only; see `policies/laps_sd.py` for why it is not learnt."""

@@ -22,7 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
-from scheduler_svc.redis_url import Address, RedisUrl
+from scheduler_svc.store.redis_url import Address, RedisUrl
 
 MAX_ATTEMPTS = 8
 """Addresses that one new connection tries."""

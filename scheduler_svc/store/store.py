@@ -31,7 +31,6 @@ from redis.asyncio.connection import BlockingConnectionPool
 
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release, Standing
 from scheduler_svc.core.rank import MAX_LEVELS
-from scheduler_svc.redis_url import Address, parse_redis_url
 from scheduler_svc.store import scripts
 from scheduler_svc.store.clock import RecordClock
 from scheduler_svc.store.codec import (
@@ -67,6 +66,7 @@ from scheduler_svc.store.records import (
     SubmitStatus,
     TransitionStatus,
 )
+from scheduler_svc.store.redis_url import Address, parse_redis_url
 from scheduler_svc.store.scripts import MAX_ENTRIES, Script
 from scheduler_svc.store.servers import RedisTls, SentinelUser, Servers, moved_to, reply_of
 

@@ -29,8 +29,8 @@ from bench.serve import (
     ratio,
     verdicts,
 )
+from demo.prompts import KINDS
 from laps_sd.v1 import inference_pb2 as pb
-from worker_svc.demo.prompts import KINDS
 
 # -- the generator -------------------------------------------------------------------------------------------
 

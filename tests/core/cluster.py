@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
-from laps_sd.choose import NEW_CLOCK, Candidate, Place, ReserveClock, Residency, choose
+from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, ReserveClock, Residency, choose
 from scheduler_svc.core.commands import (
     Assign,
     AssignEntry,
@@ -22,6 +22,7 @@ from scheduler_svc.core.commands import (
     Lease,
     Release,
 )
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -38,7 +39,6 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 

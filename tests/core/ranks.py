@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import Request
 
 SETTINGS = CoreSettings()
 

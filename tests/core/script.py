@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Finish, Lease, Rank, Release
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -40,7 +41,6 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 

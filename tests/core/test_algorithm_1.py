@@ -9,16 +9,16 @@ import math
 
 import pytest
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import Commit
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import Arrived, WorkerUp
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.policies.base import STEADY_S
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.request import STABLE_ROUNDS
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import STABLE_ROUNDS
 from tests.core.cluster import Cluster, Job, facts
 from tests.core.ranks import experienced, live, make
 from tests.core.test_scheduler import W, did, report, request

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from scheduler_svc.core.calibration import (
+from scheduler_svc.core.estimates.calibration import (
     ASSUMED,
     GUESS_LOG_SPREAD,
     LEAST_LOG_SPREAD,
@@ -18,7 +18,7 @@ from scheduler_svc.core.calibration import (
     GuessHistory,
     TenantGuesses,
 )
-from scheduler_svc.core.priors import MAX_CLASSES, Priors
+from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
 
 MOST = 100_000
 

@@ -1,11 +1,11 @@
-"""`laps_sd.choose`: each rule one test, then what must hold for anything."""
+"""`laps_sd.contract.choose`: each rule one test, then what must hold for anything."""
 
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laps_sd.choose import (
+from laps_sd.contract.choose import (
     RESERVED_CYCLE_ROUNDS,
     RESERVED_ONE_IN,
     RESERVED_SLICE_ROUNDS,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import Command, Drop, Finish, Lease, Release
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -27,10 +28,9 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
-from scheduler_svc.core.request import ALONE_AFTER, MOST_DEATHS, QUIET_S, SURVIVED_ROUNDS
 from scheduler_svc.core.scheduler import MOST_LOST, Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS, QUIET_S, SURVIVED_ROUNDS
 from scheduler_svc.core.views import Place
 from tests.core.cluster import Cluster, Job, facts
 from tests.core.test_properties import QUICK

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from scheduler_svc.core.estimate_errors import (
+from scheduler_svc.core.estimates.errors import (
     MOST_RATIO,
     SETTLED_ROUNDS,
     Basis,

@@ -15,12 +15,12 @@ from hypothesis import Phase, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from scheduler_svc.core import tenants
 from scheduler_svc.core.events import Event
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.rank import AHEAD, pack_rank_class
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.core.tenants import Account, Accounts
+from scheduler_svc.core.state import tenants
+from scheduler_svc.core.state.tenants import Account, Accounts
 from tests.core.cluster import Cluster, Job, facts
 
 FAIR = CoreSettings(tenant_fairness=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_svc.core import acceptance, calibration, cost, lengths
-from scheduler_svc.core.acceptance import AcceptanceStatistics, PositionStatistics, shrinkage
-from scheduler_svc.core.calibration import GuessHistory
-from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.lengths import LengthTable
+from scheduler_svc.core.estimates import acceptance, calibration, cost, lengths
+from scheduler_svc.core.estimates.acceptance import AcceptanceStatistics, PositionStatistics, shrinkage
+from scheduler_svc.core.estimates.calibration import GuessHistory
+from scheduler_svc.core.estimates.cost import CostModel
+from scheduler_svc.core.estimates.lengths import LengthTable
 
 
 def rounds() -> tuple[Callable[[], None], Callable[[], float]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from laps_sd.choose import reserved_slots
+from laps_sd.contract.choose import reserved_slots
 from scheduler_svc.core.policies import POLICIES
 from tests.core.cluster import Cluster, Job, facts
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from laps_sd.choose import RESERVED_CYCLE_ROUNDS, ReserveClock, Residency, reserved_slots
+from laps_sd.contract.choose import RESERVED_CYCLE_ROUNDS, ReserveClock, Residency, reserved_slots
 from scheduler_svc.core.commands import Command, Lease, Rank, Release
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import Arrived, Recovered, WorkerUp
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from tests.core.ranks import live, make

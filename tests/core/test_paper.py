@@ -10,9 +10,9 @@ import math
 
 import pytest
 
-from laps_sd.choose import HYSTERESIS, Residency
+from laps_sd.contract.choose import HYSTERESIS, Residency
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import POLICIES, policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.settings import CoreSettings
 from tests.core.cluster import Cluster, Job, facts

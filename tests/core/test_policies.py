@@ -9,17 +9,17 @@ from typing import get_args
 
 import pytest
 
-from laps_sd.choose import Residency
-from laps_sd.config import field_types
+from laps_sd.contract.choose import Residency
+from laps_sd.service.config import field_types
 from scheduler_svc.core.commands import Commit
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import Arrived
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.policies.base import Policy, estimate_by_length, rank_key
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import MAX_LEVELS, RankKey
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import Request
 from scheduler_svc.settings import SchedulerSettings
 from tests.core.cluster import Cluster, Job, facts
 from tests.core.ranks import SETTINGS, experienced, live, make, rank

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.acceptance import (
+from scheduler_svc.core.estimates.acceptance import (
     DEFAULT_SHRINKAGE,
     DEFAULT_TOKENS_PER_ROUND,
     SHRINKAGE_LIMITS,
@@ -20,11 +20,11 @@ from scheduler_svc.core.acceptance import (
     shrinkage,
     tokens_per_round,
 )
-from scheduler_svc.core.calibration import ASSUMED, Calibration, GuessHistory
-from scheduler_svc.core.cost import CostModel
-from scheduler_svc.core.guesses import LEAST_MASS, MOST_CELLS, GuessedLengths, rounded_spread
-from scheduler_svc.core.lengths import LengthTable
-from scheduler_svc.core.priors import MAX_CLASSES, Priors
+from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessHistory
+from scheduler_svc.core.estimates.cost import CostModel
+from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, GuessedLengths, rounded_spread
+from scheduler_svc.core.estimates.lengths import LengthTable
+from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
 
 MOST = 100_000
 
@@ -732,7 +732,7 @@ class TestTheRecord:
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data: st.DataObject) -> None:
-    """Anything that passes `scheduler_svc.translate`: counts and times at their limits, in any order."""
+    """Anything that passes `scheduler_svc.wire.translate`: counts and times at their limits, in any order."""
     priors = Priors()
     seconds = st.sampled_from([0.0, 1e-300, 5e-324, 1e-6, 0.03, 86_400.0]) | st.floats(0, 86_400.0)
     counts = st.sampled_from([1, 2, 4096]) | st.integers(1, 4096)

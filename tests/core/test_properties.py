@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from laps_sd.choose import RESERVED_CYCLE_ROUNDS, RESERVED_SLICE_ROUNDS
+from laps_sd.contract.choose import RESERVED_CYCLE_ROUNDS, RESERVED_SLICE_ROUNDS
 from scheduler_svc.core.events import End
 from scheduler_svc.core.policies import POLICIES
-from scheduler_svc.core.request import MOST_DEATHS
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import MOST_DEATHS
 from tests.core.cluster import Cluster, Job, facts
 
 pytestmark = pytest.mark.parametrize("policy", sorted(POLICIES))

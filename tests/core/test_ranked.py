@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core import ranked
-from scheduler_svc.core.ranked import Ranked
+from scheduler_svc.core.state import sorted_keys as ranked
+from scheduler_svc.core.state.sorted_keys import Ranked
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=200))

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import Assign, Commit, Drained, Drop, Finish, Lease, Rank, Release
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     End,
@@ -22,12 +23,11 @@ from scheduler_svc.core.events import (
     WorkerFacts,
     WorkerUp,
 )
-from scheduler_svc.core.placement import MOST_REFRESHED
+from scheduler_svc.core.placement.placement import MOST_REFRESHED
 from scheduler_svc.core.policies import POLICIES, policy_named
-from scheduler_svc.core.priors import Priors
-from scheduler_svc.core.request import MAX_STORY_LINES, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import MAX_STORY_LINES, Request
 from scheduler_svc.core.views import Ahead, Place, Totals
 from tests.core.cluster import Cluster, Job, facts
 

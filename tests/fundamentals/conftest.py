@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from laps_sd.client import Client
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1.inference_pb2 import GenerateResponse
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laps_sd.client import Accepted, Client, Ended
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from tests.helpers import wait_until
 

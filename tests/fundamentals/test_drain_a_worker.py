@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from laps_sd.client import Accepted, Client, Delta, Ended
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from laps_sd.v1.inference_pb2 import GenerateResponse
 from tests.helpers import wait_until

@@ -6,7 +6,7 @@ import pytest
 
 from laps_sd.client import Client
 from laps_sd.errors import DeadlineExceeded, InvalidArgument
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 
 

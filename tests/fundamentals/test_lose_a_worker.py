@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laps_sd.client import Accepted, Client, Delta, Ended
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1.inference_pb2 import GenerateResponse
 from tests.conftest import StackMaker
 

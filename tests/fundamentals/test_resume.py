@@ -8,7 +8,7 @@ import pytest
 
 from laps_sd.client import Accepted, Client, Cursor, Delta, Ended
 from laps_sd.errors import Unavailable
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1.inference_pb2 import GenerateResponse
 
 

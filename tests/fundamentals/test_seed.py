@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laps_sd.client import Client
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 
 def test_the_same_seed_gives_the_same_text(demo_stack: LocalStack) -> None:

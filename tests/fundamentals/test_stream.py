@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laps_sd.client import Accepted, Client, Delta, Ended
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 
 def test_a_stream_is_accepted_then_deltas_then_the_end(fake_stack: LocalStack) -> None:

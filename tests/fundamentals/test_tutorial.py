@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

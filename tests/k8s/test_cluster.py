@@ -19,7 +19,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from laps_sd_operator import __main__ as operator
 from laps_sd_operator import objects, scheduler
 
-from laps_sd.log import get_logger
+from laps_sd.service.log import get_logger
 from laps_sd.v1 import gateway_link_pb2 as pb
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import wait_until_async

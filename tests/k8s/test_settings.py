@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from laps_sd import config
+from laps_sd.service import config
 from tests.k8s.conftest import missing
 from tests.k8s.helm import ROOT, Refused, find
 

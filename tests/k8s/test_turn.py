@@ -21,7 +21,7 @@ from laps_sd_operator.leadership import Leadership
 from laps_sd_operator.reconcile import Worker
 from structlog.testing import capture_logs
 
-from laps_sd.log import get_logger
+from laps_sd.service.log import get_logger
 from tests.helpers import wait_until_async
 
 POOL: dict[str, Any] = {

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from laps_sd.wire import server_options
+from laps_sd.service.wire import server_options
 
 
 class HostileLink:

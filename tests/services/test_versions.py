@@ -16,7 +16,7 @@ import redis
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import gateway_link_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from scheduler_svc import service
+from scheduler_svc.rpc import service
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.keys import SCHEMA_VERSION, Keys
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler, worker

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from laps_sd.config import (
+from laps_sd.service.config import (
     ConfigError,
     Settings,
     environment,
@@ -22,9 +22,9 @@ from laps_sd.config import (
     unknown,
     unknown_sentences,
 )
-from laps_sd.flags import options
-from laps_sd.serving import ServingSettings
-from laps_sd.wire import LinkSettings
+from laps_sd.service.flags import options
+from laps_sd.service.serving import ServingSettings
+from laps_sd.service.wire import LinkSettings
 
 
 @dataclass(frozen=True, kw_only=True)

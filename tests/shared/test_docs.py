@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from docs import generate
-from laps_sd import config
-from laps_sd.metrics import REGISTRY
-from laps_sd.variables import KNOWN
+from laps_sd.service import config
+from laps_sd.service.metrics import REGISTRY
+from laps_sd.service.variables import KNOWN
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGES = ("laps_sd", "gateway", "scheduler_svc", "worker_svc")
 
 
-@pytest.mark.parametrize("name", ["docs/settings.md", "docs/metrics.md", "laps_sd/variables.py"])
+@pytest.mark.parametrize("name", ["docs/settings.md", "docs/metrics.md", "laps_sd/service/variables.py"])
 def test_a_generated_page_is_not_out_of_date(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == generate.pages()[name], (
         "the code has changed: run python docs/generate.py"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 
-from gateway.openai_json import read_body
+from gateway.api.openai import read_body
 from laps_sd.errors import InvalidArgument
-from laps_sd.fields import check_fields
+from laps_sd.service.fields import check_fields
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import open_inference_pb2 as oip
 from tests.system.hostile import (

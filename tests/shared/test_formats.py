@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from laps_sd.formats import matcher_of
-from laps_sd.model_dir import demo_target_dir
+from laps_sd.contract.formats import matcher_of
+from laps_sd.service.model_dir import demo_target_dir
 from tests.system.hostile_formats import HOSTILE
-from worker_svc.engine.formats import Formats
 from worker_svc.engine.interface import FormatKind, OutputFormat
+from worker_svc.engine.sampling.formats import Formats
 
 BYTES = LLTokenizer("byte")
 GRAMMAR_OF_JSON = r"""

@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from laps_sd.children import ChildDied
 from laps_sd.errors import StartupError
-from laps_sd.local import LocalStack, Ports, is_serving
+from laps_sd.stack.children import ChildDied
+from laps_sd.stack.local import LocalStack, Ports, is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.helpers import free_port, wait_until
 
@@ -156,7 +156,7 @@ def test_a_model_directory_that_does_not_exist_is_said_before_anything_starts(tm
 
 PROGRAM = """
 import sys, time
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 stack = LocalStack(workers=1, engine="fake").start()
 print(stack.dir, *(child.pid for child in stack.children.values()), flush=True)
 time.sleep(600)

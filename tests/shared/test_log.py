@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from laps_sd.log import bound, configure, get_logger
+from laps_sd.service.log import bound, configure, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ class GoneReader(io.StringIO):
 def test_a_log_that_nobody_reads_any_more_breaks_nothing(style):
     configure("gateway", stream=GoneReader(), style=style)
 
-    get_logger("gateway.service").error("accepted")
+    get_logger("gateway.api.inference").error("accepted")
     logging.getLogger("library").error("also this")
 
 
@@ -49,14 +49,14 @@ def test_a_line_is_json_with_service_and_request():
     configure("gateway", stream=out)
 
     with bound(request_id="s0.a"):
-        get_logger("gateway.service").info("accepted", prompt_tokens=12)
+        get_logger("gateway.api.inference").info("accepted", prompt_tokens=12)
 
     (line,) = lines(out)
     assert line.pop("timestamp").endswith("Z")
     assert line == {
         "event": "accepted",
         "level": "info",
-        "module": "gateway.service",
+        "module": "gateway.api.inference",
         "prompt_tokens": 12,
         "request_id": "s0.a",
         "service": "gateway",

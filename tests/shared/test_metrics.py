@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from laps_sd.errors import StartupError
-from laps_sd.metrics import counter, gauge, histogram, serve_metrics, value
+from laps_sd.service.metrics import counter, gauge, histogram, serve_metrics, value
 
 
 def test_what_was_counted_can_be_scraped():

@@ -25,10 +25,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bench._proxy import BOTH, Proxy
-from laps_sd import errors, interceptor, wire
-from laps_sd.serving import ServiceApp, ServingSettings, StartupError, TaskFailed
+from laps_sd import errors
+from laps_sd.service import interceptor, wire
+from laps_sd.service.serving import ServiceApp, ServingSettings, StartupError, TaskFailed
+from laps_sd.service.wire import Tls, make_channel
 from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, inference_pb2_grpc
-from laps_sd.wire import Tls, make_channel
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
 
@@ -569,7 +570,7 @@ async def test_a_tls_file_that_is_missing_is_one_sentence(tmp_path):
 
 PROGRAM = """
 import asyncio
-from laps_sd.serving import *
+from laps_sd.service.serving import *
 
 async def serve(settings):
     app = ServiceApp("test", settings)

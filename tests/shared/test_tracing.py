@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laps_sd.tracing import Parent, parent_of, span_id_of, valid_traceparent
+from laps_sd.service.tracing import Parent, parent_of, span_id_of, valid_traceparent
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

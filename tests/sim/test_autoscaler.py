@@ -11,10 +11,10 @@ import pytest
 from bench.autoscale import devices_for, frontier, main
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.sim.autoscaler import Autoscaler, Look, Pods, Scaling, average_wish, utilisation_wish
-from scheduler_svc.sim.cluster import Cluster, Outcome
-from scheduler_svc.sim.jobs import Job
-from scheduler_svc.sim.machine import Machine
+from simulator.autoscaler import Autoscaler, Look, Pods, Scaling, average_wish, utilisation_wish
+from simulator.cluster import Cluster, Outcome
+from simulator.jobs import Job
+from simulator.machine import Machine
 
 BACKLOG = Scaling(signal="backlog", target=30.0)
 BUSY = Scaling(signal="utilisation", target=0.6)

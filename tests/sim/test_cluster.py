@@ -7,14 +7,14 @@ import statistics
 
 import pytest
 
-from scheduler_svc.core.estimate_errors import Moment
+from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.sim.cluster import Cluster, Outcome
-from scheduler_svc.sim.jobs import Job
-from scheduler_svc.sim.machine import Machine
-from scheduler_svc.sim.oracle import Oracle
-from scheduler_svc.sim.workload import Arrivals, Kind, Lengths, Workload, draw
+from simulator.cluster import Cluster, Outcome
+from simulator.jobs import Job
+from simulator.machine import Machine
+from simulator.oracle import Oracle
+from simulator.workload import Arrivals, Kind, Lengths, Workload, draw
 
 NO_RESERVE = CoreSettings(reserved_share=False)
 

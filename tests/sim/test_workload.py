@@ -10,8 +10,8 @@ import statistics
 
 import pytest
 
-from scheduler_svc.sim.machine import Machine
-from scheduler_svc.sim.traces import (
+from simulator.machine import Machine
+from simulator.traces import (
     TracedRequest,
     TraceError,
     read_acceptance,
@@ -19,7 +19,7 @@ from scheduler_svc.sim.traces import (
     read_quantiles,
     read_trace,
 )
-from scheduler_svc.sim.workload import (
+from simulator.workload import (
     Acceptance,
     Arrivals,
     Kind,

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from tests.system.hostile_http import Generator, send_all_over
 from tests.system.tally import Tally
 from tests.system.test_bad_input import LONG_GROWTH_MIB, LONG_INPUTS, SHORT_GROWTH_MIB, fuzzed_stack

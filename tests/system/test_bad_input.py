@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "python-client.md"
 

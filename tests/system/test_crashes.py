@@ -17,13 +17,13 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from laps_sd.local import LocalStack, is_serving
+from demo.prompts import demo_prompts
+from laps_sd.stack.local import LocalStack, is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 from tests.conftest import StackMaker
 from tests.helpers import wait_until_async
 from tests.system.calls import Outcome, seeded, stream, stream_all
-from worker_svc.demo.prompts import demo_prompts
 
 STREAMS = 50
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.conftest import StackMaker

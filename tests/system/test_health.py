@@ -16,7 +16,7 @@ import redis
 
 from laps_sd.client import Client
 from laps_sd.errors import LapsSdError, ResourceExhausted, Unavailable
-from laps_sd.local import LocalStack, is_serving
+from laps_sd.stack.local import LocalStack, is_serving
 from tests.helpers import wait_until
 
 LIMIT = 3

@@ -10,13 +10,13 @@ import grpc.aio
 import pytest
 from tokenizers import Tokenizer
 
-from laps_sd.local import LocalStack
+from demo.prompts import demo_prompts
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.system.calls import Outcome, seeded, stream_all
 from tests.worker.plain import MARGIN, PlainDecoder, PlainText
 from worker_svc.demo import TARGET_DIR
-from worker_svc.demo.prompts import demo_prompts
 from worker_svc.engine.interface import Sampling, Specification
 
 PROMPTS = 44

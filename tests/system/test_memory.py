@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from laps_sd.keys import digest_of
-from laps_sd.local import LocalStack
+from laps_sd.service.keys import digest_of
+from laps_sd.stack.local import LocalStack
 from tests.conftest import StackMaker
 from tests.helpers import wait_until_async
 from tests.system import hostile

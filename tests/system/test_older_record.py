@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from bench._metrics import metric
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from scheduler_svc.store.embedded import EmbeddedServer

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from laps_sd.client import Client, OutputFormat
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 MODEL = "laps-sd-demo"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from laps_sd.client import Client
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "other-clients.md"
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from laps_sd.client import Client
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from tests.helpers import wait_until
 from tests.system.up import Up
 

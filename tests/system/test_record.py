@@ -7,7 +7,7 @@ import asyncio
 import grpc.aio
 import redis.asyncio
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2_grpc
 from tests.helpers import wait_until_async
 from tests.system.calls import seeded, stream_all

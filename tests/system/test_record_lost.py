@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 import redis.asyncio as redis_client
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.helpers import wait_until_async

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2_grpc
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.store.servers import ask, in_step, primary_and_replica, promote, three_masters

@@ -7,7 +7,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 
 
 def test_a_client_that_knows_the_service_only_by_reflection_streams_a_generation(

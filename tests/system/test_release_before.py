@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from laps_sd.client import Client
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from tests.conftest import StackMaker
 

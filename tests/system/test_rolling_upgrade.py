@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import grpc.aio
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.conftest import StackMaker

@@ -18,7 +18,8 @@ import pytest
 import redis
 
 from laps_sd.keda import externalscaler_pb2, externalscaler_pb2_grpc
-from laps_sd.local import LocalStack
+from laps_sd.service.wire import Tls
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -29,7 +30,6 @@ from laps_sd.v1 import (
 )
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.wire import Tls
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.certificates import behind_tls, certificate, write_certificates
 from tests.helpers import wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.conftest import StackMaker

@@ -21,7 +21,7 @@ import pytest
 import redis
 
 from laps_sd.client import Client, Delta, Ended
-from laps_sd.supervisor import Pauses, Supervisor
+from laps_sd.stack.supervisor import Pauses, Supervisor
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from tests.conftest import StackMaker
 from tests.helpers import wait_until

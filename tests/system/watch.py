@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from laps_sd.local import LocalStack
+from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 from tests.helpers import wait_until_async

@@ -30,7 +30,7 @@ def by_kernels_and_by_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     """Test each user of this fixture twice: with the kernels in C, and with torch's operators, which are used
     where the kernels are not supported.
     """
-    from worker_svc.engine import kernels
+    from worker_svc.engine.cpu import kernels
 
     if request.param == "kernels" and not kernels.USABLE:
         pytest.skip("no AVX2, or built without a C compiler")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from worker_svc.engine.blocks import BlockAllocator, name_blocks
+from worker_svc.engine.cache.blocks import BlockAllocator, name_blocks
 from worker_svc.engine.interface import OutOfBlocks, blocks_needed
 
 

@@ -13,7 +13,7 @@ import pytest
 from worker_svc.engine import calibration
 from worker_svc.engine.calibration import STEPS_IN_A_CALL, TURNS, measure_draft_steps, measure_rounds
 from worker_svc.engine.engine import load_engine
-from worker_svc.engine.model import PackedModel
+from worker_svc.engine.models.model import PackedModel
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 

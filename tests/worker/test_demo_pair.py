@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from demo.evaluate import Round, intraclass_correlation, rounds_of, sample, summarise, text_of
+from demo.prompts import KINDS, Prompt, demo_prompts
+from demo.tasks import GENERATORS
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
-from worker_svc.demo.evaluate import Round, intraclass_correlation, rounds_of, sample, summarise, text_of
-from worker_svc.demo.prompts import KINDS, Prompt, demo_prompts
-from worker_svc.demo.tasks import GENERATORS
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def test_demo_prompts_repeat_by_seed_and_were_not_trained_on() -> None:
 
 
 def test_prompts_come_without_torch() -> None:
-    script = "import sys, worker_svc.demo.prompts; sys.exit('torch' in sys.modules)"
+    script = "import sys, demo.prompts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

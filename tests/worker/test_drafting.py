@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from worker_svc.engine.drafting import (
+from worker_svc.engine.draft_lengths.drafting import (
     ADVANTAGE,
     ENDED_KEPT,
     EXPLORED_SHARE,

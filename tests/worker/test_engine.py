@@ -27,7 +27,7 @@ from worker_svc.engine.interface import (
     UnknownRequest,
     blocks_needed,
 )
-from worker_svc.fake import FakeEngine
+from worker_svc.fake.engine import FakeEngine
 
 Make = Callable[..., Engine]
 

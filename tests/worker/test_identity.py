@@ -18,11 +18,11 @@ import pytest
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from tests.worker.pairs import MAX_LENGTH, VOCAB
 from tests.worker.plain import MARGIN, PlainDecoder, PlainText
-from worker_svc.engine import kernels
-from worker_svc.engine.drafting import Acceptance, DraftLengths, Outlook
+from worker_svc.engine.cpu import kernels
+from worker_svc.engine.draft_lengths.drafting import Acceptance, DraftLengths, Outlook
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import Sampling, Specification
-from worker_svc.engine.model import PackedModel
+from worker_svc.engine.models.model import PackedModel
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 

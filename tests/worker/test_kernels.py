@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from worker_svc.engine import kernels
-from worker_svc.engine.attention import KernelPlanner, Piece, Plan
+from worker_svc.engine.cache.kv import KVPool, Place
+from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Sampling
-from worker_svc.engine.kv import KVPool, Place
-from worker_svc.engine.noise import Noise
-from worker_svc.engine.sampling import Rows, choose_tokens, rows_for
+from worker_svc.engine.models.attention import KernelPlanner, Piece, Plan
+from worker_svc.engine.sampling.noise import Noise
+from worker_svc.engine.sampling.sampling import Rows, choose_tokens, rows_for
 
 # Where they could have been built and are not, these tests fail.
 COULD_BE_BUILT = shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists()

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, models
 from tests.worker.drive import finish_all
 from tests.worker.pairs import VOCAB, llama_config, write_model
 from tests.worker.plain import MARGIN, PlainDecoder
-from worker_svc.engine import kernels
+from worker_svc.engine.cpu import kernels
 from worker_svc.engine.engine import EngineOptions, load_engine
 from worker_svc.engine.interface import Engine, ModelError, Sampling, Specification
-from worker_svc.engine.model import PackedModel
+from worker_svc.engine.models.model import PackedModel
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -260,7 +260,7 @@ def test_fingerprints_tell_models_apart(pair: tuple[Path, Path], tmp_path: Path)
 
 
 def test_what_must_stay_light_imports_no_torch() -> None:
-    code = "import worker_svc.fake, worker_svc.engine.interface, sys; assert not {'torch', 'transformers', 'grpc'} & set(sys.modules)"
+    code = "import worker_svc.fake.engine, worker_svc.engine.interface, sys; assert not {'torch', 'transformers', 'grpc'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
@@ -268,7 +268,7 @@ def test_the_self_check_finds_a_model_that_ignores_its_pool(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A silently wrong architecture is simulated: packed rows do not attend to their own past."""
-    import worker_svc.engine.model as module
+    import worker_svc.engine.models.model as module
 
     monkeypatch.setattr(module, "attend", lambda query, *_: torch.zeros_like(query))
     with pytest.raises(ModelError, match="computes something else when packed"):

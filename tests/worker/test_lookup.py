@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from worker_svc.engine.drafting import Acceptance, CostTable, DraftLengths, Prior
-from worker_svc.engine.lookup import Lookup
+from worker_svc.engine.draft_lengths.drafting import Acceptance, CostTable, DraftLengths, Prior
+from worker_svc.engine.proposers.lookup import Lookup
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from worker_svc.engine import counter
-from worker_svc.engine.noise import Noise
+from worker_svc.engine.sampling import counter
+from worker_svc.engine.sampling.noise import Noise
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 

@@ -192,7 +192,7 @@ def allowed_by(folder: Path, wanted: OutputFormat) -> Allowed:
     """
     from llguidance import LLTokenizer
 
-    from worker_svc.engine.formats import matcher_of
+    from worker_svc.engine.sampling.formats import matcher_of
 
     tokenizer = LLTokenizer((folder / "tokenizer.json").read_text(), n_vocab=VOCAB, eos_token=1)
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.worker.drive import finish_all
 from tests.worker.test_fake import specs
-from worker_svc.fake import FakeEngine
-from worker_svc.paced import paced
+from worker_svc.fake.engine import FakeEngine
+from worker_svc.fake.paced import paced
 
 
 class Clock:

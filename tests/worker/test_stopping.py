@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker_svc.engine.interface import FinishReason, Sampling, Specification
-from worker_svc.engine.stopping import Cut, StopText, cut
+from worker_svc.engine.sampling.stopping import Cut, StopText, cut
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz \n"
 EOS = frozenset({99})

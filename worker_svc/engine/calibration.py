@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker_svc.engine import kernels
-from worker_svc.engine.attention import Piece
-from worker_svc.engine.drafting import FIRST_STEP_ROWS, CostTable
+from worker_svc.engine.cache.kv import KV_TILE, KVPool
+from worker_svc.engine.cpu import kernels
+from worker_svc.engine.draft_lengths.drafting import FIRST_STEP_ROWS, CostTable
 from worker_svc.engine.interface import blocks_needed
-from worker_svc.engine.kv import KV_TILE, KVPool
-from worker_svc.engine.model import PackedModel
+from worker_svc.engine.models.attention import Piece
+from worker_svc.engine.models.model import PackedModel
 
 TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
 SHORT = 64  # tokens of the contexts of most measurements. Our choice

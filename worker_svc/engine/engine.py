@@ -24,12 +24,11 @@ from typing import Literal
 
 import torch
 
-from worker_svc.engine import counter, kernels
-from worker_svc.engine.adjusting import Adjustments
-from worker_svc.engine.attention import Piece, Plan
-from worker_svc.engine.blocks import name_blocks
+from worker_svc.engine.cache.blocks import name_blocks
+from worker_svc.engine.cache.kv import KV_TILE, KVPool, Place
 from worker_svc.engine.calibration import measure_draft_steps, measure_rounds
-from worker_svc.engine.drafting import (
+from worker_svc.engine.cpu import kernels
+from worker_svc.engine.draft_lengths.drafting import (
     FIRST_STEP_ROWS,
     Acceptance,
     DraftLengths,
@@ -37,7 +36,6 @@ from worker_svc.engine.drafting import (
     OutputLengths,
     Prior,
 )
-from worker_svc.engine.formats import Formats
 from worker_svc.engine.interface import (
     Capacity,
     DeviceFailed,
@@ -57,9 +55,8 @@ from worker_svc.engine.interface import (
     check_run,
     check_specification,
 )
-from worker_svc.engine.kv import KV_TILE, KVPool, Place
-from worker_svc.engine.lookup import Lookup
-from worker_svc.engine.model import (
+from worker_svc.engine.models.attention import Piece, Plan
+from worker_svc.engine.models.model import (
     PackedModel,
     Tokenizer,
     check_pair,
@@ -68,10 +65,14 @@ from worker_svc.engine.model import (
     load_packed,
     load_tokenizer,
 )
-from worker_svc.engine.noise import Noise
-from worker_svc.engine.sampling import Rows, choose_tokens, rows_for
+from worker_svc.engine.proposers.lookup import Lookup
+from worker_svc.engine.sampling import counter
+from worker_svc.engine.sampling.formats import Formats
+from worker_svc.engine.sampling.logits_processors import Adjustments
+from worker_svc.engine.sampling.noise import Noise
+from worker_svc.engine.sampling.sampling import Rows, choose_tokens, rows_for
+from worker_svc.engine.sampling.stopping import Cut, StopText, cut
 from worker_svc.engine.sequence import Sequence
-from worker_svc.engine.stopping import Cut, StopText, cut
 
 NOISE_VERSION = "gumbel-1"  # enters the fingerprint: change it with `counter`
 # Wall clock, at most about this, that loading spends on measuring the cost of rows and draft steps.

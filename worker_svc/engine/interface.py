@@ -33,7 +33,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 
 __all__ = [
     "Capacity",

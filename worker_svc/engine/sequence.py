@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker_svc.engine import counter
-from worker_svc.engine.drafting import Acceptance
-from worker_svc.engine.formats import FormatState
+from worker_svc.engine.cache.kv import Place
+from worker_svc.engine.draft_lengths.drafting import Acceptance
 from worker_svc.engine.interface import Residency, Specification
-from worker_svc.engine.kv import Place
-from worker_svc.engine.lookup import Lookup
-from worker_svc.engine.stopping import StopText
+from worker_svc.engine.proposers.lookup import Lookup
+from worker_svc.engine.sampling import counter
+from worker_svc.engine.sampling.formats import FormatState
+from worker_svc.engine.sampling.stopping import StopText
 
 
 class Tally:

@@ -26,9 +26,9 @@ import kopf
 from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from laps_sd.config import load
-from laps_sd.log import configure, get_logger
-from laps_sd.wire import LinkSettings, Tls, link_tls
+from laps_sd.service.config import load
+from laps_sd.service.log import configure, get_logger
+from laps_sd.service.wire import LinkSettings, Tls, link_tls
 from laps_sd_operator import objects, scheduler
 from laps_sd_operator.answers import CONFLICT, GONE, UNPROCESSABLE, if_there
 from laps_sd_operator.leadership import Leadership

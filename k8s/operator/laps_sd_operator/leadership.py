@@ -23,7 +23,7 @@ from typing import Any
 from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from laps_sd.log import get_logger
+from laps_sd.service.log import get_logger
 from laps_sd_operator.answers import CONFLICT, if_there
 
 LEASE = "laps-sd-operator"

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from laps_sd.service.wire import Tls, make_channel
 from laps_sd.v1 import admin_pb2 as pb
 from laps_sd.v1 import admin_pb2_grpc
-from laps_sd.wire import Tls, make_channel
 from laps_sd_operator.objects import Shard
 from laps_sd_operator.reconcile import Worker
 

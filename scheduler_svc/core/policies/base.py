@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar, final
 
-from laps_sd.choose import HYSTERESIS, Residency
-from scheduler_svc.core.lengths import TokensLeft
-from scheduler_svc.core.priors import Priors
+from laps_sd.contract.choose import HYSTERESIS, Residency
+from scheduler_svc.core.estimates.lengths import TokensLeft
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import Request
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ except ImportError:  # pragma: no cover  # only the compiler reads it
 
 
 STEADY_S = 1e4
-"""Added to an index by policies that preempt between levels only. `laps_sd.choose` lets a waiting request displace a
+"""Added to an index by policies that preempt between levels only. `laps_sd.contract.choose` lets a waiting request displace a
 running one of its own class when its index is smaller by a tenth; with this in both, no difference below a thousand
 seconds is a tenth."""
 STEP = math.log(1 + HYSTERESIS)

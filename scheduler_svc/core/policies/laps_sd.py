@@ -15,11 +15,12 @@ Queue count, thresholds, demotion rule, stability test and predictors are not pu
   * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level by
     *remaining* service, what must be computed again included; it falls back when its acceptance drifts.
   * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost, in steps of the hysteresis of
-    `laps_sd.choose`; inside a step the order of arrival. Until a request has run, its level is that of an arrival.
+    `laps_sd.contract.choose`; inside a step the order of arrival. Until a request has run, its level is that of an arrival.
 """
 
 from __future__ import annotations
 
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import (
     Levels,
     Policy,
@@ -27,10 +28,9 @@ from scheduler_svc.core.policies.base import (
     index_in_steps_s,
     rank_key,
 )
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey, Remaining
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import Request
 
 
 class LapsSd(Policy):

@@ -25,7 +25,8 @@ Not public, and our choice:
 
 from __future__ import annotations
 
-from scheduler_svc.core.lengths import TokensLeft
+from scheduler_svc.core.estimates.lengths import TokensLeft
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import (
     STEADY_S,
     Estimate,
@@ -37,10 +38,9 @@ from scheduler_svc.core.policies.base import (
     rank_key,
     tokens_left,
 )
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.request import STABLE_ROUNDS, Request
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import STABLE_ROUNDS, Request
 
 STABLE_RANGE = 0.05
 """Our choice."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Policy, arrival_s, estimate_by_length, rank_key
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.state.request import Request
 
 
 class Las(Policy):
     """Index = machine seconds charged so far, prefills included. The estimate is for people only.
 
-    Two requests with about as much take turns; the hysteresis of `laps_sd.choose` makes each turn a tenth of what
+    Two requests with about as much take turns; the hysteresis of `laps_sd.contract.choose` makes each turn a tenth of what
     both have had.
     """
 

@@ -10,7 +10,7 @@ Kept:
 Not kept:
   * Promotion of requests that have waited too long. It changes a rank because time passes; here ranks change
     by events only. The reserved share, which every policy has, prevents starvation.
-  * Swapping the next requests in before their turn, and others out. `laps_sd.choose` manages the memory.
+  * Swapping the next requests in before their turn, and others out. `laps_sd.contract.choose` manages the memory.
 
 Our choice: the first quantum is a setting and not the shortest iteration measured, since levels that move
 with a measurement would move requests that no event has touched; and inside a level the order is that of
@@ -19,6 +19,7 @@ arrival.
 
 from __future__ import annotations
 
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import (
     STEADY_S,
     Policy,
@@ -26,9 +27,8 @@ from scheduler_svc.core.policies.base import (
     estimate_by_length,
     rank_key,
 )
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import MAX_LEVELS, RankKey
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.state.request import Request
 
 
 class Mlfq(Policy):

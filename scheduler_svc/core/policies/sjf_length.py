@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Policy, estimate_by_length, rank_key
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.state.request import Request
 
 
 class SjfLength(Policy):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Policy, estimate_by_length, rank_key
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.rank import RankKey
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.state.request import Request
 
 
 class SrptLength(Policy):

@@ -16,11 +16,11 @@ import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from gateway.app import GatewayApp
-from gateway.link import ShardLink
+from gateway.links.link import ShardLink
+from gateway.model.tokenizer import ModelFiles, load_model
 from gateway.settings import GatewaySettings
-from gateway.tokenizer import ModelFiles, load_model
+from laps_sd.service.wire import make_channel
 from laps_sd.v1 import inference_pb2_grpc
-from laps_sd.wire import make_channel
 from tests.services.gateway.fake_scheduler import FakeScheduler, Record
 
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""A child of `gateway.formats` that ends by the signal that the format names: before it takes the format, or
+"""A child of `gateway.model.formats` that ends by the signal that the format names: before it takes the format, or
 during the check.
 """
 

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from laps_sd.service.wire import server_options
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-from laps_sd.wire import server_options
 from tests.helpers import wait_until_async
 
 Reply = link_pb2.GatewayLinkReply

@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gateway.calls import Caller
-from gateway.tokenizer import ModelFiles
-from gateway.validation import body_hash
-from laps_sd import metrics
+from gateway.calls.calls import Caller
+from gateway.calls.validation import body_hash
+from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import retry_after_s
+from laps_sd.service import metrics
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2_grpc
 from laps_sd.v1.inference_pb2 import (

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.detokenizer import REPLACEMENT, Detokenizer
-from gateway.tokenizer import ModelFiles
+from gateway.model.detokenizer import REPLACEMENT, Detokenizer
+from gateway.model.tokenizer import ModelFiles
 
 ids_lists = st.lists(st.integers(0, 330), max_size=60)
 texts = st.text(

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway import http_connections
-from gateway.tokenizer import ModelFiles
+from gateway.api import http_connections
+from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2

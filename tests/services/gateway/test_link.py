@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from gateway.link import ShardLink
-from laps_sd import metrics
+from gateway.links.link import ShardLink
+from laps_sd.service import metrics
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import (
     CancelRequest,

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-import gateway.shards as shards_module
-from gateway.shards import ShardPlace, parse_shards
+import gateway.links.shards as shards_module
+from gateway.links.shards import ShardPlace, parse_shards
 from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2 as pb

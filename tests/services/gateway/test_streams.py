@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.streams import ASK_AGAIN_S, LONGEST_MS, Streams
+from gateway.links.streams import ASK_AGAIN_S, LONGEST_MS, Streams
 from laps_sd.errors import Unavailable
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 

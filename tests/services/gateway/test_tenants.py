@@ -16,9 +16,7 @@ from multidict import CIMultiDict
 
 from gateway.settings import GatewaySettings
 from gateway.tenants import KeyFile, TenantFileError, Tenants
-from laps_sd import metrics
 from laps_sd.client import AsyncClient
-from laps_sd.config import ConfigError
 from laps_sd.errors import (
     InvalidArgument,
     PermissionDenied,
@@ -26,7 +24,9 @@ from laps_sd.errors import (
     StartupError,
     Unauthenticated,
 )
-from laps_sd.keys import digest_of
+from laps_sd.service import metrics
+from laps_sd.service.config import ConfigError
+from laps_sd.service.keys import digest_of
 from laps_sd.v1.inference_pb2 import (
     CancelRequest,
     DetokenizeRequest,

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from gateway.app import load_configured_model
+from gateway.model.token_bytes import TokenBytes
+from gateway.model.tokenizer import ChatTemplate, ModelFiles, ModelFilesError, TemplateRefused, load_model
 from gateway.settings import GatewaySettings
-from gateway.token_bytes import TokenBytes
-from gateway.tokenizer import ChatTemplate, ModelFiles, ModelFilesError, TemplateRefused, load_model
 from laps_sd.errors import StartupError
 from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
 from tests.services.gateway.conftest import CONTEXT, Running, write_model

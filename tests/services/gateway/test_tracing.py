@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from gateway.tracing import call_span
-from laps_sd.tracing import QUIET
+from laps_sd.service.tracing import QUIET
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import (
     ChatMessage,

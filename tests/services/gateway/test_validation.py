@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from gateway.calls.validation import body_hash, check_request, complete, shard_of
+from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
-from gateway.tokenizer import ModelFiles
-from gateway.validation import body_hash, check_request, complete, shard_of
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1.inference_pb2 import (
     ChatMessage,

@@ -8,8 +8,8 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.vllm_metrics import SAME
-from laps_sd.metrics import REGISTRY
+from gateway.api.vllm_metrics import SAME
+from laps_sd.service.metrics import REGISTRY
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import GenerateRequest, SpeculationSummary, Timing
 from tests.helpers import wait_until_async

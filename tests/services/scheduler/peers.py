@@ -11,17 +11,17 @@ from typing import Any
 
 import grpc.aio
 
-from laps_sd.config import load
-from laps_sd.interceptor import CallGuard
 from laps_sd.keda import externalscaler_pb2_grpc
-from laps_sd.serving import make_server
+from laps_sd.service.config import load
+from laps_sd.service.interceptor import CallGuard
+from laps_sd.service.serving import make_server
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.__main__ import steady_unix_clock
-from scheduler_svc.autoscaling import ExternalScaler
-from scheduler_svc.leadership import Leadership
-from scheduler_svc.service import Admin, GatewayLink, WorkerLink
+from scheduler_svc.leader.leadership import Leadership
+from scheduler_svc.rpc.autoscaling import ExternalScaler
+from scheduler_svc.rpc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.records import Limits
 from scheduler_svc.store.store import Store

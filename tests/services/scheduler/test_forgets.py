@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from laps_sd.config import load
-from laps_sd.tracing import QUIET
+from laps_sd.service.config import load
+from laps_sd.service.tracing import QUIET
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.priors import Priors
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.links import GatewaySession, WorkerSession
-from scheduler_svc.loop import Loop
-from scheduler_svc.outage import Outage
+from scheduler_svc.leader.loop import Loop
+from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
+from scheduler_svc.leader.tracing import RequestTraces
+from scheduler_svc.leader.turn import FromGateway, FromWorker, Item, Timers, Turn, WorkerOpened
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.store import Store
-from scheduler_svc.tracing import RequestTraces
-from scheduler_svc.turn import FromGateway, FromWorker, Item, Timers, Turn, WorkerOpened
 from tests.services.scheduler.peers import worker_hello
 
 DAY_MS = 86_400_000

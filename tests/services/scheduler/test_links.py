@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from laps_sd import wire
+from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
 from scheduler_svc.core.events import End
-from scheduler_svc.links import MAX_ANSWERS, GatewaySession, WorkerSession
-from scheduler_svc.working_copy import Attachment, Live, from_submission
+from scheduler_svc.leader.live import Attachment, Live, from_submission
+from scheduler_svc.leader.sessions import MAX_ANSWERS, GatewaySession, WorkerSession
 from tests.store.kit import a_request
 
 

@@ -22,8 +22,9 @@ from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from scheduler_svc import clients, metrics
+from scheduler_svc import metrics
 from scheduler_svc.core.events import End
+from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import wait_until_async
 from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from laps_sd.config import ConfigError, load
 from laps_sd.errors import PermissionDenied
 from laps_sd.keda import externalscaler_pb2
+from laps_sd.service.config import ConfigError, load
 from laps_sd.v1 import admin_pb2, gateway_link_pb2, inference_pb2, worker_link_pb2
 from scheduler_svc.roles import ClientRoles, names_of, roles_of_method
 from scheduler_svc.settings import SchedulerSettings

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from laps_sd.metrics import serve_metrics, value
+from laps_sd.service.metrics import serve_metrics, value
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -19,10 +19,10 @@ from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.__main__ import steady_unix_clock
 from scheduler_svc.core.events import End
-from scheduler_svc.links import GatewaySession, WorkerSession
-from scheduler_svc.loop import MAX_TURN
+from scheduler_svc.leader.loop import MAX_TURN
+from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
+from scheduler_svc.leader.turn import FromGateway, FromWorker
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.turn import FromGateway, FromWorker
 from tests.helpers import wait_until_async
 from tests.services.scheduler.conftest import StartScheduler
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laps_sd.config import ConfigError, load
+from laps_sd.service.config import ConfigError, load
 from scheduler_svc.settings import SchedulerSettings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core.commands import StoryLine
-from scheduler_svc.tracing import pauses
+from scheduler_svc.leader.tracing import pauses
 
 
 def story(*lines: tuple[float, str, str]) -> list[StoryLine]:

@@ -17,10 +17,10 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkServicer, add_WorkerLinkServicer_to_server
 from worker_svc.engine.interface import Engine, RoundResult, Sampling, Specification
-from worker_svc.fake import FakeEngine
-from worker_svc.runner import Assigned, Listed, Outcome, Round, Runner, Specified
+from worker_svc.fake.engine import FakeEngine
+from worker_svc.link.link import SchedulerLink
+from worker_svc.runner.runner import Assigned, Listed, Outcome, Round, Runner, Specified
 from worker_svc.settings import WorkerSettings
-from worker_svc.sync import SchedulerLink
 
 LEADER = "1:first"
 PATIENCE_S = 20.0

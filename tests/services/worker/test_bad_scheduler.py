@@ -13,8 +13,8 @@ from tests.helpers import wait_until_async
 from tests.services.hostile_link import HostileLink
 from tests.services.worker.harness import on_wire, scheduler, spec, worker
 from tests.system.hostile import DAMAGES, Hints, random_message, spoil
-from worker_svc.fake import FakeEngine
-from worker_svc.sync import PROTOCOL_VERSIONS
+from worker_svc.fake.engine import FakeEngine
+from worker_svc.link.link import PROTOCOL_VERSIONS
 
 EPOCH = "1-hostile"
 NAMES = [f"r{number}" for number in range(12)]

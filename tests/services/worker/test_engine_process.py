@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from laps_sd.config import load
 from laps_sd.errors import StartupError
+from laps_sd.service.config import load
 from tests.helpers import wait_until
 from worker_svc.engine.interface import Sampling, Specification
-from worker_svc.engine_process import EngineProcess
-from worker_svc.runner import Acknowledged, Assigned, Failed, Listed, Outcome, Round, Specified
+from worker_svc.runner.process import EngineProcess
+from worker_svc.runner.runner import Acknowledged, Assigned, Failed, Listed, Outcome, Round, Specified
 from worker_svc.settings import WorkerSettings
 
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 import pytest
 import uvloop
 
-from laps_sd import wire
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 from laps_sd.errors import StartupError
+from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
-from worker_svc import runner, sync
 from worker_svc.engine.interface import DeviceFailed, FormatKind, OutputFormat, RoundResult
-from worker_svc.fake import FakeEngine
-from worker_svc.runner import Assigned, HeldRequest
-from worker_svc.sync import EngineFailed
+from worker_svc.fake.engine import FakeEngine
+from worker_svc.link import link as sync
+from worker_svc.link.link import EngineFailed
+from worker_svc.runner import runner
+from worker_svc.runner.runner import Assigned, HeldRequest
 
 
 @pytest.fixture(scope="module")

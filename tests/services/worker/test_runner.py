@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laps_sd.choose import Residency
+from laps_sd.contract.choose import Residency
 from tests.services.worker.harness import Desk, entry, spec
 from worker_svc.engine.interface import (
     DeviceFailed,
@@ -18,8 +18,8 @@ from worker_svc.engine.interface import (
     RoundResult,
     Specification,
 )
-from worker_svc.fake import FakeEngine
-from worker_svc.runner import (
+from worker_svc.fake.engine import FakeEngine
+from worker_svc.runner.runner import (
     FAILURES_IN_A_ROW,
     ROUNDS_WITH_FEWER,
     Acknowledged,

@@ -1,0 +1,488 @@
+"""The part that all protocols share, gRPC and HTTP alike: checks, the prompt, submission, and the resulting
+events.
+
+    caller = Caller(tenant="acme", deadline=None)
+    async with calls.generate([request], caller) as generation:     # raises LapsSdError until all is accepted
+        for accepted in generation.accepted: ...                    # one per choice
+        while not generation.over:
+            for choice, event in await generation.read(): ...       # Delta or Ended
+    # left early, cancelled or failed: every attachment is closed, which ends requests without a client
+
+No other module submits requests. A limit or a rule that is checked here holds for every protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from gateway import metrics
+from gateway.calls.output import Output, accepted_event
+from gateway.calls.validation import (
+    check_ids,
+    check_model,
+    check_request,
+    check_request_id,
+    choices_of,
+    complete,
+)
+from gateway.links.link import ShardLink, deadline_of
+from gateway.links.shards import Shards
+from gateway.links.streams import Acceptance, ClientStream
+from gateway.model.detokenizer import Detokenizer
+from gateway.model.formats import FormatJudge
+from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
+from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
+from gateway.tracing import CallSpan, call_span
+from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
+from laps_sd.service.advice import StreamTurns
+from laps_sd.service.tracing import Tracing
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["Caller", "Calls", "Event", "Generation"]
+
+Event: TypeAlias = "inference_pb2.Delta | inference_pb2.Ended"
+
+LONG_PROMPTS_AT_ONCE = 2
+"""Maximum number of long prompts that are tokenized at the same time. Tokenizing a prompt of the largest size
+takes some hundred MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller of a request and its deadline, as determined by the protocol layer."""
+
+    tenant: str
+    deadline: float | None = None  # hard, in the loop's time
+    traceparent: str = ""  # W3C, valid or empty
+
+
+class Calls:
+    """One model, on any of the shards."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        model: ModelFiles,
+        shards: Shards,
+        tenants: Tenants,
+        tracing: Tracing,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self._tenants = tenants
+        self._tracing = tracing
+        self._shards = shards
+        self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
+        self._formats = FormatJudge()
+        self._refused = StreamTurns()
+        """Retry times of calls refused by the limit of open streams."""
+
+    @property
+    def refusal(self) -> str:
+        """Return the reason why any new request would be refused now; empty if one would be accepted."""
+        return self._no_room(1) or self._shards.refusal
+
+    @property
+    def workers(self) -> int:
+        """Return the number of connected workers of all shards. A request is accepted even with no worker,
+        and waits for one."""
+        return self._shards.workers
+
+    async def close(self) -> None:
+        """Release what the calls share: the process that checks formats. Call it after the last call has
+        ended."""
+        await self._formats.close()
+
+    @asynccontextmanager
+    async def generate(
+        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller
+    ) -> AsyncIterator[Generation]:
+        """Submit every choice of every request, and wait until all are accepted.
+
+        Choices are numbered consecutively: those of the first request, then those of the second.
+        """
+        began = _now()
+        tenant = self._tenants.label(caller.tenant)
+        with ExitStack() as stack:
+            span = stack.enter_context(
+                call_span(self._tracing, requests, caller.traceparent, model=self.model.name)
+            )
+            with self.refusals(caller):
+                count = self._check(requests, caller)
+                by_field = _deadline_of(requests, unix_ms=time.time() * 1000, now=began)
+                caller = _no_later_than(by_field, caller)
+                stack.enter_context(self._tenants.admitted(caller.tenant, count, new=True))
+                async with _until(by_field):
+                    submissions = await self._submissions(requests, caller, span.traceparent)
+                    attachments = [await self._place(stack, submit, caller) for submit in submissions]
+            async with self._opened(stack, attachments, began=began, tenant=tenant, span=span) as generation:
+                yield generation
+
+    @asynccontextmanager
+    async def resume(
+        self, request_id: str, cursor: inference_pb2.Cursor, caller: Caller
+    ) -> AsyncIterator[Generation]:
+        """Attach to an existing request and stream its output after the cursor."""
+        began = _now()
+        tenant = self._tenants.label(caller.tenant)
+        with ExitStack() as stack:
+            with self.refusals(caller):
+                self._tenants.charge_call(caller.tenant)
+                link = self._link_of(request_id)
+                self._check_room(1)
+                stack.enter_context(self._tenants.admitted(caller.tenant, 1, new=False))
+                stream = link.attach(request_id, tenant=caller.tenant)
+                stack.callback(link.close, stream)
+                acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
+            attachment = _Attachment(link, stream, acceptance)
+            async with self._opened(
+                stack, [attachment], began=began, tenant=tenant, cursor=cursor
+            ) as generation:
+                yield generation
+
+    async def cancel(self, request_id: str, caller: Caller) -> bool:
+        """End a request; return False if it had ended."""
+        self._charge(caller)
+        link = self._link_of(request_id)
+        return await link.cancel(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
+
+    async def explain(self, request_id: str, caller: Caller) -> inference_pb2.ExplainResponse:
+        """Return the explanation of a request's state from the shard's leader."""
+        self._charge(caller)
+        link = self._link_of(request_id)
+        return await link.explain(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
+
+    async def tokenize(self, request: inference_pb2.GenerateRequest, caller: Caller) -> list[int]:
+        """Return the token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
+        self._charge(caller)
+        check_request(request, self.settings, self.model)
+        return await self._prompt_ids(request)
+
+    def detokenize(self, model: str, ids: Sequence[int], caller: Caller) -> str:
+        """Return the text of a whole output. Raises InvalidArgument, ResourceExhausted."""
+        self._charge(caller)
+        check_model(model, self.model)
+        if len(ids) > self.model.context_tokens:
+            raise InvalidArgument("token_ids", f"must be at most {self.model.context_tokens}, got {len(ids)}")
+        check_ids("token_ids", ids, self.model)
+        text = Detokenizer(self.model.decode, silent_ids=self.model.silent_ids)
+        return text.feed(ids) + text.finish()
+
+    @contextmanager
+    def refusals(self, caller: Caller) -> Iterator[None]:
+        """Count refusals raised inside the context: for the protocol layer, before it has a request to
+        submit."""
+        try:
+            yield
+        except LapsSdError as error:
+            metrics.REFUSED.labels(error.code.name).inc()
+            metrics.TENANT_REFUSED.labels(self._tenants.label(caller.tenant), error.code.name).inc()
+            raise
+
+    # ---- helpers
+
+    def _charge(self, caller: Caller) -> None:
+        """Charge a call that makes no request to the tenant's rate limit. Raises ResourceExhausted."""
+        with self.refusals(caller):
+            self._tenants.charge_call(caller.tenant)
+
+    def _check(self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller) -> int:
+        """Return the number of requested outputs, after all checks that cost nothing."""
+        for request in requests:
+            check_request(request, self.settings, self.model)
+            self._tenants.check_priority(caller.tenant, request.priority)
+        count = sum(map(choices_of, requests))
+        if count > self.settings.max_choices:
+            raise InvalidArgument(
+                "n", f"must be at most {self.settings.max_choices} outputs of one call, got {count}"
+            )
+        self._check_room(count)
+        return count
+
+    async def _submissions(
+        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller, traceparent: str
+    ) -> list[link_pb2.Submit]:
+        """Return all submissions of a call. Raises before any of them is submitted."""
+        made: list[link_pb2.Submit] = []
+        for request in requests:
+            await self._check_format(request.output_format)
+            prompt_ids = await self._prompt_ids(request)
+            seed = secrets.randbits(64)
+            for choice in range(choices_of(request)):
+                submit = complete(
+                    request,
+                    prompt_ids,
+                    settings=self.settings,
+                    model=self.model,
+                    tenant=caller.tenant,
+                    fallback_seed=seed,
+                    choice=choice,
+                )
+                submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
+                submit.traceparent = traceparent
+                made.append(submit)
+        return made
+
+    async def _check_format(self, wanted: inference_pb2.OutputFormat) -> None:
+        """Raise InvalidArgument if no worker could compile the output format."""
+        kind = wanted.WhichOneof("format")
+        if kind is None or kind == "json_object":
+            return
+        problem = await self._formats.problem_of(kind, getattr(wanted, kind))
+        if problem:
+            raise InvalidArgument(f"output_format.{kind}", problem)
+
+    async def _prompt_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await self.encode(request.text, rendered=False)
+            case "messages":
+                return await self.encode(self.render(request.messages), rendered=True)
+            case _:
+                return list(request.token_ids.ids)
+
+    def render(self, messages: inference_pb2.ChatMessages) -> str:
+        """Return checked messages as the text that the model's chat template renders."""
+        assert self.model.template is not None, "messages are refused without a template"
+        plain = [{"role": message.role, "content": message.content} for message in messages.messages]
+        try:
+            return self.model.template.render(plain)
+        except TemplateRefused as error:
+            raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
+
+    async def encode(self, text: str, *, rendered: bool) -> list[int]:
+        """Return the token ids of a checked text."""
+        if len(text) < THREAD_FROM_CHARACTERS:
+            return await self.model.encode_off_loop(text, rendered=rendered)
+        async with self._long_prompts:
+            return await self.model.encode_off_loop(text, rendered=rendered)
+
+    @asynccontextmanager
+    async def _opened(
+        self,
+        stack: ExitStack,
+        attachments: Sequence[_Attachment],
+        *,
+        began: float,
+        tenant: str,
+        cursor: inference_pb2.Cursor | None = None,
+        span: CallSpan | None = None,
+    ) -> AsyncIterator[Generation]:
+        accepted = []
+        for attachment in attachments:
+            acceptance = attachment.acceptance
+            if not acceptance.attached:
+                metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
+                metrics.TENANT_REQUESTS.labels(tenant).inc()
+                metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
+            accepted.append(accepted_event(acceptance, self.model))
+            attachment.output = Output(acceptance, self.model, cursor)
+            attachment.pace = stack.enter_context(
+                _Pace(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
+            )
+            attachment.span = span
+        if span is not None:
+            span.accepted(accepted)
+        generation = Generation(accepted, attachments)
+        try:
+            yield generation
+        finally:
+            self._refused.closed(_now() - began)
+            await generation.close()
+
+    async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> _Attachment:
+        """Submit one request and wait until it is accepted; its stream is closed with the stack.
+
+        The shard of each output of a call is chosen separately: each output has its own idempotency key, and
+        an earlier call may have placed it on another shard than the call's other outputs.
+        """
+        link, stream, acceptance = await self._shards.place(
+            submit, deadline=caller.deadline, wait_s=self.settings.scheduler_wait_s
+        )
+        stack.callback(link.close, stream)
+        return _Attachment(link, stream, acceptance)
+
+    def _no_room(self, count: int) -> str:
+        """Return the reason why this gateway has no room for `count` more streams; empty if it has."""
+        is_open, most = self._shards.streams, self.settings.max_streams
+        return (
+            f"this gateway has {is_open} of {most} streams open, its limit" if is_open + count > most else ""
+        )
+
+    def _check_room(self, count: int) -> None:
+        if reason := self._no_room(count):
+            retry_after_s = self._refused.next_s(_now(), count, self.settings.max_streams)
+            raise ResourceExhausted(reason, retry_after_s=retry_after_s)
+
+    def _link_of(self, request_id: str) -> ShardLink:
+        check_request_id(request_id)
+        return self._shards.link_of(request_id)
+
+
+class _Attachment:
+    """One accepted choice: its stream, which the stack of the call closes, and its output."""
+
+    output: Output
+    pace: _Pace
+    span: CallSpan | None = None
+
+    def __init__(self, link: ShardLink, stream: ClientStream, acceptance: Acceptance) -> None:
+        self.link = link
+        self.stream = stream
+        self.acceptance = acceptance
+        self.over = False
+
+    async def read(self) -> list[Event]:
+        """Wait for new output and return it, at least one event. Raises the stream's failure."""
+        batch = await self.link.read(self.stream)
+        self.pace.tokens(len(batch.token_ids))
+        if self.span is not None:
+            self.span.tokens(len(batch.token_ids))
+        events = list(self.output.messages(batch))
+        for event in events:
+            if isinstance(event, inference_pb2.Ended):
+                self.pace.ended(event)
+                if self.span is not None:
+                    self.span.ended(event)
+                self.over = True
+        return events
+
+
+class Generation:
+    """The choices of one call as they are generated. Only one task may read."""
+
+    def __init__(
+        self, accepted: Sequence[inference_pb2.Accepted], attachments: Sequence[_Attachment]
+    ) -> None:
+        self.accepted = accepted
+        """The first message of each choice, by choice."""
+        self._attachments = attachments
+        self._reading: dict[int, asyncio.Task[list[Event]]] = {}
+
+    @property
+    def over(self) -> bool:
+        """Return whether every choice has ended and `read` has returned all of its output."""
+        return not self._reading and all(attachment.over for attachment in self._attachments)
+
+    async def read(self) -> list[tuple[int, Event]]:
+        """Return all output since the last call, each event with its choice. Raises the failure of the first
+        choice that failed."""
+        if len(self._attachments) == 1:
+            return [(0, event) for event in await self._attachments[0].read()]
+        for choice, attachment in enumerate(self._attachments):
+            if not attachment.over and choice not in self._reading:
+                self._reading[choice] = asyncio.create_task(attachment.read(), name=f"choice {choice}")
+        await asyncio.wait(self._reading.values(), return_when=asyncio.FIRST_COMPLETED)
+        ready = sorted(choice for choice, task in self._reading.items() if task.done())
+        return [(choice, event) for choice in ready for event in self._reading.pop(choice).result()]
+
+    async def close(self) -> None:
+        """Cancel all pending reads. Nothing is read afterwards."""
+        for task in self._reading.values():
+            task.cancel()
+        await asyncio.gather(*self._reading.values(), return_exceptions=True)
+
+
+class _Pace:
+    """Metrics of one attachment: time to the first token, time per token, reason of the end."""
+
+    def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
+        self.end = ""
+        self._tenant = tenant
+        self._billed = billed  # tokens of an attachment to an existing request are counted already
+        self._began = began
+        self._fresh = fresh  # a resumed stream replays tokens: its times do not measure the model
+        self._first: float | None = None
+        self._last = 0.0
+        self._count = 0
+
+    def __enter__(self) -> _Pace:
+        return self
+
+    def tokens(self, count: int) -> None:
+        """Count `count` tokens that arrived now."""
+        if count == 0:
+            return
+        self._last = _now()
+        self._count += count
+        if self._first is None:
+            self._first = self._last
+            if self._fresh:
+                metrics.FIRST_TOKEN.observe(self._first - self._began)
+
+    def ended(self, ended: inference_pb2.Ended) -> None:
+        """Record the end of the output."""
+        self.end = _end_name(ended)
+        if not (self._fresh and self._billed):  # the attachment that made the request counts it
+            return
+        metrics.REQUEST.observe(_now() - self._began)
+        metrics.REQUEST_OUTPUT.observe(ended.usage.completion_tokens)
+        metrics.QUEUE_WAIT.observe(ended.timing.queued_s)
+        metrics.PREEMPTIONS.inc(ended.timing.preemptions)
+        metrics.ROUNDS.inc(ended.speculation.rounds)
+        metrics.DRAFTED.inc(ended.speculation.drafted)
+        metrics.ACCEPTED.inc(ended.speculation.accepted)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not self.end:  # without another recorded reason, the client disconnected
+            self.end = error.code.name.lower() if isinstance(error, LapsSdError) else "gone"
+        metrics.REQUESTS.labels(self.end).inc()
+        metrics.OUTPUT_TOKENS.inc(self._count)
+        if self._billed:
+            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self._count)
+        if self._fresh and self._first is not None and self._count > 1:
+            metrics.TOKEN_TIME.observe((self._last - self._first) / (self._count - 1))
+
+
+def _deadline_of(
+    requests: Sequence[inference_pb2.GenerateRequest], *, unix_ms: float, now: float
+) -> float | None:
+    """Return the earliest `deadline_unix_ms`, on the clock of `now`. Raises DeadlineExceeded if it has
+    passed."""
+    given = [request.deadline_unix_ms for request in requests if request.HasField("deadline_unix_ms")]
+    if not given:
+        return None
+    left_s = (min(given) - unix_ms) / 1000
+    if left_s <= 0:
+        raise DeadlineExceeded(f"deadline_unix_ms passed {-left_s:.3f} s ago, by the gateway's clock")
+    return deadline_of(left_s, now)
+
+
+def _no_later_than(deadline: float | None, caller: Caller) -> Caller:
+    if deadline is None or (caller.deadline is not None and caller.deadline <= deadline):
+        return caller
+    return replace(caller, deadline=deadline)
+
+
+@asynccontextmanager
+async def _until(deadline: float | None) -> AsyncIterator[None]:
+    """Enforce the deadline of a request's field until the scheduler enforces it. gRPC itself ends a call at
+    the call's own deadline."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the request was accepted") from None
+
+
+def _key_of(key: str, *, output: int) -> str:
+    """Return the idempotency key of one output of a call. A client's key never contains a line feed, so no
+    key made here equals a client's key."""
+    return f"{key}\n{output}" if key and output else key
+
+
+def _end_name(ended: inference_pb2.Ended) -> str:
+    """Return a finish reason as a metric's label: "stop", "length" …"""
+    return inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

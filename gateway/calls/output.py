@@ -1,0 +1,95 @@
+"""Conversion of the received output to the messages that a client gets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gateway.links.streams import Acceptance, Batch
+from gateway.model.detokenizer import Detokenizer
+from gateway.model.tokenizer import ModelFiles
+from laps_sd.errors import DeadlineExceeded
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2
+from laps_sd.v1.inference_pb2 import FinishReason
+
+__all__ = ["FINISH_REASONS", "Output", "accepted_event"]
+
+Kind = link_pb2.RequestEnd.Kind
+
+FINISH_REASONS = {
+    Kind.KIND_STOP: FinishReason.FINISH_REASON_STOP,
+    Kind.KIND_LENGTH: FinishReason.FINISH_REASON_LENGTH,
+    Kind.KIND_STOP_SEQUENCE: FinishReason.FINISH_REASON_STOP_SEQUENCE,
+    Kind.KIND_TIME_LIMIT: FinishReason.FINISH_REASON_TIME_LIMIT,
+    Kind.KIND_CANCELLED: FinishReason.FINISH_REASON_CANCELLED,
+    Kind.KIND_ERROR: FinishReason.FINISH_REASON_ERROR,
+}
+
+
+def accepted_event(acceptance: Acceptance, model: ModelFiles) -> inference_pb2.Accepted:
+    """Return the first message of a stream."""
+    return inference_pb2.Accepted(
+        request_id=acceptance.request_id,
+        model=acceptance.model or model.name,
+        prompt_tokens=acceptance.prompt_tokens,
+        seed=acceptance.seed,
+        attached=acceptance.attached,
+    )
+
+
+class Output:
+    """The output of one attachment after a cursor. Feed it every batch from token 0 on: decoding needs the
+    beginning of the text."""
+
+    def __init__(
+        self, acceptance: Acceptance, model: ModelFiles, cursor: inference_pb2.Cursor | None = None
+    ) -> None:
+        self._acceptance = acceptance
+        self._start_token = cursor.next_token if cursor is not None else 0
+        self._text = Detokenizer(
+            model.decode,
+            stop=acceptance.stop,
+            silent_ids=model.silent_ids,
+            start_offset=cursor.text_offset if cursor is not None else 0,
+        )
+        self.tokens = 0  # of the whole output so far
+
+    def messages(self, batch: Batch) -> Iterator[inference_pb2.Delta | inference_pb2.Ended]:
+        """Yield at most one delta, then the end if it has arrived. Raises DeadlineExceeded for an end by the
+        hard deadline."""
+        text = self._text.feed(batch.token_ids)
+        if batch.end is not None and batch.end.kind != Kind.KIND_DEADLINE:
+            text += self._text.finish(batch.end.cut_characters)
+        known = max(0, self._start_token - batch.first_token)
+        self.tokens = batch.first_token + len(batch.token_ids)
+        token_ids = batch.token_ids[known:]
+        if token_ids or text:
+            yield inference_pb2.Delta(
+                text=text,
+                token_ids=token_ids,
+                first_token=batch.first_token + min(known, len(batch.token_ids)),
+                cursor=inference_pb2.Cursor(
+                    next_token=max(self.tokens, self._start_token), text_offset=self._text.text_offset
+                ),
+                logprobs=batch.logprobs[known:],
+            )
+        if batch.end is not None:
+            yield self._ended(batch.end)
+
+    def _ended(self, end: link_pb2.RequestEnd) -> inference_pb2.Ended:
+        if end.kind == Kind.KIND_DEADLINE:
+            raise DeadlineExceeded(end.detail or "the deadline of the request passed")
+        reason = FINISH_REASONS.get(end.kind, FinishReason.FINISH_REASON_ERROR)
+        failed = reason == FinishReason.FINISH_REASON_ERROR
+        return inference_pb2.Ended(
+            finish_reason=reason,
+            error=(end.detail or "the request failed") if failed else "",
+            usage=inference_pb2.Usage(
+                prompt_tokens=self._acceptance.prompt_tokens,
+                completion_tokens=self.tokens,
+                cached_prompt_tokens=end.cached_prompt_tokens,
+            ),
+            speculation=end.speculation if end.HasField("speculation") else None,
+            timing=end.timing if end.HasField("timing") else None,
+            request_id=self._acceptance.request_id,
+        )

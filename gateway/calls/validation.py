@@ -1,0 +1,395 @@
+"""The checks of client input, and the completion of requests with defaults. Pure: no clock, no randomness, no
+I/O.
+
+Two steps, because a prompt must be tokenized and an output format compiled in between (`formats.py`):
+
+1. `check_request`: everything that can be checked in the message alone. Cheap; bounds the cost of tokenizing.
+2. `complete`: with the prompt's token ids, the submission that the scheduler gets.
+
+Each problem is an InvalidArgument that names the field, as a path from the request, and the limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from gateway.model.tokenizer import ModelFiles
+from gateway.settings import GatewaySettings
+from laps_sd.contract.formats import MAX_CHARACTERS as MAX_FORMAT_CHARACTERS
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import gateway_link_pb2, inference_pb2
+
+__all__ = [
+    "ROLES",
+    "body_hash",
+    "check_ids",
+    "check_model",
+    "check_request",
+    "check_request_id",
+    "choices_of",
+    "complete",
+    "shard_of",
+]
+
+ROLES = ("system", "user", "assistant")
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+FIRST_MS, LAST_MS = 10**12, 10**13
+"""Range of a deadline in milliseconds: from 2001 to 2286, so that seconds and microseconds are not mistaken
+for milliseconds."""
+MAX_KEY_CHARACTERS = 128
+MAX_CLASS_CHARACTERS = 64
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100.0
+MAX_CHARACTERS_PER_TOKEN = 64
+"""Maximum number of characters of a prompt for each token of the context; a longer prompt cannot fit.
+Tokenizing takes a hundred bytes and more for each resulting token, so a prompt that cannot fit is refused
+before."""
+CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
+REQUEST_ID = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9]+)")
+
+SpeculationMode = inference_pb2.Speculation.Mode
+Drafter = inference_pb2.Speculation.Drafter
+
+
+def check_request(
+    request: inference_pb2.GenerateRequest, settings: GatewaySettings, model: ModelFiles
+) -> None:
+    """Raise InvalidArgument unless the request can be tokenized and everything except its length is in
+    bounds."""
+    check_model(request.model, model)
+    _check_prompt(request, settings, model)
+    _check_sampling(request.sampling, settings, model)
+    _check_speculation(request.speculation, settings)
+    _check_format(request)
+
+    if len(request.idempotency_key) > MAX_KEY_CHARACTERS:
+        raise InvalidArgument(
+            "idempotency_key",
+            f"must be at most {MAX_KEY_CHARACTERS} characters, got {len(request.idempotency_key)}",
+        )
+    if not request.idempotency_key.isprintable():
+        raise InvalidArgument("idempotency_key", "must hold printable characters only")
+    if len(request.workload_class) > MAX_CLASS_CHARACTERS:
+        raise InvalidArgument(
+            "workload_class",
+            f"must be at most {MAX_CLASS_CHARACTERS} characters, got {len(request.workload_class)}",
+        )
+    if request.workload_class and not CLASS.fullmatch(request.workload_class):
+        raise InvalidArgument("workload_class", "must hold letters, digits and . _ : / - only")
+    if abs(request.priority) > settings.max_priority:
+        raise InvalidArgument(
+            "priority",
+            f"must be from {-settings.max_priority} to {settings.max_priority}, got {request.priority}",
+        )
+    if request.HasField("time_limit_ms"):
+        longest_ms = round(settings.max_time_limit_s * 1000)
+        if not 1 <= request.time_limit_ms <= longest_ms:
+            raise InvalidArgument(
+                "time_limit_ms", f"must be from 1 to {longest_ms}, got {request.time_limit_ms}"
+            )
+    if request.HasField("deadline_unix_ms") and not FIRST_MS <= request.deadline_unix_ms <= LAST_MS:
+        raise InvalidArgument(
+            "deadline_unix_ms", f"must be milliseconds since 1970, got {request.deadline_unix_ms}"
+        )
+    if request.HasField("expected_output_tokens") and request.expected_output_tokens < 1:
+        raise InvalidArgument("expected_output_tokens", "must be at least 1, got 0")
+    if request.HasField("n") and not 1 <= request.n <= settings.max_choices:
+        raise InvalidArgument("n", f"must be from 1 to {settings.max_choices}, got {request.n}")
+    if request.HasField("logprobs") and settings.max_logprobs is None:
+        raise InvalidArgument("logprobs", "must be absent: this gateway gives no log probabilities")
+    if settings.max_logprobs is not None and request.logprobs > settings.max_logprobs:
+        raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
+
+
+def check_model(name: str, model: ModelFiles) -> None:
+    """Raise InvalidArgument unless the name is that of the model served here."""
+    if name and name != model.name:
+        raise InvalidArgument("model", f"must be {model.name!r}, the model served here, got {_shown(name)}")
+
+
+def choices_of(request: inference_pb2.GenerateRequest) -> int:
+    """Return the number of outputs of a checked request."""
+    return request.n if request.HasField("n") else 1
+
+
+def _check_prompt(
+    request: inference_pb2.GenerateRequest, settings: GatewaySettings, model: ModelFiles
+) -> None:
+    match request.WhichOneof("prompt"):
+        case None:
+            raise InvalidArgument("prompt", "must be given: one of text, messages, token_ids")
+        case "text":
+            if not request.text:
+                raise InvalidArgument("text", "must not be empty")
+            _check_characters("text", len(request.text), settings, model)
+        case "messages":
+            _check_messages(request.messages.messages, settings, model)
+        case "token_ids":
+            ids = request.token_ids.ids
+            if not ids:
+                raise InvalidArgument("token_ids.ids", "must not be empty")
+            if len(ids) >= model.context_tokens:  # before each id is checked: there may be millions
+                raise _too_long("token_ids.ids", len(ids), model)
+            check_ids("token_ids.ids", ids, model)
+
+
+def _check_messages(
+    messages: Sequence[inference_pb2.ChatMessage], settings: GatewaySettings, model: ModelFiles
+) -> None:
+    if model.template is None:
+        raise InvalidArgument(
+            "messages", f"cannot be used: the model {model.name!r} has no chat template; send text"
+        )
+    if not messages:
+        raise InvalidArgument("messages.messages", "must not be empty")
+    if len(messages) > settings.max_messages:
+        raise InvalidArgument(
+            "messages.messages", f"must be at most {settings.max_messages}, got {len(messages)}"
+        )
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise InvalidArgument(
+                f"messages.messages[{index}].role",
+                f"must be one of {', '.join(ROLES)}, got {_shown(message.role)}",
+            )
+    if not any(message.content for message in messages):
+        raise InvalidArgument("messages.messages", "must hold at least one message with content")
+    characters = sum(len(message.content) for message in messages)
+    _check_characters("messages.messages", characters, settings, model)
+
+
+def _check_characters(field: str, characters: int, settings: GatewaySettings, model: ModelFiles) -> None:
+    most = min(settings.max_prompt_characters, MAX_CHARACTERS_PER_TOKEN * model.context_tokens)
+    if characters > most:
+        raise InvalidArgument(field, f"must be at most {most} characters in all, got {characters}")
+
+
+def check_ids(field: str, ids: Sequence[int], model: ModelFiles) -> None:
+    """Raise InvalidArgument if a token id is not in the model's vocabulary."""
+    if ids and max(ids) >= model.vocab_size:
+        index = next(index for index, token in enumerate(ids) if token >= model.vocab_size)
+        raise InvalidArgument(
+            f"{field}[{index}]", f"must be from 0 to {model.vocab_size - 1}, got {ids[index]}"
+        )
+
+
+def _check_sampling(
+    sampling: inference_pb2.SamplingParams, settings: GatewaySettings, model: ModelFiles
+) -> None:
+    if sampling.HasField("max_tokens") and not 1 <= sampling.max_tokens <= settings.max_output_tokens:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"must be from 1 to {settings.max_output_tokens}, got {sampling.max_tokens}",
+        )
+    # "not (a <= x <= b)" refuses NaN too.
+    if not 0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise InvalidArgument(
+            "sampling.temperature",
+            f"must be a number from 0 to {MAX_TEMPERATURE:g}, got {sampling.temperature:g}",
+        )
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument("sampling.top_p", f"must be above 0 and at most 1, got {sampling.top_p:g}")
+    if sampling.top_k >= 2**31:
+        raise InvalidArgument("sampling.top_k", f"must be at most {2**31 - 1}, got {sampling.top_k}")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidArgument("sampling.min_p", f"must be from 0 to 1, got {sampling.min_p:g}")
+    if (
+        sampling.HasField("repetition_penalty")
+        and not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY
+    ):
+        raise InvalidArgument(
+            "sampling.repetition_penalty",
+            f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}, got {sampling.repetition_penalty:g}",
+        )
+    for name, value in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+    ):
+        if not abs(value) <= MAX_PENALTY:
+            raise InvalidArgument(
+                f"sampling.{name}", f"must be from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, got {value:g}"
+            )
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidArgument(
+            "sampling.logit_bias", f"must be at most {MAX_LOGIT_BIAS} tokens, got {len(sampling.logit_bias)}"
+        )
+    for token, value in sorted(sampling.logit_bias.items()):
+        if token >= model.vocab_size:
+            raise InvalidArgument(
+                "sampling.logit_bias", f"must name token ids from 0 to {model.vocab_size - 1}, got {token}"
+            )
+        if not abs(value) <= MAX_BIAS:
+            raise InvalidArgument(
+                f"sampling.logit_bias[{token}]",
+                f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, got {value:g}",
+            )
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            "sampling.stop", f"must be at most {MAX_STOP_STRINGS} texts, got {len(sampling.stop)}"
+        )
+    for index, stop in enumerate(sampling.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidArgument(
+                f"sampling.stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}"
+            )
+
+
+def _check_speculation(speculation: inference_pb2.Speculation, settings: GatewaySettings) -> None:
+    if speculation.mode not in SpeculationMode.values():
+        raise InvalidArgument("speculation.mode", f"must be MODE_AUTO or MODE_OFF, got {speculation.mode}")
+    if speculation.max_draft_tokens > settings.max_draft_tokens:
+        raise InvalidArgument(
+            "speculation.max_draft_tokens",
+            f"must be at most {settings.max_draft_tokens}, got {speculation.max_draft_tokens}",
+        )
+    if speculation.mode == SpeculationMode.MODE_OFF and speculation.max_draft_tokens:
+        raise InvalidArgument(
+            "speculation.max_draft_tokens", "must be absent or 0 when speculation.mode is MODE_OFF"
+        )
+    if speculation.drafter not in Drafter.values():
+        raise InvalidArgument(
+            "speculation.drafter", f"must be DRAFTER_MODEL or DRAFTER_LOOKUP, got {speculation.drafter}"
+        )
+
+
+def _check_format(request: inference_pb2.GenerateRequest) -> None:
+    kind = request.output_format.WhichOneof("format")
+    if kind is None:
+        return
+    field = f"output_format.{kind}"
+    if kind == "json_object":
+        if not request.output_format.json_object:
+            raise InvalidArgument(field, "must be true, or absent")
+    else:
+        text: str = getattr(request.output_format, kind)
+        if not 1 <= len(text) <= MAX_FORMAT_CHARACTERS:
+            raise InvalidArgument(
+                field, f"must have 1 to {MAX_FORMAT_CHARACTERS} characters, got {len(text)}"
+            )
+    if request.sampling.ignore_eos:
+        raise InvalidArgument(
+            "sampling.ignore_eos", "must be absent or false with output_format, which ends with the end token"
+        )
+
+
+def complete(
+    request: inference_pb2.GenerateRequest,
+    prompt_ids: Sequence[int],
+    *,
+    settings: GatewaySettings,
+    model: ModelFiles,
+    tenant: str,
+    fallback_seed: int,
+    choice: int = 0,
+) -> gateway_link_pb2.Submit:
+    """Return the submission of a checked request, with defaults filled in; the id is added with the shard.
+
+    Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
+    seed is increased by the choice's number (our choice); the first choice equals the request with n = 1.
+    """
+    prompt = request.WhichOneof("prompt") or "prompt"
+    if not prompt_ids:
+        raise InvalidArgument(prompt, "must make at least one token, got none")
+    left = model.context_tokens - len(prompt_ids)
+    if left < 1:
+        raise _too_long(prompt, len(prompt_ids), model)
+    sampling = request.sampling
+    if sampling.max_tokens > left:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"must be at most {left} behind a prompt of {len(prompt_ids)} tokens in a context of "
+            f"{model.context_tokens}, got {sampling.max_tokens}",
+        )
+    max_tokens = (
+        sampling.max_tokens
+        if sampling.HasField("max_tokens")
+        else min(left, settings.default_max_tokens, settings.max_output_tokens)
+    )
+    specification = gateway_link_pb2.Specification(
+        prompt_ids=prompt_ids,
+        max_tokens=max_tokens,
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k,
+        seed=((sampling.seed if sampling.HasField("seed") else fallback_seed) + choice) % 2**64,
+        stop=sampling.stop,
+        ignore_eos=sampling.ignore_eos,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        drafter=request.speculation.drafter,
+    )
+    if request.output_format.WhichOneof("format"):
+        specification.output_format.CopyFrom(request.output_format)
+    if request.speculation.mode == SpeculationMode.MODE_OFF:
+        specification.max_draft_tokens = 0
+    elif request.speculation.HasField("max_draft_tokens"):
+        specification.max_draft_tokens = request.speculation.max_draft_tokens
+    if request.HasField("logprobs"):
+        specification.logprobs = request.logprobs
+
+    submit = gateway_link_pb2.Submit(
+        tenant=tenant,
+        specification=specification,
+        idempotency_key=request.idempotency_key,
+        body_hash=body_hash(request),
+        priority=request.priority,
+        workload_class=request.workload_class,
+        keep=request.keep,
+        grace_ms=round(settings.grace_with_key_s * 1000) if request.idempotency_key else 0,
+        model=model.name,
+    )
+    if request.HasField("time_limit_ms"):
+        submit.time_limit_ms = request.time_limit_ms
+    if request.HasField("expected_output_tokens"):
+        submit.expected_output_tokens = request.expected_output_tokens
+    return submit
+
+
+def _too_long(field: str, tokens: int, model: ModelFiles) -> InvalidArgument:
+    return InvalidArgument(
+        field,
+        f"must be at most {model.context_tokens - 1} tokens, so that one fits behind it in the context of "
+        f"{model.context_tokens}, got {tokens}",
+    )
+
+
+def body_hash(request: inference_pb2.GenerateRequest) -> bytes:
+    """Return the hash of the request that an idempotency key identifies: the request as sent, without the key
+    itself and without the deadline. A retry has another deadline, but needs the same result."""
+    body = inference_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("idempotency_key")
+    body.ClearField("deadline_unix_ms")
+    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise InvalidArgument unless this could be an id that some gateway issued."""
+    if not request_id:
+        raise InvalidArgument("request_id", "must not be empty")
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise InvalidArgument(
+            "request_id", f"must be at most {MAX_REQUEST_ID_CHARACTERS} characters, got {len(request_id)}"
+        )
+    if not REQUEST_ID.fullmatch(request_id):
+        raise InvalidArgument("request_id", f"must be an id that `accepted` told, got {_shown(request_id)}")
+
+
+def shard_of(request_id: str) -> str:
+    """Return the shard of a request."""
+    return request_id.partition(".")[0]
+
+
+def _shown(text: str) -> str:
+    """Return a client's text for an error message: quoted, not too long."""
+    return repr(text if len(text) <= 40 else text[:40] + "…")

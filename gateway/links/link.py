@@ -1,0 +1,465 @@
+"""The gateway's end of GatewayLink for one shard: finds the leader, stays connected, recovers after every
+fault.
+
+    link = ShardLink(settings, "s0", seeds=["scheduler-0:50052", "scheduler-1:50052"])
+    run = asyncio.create_task(link.run())        # until cancelled
+    stream = link.submit(submit, deadline=None)
+    try:
+        acceptance = await link.accepted(stream, wait_s=30)
+        while (batch := await link.read(stream)).end is None: ...
+    finally:
+        link.close(stream)                       # no await: works in a cancelled call, and in order after the Submit
+
+`streams` decides without awaiting which messages must be sent. This module puts them in a queue that lives as
+long as a connection; the messages in it when the connection breaks are rebuilt from the streams at the next
+greeting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+import laps_sd
+from gateway import metrics
+from gateway.links.streams import Acceptance, Batch, ClientStream, Streams
+from gateway.settings import GatewaySettings
+from laps_sd.errors import LapsSdError, NotFound, Unavailable
+from laps_sd.service.log import get_logger
+from laps_sd.service.wire import denial, link_tls, make_channel
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc, gateway_link_pb2_grpc, inference_pb2
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+
+__all__ = ["PROTOCOL_VERSIONS", "ShardLink"]
+
+log = get_logger(__name__)
+
+PROTOCOL_VERSIONS = (1,)
+MAX_REDIRECTS = 4  # in one round of dialling: two standbys may name each other for a moment
+PATIENCE_ROUNDS = 8  # failed rounds of dialling before a warning: about 3 s, a change of leader
+EXPLAIN_PAUSE_S = 0.1
+
+Call = grpc.aio.StreamStreamCall
+
+
+class _Broken(Exception):
+    """Raised when the conversation is over; `leader` is the next address to dial, empty if none was named."""
+
+    def __init__(self, reason: str, leader: str = "") -> None:
+        super().__init__(reason)
+        self.leader = leader
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """The result of dialling one address."""
+
+    greeted: bool
+    leader: str = ""
+
+
+class ShardLink:
+    """The link to the leader of one shard, see the top of this file. One task runs `run`; everything else may
+    be called from any task of the same loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        shard: str,
+        *,
+        seeds: Sequence[str] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.shard = shard
+        self.seeds = list(settings.scheduler_seeds if seeds is None else seeds)
+        """Addresses of schedulers; each of them names the leader. May change at any time; the next round of
+        dialling uses the new ones."""
+        self.load: link_pb2.ShardLoad | None = None
+        """Load in the leader's latest report; None without a leader."""
+        self.submitted = 0
+        """Number of new requests since the leader's latest report."""
+        self.streams = Streams(buffer_tokens=settings.stream_buffer_tokens, restore_s=settings.restore_s)
+        self.greeted = asyncio.Event()
+        """Event that the first leader sets; it stays set."""
+        self.gateway_id = f"gateway-{secrets.token_hex(8)}"
+        self._settings = settings
+        self._rng = rng or random.Random()
+        self._connected = asyncio.Event()
+        self._channel: grpc.aio.Channel | None = None
+        self._leader_epoch = ""
+        self._outbox: deque[link_pb2.GatewayMessage] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._cancels: dict[int, tuple[link_pb2.GatewayMessage, asyncio.Future[link_pb2.CancelReply]]] = {}
+        self._attachments = 0
+        metrics.LINK_UP.labels(shard).set(0)
+
+    @property
+    def connected(self) -> bool:
+        """Return whether a leader has greeted on the present connection."""
+        return self._connected.is_set()
+
+    @property
+    def refusal(self) -> str:
+        """Return the reason why the shard would refuse any new request now; empty if it would accept one."""
+        if not self.connected:
+            return f"no scheduler leads shard {self.shard}, or it cannot be reached"
+        if self.load is not None and self.load.HasField("refuses"):
+            return self.load.refuses.detail
+        return ""
+
+    def expected_wait_s(self, request_s: float) -> float:
+        """Return the expected seconds until a new request would run, if each takes `request_s` of machine
+        time. Infinite without a worker, and until the leader has reported its backlog."""
+        if self.load is None or not self.load.workers:
+            return math.inf
+        # All gateways have received the same load report, and choose as this one does until the next report.
+        since_s = self.submitted * max(1, self.load.gateways) * request_s
+        return (self.load.backlog_s + since_s) / self.load.workers
+
+    # ---- for calls
+
+    def submit(self, submit: link_pb2.Submit, *, deadline: float | None) -> ClientStream:
+        """Submit a request; without a leader it waits for one. `deadline` is in the loop's time. Close the
+        stream."""
+        stream, message = self.streams.submit(
+            submit, attachment_id=self._new_attachment_id(), deadline=deadline, now=self._now()
+        )
+        self._send(message)
+        self.submitted += 1
+        return stream
+
+    def attach(self, request_id: str, *, tenant: str) -> ClientStream:
+        """Attach to a request from its first token. Close the stream."""
+        stream, message = self.streams.attach(
+            request_id, tenant=tenant, attachment_id=self._new_attachment_id(), now=self._now()
+        )
+        self._send(message)
+        return stream
+
+    async def accepted(self, stream: ClientStream, *, wait_s: float) -> Acceptance:
+        """Wait for the scheduler's answer to a new stream and return it. Raises its refusal, or Unavailable
+        after `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while stream.acceptance is None and stream.failure is None:
+                    await stream.news.wait()
+                    stream.news.clear()
+        except TimeoutError:
+            raise self._unreachable(wait_s) from None
+        if stream.acceptance is None:
+            assert stream.failure is not None, "the loop ended with one of the two"
+            raise stream.failure
+        if stream.over or stream.waiting.token_ids:
+            stream.news.set()
+        return stream.acceptance
+
+    async def read(self, stream: ClientStream) -> Batch:
+        """Return everything that arrived since the last read; wait until something has. Raises the stream's
+        failure."""
+        await stream.news.wait()
+        batch, messages = self.streams.take(stream, self._now())
+        self._send(*messages)
+        return batch
+
+    def close(self, stream: ClientStream) -> None:
+        """Close a stream whose client is gone or has everything. Idempotent."""
+        self._send(*self.streams.close(stream))
+
+    async def cancel(self, request_id: str, *, tenant: str, wait_s: float) -> bool:
+        """End a request; return False if it had ended. Raises NotFound or Unavailable."""
+        cancel_id = self.streams.new_id()
+        message = link_pb2.GatewayMessage(
+            cancel=link_pb2.CancelRequested(cancel_id=cancel_id, request_id=request_id, tenant=tenant)
+        )
+        answer: asyncio.Future[link_pb2.CancelReply] = asyncio.get_running_loop().create_future()
+        self._cancels[cancel_id] = (message, answer)
+        self._send(message)
+        try:
+            async with asyncio.timeout(wait_s):
+                reply = await answer
+        except TimeoutError:
+            raise self._unreachable(wait_s) from None
+        finally:
+            del self._cancels[cancel_id]
+        if not reply.found:
+            raise NotFound(f"there is no request {request_id!r}")
+        return reply.cancelled
+
+    async def explain(self, request_id: str, *, tenant: str, wait_s: float) -> inference_pb2.ExplainResponse:
+        """Return the leader's explanation of a request's state. Raises NotFound or Unavailable."""
+        request = admin_pb2.AdminExplainRequest(request_id=request_id, tenant=tenant)
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    await self._connected.wait()
+                    assert self._channel is not None, "connected means that there is a channel"
+                    response = await _ask_admin(self._channel, request)
+                    if response is not None:
+                        return response
+                    await asyncio.sleep(EXPLAIN_PAUSE_S)
+        except TimeoutError:
+            raise self._unreachable(wait_s) from None
+
+    def _unreachable(self, wait_s: float) -> Unavailable:
+        what = "did not answer" if self.connected else "could not be reached"
+        return Unavailable(
+            f"the scheduler of shard {self.shard!r} {what} within {wait_s:g} s", retry_after_s=1.0
+        )
+
+    # ---- the connection
+
+    async def run(self) -> None:
+        """Keep a connection to the shard's leader until cancelled."""
+        known = ""  # the last leader, or the scheduler named as the leader
+        rounds = 0
+        while True:
+            seeds = self._rng.sample(self.seeds, len(self.seeds))
+            addresses = deque(dict.fromkeys([known, *seeds] if known else seeds))
+            known = ""
+            redirects = 0
+            while addresses:
+                address = addresses.popleft()
+                visit = await self._visit(address)
+                if visit.greeted:
+                    rounds, known = 0, visit.leader or address
+                    break
+                if visit.leader and redirects < MAX_REDIRECTS:
+                    redirects += 1
+                    addresses.appendleft(visit.leader)
+            rounds += 1
+            if not known and rounds & (rounds - 1) == 0:  # the 1st, 2nd, 4th, 8th … failed round
+                say = log.info if rounds < PATIENCE_ROUNDS else log.warning
+                say("no scheduler leads", shard=self.shard, asked=seeds, rounds=rounds)
+            await asyncio.sleep(self._backoff_s(max(0, rounds - 1)))
+
+    def _backoff_s(self, rounds: int) -> float:
+        """Return the pause before the next round: it doubles up to the longest; half of it is random, so that
+        gateways do not all reconnect at once."""
+        longest = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2.0 ** min(rounds, 16))
+        return longest * self._rng.uniform(0.5, 1.0)
+
+    async def _visit(self, address: str) -> _Visit:
+        """Dial one scheduler, and stay connected as long as it leads and its messages arrive."""
+        greeted = False
+        leader = ""
+        call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply] | None = None
+        try:
+            async with make_channel(address, link_tls(self._settings)) as channel:
+                stub = gateway_link_pb2_grpc.GatewayLinkStub(channel)
+                call = stub.Connect()
+                hello = await self._hello(call)
+                self._on_hello(hello, address)
+                greeted = True
+                self._channel = channel
+                self._connected.set()
+                self.greeted.set()
+                metrics.LINK_UP.labels(self.shard).set(1)
+                await self._converse(call)
+        except (_Broken, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            leader = error.leader if isinstance(error, _Broken) else ""
+            if greeted:
+                log.warning("link broken", shard=self.shard, address=address, reason=_reason(error))
+            elif denied := await denial(call):
+                log.error("the scheduler does not serve this gateway", address=address, reason=denied)
+            else:
+                log.debug("no leader there", shard=self.shard, address=address, reason=_reason(error))
+        finally:
+            self._channel = None
+            self.load = None
+            self._connected.clear()
+            self._outbox.clear()
+            metrics.LINK_UP.labels(self.shard).set(0)
+        return _Visit(greeted, leader)
+
+    async def _converse(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
+        """Receive and send until one of the two fails; raise that failure."""
+        # No TaskGroup: until Python 3.13 one that fails while it is being cancelled forgets the cancellation.
+        tasks = [
+            asyncio.create_task(self._listen(call), name="gateway link, listening"),
+            asyncio.create_task(self._talk(call), name="gateway link, talking"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if task in done:
+                task.result()
+
+    async def _hello(
+        self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]
+    ) -> link_pb2.GatewayLinkReply:
+        """Send a hello and return the leader's. Raises _Broken and the errors of gRPC."""
+        hello = link_pb2.GatewayHello(
+            gateway_id=self.gateway_id,
+            protocol_versions=PROTOCOL_VERSIONS,
+            software_version=laps_sd.__version__,
+        )
+        async with asyncio.timeout(self._settings.dial_timeout_s):
+            await call.write(link_pb2.GatewayMessage(hello=hello))
+            reply = await call.read()
+        if not isinstance(reply, link_pb2.GatewayLinkReply):
+            raise _Broken("it closed the stream without a greeting")
+        match reply.WhichOneof("message"):
+            case "hello":
+                return reply
+            case "not_leader":
+                raise _Broken("it does not lead", reply.not_leader.leader_address)
+            case other:
+                raise _Broken(f"it began with {other} instead of a greeting")
+
+    async def _listen(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.silence_s):
+                    reply = await call.read()
+            except TimeoutError:
+                raise _Broken(f"nothing was heard for {self._settings.silence_s:g} s") from None
+            if not isinstance(reply, link_pb2.GatewayLinkReply):  # the end of the stream
+                raise _Broken("it closed the stream")
+            self._on_reply(reply)
+
+    async def _talk(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
+        next_beat = self._now()
+        while True:
+            now = self._now()
+            if now >= next_beat:
+                next_beat = now + self._settings.heartbeat_s
+                self._send(*self.streams.tick(now))
+                await call.write(
+                    link_pb2.GatewayMessage(heartbeat=link_pb2.Heartbeat(sent_ms=int(now * 1000)))
+                )
+            while self._outbox and self._now() < next_beat:
+                await call.write(self._outbox.popleft())
+            if self._outbox:
+                continue
+            self._outbox_filled.clear()
+            try:
+                async with asyncio.timeout_at(next_beat):
+                    await self._outbox_filled.wait()
+            except TimeoutError:
+                pass
+
+    # ---- decisions, without awaiting
+
+    def _on_hello(self, reply: link_pb2.GatewayLinkReply, address: str = "") -> None:
+        hello = reply.hello
+        if hello.shard != self.shard:
+            raise _Broken(f"it serves shard {hello.shard!r}, not {self.shard!r}")
+        if hello.protocol_version not in PROTOCOL_VERSIONS:
+            raise _Broken(f"it chose protocol version {hello.protocol_version}, which is not spoken here")
+        if not reply.leader_epoch:
+            raise _Broken("it greeted without a leader epoch")
+        log.info(
+            "greeted",
+            address=address,
+            leader_epoch=reply.leader_epoch,
+            software_version=hello.software_version,
+        )
+        metrics.LINK_GREETINGS.labels(self.shard).inc()
+        self._leader_epoch = reply.leader_epoch
+        # A new leader does not know the messages sent to the previous one: everything is sent again.
+        self._outbox.clear()
+        self._outbox.extend(self.streams.reconnected(self._now()))
+        self._outbox.extend(message for message, answer in self._cancels.values() if not answer.done())
+        self._outbox_filled.set()
+
+    def _on_reply(self, reply: link_pb2.GatewayLinkReply) -> None:
+        kind = reply.WhichOneof("message")
+        if kind == "not_leader":
+            raise _Broken("it leads no more", reply.not_leader.leader_address)
+        if kind == "hello":
+            self._on_hello(reply)
+            return
+        if reply.leader_epoch != self._leader_epoch:
+            metrics.LINK_STALE.labels(self.shard).inc()
+            return
+        if reply.HasField("load"):
+            self.load, self.submitted = reply.load, 0
+        now = self._now()
+        match kind:
+            case "submit_reply":
+                self._send(*self.streams.on_submit_reply(reply.submit_reply, now))
+            case "attach_reply":
+                self._send(*self.streams.on_attach_reply(reply.attach_reply, now))
+            case "deliveries":
+                for delivery in reply.deliveries.deliveries:
+                    self._send(*self.streams.on_delivery(delivery, now))
+            case "cancel_reply":
+                _, answer = self._cancels.get(reply.cancel_reply.cancel_id, (None, None))
+                if answer is not None and not answer.done():
+                    answer.set_result(reply.cancel_reply)
+            case _:  # a heartbeat, or a message of a newer scheduler
+                pass
+
+    def _send(self, *messages: link_pb2.GatewayMessage) -> None:
+        """Queue messages while a leader is connected; without one they are not needed, see
+        `Streams.reconnected`."""
+        if messages and self.connected:
+            self._outbox.extend(messages)
+            self._outbox_filled.set()
+
+    def _new_attachment_id(self) -> str:
+        self._attachments += 1
+        return f"{self.gateway_id}/{self._attachments}"
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _ask_admin(
+    channel: grpc.aio.Channel, request: admin_pb2.AdminExplainRequest
+) -> inference_pb2.ExplainResponse | None:
+    """Return the answer, or None if another leader must be tried. Raises the leader's refusal."""
+    try:
+        response: inference_pb2.ExplainResponse = await admin_pb2_grpc.AdminStub(channel).ExplainRequest(
+            request
+        )
+        return response
+    except grpc.aio.UsageError:  # the channel was closed in the meantime
+        return None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return None  # the channel was closed under the call, which gRPC reports as its cancellation
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.NOT_FOUND:
+            raise NotFound(f"there is no request {request.request_id!r}") from error
+        if error.code() is grpc.StatusCode.UNAVAILABLE and _is_answer(error):
+            raise Unavailable(
+                error.details() or "the record cannot be read now", retry_after_s=1.0
+            ) from error
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION):
+            return None
+        raise LapsSdError(f"the scheduler could not explain it: {error.details()}") from error
+
+
+def _is_answer(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether the error comes from a scheduler (with details of google.rpc), not from the connection
+    to it."""
+    return any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+def deadline_of(remaining_s: float | None, now: float) -> float | None:
+    """Return a call's deadline in the loop's time. gRPC gives None, or an endless time, when there
+    is none."""
+    if remaining_s is None or not math.isfinite(remaining_s) or remaining_s > 10 * 365 * 86400:
+        return None
+    return now + remaining_s

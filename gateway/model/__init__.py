@@ -1,0 +1,1 @@
+"""What a gateway needs of a model: its tokenizer, its chat template, its output formats."""

@@ -1,0 +1,215 @@
+"""The parts of a model that a gateway uses: tokenizer, chat template, context limit. No weights, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from gateway.model.token_bytes import TokenBytes
+from laps_sd.service import model_dir
+
+__all__ = ["ChatTemplate", "ModelFiles", "ModelFilesError", "TemplateRefused", "load_model"]
+
+THREAD_FROM_CHARACTERS = 4096  # a shorter text is tokenized faster than it is passed to a thread
+
+
+class ModelFilesError(ValueError):
+    """Raised when the tokenizer directory cannot be used. The message is a sentence that names the file."""
+
+
+class TemplateRefused(ValueError):
+    """Raised when the chat template cannot render these messages (for instance because of an unknown order of
+    roles)."""
+
+
+class ChatTemplate:
+    """A model's Jinja template in a sandbox. Raises ModelFilesError when the source is not a template."""
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str], where: str) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelFilesError(f"{where}: the chat template is not valid Jinja: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the prompt up to the beginning of the assistant's answer. Raises TemplateRefused."""
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateRefused(str(error) or type(error).__name__) from error
+        # The template is code that came with a model: any error that it raises for these messages is its
+        # refusal.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise TemplateRefused(f"{type(error).__name__}: {error}") from error
+
+
+def _to_json(value: object, indent: int | None = None, **_: object) -> str:
+    """Serialize like the filter of transformers: no HTML escaping, no ASCII escaping."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002 -- the name that templates use
+    return datetime.now().astimezone().strftime(format)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The tokenizer and the limits of a model. Thread-safe."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    context_tokens: int  # prompt and output together
+    vocab_size: int
+    eos_ids: frozenset[int]
+    silent_ids: frozenset[int]  # special tokens: they have no text
+    pieces: TokenBytes
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a plain text, with the tokens that the tokenizer adds around a sequence
+        (often a begin token)."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=True).ids
+        return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of text from the chat template, which has written all special tokens
+        itself."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    async def encode_off_loop(self, text: str, *, rendered: bool) -> list[int]:
+        """Return the token ids of a text; a long text is tokenized in a thread, because the tokenizer
+        releases the interpreter lock."""
+        encode = self.encode_rendered if rendered else self.encode_text
+        if len(text) < THREAD_FROM_CHARACTERS:
+            return encode(text)
+        return await asyncio.to_thread(encode, text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included; an id that the tokenizer does not know has no
+        text."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+def load_model(directory: Path, *, name: str, context_tokens: int | None = None) -> ModelFiles:
+    """Load tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises
+    ModelFilesError.
+
+    `context_tokens` overrides the limit in the model's files.
+    """
+    tokenizer_path = directory / "tokenizer.json"
+    if not tokenizer_path.is_file():
+        raise ModelFilesError(f"{tokenizer_path}: there is no such file; a tokenizer directory needs one")
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelFilesError(f"{tokenizer_path}: not a tokenizer: {error}") from error
+    # Truncation and padding are settings of training pipelines that some files contain; a prompt is never cut
+    # silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    config = _read_json(directory / "config.json")
+    text_config = config.get("text_config", config)
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    generation_config = _read_json(directory / "generation_config.json")
+
+    limit = model_dir.context_tokens(directory, context_tokens)
+    if limit is None:
+        raise ModelFilesError(
+            f"{directory / 'config.json'}: max_position_embeddings is missing; set the context limit by hand"
+        )
+    vocab_size = max(
+        int(text_config.get("vocab_size") or 0), tokenizer.get_vocab_size(with_added_tokens=True)
+    )
+
+    special_tokens = {
+        key: text
+        for key, value in tokenizer_config.items()
+        if key.endswith("_token") and (text := _token_text(value)) is not None
+    }
+    eos_ids = set(_ids(config.get("eos_token_id"))) | set(_ids(generation_config.get("eos_token_id")))
+    if not eos_ids and (eos := tokenizer.token_to_id(special_tokens.get("eos_token", ""))) is not None:
+        eos_ids.add(eos)
+    special_ids = {
+        token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+    }
+
+    return ModelFiles(
+        name=name,
+        tokenizer=tokenizer,
+        template=_chat_template(directory, tokenizer_config, special_tokens),
+        context_tokens=limit,
+        vocab_size=vocab_size,
+        eos_ids=frozenset(eos_ids),
+        silent_ids=frozenset(special_ids | eos_ids),
+        pieces=TokenBytes(tokenizer),
+    )
+
+
+def _chat_template(
+    directory: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens, where=str(path))
+    source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {str(item.get("name")): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    where = str(directory / "tokenizer_config.json")
+    if not isinstance(source, str):
+        raise ModelFilesError(f"{where}: chat_template must be a text")
+    return ChatTemplate(source, special_tokens=special_tokens, where=where)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFilesError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """Return the text of a special token, which is written as a text, or as an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int)]

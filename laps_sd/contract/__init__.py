@@ -1,0 +1,1 @@
+"""Pure rules that two services must agree on."""

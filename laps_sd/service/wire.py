@@ -1,0 +1,179 @@
+"""Options of channels and servers, and TLS: both ends of every link take them from here, so that they agree.
+
+settings = load(WorkerSettings)                       # has the fields of LinkSettings
+async with make_channel("scheduler:50052", link_tls(settings)) as channel:
+    stub = WorkerLinkStub(channel)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from laps_sd.errors import StartupError
+from laps_sd.service.config import Settings, field
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "LinkSettings",
+    "Tls",
+    "channel_options",
+    "denial",
+    "link_tls",
+    "make_channel",
+    "seed_problems",
+    "server_options",
+]
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Largest message that either side accepts unless configured otherwise."""
+
+KEEPALIVE_MS = 20_000
+"""Interval of the pings on an idle stream, so that middleboxes keep it and a dead peer is noticed."""
+KEEPALIVE_TIMEOUT_MS = 10_000
+CONNECT_TIMEOUT_MS = 2_000
+LEAST_PING_INTERVAL_MS = 5_000
+"""Shortest interval of a client's pings; a client that pings more often is cut off (ENHANCE_YOUR_CALM)."""
+
+
+def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # gRPC's own ping (it probes the bandwidth) replaces a ping for keepalive, and without this option
+        # waits a minute for its answer.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Return the options for `grpc.aio.server`.
+
+    A port belongs to one process: a second one gets an error, instead of a share of the calls.
+    """
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Return the options for `grpc.aio.insecure_channel`.
+
+    Reconnects start after 0.1 s and back off to 2 s.
+    """
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # Also bounds one attempt to connect, its TLS handshake included.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # A channel per attempt: pauses between attempts are the dialler's, not those of an earlier channel.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM files of one end. `ca` verifies the peer; with a certificate and key this end identifies itself."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return a listener's credentials; with `ca`, clients must show a certificate of it (mutual TLS)."""
+        cert, key = _read(self.cert), _read(self.key)
+        assert cert is not None and key is not None, "a listener has a certificate"
+        return grpc.ssl_server_credentials(
+            [(key, cert)],
+            root_certificates=_read(self.ca),
+            require_client_auth=self.ca is not None,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return the credentials of a dialler; without `ca` the system's roots verify the server."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
+        )
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StartupError(f"The TLS file {path} cannot be read: {error.strerror}.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings(Settings):
+    """Settings of the link to the schedulers. Mix into the settings of gateway and worker."""
+
+    scheduler_seeds: tuple[str, ...] = field(
+        ("127.0.0.1:50052",),
+        help="Schedulers of the shard as host:port,host:port; any of them names the leader",
+    )
+    link_tls: bool = field(False, help="Dial the scheduler with TLS")
+    link_tls_ca: Path | None = field(
+        None, help="CA file that verifies the scheduler; none: the system's roots"
+    )
+    link_tls_cert: Path | None = field(
+        None, help="Certificate this service shows to the scheduler (mutual TLS)"
+    )
+    link_tls_key: Path | None = field(None, help="Key of LAPS_SD_LINK_TLS_CERT")
+
+    def problems(self) -> Iterator[str]:
+        """Yield problems: no address to dial; certificate without key or the reverse; files without TLS."""
+        yield from super().problems()
+        for problem in seed_problems(self.scheduler_seeds):
+            yield f"LAPS_SD_SCHEDULER_SEEDS {problem}."
+        if (self.link_tls_cert is None) != (self.link_tls_key is None):
+            yield "LAPS_SD_LINK_TLS_CERT and LAPS_SD_LINK_TLS_KEY must be set together."
+        if not self.link_tls and (self.link_tls_ca or self.link_tls_cert):
+            yield "LAPS_SD_LINK_TLS_CA and LAPS_SD_LINK_TLS_CERT need LAPS_SD_LINK_TLS=true."
+
+
+def seed_problems(seeds: Sequence[str]) -> Iterator[str]:
+    """Yield the problems of the addresses of a shard's schedulers, each as the end of a sentence."""
+    if not seeds:
+        yield "must name at least one scheduler as host:port"
+    for seed in seeds:
+        host, _, port = seed.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+            yield f"must be host:port, separated by commas, got {seed!r}"
+
+
+def link_tls(settings: LinkSettings) -> Tls | None:
+    """Return the TLS files of the dialler's side of a link; None: plain text."""
+    if not settings.link_tls:
+        return None
+    return Tls(ca=settings.link_tls_ca, cert=settings.link_tls_cert, key=settings.link_tls_key)
+
+
+async def denial(call: Any) -> str:
+    """Return the message of a server that refuses this certificate; empty if it has not refused."""
+    if call is None or not call.done() or await call.code() is not grpc.StatusCode.PERMISSION_DENIED:
+        return ""
+    return str(await call.details())
+
+
+def make_channel(
+    address: str, tls: Tls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """Return a channel to `host:port`."""
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)

@@ -1,0 +1,1 @@
+"""A whole system as processes of this machine, for `laps-sd up`, tests and benchmarks."""

@@ -1,0 +1,146 @@
+"""One child process of the one-machine stack: its log, its signals, its end.
+
+A child leads its own process group, so that a terminal's Ctrl-C reaches the parent alone, which then stops the
+children in order; and it dies with the parent, however that one dies (`laps_sd.stack.child`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from laps_sd.errors import StartupError
+
+__all__ = ["Child", "ChildDied"]
+
+LOG_LINES = 15
+"""Lines of a log that are shown when its process dies."""
+LOG_TAIL_BYTES = 64 * 1024
+"""Size of the end of a log that is searched for these lines."""
+
+_spawner = ThreadPoolExecutor(1, thread_name_prefix="laps-sd-spawner")
+"""Thread that starts all children.
+
+Linux counts the end of the *thread* that started a child as its parent's death.
+"""
+
+
+class ChildDied(StartupError):
+    """Error for a child that ended by itself; the message shows the end of its log."""
+
+    def __init__(self, child: Child, *, while_what: str) -> None:
+        self.name = child.name
+        self.returncode = child.returncode
+        tail = child.log_tail()
+        said = f" Its last words:\n{tail}" if tail else " It said nothing."
+        super().__init__(f"{child.name} {child.how_it_ended} {while_what}.{said}")
+
+
+class Child:
+    """Module that runs as a process, and can be started again with the same arguments."""
+
+    def __init__(
+        self, name: str, module: str, *arguments: str, environment: Mapping[str, str], log: Path
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.arguments = arguments
+        self.environment = dict(environment)
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process; its output is appended to the log."""
+        assert not self.alive, f"{self.name} runs already"
+        command = [
+            sys.executable,
+            "-m",
+            "laps_sd.stack.child",
+            str(os.getpid()),
+            self.module,
+            *self.arguments,
+        ]
+        with self.log.open("ab") as log:
+            self._process = _spawner.submit(
+                subprocess.Popen,
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            ).result()
+
+    @property
+    def alive(self) -> bool:
+        """Return whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the last start."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or minus the number of the signal; None while it runs, or before it was started."""
+        return self._process.poll() if self._process is not None else None
+
+    @property
+    def how_it_ended(self) -> str:
+        """Description of its end, to follow its name: `was killed by SIGKILL`, `ended with exit code 1`."""
+        code = self.returncode or 0
+        if code >= 0:
+            return f"ended with exit code {code}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:  # a real-time signal
+            return f"was killed by signal {-code}"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all processes that it started; do nothing if it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, then SIGCONT, since a paused process must continue to receive it."""
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for its end; return whether it has ended."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Send SIGKILL; the process has ended on return."""
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def log_text(self) -> str:
+        """Return everything it has written."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def last_lines(self, count: int) -> list[str]:
+        """Return its last lines, without reading more than the end of a log that may be long."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
+                return log.read().decode(errors="replace").strip().splitlines()[-count:]
+        except OSError:
+            return []
+
+    def log_tail(self) -> str:
+        """Return the end of its log, indented."""
+        return "\n".join("  " + line for line in self.last_lines(LOG_LINES))

@@ -1,0 +1,1 @@
+"""Estimates: output lengths, acceptance, cost, and how wrong each of them was."""

@@ -1,0 +1,200 @@
+"""Expected remaining output tokens of a request, given a guess of its length: the client's hint, a worker's
+prediction.
+
+A guess is a measurement with an error that was observed (`Calibration`). The measured length is one of the
+lengths that the class has (`LengthTable`): both together give which of those are likely for this request
+(`GuessedLengths`, Bayes' rule). Where a class has many answers near 400 tokens, a guess of 350 means one of
+those.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from statistics import NormalDist
+from typing import final
+
+from scheduler_svc.core.estimates.calibration import Calibration
+from scheduler_svc.core.estimates.lengths import (
+    BINS,
+    CREDIBLE,
+    EDGES,
+    LOG_BIN,
+    LengthTable,
+    TokensLeft,
+    bounded,
+    chance_above,
+)
+
+REACH = 5.0
+"""Distance from a guess within which lengths are considered, in spreads."""
+CELLS_PER_SPREAD = 8
+"""Cells per spread of a guess. Guesses are rounded to cells, at least this much finer than their own error;
+guesses of one cell share a computed distribution."""
+MOST_CELLS = 128
+"""Distributions kept at a time, for one class and kind of guess: clients choose their guesses, and must not
+grow the memory."""
+LEAST_MASS = 1e-9
+"""Share of the lengths that a bin has at least: a guess can always be right."""
+SPREAD_STEP = math.log(1.05)
+"""Spreads are rounded to steps of 5 %, so that tenants whose guesses are about as good share a computed
+distribution."""
+_below = NormalDist().inv_cdf
+
+
+def rounded_spread(spread: float) -> float:
+    """Return the middle of the step that a spread lies in."""
+    return math.exp(round(math.log(spread) / SPREAD_STEP) * SPREAD_STEP)
+
+
+@final
+class GuessedLengths:
+    """The likely lengths of a class, given guesses. Valid for one state of the table: its owner makes another
+    one when the table was built again.
+    """
+
+    def __init__(self, table: LengthTable) -> None:
+        self._table = table
+        self._likely: dict[tuple[float, int], _Likely] = {}
+        """Distributions by the rounded spread, and the cell of the guess."""
+
+    def left(self, calibration: Calibration, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
+        """Return the tokens left of a request that emitted `emitted` of at most `most`, whose length was guessed."""
+        if calibration.spread == math.inf:
+            return self._table.left(emitted, most, self._table.basis)
+        spread = rounded_spread(calibration.spread)
+        normal = _normal(spread)
+        log_guess = calibration.log_length(guess)
+        cell = min(max(0, round(log_guess / normal.cell_width)), BINS * normal.cells_per_bin)
+        likely = self._likely.get((spread, cell))
+        if likely is None:
+            if len(self._likely) >= MOST_CELLS:
+                self._likely.clear()
+            likely = self._likely[spread, cell] = _Likely(self._table.masses, cell, normal)
+        return likely.left(emitted, most, basis)
+
+
+@final
+class _Normal:
+    """A normal distribution of this spread, at every cell in reach of its middle."""
+
+    def __init__(self, spread: float) -> None:
+        self.spread = spread
+        # Edges of bins lie a whole number of cells apart, so that all guesses see the distribution at the same points.
+        self.cells_per_bin = cells_per_bin = max(1, math.ceil(CELLS_PER_SPREAD * LOG_BIN / spread))
+        self.cell_width = cell_width = LOG_BIN / cells_per_bin
+        self.reach = math.ceil(REACH * spread / cell_width) + cells_per_bin
+        """The middle is there in both lists."""
+        self.above: list[float] = []
+        """Probability of more than each cell."""
+        self.shifted: list[float] = []
+        """Share of the exponential's mean that lies above."""
+        for cell in range(-self.reach, self.reach + 1):
+            z = cell * cell_width / spread
+            self.above.append(chance_above(z))
+            self.shifted.append(chance_above(z - spread))
+
+
+@cache
+def _normal(rounded: float) -> _Normal:
+    """Return the distribution of a rounded spread; there are some 120 of them."""
+    return _Normal(rounded)
+
+
+@final
+class _Likely:
+    """ln(length) with the density of a histogram, flat in each bin, times a normal one around the guess.
+
+    `_tails` and `_moments` are, at each edge in reach, the share of all that is longer and share × length over it, both
+    but for one factor; between the edges of a bin they are exact.
+    """
+
+    def __init__(self, masses: list[float], cell: int, normal: _Normal) -> None:
+        self._normal = normal
+        self._masses = masses
+        self._cell = cell
+        spread, step, reach = normal.spread, normal.cells_per_bin, normal.reach
+        self._centre = centre = cell * normal.cell_width
+        self._whole = math.exp(centre + spread * spread / 2)
+        self._longest = math.exp(centre + REACH * spread)
+        # Bin i ends at edge i + 1, which is i · step cells above a length of 1.
+        self._last = last = min(BINS - 1, (cell + reach) // step)
+        first = max(0, -((reach - cell) // step) + 1)
+        above, shifted, at = normal.above, normal.shifted, self._end(0)
+        above_end, shifted_end = above[at], shifted[at]
+        # Lengths beyond the last bin are taken to be as likely as those in it.
+        mass = self._mass(0)
+        tail, moment = mass * above_end, mass * shifted_end
+        tails, moments = [tail], [moment]
+        for i in range(last, first - 1, -1):
+            at -= step
+            above_start, shifted_start = above[at], shifted[at]
+            mass = masses[i] + LEAST_MASS
+            tail += mass * (above_start - above_end)
+            moment += mass * (shifted_start - shifted_end)
+            tails.append(tail)
+            moments.append(moment)
+            above_end, shifted_end = above_start, shifted_start
+        self._tails = tails
+        """At the end of bin `_last - i`; the last one is the start of the first bin in reach."""
+        self._moments = moments
+
+    def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
+        """Return the tokens left; see `GuessedLengths.left`."""
+        if emitted > self._longest:
+            # Far beyond the guess: the tail of a lognormal there falls off like an exponential of this length.
+            spread = self._normal.spread
+            mean = emitted * spread * spread / (math.log(emitted) - self._centre)
+            return bounded(mean, 0.1 * mean, 2.3 * mean, most - emitted, basis)
+        tail, moment = self._beyond(emitted)
+        if most > self._longest:
+            mean = self._whole * moment / tail - emitted
+        else:
+            beyond, beyond_moment = self._beyond(most)
+            mean = (self._whole * (moment - beyond_moment) + most * beyond) / tail - emitted
+        low = self._length_at(tail * (1 - CREDIBLE[0])) - emitted
+        high = self._length_at(tail * (1 - CREDIBLE[1])) - emitted
+        return bounded(mean, low, high, most - emitted, basis)
+
+    def _mass(self, from_last: int) -> float:
+        return self._masses[self._last - from_last] + LEAST_MASS
+
+    def _end(self, from_last: int) -> int:
+        """Return the index of the end of that bin in the lists of the normal distribution."""
+        normal = self._normal
+        return (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
+
+    def _beyond(self, length: int) -> tuple[float, float]:
+        """Return the share that is longer, and its moment."""
+        if length == 0:
+            return self._tails[-1], self._moments[-1]
+        log_length = math.log(length)
+        from_last = self._last - 1 - int(log_length / LOG_BIN)
+        if from_last >= len(self._tails) - 1:
+            return self._tails[-1], self._moments[-1]
+        if from_last < 0:
+            from_last = 0
+        normal = self._normal
+        z = (log_length - self._centre) / normal.spread
+        mass, end = self._mass(from_last), self._end(from_last)
+        return (
+            self._tails[from_last] + mass * (chance_above(z) - normal.above[end]),
+            self._moments[from_last] + mass * (chance_above(z - normal.spread) - normal.shifted[end]),
+        )
+
+    def _length_at(self, share: float) -> float:
+        """Return the length that this share, except for the common factor, exceeds."""
+        tails, normal = self._tails, self._normal
+        low, high = 0, len(tails) - 1
+        while low < high:  # the first that is not less
+            middle = (low + high) // 2
+            if tails[middle] < share:
+                low = middle + 1
+            else:
+                high = middle
+        from_last = low - 1 if low > 0 else 0
+        mass, end = self._mass(from_last), self._end(from_last)
+        above = normal.above[end] + (share - tails[from_last]) / mass
+        if not 0.0 < above < 1.0:
+            return EDGES[self._last - from_last + 1]
+        return math.exp(self._centre - normal.spread * _below(above))

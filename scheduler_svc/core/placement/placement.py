@@ -1,0 +1,265 @@
+"""Placement of requests on the lists of workers (our choice).
+
+A request is bound to the worker with the fewest unfinished requests when there is room; kept there with its
+KV; taken by a worker with a free slot when no other request waits. Every decision here ends in a call of the
+ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+from laps_sd.contract.choose import Residency
+from scheduler_svc.core.placement.ledger import Ledger
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.shard import Shard
+from scheduler_svc.core.state.worker import Worker
+
+MOST_REFRESHED = 8
+"""Ranks at the front of the queue that are computed again in one step, however many wait there on older
+priors."""
+
+SUSPECTS_PER_WORKER = 4
+"""Requests that wait to run alone for each worker that is cleared for them. Our choice: a trial takes eight
+rounds, a cleared worker costs up to `QUIET_S` and the KV of the requests that ran there."""
+
+MOST_LISTS_REFRESHED = 4
+"""Lists whose ranks are computed again in one step, because a queued request was about to overtake them."""
+
+
+def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
+    """Bring leases in line with ranks, after the events of a step."""
+    _run_alone(shard, ledger)
+    _lease_reserved(shard, ledger)
+    front = _Front(shard, ledger)
+    _fill(shard, ledger, front)
+    _overtake(shard, ledger, front)
+    _take_back_the_worst(shard, ledger, settings)
+    _steal(shard, ledger)
+
+
+def _run_alone(shard: Shard, ledger: Ledger) -> None:
+    """Give workers of their own to the requests that workers may have died of, those with the most deaths
+    first, then the longest waiting. Other requests of such a worker continue elsewhere, at the cost of their
+    KV, which is less than a further death would cost. One worker serves several suspects in turn; if many
+    wait, as after a power loss, up to half of the workers do.
+    """
+    trials = [worker for worker in shard.workers.values() if worker.alone]
+    if not trials and not shard.suspects:
+        return
+    suspects = sorted(shard.suspects.values(), key=lambda request: -request.deaths)
+    up = [worker for worker in shard.workers.values() if worker.facts is not None and not worker.draining]
+    most = max(1, len(up) // 2)
+    wanted = min(most, (len(suspects) + SUSPECTS_PER_WORKER - 1) // SUSPECTS_PER_WORKER)
+    for request in suspects:
+        if len(trials) >= wanted:
+            break
+        worker = next((w for w in shard.by_load() if not w.alone and w.holds(request)), None)
+        if worker is not None:
+            _clear(worker, shard, ledger)
+            trials.append(worker)
+    for worker in trials:
+        if not any(member.runs_alone for member in worker.members.values()):
+            _try_next(worker, suspects, shard, ledger)
+
+
+def _try_next(worker: Worker, suspects: list[Request], shard: Shard, ledger: Ledger) -> None:
+    """Lease the next suspect to a worker that has none. Other requests there are cleared, and make room."""
+    able = (suspect for suspect in suspects if suspect.worker is None and worker.holds(suspect))
+    request = next(able, None)
+    if request is None or worker.draining:
+        shard.set_alone(worker, False)  # its suspect is cleared or has ended, or it leaves itself
+        return
+    _clear(worker, shard, ledger)
+    if ledger.now_s >= worker.quiet_at_s:
+        worker.taken_off.clear()
+        ledger.lease(request, worker)
+
+
+def _clear(worker: Worker, shard: Shard, ledger: Ledger) -> None:
+    for member in list(worker.members.values()):
+        ledger.release(member, tell_worker=True)
+        why = f"worker {worker.worker_id} is cleared for a request that runs alone"
+        member.tell(ledger.now_s, "requeued", why)
+    shard.set_alone(worker, True)
+
+
+def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
+    """Lease the reserved requests to some worker whatever their rank, spread as the workers' reserved shares
+    allow.
+    """
+    shard.update_reserved()
+    for request in list(shard.reserved_queued.values()):
+        # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
+        free = next(_with_reserve_for(shard, request), None)
+        ledger.lease(request, free or next(worker for worker in shard.by_load() if worker.holds(request)))
+    for worker in list(shard.touched.values()):
+        # With one slot the share is a slice of time, too rare to be worth the KV that a move costs. On a list
+        # that is not longer than the slots no request waits for one.
+        waits_for_slots = worker.takes_work and len(worker.members) > worker.slots > 1
+        if waits_for_slots and worker.reserved > worker.reserved_share:
+            _spread_reserved(worker, shard, ledger)
+
+
+def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
+    """Move reserved requests that do not run on this worker to workers whose reserved share is not used:
+    requests that became the oldest on one list would wait for each other. They do not move to a worker where
+    KV is short: there they could wait as well. A request that gets a free slot in the next round stays: where
+    nothing is preempted, the other worker may have none for long.
+    """
+    free_slots = 0 if crowded.is_short_of_blocks else max(0, crowded.slots - len(crowded.running))
+    waiting = [request for request in crowded.in_order if not request.running][free_slots:]
+    waiting = [request for request in waiting if request.reserved]
+    for request in sorted(waiting, key=lambda request: request.residency):  # without KV: moves at no cost
+        able = _with_reserve_for(shard, request)
+        free = next((worker for worker in able if not worker.is_short_of_blocks), None)
+        if free is not None:
+            ledger.move(request, free, "whose reserved share was free")
+        if crowded.reserved <= crowded.reserved_share:
+            return
+
+
+def _with_reserve_for(shard: Shard, request: Request) -> Iterator[Worker]:
+    """Yield the workers that could run it to its end and whose reserved share is not used up, least loaded
+    first.
+    """
+    for worker in shard.by_load():
+        if worker.holds(request) and worker.reserved < worker.reserved_share:
+            yield worker
+
+
+class _Front:
+    """The best queued requests. New priors are applied lazily: to the requests at the front, and since that
+    may move them back, to those after them; but to a bounded number in one step, so that its cost does not
+    grow with the queue.
+    """
+
+    def __init__(self, shard: Shard, ledger: Ledger) -> None:
+        self._shard = shard
+        self._ledger = ledger
+        self._left = MOST_REFRESHED
+
+    def at(self, index: int) -> tuple[Request, bool]:
+        """Return the queued request there, and whether its rank uses the newest priors."""
+        while True:
+            request = self._shard.queued_at(index)
+            if self._left == 0:
+                return request, not self._ledger.is_stale(request)
+            if not self._ledger.refresh(request):
+                return request, True
+            self._left -= 1
+
+
+def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
+    """Lease queued requests, best rank first, to the worker with the fewest unfinished requests, until the
+    lists are full.
+    """
+    at = 0
+    while at < len(shard.queued):
+        room = next(_with_room(shard), None)
+        if room is None:
+            return
+        request, _ = front.at(at)  # an older rank is better than a free place
+        if not room.holds(request):
+            room = next((worker for worker in _with_room(shard) if worker.holds(request)), None)
+        if room is None:
+            at += 1  # unequal workers: this one waits for a larger one
+        else:
+            ledger.lease(request, room)
+
+
+def _with_room(shard: Shard) -> Iterator[Worker]:
+    """Yield the workers whose list is not full, least loaded first."""
+    for worker in shard.by_load():
+        if len(worker.members) >= shard.list_length(worker):
+            return  # the others are fuller: load is members per slot, the length a multiple of the slots
+        yield worker
+
+
+def has_room_for(shard: Shard, request: Request) -> bool:
+    """Return whether some list with room could take it."""
+    return any(worker.holds(request) for worker in _with_room(shard))
+
+
+def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
+    """Lease a queued request that belongs into the first part of a full list: onto the list with the worst
+    end.
+
+    So a better arrival is on a list in the step in which it arrives, and may displace a running request.
+    """
+    refreshed = 0
+    while shard.queued:
+        request, fresh = front.at(0)
+        if not fresh:
+            return  # by an older rank it would come and go again; the next step looks further
+        full_lists = shard.full_lists_behind(request.order_key)
+        worker = next((worker for worker in full_lists if worker.holds(request)), None)
+        if worker is None:
+            return
+        if refreshed < MOST_LISTS_REFRESHED and _refresh_list(worker, ledger):
+            refreshed += 1  # compare like with like: look again
+        else:
+            ledger.lease(request, worker)
+
+
+def _refresh_list(worker: Worker, ledger: Ledger) -> bool:
+    """Rank members again whose ranks use older priors; return whether there were any."""
+    stale = [request for request in worker.members.values() if ledger.refresh(request)]
+    return bool(stale)
+
+
+def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
+    """Return requests to the queue that fell too far below the end of their list and have nothing on the
+    worker.
+    """
+    for worker in list(shard.touched.values()):
+        length = shard.list_length(worker)
+        keep = length + max(1, int(settings.list_margin * length))
+        if worker.takes_work and len(worker.members) > keep:
+            for request in worker.in_order[keep:]:
+                if not request.ran_here and not request.reserved and request.residency is Residency.NONE:
+                    ledger.release(request, tell_worker=True)
+
+
+def _steal(shard: Shard, ledger: Ledger) -> None:
+    """Move requests to workers with a free slot from workers that have them listed and do not run them.
+    The queue has nothing for the workers with a free slot.
+    """
+    if not _has_victims(shard):
+        return
+    for thief in list(_with_free_slots(shard)):
+        while len(thief.members) < thief.slots:
+            request = _best_to_steal(shard, thief)
+            if request is None:
+                break
+            ledger.move(request, thief, "which had a free slot")
+
+
+def _has_victims(shard: Shard) -> bool:
+    fullest = next(shard.by_load_reversed(), None)
+    return fullest is not None and (len(fullest.members) > fullest.slots or bool(shard.short_of_blocks))
+
+
+def _with_free_slots(shard: Shard) -> Iterator[Worker]:
+    for worker in shard.by_load():
+        if len(worker.members) >= worker.slots:
+            return
+        yield worker
+
+
+def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
+    """Return a request of the longest list or the next ones; if there is none, one of a list that is short
+    enough but lacks KV blocks.
+    """
+    for victim in takewhile(lambda worker: len(worker.members) > worker.slots, shard.by_load_reversed()):
+        able = [request for request in victim.in_order if not request.running and thief.holds(request)]
+        if able:
+            # Requests without KV move at no cost; best rank first among equals.
+            return min(able, key=lambda request: request.residency)
+    for victim in shard.short_of_blocks.values():
+        for request in victim.waiting_for_blocks:
+            if thief.holds(request) and thief.has_blocks_for(request):
+                return request
+    return None

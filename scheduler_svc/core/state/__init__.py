@@ -1,0 +1,1 @@
+"""State of requests, workers, tenants and shards."""

@@ -1,0 +1,304 @@
+"""Fairness between tenants: whose turn it is, and orders of requests that follow it.
+
+The service of a tenant is counted (as in the Virtual Token Counter, arXiv 2401.00588, but in machine seconds). Within
+one priority, the least served tenant with something in the queue is the mark. A tenant that is more than one *turn*
+above the mark is *ahead*: its requests come after all requests of the same priority whose tenant is in turn, until the
+mark has caught up. A turn is the service of the longest request (deficit round robin, Shreedhar and Varghese 1995,
+sets its quantum so), which is learnt as requests run.
+
+Bound: two tenants whose requests of one priority are in the queue all the time differ in service by at most the
+longest request's, plus one round on each worker (what is under way cannot be taken back). It holds for what they get
+by rank and through the reserved share together: a tenant that is ahead has no part in that. The KV latch of
+`laps_sd.contract.choose` suspends turns as it suspends all preemption.
+
+A tenant that is ahead waits until every other one with something in the queue has caught up, and none of these gets
+more than twice the bound until then.
+
+The rest is our choice (docs/decisions/0005): one bit instead of the exact deficit, so that a request's place changes
+only when its tenant's turn comes or goes; and a queue for each tenant, so that this moves one key however many wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import merge
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.rank import AHEAD
+from scheduler_svc.core.state.sorted_keys import Ranked
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.state.request import OrderKey, Request
+
+MOST_IDLE = 4096
+"""Tenants of one priority that are remembered without a request, because they left while ahead."""
+KEPT_PER_END = 1 - 1 / 1024
+"""Share of the turn that stays at each end of a request, so that one giant request does not set it
+permanently."""
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """Service of one tenant at one priority. Only `Accounts` changes it, except `listed`, which the shard
+    keeps.
+    """
+
+    priority: int
+    tenant: str
+    served_s: float
+    """Machine seconds; comparable within the priority only, and only differences count."""
+    ahead: bool = False
+    unfinished: int = 0
+    queued: int = 0
+    listed: dict[str, Request] = field(default_factory=dict)
+    waiting_at_s: float | None = None
+    """Value of `served_s` in the order of waiting accounts; None while none of its requests is in the
+    queue."""
+    ahead_at_s: float = 0.0
+    """Value of `served_s` in the order of accounts that are ahead."""
+
+
+class Accounts:
+    """All accounts. Events are noted as they come; `settle` computes once a step which tenants are ahead."""
+
+    def __init__(self) -> None:
+        self._contests: dict[int, _Contest] = {}
+        self._turn_s = 0.0
+
+    def open(self, priority: int, tenant: str) -> Account:
+        """Return the account of a request that enters the shard."""
+        contest = self._contests.setdefault(priority, _Contest())
+        account = contest.accounts.get(tenant)
+        if account is None:
+            account = contest.accounts[tenant] = Account(priority, tenant, contest.mark_s)
+        contest.idle.pop(tenant, None)
+        account.unfinished += 1
+        return account
+
+    def close(self, account: Account) -> None:
+        """Count a request of this account that left the shard."""
+        account.unfinished -= 1
+        self._turn_s *= KEPT_PER_END
+        self._contests[account.priority].touched[account.tenant] = account
+
+    def queued(self, account: Account, more: int) -> None:
+        """Add `more` to the number of its requests in the queue (negative: fewer)."""
+        account.queued += more
+        self._contests[account.priority].touched[account.tenant] = account
+
+    def charge(self, account: Account, seconds: float, attained_s: float) -> None:
+        """Charge `seconds` of service; the request that was served has had `attained_s` in all.
+
+        Service while no account was waiting is not counted: it delayed no other request.
+        """
+        self._turn_s = max(self._turn_s, attained_s)
+        contest = self._contests[account.priority]
+        if len(contest.waiting):
+            account.served_s += seconds
+            contest.touched[account.tenant] = account
+
+    def settle(self) -> list[Account]:
+        """Return the accounts whose turn came or went by the events since the last call."""
+        turned = []
+        for priority, contest in list(self._contests.items()):
+            if contest.touched:
+                turned.extend(contest.settle(self._turn_s))
+                if not contest.accounts:
+                    del self._contests[priority]
+        return turned
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken; for tests, between steps."""
+        for contest in self._contests.values():
+            contest.check()
+
+
+class _Contest:
+    """The accounts of one priority."""
+
+    def __init__(self) -> None:
+        self.accounts: dict[str, Account] = {}
+        self.waiting: Ranked[tuple[float, str]] = Ranked()
+        """Accounts with something in the queue, the least served first."""
+        self.mark_s = 0.0
+        """Service of the least served waiting account, now or when one last waited. Never falls."""
+        self.touched: dict[str, Account] = {}
+        self.idle: dict[str, Account] = {}
+        """Accounts without a request that are ahead. They are kept, because otherwise a tenant could cancel
+        its excess service by leaving and coming back."""
+        self._ahead: Ranked[tuple[float, str]] = Ranked()
+
+    def settle(self, turn_s: float) -> list[Account]:
+        """Bring the orders in line with the accounts; return those whose turn came or went."""
+        touched, self.touched = list(self.touched.values()), {}
+        self._line_up(touched)
+        turned = []
+        for account in touched:
+            if account.ahead:
+                self._ahead.remove((account.ahead_at_s, account.tenant))
+                self._add_ahead(account)
+            elif self.waiting and account.served_s > self.mark_s + turn_s:
+                account.ahead = True
+                self._add_ahead(account)
+                turned.append(account)
+        while self._ahead and (not self.waiting or self._ahead.at(0)[0] <= self.mark_s):
+            account = self.accounts[self._ahead.at(0)[1]]
+            self._catch_up(account)
+            turned.append(account)
+        for account in touched:
+            if not account.unfinished and account.tenant in self.accounts:
+                self._rest(account)
+        return turned
+
+    def _line_up(self, touched: list[Account]) -> None:
+        """Update the order of waiting accounts, by service. An account that begins to wait gains nothing from
+        the time before (as in the VTC).
+        """
+        for account in touched:
+            if account.waiting_at_s is not None:
+                self.waiting.remove((account.waiting_at_s, account.tenant))
+        joining = [account for account in touched if account.waiting_at_s is None and account.queued]
+        for account in touched:
+            if account.waiting_at_s is not None:
+                self._add_waiting(account)
+        self._raise_mark()
+        for account in joining:
+            account.served_s = max(account.served_s, self.mark_s)
+            self._add_waiting(account)
+        self._raise_mark()
+
+    def _add_waiting(self, account: Account) -> None:
+        account.waiting_at_s = account.served_s if account.queued else None
+        if account.queued:
+            self.waiting.add((account.served_s, account.tenant))
+
+    def _raise_mark(self) -> None:
+        if self.waiting:
+            self.mark_s = max(self.mark_s, self.waiting.at(0)[0])
+
+    def _add_ahead(self, account: Account) -> None:
+        account.ahead_at_s = account.served_s
+        self._ahead.add((account.served_s, account.tenant))
+
+    def _catch_up(self, account: Account) -> None:
+        account.ahead = False
+        self._ahead.remove((account.ahead_at_s, account.tenant))
+        if self.idle.pop(account.tenant, None) is not None:
+            del self.accounts[account.tenant]
+
+    def _rest(self, account: Account) -> None:
+        """Remove an account without requests. It is kept only while it is ahead, and of those only the newest
+        are kept.
+        """
+        if not account.ahead:
+            del self.accounts[account.tenant]
+            return
+        self.idle[account.tenant] = account
+        if len(self.idle) > MOST_IDLE:
+            self._catch_up(next(iter(self.idle.values())))
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        accounts = self.accounts.values()
+        waiting = [(a.waiting_at_s, a.tenant) for a in accounts if a.waiting_at_s is not None]
+        assert list(self.waiting) == sorted(waiting)
+        assert list(self._ahead) == sorted((a.ahead_at_s, a.tenant) for a in accounts if a.ahead)
+        assert all(key[0] >= self.mark_s for key in self.waiting)
+        settled = [a for a in accounts if a.tenant not in self.touched]
+        assert all((a.queued > 0) == (a.waiting_at_s is not None) for a in settled)
+        assert [a.tenant for a in settled if not a.unfinished] == [
+            a.tenant for a in settled if a.tenant in self.idle
+        ]
+        assert all(a.ahead and not a.unfinished for a in self.idle.values())
+
+
+class TenantOrder:
+    """Order keys with the interface of `Ranked`: a queue for each account, and the queues' heads in one
+    order.
+
+    A key is stored without the bit for a tenant that is ahead, and returned with it, so that a turn moves one
+    key. The cost of the front is that of `Ranked`; `position` looks at every account.
+    """
+
+    def __init__(self, account_of: Callable[[str], Account]) -> None:
+        self._account_of = account_of
+        self._queues: dict[Account, Ranked[OrderKey]] = {}
+        self._heads: Ranked[OrderKey] = Ranked()
+        self._head_of: dict[Account, OrderKey] = {}
+        self._size = 0
+        self._walk: Iterator[OrderKey] | None = None
+        self._walked: list[OrderKey] = []
+        """The first keys of the present order, as far as `at` has read them."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[OrderKey]:
+        return merge(*[self._keys(account) for account in self._queues])
+
+    def add(self, key: OrderKey) -> None:
+        """Add a key that is not there yet."""
+        account = self._account_of(key[-1])
+        self._queues.setdefault(account, Ranked()).add(_bare(key))
+        self._size += 1
+        self.turned(account)
+
+    def remove(self, key: OrderKey) -> None:
+        """Remove a key, whichever turn it was made in; KeyError if it is not there."""
+        account = self._account_of(key[-1])
+        queue = self._queues[account]
+        queue.remove(_bare(key))
+        self._size -= 1
+        if not queue:
+            del self._queues[account]
+        self.turned(account)
+
+    def position(self, key: OrderKey) -> int:
+        """Return the number of smaller keys in the present turns. The key is of these turns too; no request
+        need have it.
+        """
+        return sum(
+            queue.position((key[0] - (AHEAD if account.ahead else 0), key[1], key[2]))
+            for account, queue in self._queues.items()
+        )
+
+    def at(self, index: int) -> OrderKey:
+        """Return the key with `index` smaller ones; raise IndexError if there is none. To continue from the
+        last index is cheap.
+        """
+        if index == 0:
+            return self._heads.at(0)
+        if self._walk is None:
+            self._walk = iter(self)
+        while len(self._walked) <= index:
+            key = next(self._walk, None)
+            if key is None:
+                raise IndexError(index)
+            self._walked.append(key)
+        return self._walked[index]
+
+    def turned(self, account: Account) -> None:
+        """Update the heads after a change of the account's queue or of its turn."""
+        self._walk = None
+        self._walked.clear()
+        queue = self._queues.get(account)
+        head = _in_turn_of(account, queue.at(0)) if queue is not None else None
+        before = self._head_of.pop(account, None)
+        if before is not None:
+            self._heads.remove(before)
+        if head is not None:
+            self._heads.add(head)
+            self._head_of[account] = head
+
+    def _keys(self, account: Account) -> Iterator[OrderKey]:
+        for key in self._queues[account]:
+            yield _in_turn_of(account, key)
+
+
+def _bare(key: OrderKey) -> OrderKey:
+    return (key[0] & ~AHEAD, key[1], key[2])
+
+
+def _in_turn_of(account: Account, key: OrderKey) -> OrderKey:
+    return (key[0] | AHEAD, key[1], key[2]) if account.ahead else key

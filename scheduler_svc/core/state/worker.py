@@ -1,0 +1,192 @@
+"""One worker, as the core knows it."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from laps_sd.contract.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
+from scheduler_svc.core.events import WorkerFacts
+from scheduler_svc.core.state.request import Request, order_key_of
+
+MOST_TAKEN_OFF = 256
+"""Requests remembered after they left a worker: more than it can have in one batch. Our choice."""
+STUCK_ROUNDS = 2
+"""Rounds that a worker with slots for all must have left a request out before it counts as short of memory; one may
+pass between the lease and the first round.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """Mutable; only the scheduler changes it. `members` and `in_order` hold the same requests."""
+
+    worker_id: str
+    facts: WorkerFacts | None = None
+    """Facts from its hello; None if requests on the record name it, and it has not come up (again)."""
+    draining: bool = False
+    alone: bool = False
+    """True while a member runs alone here, or is about to: the worker gets no other request."""
+    taken_off: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_TAKEN_OFF))
+    """The newest requests that left its list since its last report. They may still be in its batch, because
+    it runs them until it receives the Drop, which it does not answer. Requests that are known to be harmless
+    are left out."""
+    quiet_at_s: float = 0.0
+    """Time from which the newest of them has certainly left its batch."""
+    members: dict[str, Request] = field(default_factory=dict)
+    """Every request leased to it: its list."""
+    running: dict[str, Request] = field(default_factory=dict)
+    """Members that took part in the last round it reported."""
+    must_send: bool = False
+    """True after its hello: it gets its list, whatever the list holds."""
+    told_drained: bool = False
+    reserved: int = 0
+    """Members that may use the reserved share."""
+    unsent: int = 0
+    """Members that were not yet sent to it."""
+    priors_version: int = 0
+    """The oldest version of the priors that ranks of members rest on, or an older one."""
+    free_target_blocks: int = 0
+    free_draft_blocks: int = 0
+    reserve_debt_blocks: float = 0.0
+    """KV blocks times rounds that its reserved share has used beyond its part; see `charge_reserve`."""
+    rounds: int = 0
+    tokens: int = 0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    """Recent drafted and accepted tokens (decayed)."""
+    tokens_per_s: float = 0.0
+    """Recent rate (decayed)."""
+    _listed: list[Request] = field(default_factory=list)
+    """Its members, best first as of the last sort."""
+    _is_in_order: bool = True
+
+    @property
+    def takes_work(self) -> bool:
+        """Return whether it may be given requests."""
+        return self.facts is not None and not self.draining and not self.alone
+
+    @property
+    def slots(self) -> int:
+        """Return the number of requests it runs at once; 0 while it is not up."""
+        return self.facts.slots if self.facts is not None else 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Return the longest context it can bring to its end, alone.
+
+        A round needs room for the longest draft even when it will draft less, so a draft is set aside.
+        """
+        facts = self.facts
+        assert facts is not None, "asked of workers that take work"
+        pools = [facts.target_blocks, facts.draft_blocks] if facts.draft_blocks else [facts.target_blocks]
+        return min(facts.max_length, min(pools) * facts.block_size - facts.max_draft_len)
+
+    @property
+    def reserved_share(self) -> int:
+        """Return how many requests may use its reserved share; a one-slot worker has one, in its reserved
+        rounds.
+        """
+        return reserved_slots(self.slots) or 1
+
+    def charge_reserve(self) -> None:
+        """Charge the reserved share for a round. Where KV is short, the share is one of blocks as much as of
+        slots: blocks used beyond its part are a debt, and until that is paid no other old request is
+        preferred. Otherwise the oldest requests, which are the largest of all where the small ones overtake
+        them, would take many times their share. Our choice.
+        """
+        facts = self.facts
+        if facts is None:
+            return
+        used = 0.0
+        if self.is_short_of_blocks:
+            tokens = sum(request.context_tokens for request in self.running.values() if request.reserved)
+            used = tokens / facts.block_size
+        share = self.reserved_share / facts.slots if facts.slots > 1 else 1 / RESERVED_ONE_IN
+        due = share * facts.target_blocks
+        owed = self.reserve_debt_blocks > 0
+        self.reserve_debt_blocks = max(0.0, self.reserve_debt_blocks + used - due)
+        if owed != (self.reserve_debt_blocks > 0):
+            for request in self.members.values():
+                if request.reserved:
+                    request.entry = None
+
+    @property
+    def is_short_of_blocks(self) -> bool:
+        """Return whether either pool is so full that `choose` may suspend preemption."""
+        facts = self.facts
+        assert facts is not None, "asked of workers that take work"
+        return (
+            facts.target_blocks - self.free_target_blocks > LATCH_OFF * facts.target_blocks
+            or facts.draft_blocks - self.free_draft_blocks > LATCH_OFF * facts.draft_blocks
+        )
+
+    @property
+    def load(self) -> tuple[float, str]:
+        """Return the unfinished requests per slot: workers get requests in this order, fewest first."""
+        return (len(self.members) / self.slots, self.worker_id)
+
+    def holds(self, request: Request) -> bool:
+        """Return whether it could run the request to its end."""
+        return request.longest_tokens <= self.capacity_tokens
+
+    def has_blocks_for(self, request: Request) -> bool:
+        """Return whether it could run the request right now, in addition to all its members; by its last
+        report.
+        """
+        facts = self.facts
+        assert facts is not None, "asked of workers that take work"
+        if len(self.running) < len(self.members):
+            return False
+        free = (
+            min(self.free_target_blocks, self.free_draft_blocks)
+            if facts.draft_blocks
+            else self.free_target_blocks
+        )
+        return request.context_tokens + facts.max_draft_len <= free * facts.block_size
+
+    @property
+    def waiting_for_blocks(self) -> list[Request]:
+        """Return the members that it leaves out although it has slots for all, best first."""
+        if len(self.members) > self.slots:
+            return []
+        return [request for request in self.in_order if self.rounds - request.last_round >= STUCK_ROUNDS]
+
+    @property
+    def in_order(self) -> list[Request]:
+        """Return its members, best first. A report moves the ranks of most of them a little, so they are
+        sorted when they are read and not at each change: sorting a nearly sorted list costs less than a
+        bisection for each member.
+        """
+        if not self._is_in_order:
+            self._listed.sort(key=order_key_of)
+            self._is_in_order = True
+        return self._listed
+
+    def add(self, request: Request) -> None:
+        """Put a request on the list."""
+        self.members[request.request_id] = request
+        self.unsent += 1
+        self.priors_version = min(self.priors_version, request.priors_version)
+        request.last_round = self.rounds
+        if self._is_in_order:
+            insort(self._listed, request, key=order_key_of)
+        else:
+            self._listed.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request off the list, and off the copy that the worker has: the request ended there, or a
+        Drop is sent.
+        """
+        del self.members[request.request_id]
+        self._listed.remove(request)
+        self.running.pop(request.request_id, None)
+        if request.sent is None:
+            self.unsent -= 1
+        request.sent = None
+        self.reserved -= request.reserved
+
+    def reorder(self) -> None:
+        """Note that the order key of a member changed."""
+        self._is_in_order = False

@@ -1,0 +1,683 @@
+"""The one task of a leader: collect messages, call the core, carry out its commands. The record comes first.
+
+A turn:
+  1. take what is in the inbox, up to a bound, and the timers that are due;
+  2. write new requests to the record, and send "accepted" for those that it took;
+  3. `core.step(now, events)`;
+  4. carry out the record commands in one pipeline, again and again until the record has answered;
+  5. only then: acknowledge reports, mark committed tokens for delivery to clients, send drops,
+     specifications, assignments.
+
+One task has all of it, and nothing is awaited between reading and changing the state, so there is no lock. A
+refusal of the record is an event of the next turn. Every end of a request (finished, cancelled, deadline,
+worker lost) takes the same path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from laps_sd.service.log import get_logger
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc import metrics
+from scheduler_svc.core.commands import (
+    Assign,
+    Command,
+    Commit,
+    Drained,
+    Drop,
+    Finish,
+    Lease,
+    Rank,
+    Release,
+    Standing,
+)
+from scheduler_svc.core.events import Arrived, End, EndRequested, Event, Refused, WorkerDraining
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.leader.clients import Clients
+from scheduler_svc.leader.live import Live, from_record, recovered
+from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.roster import Roster
+from scheduler_svc.leader.sessions import WorkerSession
+from scheduler_svc.leader.tracing import RequestTraces
+from scheduler_svc.leader.turn import (
+    DrainOrdered,
+    FromGateway,
+    FromWorker,
+    GatewayClosed,
+    Item,
+    LeadInDoubt,
+    Timers,
+    Turn,
+    WorkerClosed,
+    WorkerOpened,
+)
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
+from scheduler_svc.store.records import StoredRequest, TransitionStatus
+from scheduler_svc.store.store import Pending, Store
+from scheduler_svc.wire import translate
+
+log = get_logger(__name__)
+
+RecordCommand = Commit | Finish | Release | Lease | Rank
+RECORD_COMMANDS = (Commit, Finish, Release, Lease, Rank)
+MAX_INBOX = 20_000
+"""Items that may wait for a turn; with more, streams are no longer read."""
+MAX_TURN = 256
+"""Items of one turn. A loop that is late gains nothing from longer turns, while everything that a turn writes
+has to be on the record within the store's timeout: 256 reports of 64 requests take it about half a second.
+"""
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 1.0
+OBSERVE_S = 1.0
+"""Seconds between two readings of the queue's gauges."""
+FOLLOW_CLOCK_S = 10.0
+"""Seconds between two comparisons of the leader's clock with that of the record's server."""
+MEAN_REQUEST_S = "mean_request_s"
+"""Key in the record, stored with what the policy has learnt: machine seconds that an unfinished request still
+needs on average.
+"""
+WRITE_BACK_TOGETHER = 32
+FORGOTTEN_DETAIL = "the record lost how this request ended"
+MISMATCH_DETAIL = "the record holds other outputs than were committed"
+NO_STANDING = Standing(rounds=0, drafted=0, accepted=0, attained_s=0.0, preemptions=0, level=0, score=0.0)
+
+
+def _pauses_s() -> Iterator[float]:
+    """Yield the pauses in seconds between two attempts: doubling up to the longest."""
+    pause_s = FIRST_RETRY_S
+    while True:
+        yield pause_s
+        pause_s = min(LONGEST_RETRY_S, pause_s * 2)
+
+
+class Loop:
+    """Leader of one shard, from `recover` until it is fenced."""
+
+    def __init__(
+        self,
+        *,
+        settings: SchedulerSettings,
+        core: Scheduler,
+        store: Store,
+        clock: Callable[[], float],
+        outage: Outage,
+        traces: RequestTraces,
+    ) -> None:
+        self.settings = settings
+        self.core = core
+        self.store = store
+        self.clock = clock
+        self.outage = outage
+        self.room = asyncio.Event()
+        """Event that is cleared while the loop is far behind: streams are not read then, and flow control
+        holds the peers back.
+        """
+        self.room.set()
+        self.timers = Timers()
+        self.roster = Roster(settings, self.timers)
+        self.clients = Clients(
+            settings,
+            store,
+            self.timers,
+            outage,
+            confirm_lead=self._confirm_lead,
+            capacity_tokens=lambda: core.capacity_tokens,
+            retry_after_s=self._retry_after_s,
+            traces=traces,
+        )
+        self._inbox: deque[Item] = deque()
+        self._arrived = asyncio.Event()
+        self._next_events: list[Event] = []
+        self._saved_priors = ""
+        self._mean_request_s: float | None = None
+        """Machine seconds left per unfinished request, when there last was one."""
+        self._kv_usage = 0.0
+        """Share of KV blocks in use, as read last."""
+        self._recovered_from: str | None = None
+        """Incarnation of the record that the working copy was read from. While this is set, workers may hold
+        what an emptied record has lost; a leader that outlived an emptied record knows everything itself.
+        """
+
+    # Interface of the loop.
+
+    def load(self, *, gateways: int) -> gateway_pb.ShardLoad:
+        """Return the load by which gateways choose a shard; `gateways`: the number of gateways that receive
+        it.
+        """
+        return gateway_pb.ShardLoad(
+            backlog_s=self.core.totals().backlog_s,
+            requests=len(self.clients.live),
+            workers=sum(entry.session is not None for entry in self.roster.workers.values()),
+            gateways=gateways,
+            kv_usage=self._kv_usage,
+            refuses=self.clients.refusal(),
+        )
+
+    def put(self, item: Item) -> None:
+        """Queue an item for the next turn."""
+        self._inbox.append(item)
+        self._arrived.set()
+        if len(self._inbox) > MAX_INBOX:
+            self.room.clear()
+
+    def agrees(self, fingerprint: str) -> bool:
+        """Return True if a worker's model pair is the pool's."""
+        return self.roster.agrees(
+            fingerprint, has_outputs=any(live.committed for live in self.clients.live.values())
+        )
+
+    async def recover(self) -> None:
+        """Rebuild the working copy from the record. Called once, before anything else. Raises
+        StoreUnavailable, Fenced.
+        """
+        self._recovered_from = self.store.incarnation
+        events: list[Event] = []
+        holders: set[str] = set()
+        self.clients.newest_sequence = await self.store.last_sequence()
+        async for chunk in self.store.load_unfinished():
+            for stored in chunk:
+                live = from_record(stored)
+                events.append(recovered(live))
+                self.clients.adopt(live)
+                if stored.worker_id is not None:
+                    holders.add(stored.worker_id)
+        now_s = self.clock()  # peers may connect from now on, however long the reading took
+        if self.store.record_was_empty:
+            self.clients.brought_back_until_s = now_s + self.settings.reattach_grace_s
+        for live in self.clients.live.values():
+            self.clients.start_grace(live, now_s, self.settings.reattach_grace_s)
+        for worker_id in sorted(holders):
+            self.roster.expect(worker_id, now_s)
+        self.timers.at(now_s + self.settings.priors_save_s, self._save_priors_soon)
+        self.timers.at(now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
+        self.timers.at(now_s, self._observe_queue)
+        if events:
+            log.info("recovered", requests=len(events), workers=len(self.roster.workers))
+            await self._carry_out(Turn(now_s), self.core.step(now_s, events))
+
+    async def run(self) -> None:
+        """Run turn after turn, until `Fenced` is raised out of it."""
+        while True:
+            await self._wait()
+            items = [self._inbox.popleft() for _ in range(min(len(self._inbox), MAX_TURN))]
+            self._arrived.clear()
+            if len(self._inbox) <= MAX_INBOX:
+                self.room.set()
+            await self._turn(items)
+
+    async def _wait(self) -> None:
+        if self._inbox or self._next_events:
+            await asyncio.sleep(0)  # let the streams' handlers send what the last turn decided
+            return
+        next_s = self.timers.next_s
+        # Not wait_for: on Python 3.11 it can lose a cancellation that comes together with the event.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if next_s is None else max(0.0, next_s - self.clock())):
+                await self._arrived.wait()
+
+    async def _turn(self, items: Iterable[Item]) -> None:
+        turn = Turn(self.clock(), events=self._next_events)
+        self._next_events = []
+        for item in items:
+            self._collect(turn, item)
+        self.timers.run_due(turn)
+        if turn.lead_in_doubt:
+            await self._confirm_lead()
+            for settled in turn.settled:
+                settled.set()
+        if turn.submits:
+            await self.clients.admit(turn)
+        if turn.offers:
+            await self.clients.take_offers(turn)
+        for live, shown in turn.seen_further:
+            await self._go_on_behind(turn, live, shown)
+        if turn.unknown_attaches or turn.unknown_submits:
+            await self.clients.ask_record(turn)
+        if turn.departures:
+            await self.clients.depart(turn)
+        if self.clients.doubtful:
+            await self._end_doubtful(turn)
+        due = turn.events or self.core.has_suspects
+        commands = self.core.step(turn.now_s, turn.events) if due else []
+        if turn.events:
+            metrics.observe_estimates(self.core.estimate_errors.latest)
+        await self._carry_out(turn, commands)
+        for chore in turn.chores:
+            await chore()
+        metrics.observe_turn(turn.events)
+
+    # Collect.
+
+    def _collect(self, turn: Turn, item: Item) -> None:
+        match item:
+            case FromWorker(session, message):
+                self._heard_worker(turn, session, message)
+            case FromGateway(session, message):
+                self.clients.heard(turn, session, message)
+            case WorkerOpened(session, hello):
+                self.roster.opened(turn, session, hello)
+                if self.store.incarnation == self._recovered_from:
+                    turn.offers.extend(held for held in hello.held if held.HasField("specification"))
+            case WorkerClosed(session, silent):
+                self.roster.closed(turn, session, silent=silent)
+            case GatewayClosed():
+                turn.departures.append(item)
+            case DrainOrdered(worker_id):
+                self.roster.drain(turn, worker_id)
+            case LeadInDoubt(settled):
+                turn.lead_in_doubt = True
+                if settled is not None:
+                    turn.settled.append(settled)
+
+    def _heard_worker(self, turn: Turn, session: WorkerSession, message: worker_pb.WorkerMessage) -> None:
+        entry = self.roster.workers.get(session.worker_id)
+        if entry is None or entry.session is not session:
+            return  # an older stream of a worker that has reconnected: the new stream carries everything
+        match message.WhichOneof("message"):
+            case "reports":
+                entry.last_report_s = turn.now_s
+                for report in message.reports.reports:
+                    self._heard_report(turn, session, report)
+            case "missing":
+                turn.respecify.extend((session, request_id) for request_id in message.missing.request_ids)
+            case "drain":
+                turn.events.append(WorkerDraining(session.worker_id))
+
+    def _heard_report(self, turn: Turn, session: WorkerSession, report: worker_pb.RoundReport) -> None:
+        event = translate.round_reported(session.worker_id, report)
+        turn.events.append(event)
+        turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
+        for progress in report.progress:
+            live = self.clients.live.get(progress.request_id)
+            if live is not None:
+                if live.started_s is None:
+                    live.started_s = max(live.facts.arrival_s, turn.now_s - event.total_s)
+                if progress.cached > live.cached_prompt_tokens:
+                    live.cached_prompt_tokens = progress.cached
+                if live.most_logprobs is not None and progress.lease_epoch == live.lease_epoch:
+                    live.tell_logprobs(progress.position, progress.logprobs)
+
+    async def _end_doubtful(self, turn: Turn) -> None:
+        """End requests whose submission was refused because the record did not answer, and that the record
+        has all the same.
+        """
+        try:
+            found = await self.clients.settle_doubtful()
+        except StoreUnavailable:
+            return
+        for live in found:
+            self.clients.adopt(live)
+            turn.events += [
+                Arrived(live.facts),
+                EndRequested(live.request_id, End.CANCELLED, "its submission was refused"),
+            ]
+
+    def _observe_queue(self, turn: Turn) -> None:
+        self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)
+        self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
+        turn.chores.append(self._settle_claims)
+
+    async def _settle_claims(self) -> None:
+        if not self.outage.on:
+            self.clients.forget_old_ends(self.clock())
+            try:
+                await self.store.settle_claims()
+            except StoreUnavailable as error:  # tried again in the next second
+                self.outage.began(error)
+
+    def _follow_clock_soon(self, turn: Turn) -> None:
+        self.timers.at(turn.now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
+        turn.chores.append(self._follow_clock)
+
+    async def _follow_clock(self) -> None:
+        if not self.outage.on:
+            try:
+                self.store.clock.follow(await self.store.measure_clock())
+            except StoreUnavailable as error:  # tried again in the next interval
+                self.outage.began(error)
+
+    def _save_priors_soon(self, turn: Turn) -> None:
+        self.timers.at(turn.now_s + self.settings.priors_save_s, self._save_priors_soon)
+        turn.chores.append(self._save_priors)
+
+    async def _save_priors(self) -> None:
+        if live := len(self.clients.live):
+            self._mean_request_s = self.core.totals().backlog_s / live
+        learnt = self.core.priors.to_dict()
+        if self._mean_request_s is not None:
+            learnt[MEAN_REQUEST_S] = self._mean_request_s
+        blob = json.dumps(learnt, separators=(",", ":"))
+        if blob == self._saved_priors and not self.outage.on:
+            return  # in an outage it is written all the same, which shows whether the outage is over
+        try:
+            await self.store.save_priors(blob.encode())
+        except Fenced:
+            self.put(LeadInDoubt())
+        except StoreUnavailable as error:  # tried again in the next interval
+            self.outage.began(error)
+        else:
+            self._saved_priors = blob
+            self.outage.wrote()
+
+    def _retry_after_s(self) -> float:
+        """Return the seconds until a full queue may have room: the estimated time of one request, bounded to
+        0.1 to 30 s.
+        """
+        workers = max(1, len(self.roster.workers))
+        each_s = self.core.totals().backlog_s / max(1, len(self.clients.live)) / workers
+        return min(30.0, max(0.1, each_s))
+
+    # Act.
+
+    async def _carry_out(self, turn: Turn, commands: Sequence[Command]) -> None:
+        record = [command for command in commands if isinstance(command, RECORD_COMMANDS)]
+        refused: set[str] = set()
+        for transition, status in zip(record, await self._record(record), strict=True):
+            if status is TransitionStatus.OK or status is TransitionStatus.ALREADY:
+                self._recorded(transition, turn.now_s)
+            elif not isinstance(transition, Rank):
+                refused.add(transition.request_id)
+                await self._refused(transition, status, turn.now_s)
+        for command in commands:
+            match command:
+                case Drop(worker_id, requests):
+                    if (session := self.roster.session(worker_id)) is not None:
+                        session.drop(requests)
+                case Assign():
+                    self._assign(command, refused, turn.now_s)
+                case Drained(worker_id):
+                    if (session := self.roster.session(worker_id)) is not None:
+                        session.drained()
+        for session, request_id in turn.respecify:
+            live = self.clients.live.get(request_id)
+            if live is not None and request_id in session.known:
+                session.specify(live, session.known[request_id], self._origin(live, turn.now_s))
+        for session, number in turn.acknowledge.items():
+            session.acknowledge(number)
+        self.clients.answer_cancelled(turn)
+
+    async def _record(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
+        """Write the commands, and retry: while the record is away nothing is shown and nothing is decided.
+
+        Sending the same again is safe: the record answers ALREADY for what it has. Raises Fenced.
+        """
+        if not commands:
+            return []
+        pauses_s = _pauses_s()
+        began_s = time.perf_counter()
+        while True:
+            try:
+                statuses = await self._write(commands)
+            except Fenced:
+                await self._confirm_lead()
+            except StoreUnavailable as error:
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
+            else:
+                break
+        if self.outage.stuck:
+            self.roster.excuse(self.clock())
+        self.outage.wrote()
+        metrics.COMMIT.observe(time.perf_counter() - began_s)
+        return statuses
+
+    async def _confirm_lead(self) -> None:
+        """Confirm the lead after `Fenced`. If the lease only ran out and no other process has led since, it
+        is renewed under the same epoch. If the record lost something, it gets back what this leader holds.
+        Raises Fenced when another process leads.
+        """
+        pauses_s = _pauses_s()
+        while True:
+            try:
+                if not await self.store.renew_leadership():
+                    raise Fenced("another leader is or was in force")
+                return
+            except RecordBehind as error:
+                log.warning(
+                    "the record may have lost something: writing back what it lacks", reason=str(error)
+                )
+                try:
+                    if await self.store.reclaim_leadership(newest_sequence=self.clients.newest_sequence):
+                        await self._write_back()
+                        await self.store.reclaimed()
+                        self._saved_priors = ""
+                except Fenced:
+                    continue  # lost again during the confirmation
+                except StoreUnavailable as unavailable:
+                    self.outage.began(unavailable, stuck=True)
+                    self.store.distrust()
+                    await asyncio.sleep(next(pauses_s))
+            except StoreUnavailable as error:
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
+
+    async def _write_back(self) -> None:
+        """Write back everything that this leader has committed and the record lacks. Raises StoreUnavailable,
+        Fenced.
+        """
+        live = self.clients.live
+        reached = await self.store.reached(list(live))
+        behind = [
+            copy
+            for copy, found in zip(list(live.values()), reached, strict=True)
+            if found is None or found[0] < copy.lease_epoch or found[1] < len(copy.committed)
+        ]
+        for start in range(0, len(behind), WRITE_BACK_TOGETHER):
+            batch = self.store.batch()
+            restored = [copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]]
+            batch.restore(restored)
+            await batch.execute()
+            await self.store.claim_again(restored)
+        for ended in self.clients.ended_lately:
+            batch = self.store.batch()
+            restored = [ended.live.to_record()]
+            batch.restore(restored)
+            batch.commit([ended.commit])
+            await batch.execute()
+            await self.store.claim_again(restored)
+        self.clients.ends_are_written_back(self.clock())
+        known = {*live, *self.clients.doubtful}
+        unknown = [request_id for request_id in await self.store.unfinished_ids() if request_id not in known]
+        for start in range(0, len(unknown), WRITE_BACK_TOGETHER):
+            # For this leader and its clients these requests ended long ago; the record has lost which end it
+            # was.
+            batch = self.store.batch()
+            batch.finish(
+                [
+                    Finish(request_id, End.ERROR, FORGOTTEN_DETAIL, NO_STANDING, ())
+                    for request_id in unknown[start : start + WRITE_BACK_TOGETHER]
+                ]
+            )
+            await batch.execute()
+        metrics.WRITTEN_BACK.labels("leader").inc(len(behind))
+        log.warning("written back", requests=len(behind), unfinished=len(live), ended_again=len(unknown))
+
+    async def _write(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
+        """Write the commands in one pipeline; a run of one kind of command is one script call."""
+        batch = self.store.batch()
+        queue: dict[type[RecordCommand], Callable[..., Pending[list[TransitionStatus]]]] = {
+            Commit: batch.commit,
+            Finish: batch.finish,
+            Release: batch.release,
+            Lease: batch.lease,
+            Rank: batch.rank,
+        }
+        answers = [queue[kind](list(run)) for kind, run in itertools.groupby(commands, type)]
+        await batch.execute()
+        return [status for answer in answers for status in answer.result()]
+
+    def _recorded(self, command: RecordCommand, now_s: float) -> None:
+        live = self.clients.live.get(command.request_id)
+        if live is None:
+            return
+        match command:
+            case Commit():
+                live.standing = command.standing
+                live.append(command.position, command.tokens, now_s)
+                if command.end is not None:
+                    self._ended(live, command, now_s)
+                else:
+                    self.clients.owe(live)
+            case Finish():
+                live.standing = command.standing
+                self._ended(live, _as_commit(command, live), now_s)
+            case Lease():
+                live.lease(command.lease_epoch, command.worker_id, now_s)
+            case Release():
+                live.lease(live.lease_epoch, None, now_s)
+                if command.deaths > live.deaths:
+                    metrics.observe_death(command.deaths)
+                live.deaths, live.death_round = command.deaths, command.death_round
+            case Rank():
+                live.standing = replace(live.standing, level=command.level, score=command.score)
+
+    def _ended(self, live: Live, commit: Commit, now_s: float) -> None:
+        """Release a request whose end is on the record: only what must still be delivered is kept."""
+        session = self.roster.session(live.worker_id) if live.worker_id is not None else None
+        if session is not None:
+            session.known.pop(live.request_id, None)
+        self.clients.ended(live, commit, now_s)
+
+    async def _refused(
+        self, command: Commit | Finish | Release | Lease, status: TransitionStatus, now_s: float
+    ) -> None:
+        """Correct the core's wrong state of a request: the core drops the request, and receives the state on
+        the record.
+        """
+        request_id, kind = command.request_id, type(command).__name__.lower()
+        metrics.REFUSED.labels(kind, status.name.lower()).inc()
+        log.warning("the record refused", request_id=request_id, transition=kind, status=status.name)
+        self._next_events.append(Refused(request_id, gone=status is TransitionStatus.GONE))
+        live = self.clients.live.get(request_id)
+        if live is None:
+            return
+        stored = await self._read(request_id)
+        if stored is not None:
+            live.append(len(live.committed), stored.committed_ids[len(live.committed) :], now_s)
+            live.standing = stored.standing
+            live.lease(stored.lease_epoch, stored.worker_id, now_s)
+            live.deaths, live.death_round = stored.deaths, stored.death_round
+            if stored.end is not None:
+                self._ended(live, _as_ended(stored), now_s)
+                return
+            self.clients.owe(live)
+        if stored is None or len(stored.committed_ids) < len(live.committed):
+            # No other process could have ended it or removed tokens: the record has lost them.
+            if await self._restore(live.to_record()):
+                metrics.WRITTEN_BACK.labels("leader").inc()
+            else:
+                self._next_events += [
+                    recovered(live),
+                    EndRequested(request_id, End.ERROR, MISMATCH_DETAIL),
+                ]
+                return
+        self._next_events.append(recovered(live))
+
+    async def _restore(self, stored: StoredRequest) -> bool:
+        """Write one request back, however long the record is away. Return False if the record holds other
+        outputs.
+        """
+        pauses_s = _pauses_s()
+        while True:
+            try:
+                batch = self.store.batch()
+                answer = batch.restore([stored])
+                await batch.execute()
+            except Fenced:
+                await self._confirm_lead()
+            except StoreUnavailable as error:
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
+            else:
+                self.outage.wrote()
+                return answer.result()[0] in (TransitionStatus.OK, TransitionStatus.ALREADY)
+
+    async def _go_on_behind(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
+        """Continue a request after the outputs that a client has seen, if they are more than the record has:
+        they are kept, and the next worker generates after them.
+        """
+        if live.end is not None or len(shown) > live.facts.max_tokens or max(shown) > translate.MAX_TOKEN_ID:
+            return
+        if shown[: len(live.committed)] != tuple(live.committed):
+            # Nothing to gain; the stream continues once this request is past the outputs that the client has
+            # seen.
+            return
+        further = replace(
+            live.to_record(), committed_ids=shown, lease_epoch=live.lease_epoch + 1, worker_id=None
+        )
+        if await self._restore(further):
+            live.append(0, shown, turn.now_s)
+            live.lease(further.lease_epoch, None, turn.now_s)
+            self.clients.owe(live)
+            turn.events.append(recovered(live))
+
+    async def _read(self, request_id: str) -> StoredRequest | None:
+        pauses_s = _pauses_s()
+        while True:
+            try:
+                return await self.store.read(request_id)
+            except StoreUnavailable as error:
+                self.outage.began(error, stuck=True)
+                await asyncio.sleep(next(pauses_s))
+
+    def _origin(self, live: Live, now_s: float) -> gateway_pb.Origin:
+        return live.origin(now_s, self.store.incarnation or "")
+
+    def _assign(self, command: Assign, refused: set[str], now_s: float) -> None:
+        entry = self.roster.workers.get(command.worker_id)
+        if entry is None or entry.session is None:
+            return
+        live, known = self.clients.live, entry.session.known
+        entries = []
+        for listed in command.entries:
+            request_id = listed.request_id
+            copy = live.get(request_id)
+            if copy is None or request_id in refused:
+                continue
+            entries.append(listed)
+            if known.get(request_id) != listed.lease_epoch:
+                entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
+        if not entry.listed:
+            entry.last_report_s = now_s  # the watchdog counts from the time when there is work
+        entry.listed = len(entries)
+        entry.session.assign(entries)
+
+
+def _as_commit(finish: Finish, live: Live) -> Commit:
+    """Return the same end as a commit without tokens."""
+    return Commit(
+        request_id=finish.request_id,
+        lease_epoch=live.lease_epoch,
+        position=len(live.committed),
+        tokens=(),
+        standing=finish.standing,
+        end=finish.end,
+        cut_characters=0,
+        detail=finish.detail,
+        story=finish.story,
+    )
+
+
+def _as_ended(stored: StoredRequest) -> Commit:
+    """Return the end that the record has, as the commit that brought it."""
+    return Commit(
+        request_id=stored.request_id,
+        lease_epoch=stored.lease_epoch,
+        position=len(stored.committed_ids),
+        tokens=(),
+        standing=stored.standing,
+        end=stored.end,
+        cut_characters=stored.cut_characters,
+        detail=stored.detail,
+        story=stored.story,
+    )

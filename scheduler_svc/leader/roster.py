@@ -1,0 +1,157 @@
+"""The workers of the shard as the shell sees them: connected, in their grace period, or removed.
+
+The core receives the loss of a worker only after its grace period; until then a worker that reconnects keeps
+its requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from laps_sd.service.log import get_logger
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.events import WorkerDraining, WorkerLost, WorkerUp
+from scheduler_svc.leader.sessions import WorkerSession
+from scheduler_svc.leader.turn import Timer, Timers, Turn
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.wire import translate
+
+log = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class WorkerEntry:
+    """One worker process."""
+
+    worker_id: str
+    name: str = ""
+    session: WorkerSession | None = None
+    """Stream of the worker; None in its grace period: the stream broke, or the worker has leases on the
+    record and has not sent a hello to this leader.
+    """
+    timer: Timer | None = None
+    """Watchdog while the worker has a session; end of its grace period while it has none."""
+    listed: int = 0
+    last_report_s: float = 0.0
+
+    def replace_timer(self, timer: Timer | None) -> None:
+        """Cancel the present timer and keep this one."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = timer
+
+
+class Roster:
+    """Workers of the shard, by worker id and by the name that survives a restart."""
+
+    def __init__(self, settings: SchedulerSettings, timers: Timers) -> None:
+        self.workers: dict[str, WorkerEntry] = {}
+        self.fingerprint = ""
+        """Fingerprint of the pool's model pair, from the hello of the first worker."""
+        self._settings = settings
+        self._timers = timers
+
+    def session(self, worker_id: str) -> WorkerSession | None:
+        """Return the stream of a worker; None while it has none."""
+        entry = self.workers.get(worker_id)
+        return entry.session if entry is not None else None
+
+    def named(self, id_or_name: str) -> WorkerEntry | None:
+        """Return a worker by its id or by its name."""
+        for entry in self.workers.values():
+            if id_or_name in (entry.worker_id, entry.name):
+                return entry
+        return None
+
+    def agrees(self, fingerprint: str, *, has_outputs: bool) -> bool:
+        """Return True if a worker's model pair is the pool's. The pool may change its pair only while nothing
+        depends on it: no worker is connected and no unfinished request has outputs.
+        """
+        bound = has_outputs or any(entry.session is not None for entry in self.workers.values())
+        if not self.fingerprint or not bound:
+            self.fingerprint = fingerprint
+        return self.fingerprint == fingerprint
+
+    def expect(self, worker_id: str, now_s: float) -> None:
+        """Give a worker with leases on the record its grace period, in which it can send a hello to a new
+        leader.
+        """
+        if worker_id not in self.workers:
+            entry = self.workers[worker_id] = WorkerEntry(worker_id)
+            self._start_grace(entry, now_s)
+
+    def opened(self, turn: Turn, session: WorkerSession, hello: worker_pb.WorkerHello) -> None:
+        """Handle the hello of a worker: its first one, or one after its stream broke."""
+        for other in list(self.workers.values()):
+            # The same name under another id, and no stream left: that process is dead, so its grace period
+            # ends now.
+            if (
+                other.name == hello.worker_name
+                and other.worker_id != hello.worker_id
+                and other.session is None
+            ):
+                self._lose(turn, other)
+        entry = self.workers.setdefault(hello.worker_id, WorkerEntry(hello.worker_id))
+        if entry.session is not None:
+            entry.session.close("the worker has dialled again")
+        entry.session = session
+        entry.name = hello.worker_name
+        entry.last_report_s = turn.now_s
+        session.known = {held.request_id: held.lease_epoch for held in hello.held}
+        turn.events.append(WorkerUp(translate.worker_facts(hello), translate.held_requests(hello)))
+        if hello.draining:
+            turn.events.append(WorkerDraining(hello.worker_id))
+        self._watch(entry, turn.now_s)
+        log.info("worker up", worker_id=hello.worker_id, slots=hello.slots, held=len(hello.held))
+
+    def closed(self, turn: Turn, session: WorkerSession, *, silent: bool) -> None:
+        """Handle the end of a stream. A silent worker has had its grace period already."""
+        entry = self.workers.get(session.worker_id)
+        if entry is None or entry.session is not session:
+            return
+        entry.session = None
+        log.warning("worker stream ended", worker_id=entry.worker_id, silent=silent)
+        if silent:
+            self._lose(turn, entry)
+        else:
+            self._start_grace(entry, turn.now_s)
+
+    def drain(self, turn: Turn, worker_id: str) -> None:
+        """Drain a worker for an operator: it receives the order to leave, and gets no new work."""
+        session = self.session(worker_id)
+        if session is not None:
+            session.drain()
+            turn.events.append(WorkerDraining(worker_id))
+
+    def excuse(self, now_s: float) -> None:
+        """Restart the watchdogs: no worker could report while the record was unavailable."""
+        for entry in self.workers.values():
+            entry.last_report_s = now_s
+
+    def _start_grace(self, entry: WorkerEntry, now_s: float) -> None:
+        entry.replace_timer(
+            self._timers.at(now_s + self._settings.worker_grace_s, lambda turn: self._lose(turn, entry))
+        )
+
+    def _watch(self, entry: WorkerEntry, now_s: float) -> None:
+        """Set the watchdog: a connected worker with assigned requests that sends no report for too long
+        counts as dead.
+        """
+
+        def look(turn: Turn) -> None:
+            assert entry.session is not None, "the timer is replaced when the session ends"
+            if entry.listed and turn.now_s - entry.last_report_s >= self._settings.watchdog_s:
+                log.error("worker makes no progress", worker_id=entry.worker_id, listed=entry.listed)
+                entry.session.close(f"no report for {self._settings.watchdog_s:g} s")
+                entry.session = None
+                self._lose(turn, entry, hung=True)
+            else:
+                self._watch(entry, turn.now_s)
+
+        entry.replace_timer(self._timers.at(now_s + self._settings.watchdog_s / 2, look))
+
+    def _lose(self, turn: Turn, entry: WorkerEntry, *, hung: bool = False) -> None:
+        entry.replace_timer(None)
+        del self.workers[entry.worker_id]
+        log.warning("worker lost", worker_id=entry.worker_id)
+        turn.events.append(WorkerLost(entry.worker_id, hung))

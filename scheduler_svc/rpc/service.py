@@ -1,0 +1,390 @@
+"""The scheduler's gRPC side: streams in, streams out. It makes no decisions.
+
+Both links have the same shape. A reader hands each message to the loop; a writer sends what the session
+holds, and a heartbeat each second. The first of the two to end ends the stream, and the loop always receives
+the end as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+import laps_sd
+from laps_sd.errors import FailedPrecondition, InvalidArgument, LapsSdError, NotFound, Unavailable
+from laps_sd.service.log import get_logger
+from laps_sd.v1 import admin_pb2 as admin_pb
+from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.leader.leadership import Leadership
+from scheduler_svc.leader.loop import Loop
+from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
+from scheduler_svc.leader.turn import (
+    DrainOrdered,
+    FromGateway,
+    FromWorker,
+    GatewayClosed,
+    WorkerClosed,
+    WorkerOpened,
+)
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.wire import translate
+
+log = get_logger(__name__)
+
+PROTOCOL_VERSIONS = (1,)
+HEARTBEAT_S = 1.0
+HELLO_TIMEOUT_S = 5.0
+DEFAULT_QUEUE_LIMIT = 100
+MAX_QUEUE_LIMIT = 10_000
+
+Session = TypeVar("Session", WorkerSession, GatewaySession)
+
+
+class _Stream:
+    """Stream of one connected peer: reads, writes, heartbeats."""
+
+    def __init__(self, leadership: Leadership, context: Any, session: WorkerSession | GatewaySession) -> None:
+        self.leadership = leadership
+        self.context = context
+        self.session = session
+        self.epoch = leadership.epoch
+        self.heard_s = time.monotonic()
+        self.silent = False
+        self._beat_due = True
+
+    async def run(self, take: Callable[[Any], Awaitable[None]], heartbeat: Callable[[], Any]) -> None:
+        """Serve the stream until either side ends it, or the session is closed."""
+        reader = asyncio.create_task(self._read(take))
+        writer = asyncio.create_task(self._write(heartbeat))
+        try:
+            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        for task in done:
+            if not task.cancelled() and isinstance(task.exception(), LapsSdError):
+                task.result()
+
+    async def _read(self, take: Callable[[Any], Awaitable[None]]) -> None:
+        while True:
+            message = await self.context.read()
+            if message is grpc.aio.EOF:
+                return
+            self.heard_s = math.inf  # while this stream is held back, its peer is not silent
+            await take(message)
+            await self.session.room.wait()
+            self.heard_s = time.monotonic()
+
+    async def _write(self, heartbeat: Callable[[], Any]) -> None:
+        session = self.session
+        while not session.closed:
+            for reply in session.take():
+                reply.leader_epoch = self.epoch
+                await self.context.write(reply)
+            if self._beat_due:
+                self._beat_due = False
+                await self.context.write(heartbeat())
+                # One timer per second, and none for each wait: streams wait a hundred times a second.
+                asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+                if time.monotonic() - self.heard_s > self.leadership.settings.silence_s:
+                    self.silent = True
+                    return
+            await session.wake.wait()
+
+    def _beat(self) -> None:
+        self._beat_due = True
+        self.session.wake.set()
+
+
+async def _hello(context: Any, kind: str) -> Any:
+    """Return the first message of a stream, which must be a hello."""
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            message = await context.read()
+    except TimeoutError:
+        raise InvalidArgument("hello", f"must be the first message, within {HELLO_TIMEOUT_S:g} s") from None
+    if message is grpc.aio.EOF or message.WhichOneof("message") != "hello":
+        raise InvalidArgument("hello", f"must be the first message of a {kind}")
+    return message.hello
+
+
+def _version(offered: Any) -> int | None:
+    """Return the newest protocol version that both sides support; None without one."""
+    return max(set(offered) & set(PROTOCOL_VERSIONS), default=None)
+
+
+def _not_spoken(offered: Any) -> str:
+    return f"protocol versions {list(offered[:8])} are not spoken here, only {list(PROTOCOL_VERSIONS)}"
+
+
+def _scheduler_hello(leadership: Leadership, version: int) -> gateway_pb.SchedulerHello:
+    return gateway_pb.SchedulerHello(
+        shard=leadership.settings.shard,
+        protocol_version=version,
+        software_version=laps_sd.__version__,
+        pool=leadership.settings.pool,
+    )
+
+
+def _heartbeat() -> gateway_pb.Heartbeat:
+    return gateway_pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000)
+
+
+class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
+    """The stream of each gateway."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+
+    async def Connect(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        """See gateway_link.proto."""
+        hello = await _hello(context, "gateway")
+        translate.check_gateway_hello(hello)
+        leadership = self._leadership
+        loop = leadership.loop
+        if loop is None:
+            await context.write(
+                gateway_pb.GatewayLinkReply(
+                    not_leader=gateway_pb.NotLeader(leader_address=leadership.leader_address)
+                )
+            )
+            return
+        version = _version(hello.protocol_versions)
+        if version is None:
+            raise FailedPrecondition(_not_spoken(hello.protocol_versions))
+        session = GatewaySession(hello.gateway_id)
+        stream = _Stream(leadership, context, session)
+        leadership.sessions.add(session)
+        log.info("gateway connected", gateway_id=hello.gateway_id)
+
+        async def take(message: gateway_pb.GatewayMessage) -> None:
+            kind = message.WhichOneof("message")
+            if kind == "submit" and loop.outage.stuck:
+                session.reply(_store_down(message.submit.submission_id))
+            elif kind not in ("heartbeat", None):
+                loop.put(FromGateway(session, message))
+                await loop.room.wait()
+
+        def beat() -> gateway_pb.GatewayLinkReply:
+            gateways = sum(isinstance(other, GatewaySession) for other in leadership.sessions)
+            load = loop.load(gateways=gateways)
+            return gateway_pb.GatewayLinkReply(leader_epoch=stream.epoch, heartbeat=_heartbeat(), load=load)
+
+        try:
+            await context.write(
+                gateway_pb.GatewayLinkReply(
+                    leader_epoch=stream.epoch, hello=_scheduler_hello(leadership, version)
+                )
+            )
+            await stream.run(take, beat)
+        finally:
+            leadership.sessions.discard(session)
+            loop.put(GatewayClosed(session))
+            log.info("gateway stream ended", gateway_id=hello.gateway_id, reason=session.close_reason)
+
+
+def _store_down(submission_id: int) -> gateway_pb.GatewayLinkReply:
+    refused = gateway_pb.SubmitRefused(
+        reason=gateway_pb.SubmitRefused.REASON_STORE_UNAVAILABLE,
+        detail="the record is unavailable; nothing is accepted until it is back",
+        retry_after_ms=1000,
+    )
+    return gateway_pb.GatewayLinkReply(
+        submit_reply=gateway_pb.SubmitReply(submission_id=submission_id, refused=refused)
+    )
+
+
+class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
+    """The stream of each worker."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+
+    async def Connect(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        """See worker_link.proto."""
+        hello: worker_pb.WorkerHello = await _hello(context, "worker")
+        leadership = self._leadership
+        loop = leadership.loop
+        if loop is None:
+            await context.write(
+                worker_pb.WorkerLinkReply(
+                    not_leader=gateway_pb.NotLeader(leader_address=leadership.leader_address)
+                )
+            )
+            return
+        version = _version(hello.protocol_versions)
+        refused = self._refusal(loop, hello, version)
+        if refused is not None or version is None:
+            log.error("worker refused", worker_id=hello.worker_id, reason=refused.detail if refused else "")
+            await context.write(worker_pb.WorkerLinkReply(leader_epoch=leadership.epoch, refused=refused))
+            return
+        session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, hello.fingerprint)
+        stream = _Stream(leadership, context, session)
+        leadership.sessions.add(session)
+
+        async def take(message: worker_pb.WorkerMessage) -> None:
+            if message.WhichOneof("message") not in ("heartbeat", None):
+                loop.put(FromWorker(session, message))
+                await loop.room.wait()
+
+        try:
+            await context.write(
+                worker_pb.WorkerLinkReply(
+                    leader_epoch=stream.epoch, hello=_scheduler_hello(leadership, version)
+                )
+            )
+            loop.put(WorkerOpened(session, hello))
+            await stream.run(
+                take, lambda: worker_pb.WorkerLinkReply(leader_epoch=stream.epoch, heartbeat=_heartbeat())
+            )
+        finally:
+            leadership.sessions.discard(session)
+            loop.put(WorkerClosed(session, silent=stream.silent))
+
+    def _refusal(
+        self, loop: Loop, hello: worker_pb.WorkerHello, version: int | None
+    ) -> worker_pb.WorkerRefused | None:
+        reasons = worker_pb.WorkerRefused
+        if version is None:
+            return reasons(reason=reasons.REASON_PROTOCOL, detail=_not_spoken(hello.protocol_versions))
+        pool = self._leadership.settings.pool
+        if hello.pool != pool:
+            detail = f"this shard serves pool {pool!r}, not {hello.pool!r}"
+            return reasons(reason=reasons.REASON_POOL, detail=detail)
+        try:
+            translate.check_hello(hello)
+        except InvalidArgument as error:
+            return reasons(reason=reasons.REASON_CAPACITY, detail=error.message)
+        if not loop.agrees(hello.fingerprint):
+            detail = (
+                f"its model pair has the fingerprint {hello.fingerprint[:16]}…, the pool's is "
+                f"{loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, tokenizer and dtype"
+            )
+            return reasons(reason=reasons.REASON_FINGERPRINT, detail=detail)
+        return None
+
+
+class Admin(admin_pb2_grpc.AdminServicer):
+    """Interface for operators and Explain. All methods only read; draining is handed to the loop."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+
+    def _loop(self) -> Loop:
+        loop = self._leadership.loop
+        if loop is None:
+            where = self._leadership.leader_address or "nobody known"
+            outage = self._leadership.outage.report()
+            # Without the error's own text: callers look for the leader's address in this sentence.
+            why = f"; it cannot use the record ({outage.fault}) for {outage.lasts_s:.0f} s" if outage else ""
+            raise FailedPrecondition(
+                f"this scheduler does not lead shard {self._leadership.settings.shard}: ask {where}{why}"
+            )
+        return loop
+
+    async def ExplainRequest(self, request: admin_pb.AdminExplainRequest, context: Any) -> pb.ExplainResponse:
+        """See admin.proto."""
+        loop = self._loop()
+        translate.check_request_id(request.request_id)
+        explanation = loop.core.explain(request.request_id, loop.clock())
+        if explanation is not None:
+            if request.tenant and explanation.tenant != request.tenant:
+                raise NotFound(f"no request {request.request_id}: it is unknown, or has expired")
+            return pb.ExplainResponse(explanation=translate.explanation(explanation))
+        try:
+            stored = await loop.store.read(request.request_id)
+        except StoreUnavailable as error:
+            detail = f"request {request.request_id} is not running, and its story cannot be read now: {error}"
+            raise Unavailable(detail, retry_after_s=1.0) from error
+        if stored is None or (request.tenant and stored.tenant != request.tenant):
+            raise NotFound(f"no request {request.request_id}: it is unknown, or has expired")
+        return pb.ExplainResponse(
+            explanation=translate.stored_explanation(stored, self._leadership.settings.policy)
+        )
+
+    async def ListQueue(self, request: admin_pb.ListQueueRequest, context: Any) -> admin_pb.ListQueueResponse:
+        """See admin.proto."""
+        loop = self._loop()
+        limit = request.limit or DEFAULT_QUEUE_LIMIT
+        if limit > MAX_QUEUE_LIMIT:
+            raise InvalidArgument("limit", f"must be at most {MAX_QUEUE_LIMIT}, got {limit}")
+        entries = loop.core.queue(loop.clock(), limit)
+        return admin_pb.ListQueueResponse(
+            entries=[translate.queue_entry(entry) for entry in entries],
+            total=len(loop.clients.live),
+            policy=self._leadership.settings.policy,
+            record_outage=self._leadership.outage.report(),
+        )
+
+    async def ListWorkers(
+        self, request: admin_pb.ListWorkersRequest, context: Any
+    ) -> admin_pb.ListWorkersResponse:
+        """See admin.proto."""
+        loop = self._loop()
+        return admin_pb.ListWorkersResponse(
+            workers=[
+                translate.worker_status(view, loop.roster.session(view.worker_id))
+                for view in loop.core.workers()
+            ],
+            record_outage=self._leadership.outage.report(),
+        )
+
+    async def DrainWorker(
+        self, request: admin_pb.DrainWorkerRequest, context: Any
+    ) -> admin_pb.DrainWorkerResponse:
+        """See admin.proto."""
+        loop = self._loop()
+        entry = loop.roster.named(request.worker)
+        if entry is not None:
+            loop.put(DrainOrdered(entry.worker_id))
+            return admin_pb.DrainWorkerResponse(worker_id=entry.worker_id)
+        raise NotFound(f"no worker {request.worker!r}; `laps-sd workers` lists them")
+
+    async def NominateVictim(
+        self, request: admin_pb.NominateVictimRequest, context: Any
+    ) -> admin_pb.NominateVictimResponse:
+        """See admin.proto. The victim is the worker with the lowest cost of a loss, which is the least to
+        compute again; of equals the one with the shortest list.
+        """
+        loop = self._loop()
+        views = [view for view in loop.core.workers() if not view.draining]
+        if not views:
+            raise NotFound("there is no worker that is not draining")
+        victim = min(views, key=lambda view: (view.moving_cost_s, view.listed, view.worker_id))
+        return admin_pb.NominateVictimResponse(worker_id=victim.worker_id, cost_s=victim.moving_cost_s)
+
+    async def GetShard(self, request: admin_pb.GetShardRequest, context: Any) -> admin_pb.GetShardResponse:
+        """See admin.proto."""
+        loop = self._loop()
+        settings = self._leadership.settings
+        totals = loop.core.totals()
+        return admin_pb.GetShardResponse(
+            shard=settings.shard,
+            pool=settings.pool,
+            leader_epoch=self._leadership.epoch,
+            policy=settings.policy,
+            queued=totals.queued,
+            listed=totals.listed,
+            backlog_s=totals.backlog_s,
+            workers=len(loop.core.workers()),
+            software_version=laps_sd.__version__,
+            depth_by_level=loop.core.depth_by_level(),
+        )
+
+    async def GetRecord(self, request: admin_pb.GetRecordRequest, context: Any) -> admin_pb.GetRecordResponse:
+        """See admin.proto."""
+        return admin_pb.GetRecordResponse(record_outage=self._leadership.outage.report())

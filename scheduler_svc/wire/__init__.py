@@ -1,0 +1,1 @@
+"""Translation between protobuf messages and the types of core and store."""

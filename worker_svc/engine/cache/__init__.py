@@ -1,0 +1,1 @@
+"""Cache of keys and values: blocks, tables, prefixes."""

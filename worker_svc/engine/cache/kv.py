@@ -1,0 +1,188 @@
+"""Attention keys and values of one model: a pool of blocks, and the block table of each sequence.
+
+    pool.layers[layer]                       [rows, 2 (key, value), key/value heads, head size]
+    pool.keys[layer], pool.values[layer]     [rows, key/value heads, head size], views of it
+    row = block * block_size + offset        rows 0 .. blocks * block_size - 1 belong to blocks
+
+After the blocks follow rows that belong to no sequence: attention may read a sequence's slice rounded up past
+its last block (the entries there are masked), and rows that pad a batch are written to the very last one. The
+pool starts zeroed and is cleaned when a model computes non-finite values, because 0 * nan would leak through
+a mask.
+
+The length of a sequence alone decides which of its entries are valid: those of rejected draft tokens are left
+in place and overwritten.
+
+Blocks that are full of committed tokens get a name (`remember`), and are not written any more: another
+request with the same context start reads them in place (`find`, `hold`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker_svc.engine.cache.blocks import BlockAllocator
+
+KV_TILE = 512  # SDPA on the CPU works through keys in tiles of this many; see attention.Planner
+
+
+class Place:
+    """The block table of one sequence in one pool, and its number of valid entries."""
+
+    __slots__ = ("_block_size", "_rows", "base", "blocks", "found", "length", "named")
+
+    def __init__(self, block_size: int) -> None:
+        self.blocks: list[int] = []
+        self.length = 0  # tokens whose entries are valid
+        self.named = 0  # blocks at the start that have a name: their entries are final
+        self.found: list[int] = []  # blocks that hold the start of its context: from `find` to `hold`
+        self.base: int | None = 0  # first row, while the blocks follow one another; None when they do not
+        self._rows: torch.Tensor | None = None
+        self._block_size = block_size
+
+    def set_blocks(self, blocks: list[int]) -> None:
+        """Take over a list of blocks, in the order of the context."""
+        self.blocks = blocks
+        self._rows = None
+        together = all(b == blocks[0] + i for i, b in enumerate(blocks))
+        self.base = None if not together else (blocks[0] * self._block_size if blocks else 0)
+
+    @property
+    def first_writable(self) -> int:
+        """First position at which entries may be written."""
+        return self.named * self._block_size
+
+    @property
+    def found_tokens(self) -> int:
+        """Number of tokens whose entries `found` holds."""
+        return len(self.found) * self._block_size
+
+    def rows(self, device: torch.device) -> torch.Tensor:
+        """Return the row of each token position that the blocks can hold, int64 [blocks * block_size]."""
+        if self._rows is None:
+            first = torch.tensor(self.blocks, dtype=torch.int64) * self._block_size
+            self._rows = (first[:, None] + torch.arange(self._block_size)).flatten().to(device)
+        return self._rows
+
+
+class KVPool:
+    """Storage and block accounting of one model."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        head_size: int,
+        blocks: int,
+        block_size: int,
+        region_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.rows = blocks * block_size
+        self.device = device
+        # A CPU reads adjacent blocks of a sequence faster because of its caches; a device gathers them in any
+        # case.
+        together = device.type == "cpu"
+        self.allocator = BlockAllocator(blocks, max(1, region_tokens // block_size), together=together)
+        # One tile that slices may run into, and one row for padding.
+        self.total_rows = self.rows + KV_TILE + 1
+        self.padding_row = self.total_rows - 1
+        shape = (layers, self.total_rows, 2, heads, head_size)
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = list(self._storage.unbind(0))
+        self.keys = list(self._storage[:, :, 0].unbind(0))
+        self.values = list(self._storage[:, :, 1].unbind(0))
+
+    def new_place(self) -> Place:
+        """Return a block table without blocks."""
+        return Place(self.block_size)
+
+    def missing(self, place: Place, needed: int) -> int:
+        """Return the blocks to take so that `place` holds `needed`.
+
+        Blocks found for it do not count as held by it.
+        """
+        return max(0, needed - len(place.blocks))
+
+    def find(self, place: Place, names: Sequence[bytes], least_tokens: int) -> None:
+        """Look up the start of a context whose blocks have these names.
+
+        Fewer than `least_tokens` are not worth it.
+        """
+        found = self.allocator.find(names)
+        place.found = found if len(found) * self.block_size >= least_tokens else []
+
+    def remember(self, place: Place, names: Sequence[bytes]) -> None:
+        """Add the blocks full of valid entries to the prefix cache; `names` are those of the context."""
+        for at in range(place.named, place.length // self.block_size):
+            self.allocator.name(place.blocks[at], names[at])
+            place.named = at + 1
+
+    def hold(self, wanted: Sequence[tuple[Place, int, int]]) -> None:
+        """Give each place at least the blocks that it needs. Raises OutOfBlocks.
+
+        `wanted`: (place, blocks needed, blocks that it may need later). The blocks found for a place become
+        the start of its context.
+        """
+        # Found blocks are shared first, since otherwise the allocations below could take them.
+        for place, _, _ in wanted:
+            if place.found:
+                self.allocator.share(place.found)
+                place.set_blocks(place.found)
+                place.length, place.named = place.found_tokens, len(place.found)
+            place.found = []
+        for place, needed, expected in wanted:
+            self._grow(place, needed, expected)
+
+    def _grow(self, place: Place, needed: int, expected: int) -> None:
+        missing = self.missing(place, needed)
+        if missing == 0:
+            return
+        if place.blocks:
+            place.set_blocks(place.blocks + self.allocator.extend(place.blocks, missing))
+        else:
+            place.set_blocks(self.allocator.allocate(needed, expected))
+
+    def release(self, place: Place) -> None:
+        """Free the blocks of a sequence."""
+        self.allocator.free(place.blocks)
+        place.set_blocks([])
+        place.length = place.named = 0
+
+    def copy_out(self, place: Place) -> torch.Tensor:
+        """Return an exact copy of a sequence's valid entries in host memory.
+
+        Its shape is [layers, length, 2, heads, head size].
+        """
+        if place.base is not None:
+            entries = self._storage[:, place.base : place.base + place.length]
+        else:
+            entries = self._storage[:, place.rows(self.device)[: place.length]]
+        return entries.to("cpu", copy=True)
+
+    def copy_in(self, place: Place, entries: torch.Tensor) -> None:
+        """Put back what `copy_out` returned; `place` holds enough blocks."""
+        length = entries.shape[1]
+        if place.base is not None:
+            self._storage[:, place.base : place.base + length] = entries.to(self.device)
+        else:
+            self._storage[:, place.rows(self.device)[:length]] = entries.to(self.device)
+        place.length = length
+
+    def is_finite(self, place: Place) -> bool:
+        """Return True if all valid entries of a sequence are finite."""
+        return bool(self._storage[:, place.rows(self.device)[: place.length]].isfinite().all())
+
+    def zero_what_is_not_finite(self) -> None:
+        """Zero all non-finite entries: no slice of any sequence may read them again."""
+        self._storage.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.allocator.forget_names()  # a name may belong to entries that were not finite
+
+    def bytes_per_token(self) -> int:
+        """Return the bytes of one token's keys and values, all layers."""
+        layers, _, two, heads, size = self._storage.shape
+        return int(layers * two * heads * size * self._storage.element_size())

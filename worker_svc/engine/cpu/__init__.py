@@ -1,0 +1,1 @@
+"""Kernels in C for one CPU thread, and their bindings."""

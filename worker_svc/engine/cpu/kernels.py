@@ -1,0 +1,323 @@
+"""Attention, products and the steps between them, in C (kernels_body.h): for one thread on the CPU, in single precision or bfloat16.
+
+In bfloat16 are the weights, their factors, and the KV pool; all sums are in single precision.
+
+The result of a row depends on its own sequence alone, bit for bit: not on other rows, their number, or the
+location of blocks. Where these kernels cannot be used (other devices, CPUs without AVX2, more threads, heads
+of odd sizes, no C compiler when the package was built), torch's operators are.
+"""
+
+from __future__ import annotations
+
+import platform
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+try:
+    from worker_svc.engine.cpu import _kernels
+except ImportError:  # built without a C compiler
+    _kernels = None  # type: ignore[assignment]
+
+BUILT = _kernels is not None
+MISSED = not BUILT and platform.machine().lower() in ("x86_64", "amd64")  # they could have been built
+AVX2, AVX512, AVX512_BF16 = 1, 2, 3  # kinds of kernels
+USABLE = BUILT and _kernels.use(AVX512_BF16) > 0
+GRAIN = 16  # sizes of heads and of norms are multiples of it
+MOST_HEAD_SIZE = 256
+PAIR = 2  # numbers in bfloat16 that are multiplied together
+PANEL = 32  # outputs of a product whose weights lie together
+PIECE_NUMBERS = 5  # of a piece in kernels.h
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Return True if attention of such a model is computed here."""
+    return (
+        USABLE
+        and device.type == "cpu"
+        and dtype in DTYPES
+        and head_size % GRAIN == 0
+        and head_size <= MOST_HEAD_SIZE
+        and torch.get_num_threads() == 1
+    )
+
+
+def multiply(weight: torch.Tensor) -> bool:
+    """Return True if `Product` supports this weight."""
+    return (
+        USABLE
+        and weight.device.type == "cpu"
+        and weight.dtype in DTYPES
+        and weight.shape[1] % PAIR == 0
+        and not (
+            weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        )  # torch has that multiply
+        and torch.get_num_threads() == 1
+    )
+
+
+def attend(query: torch.Tensor, entries: torch.Tensor, pieces: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the attention of packed rows: `query` [total, heads, size] to the same in the pool's type; zero
+    for rows in no piece.
+
+    `entries` [pool rows, 2, key/value heads, size] is one layer of the pool, `pieces` [pieces, PIECE_NUMBERS] int64.
+    """
+    if query.dtype != torch.float32:
+        query = query.float()
+    total, heads, size = query.shape
+    if query.stride(2) != 1 or query.stride(1) != size:
+        query = query.contiguous()
+    _, _, kv_heads, _ = entries.shape
+    out = entries.new_zeros((total, heads, size))
+    _kernels.attend(
+        query.data_ptr(),
+        query.stride(0),
+        out.data_ptr(),
+        entries.data_ptr(),
+        pieces.data_ptr(),
+        pieces.shape[0],
+        heads,
+        kv_heads,
+        size,
+        entries.dtype == torch.bfloat16,
+        scale,
+    )
+    return out
+
+
+class Product:
+    """x @ weight.T + bias, added up in single precision: `weight` [out, in] of which `multiply` is true."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.outputs, self.width = weight.shape
+        self.columns = -(-self.outputs // PANEL) * PANEL  # padded with zeros, so that panels are whole
+        self.half = weight.dtype == torch.bfloat16
+        in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
+        if self.columns > self.outputs:
+            behind = (0, self.columns - self.outputs)
+            weight, bias = pad(weight, (0, 0, *behind)), None if bias is None else pad(bias, behind)
+        panels = weight.reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
+        self._weight = panels.transpose(1, 2).contiguous()
+        self.weight_at = self._weight.data_ptr()
+        self._bias = None if bias is None else bias.float().contiguous()
+        self.bias_at = _at(self._bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32 [..., out] of `x` [..., in], which has the weight's type."""
+        if x.dim() != 2:
+            return self(x.reshape(-1, self.width)).reshape(*x.shape[:-1], self.outputs)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        rows = x.shape[0]
+        out = torch.empty((rows, self.columns))
+        _kernels.product(
+            x.data_ptr(),
+            rows,
+            self.width,
+            self.weight_at,
+            self.bias_at,
+            out.data_ptr(),
+            self.columns,
+            self.half,
+        )
+        return out[:, : self.outputs]
+
+
+def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the factors of `turn`, [positions, 2, size], from cosines and sines [positions, size / 2]."""
+    signed = torch.stack([-sin, sin], -1).flatten(1)
+    return torch.stack([cos.repeat_interleave(2, 1), signed], 1).contiguous()
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one decoder layer.
+
+    Norms are float32 [hidden], those of heads [size]; None where the following product contains the weight,
+    or there is no norm of heads.
+    """
+
+    before: torch.Tensor | None
+    qkv: Product  # to queries, keys and values, heads one after the other
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Product
+    between: torch.Tensor | None
+    gate_up: Product
+    down: Product
+
+
+class Choosing(NamedTuple):
+    """Settings of the choice at choice rows: greatest of logits * inverse_temperature + noisy * noise."""
+
+    inverse_temperature: torch.Tensor  # float32 [choice rows, 1], or [1, 1] for all
+    noisy: torch.Tensor  # the same, 0 or 1
+    noise: torch.Tensor  # float32 [choice rows, vocabulary]
+
+
+class Draft(NamedTuple):
+    """A request whose draft proposes."""
+
+    piece: int  # index of its piece
+    choice: int  # choice row of its first proposal
+    most: int  # proposals, at most; 1 or more
+    stops: bool  # True if it stops after a token that ends a text
+
+
+class Decoder:
+    """A model of the Llama family, from tokens to logits in one call: at a few rows, calling takes as long as computing."""
+
+    def __init__(
+        self,
+        embedding: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        norm: torch.Tensor | None,
+        head: Product,
+        turns: torch.Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        epsilon: float,
+        scale: float,
+    ) -> None:
+        """Take the weights of a model.
+
+        `embedding` [tokens, hidden] of the products' type, contiguous; `norm`: weight of the last norm;
+        `turns`: from `rotations`; `epsilon` of all norms; `scale` of attention.
+        """
+        hidden, inner = layers[0].out.columns, layers[0].down.width
+        self._held = (embedding, layers, norm, head, turns)  # their memory
+        addresses = [
+            [
+                _at(one.before), one.qkv.weight_at, one.qkv.bias_at, _at(one.q_norm), _at(one.k_norm), one.out.weight_at, one.out.bias_at,
+                _at(one.between), one.gate_up.weight_at, one.gate_up.bias_at, one.down.weight_at, one.down.bias_at,
+            ]
+            for one in layers
+        ]  # fmt: skip
+        self._weights = torch.tensor(addresses, dtype=torch.int64)
+        self._head, self._hidden = head, hidden
+        self._row = (
+            max((heads + 2 * kv_heads) * size, 2 * inner) + 2 * hidden + max(hidden, heads * size, inner)
+        )
+        self._scratch = torch.empty(0)
+        self._decoder = (
+            self._weights.data_ptr(), len(layers), hidden, inner, heads, kv_heads, size, embedding.data_ptr(), embedding.shape[0],
+            turns.data_ptr(), _at(norm), head.weight_at, head.bias_at, head.columns, head.half, epsilon, scale,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        pieces: torch.Tensor,
+        pools: Sequence[torch.Tensor],
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return logits [wanted, outputs] float32 of these packed rows [wanted] int64; keys and values of all
+        go to the pool.
+
+        `ids` [total] int64; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as there. Raises IndexError for a token
+        that the model does not have, and for a wanted row that is in no piece.
+        """
+        rows, many = ids.shape[0], wanted.shape[0]
+        logits = torch.empty((many, self._head.columns))
+        _kernels.forward(
+            self._decoder, _packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many, len(pieces))
+        )  # fmt: skip
+        return logits[:, : self._head.outputs]
+
+    def propose(
+        self,
+        ids: torch.Tensor,
+        pieces: torch.Tensor,
+        pools: Sequence[torch.Tensor],
+        drafts: Sequence[Draft],
+        choosing: Choosing | None,
+        vocabulary: int,
+        ends: Sequence[int],
+    ) -> list[list[int]]:
+        """Run one forward, choose at the last row of each draft's piece among the first `vocabulary` tokens,
+        and continue with the chosen tokens.
+
+        Arguments as in `__call__`; `choosing`: None for the greatest logits; `ends`: tokens that end a text.
+        Returns the draft tokens of each draft: at least one, and at most `most`; fewer at an end or at
+        logits that are not finite.
+        """
+        many, depth = len(drafts), max(draft.most for draft in drafts)
+        table = array("q", [number for draft in drafts for number in draft])
+        ended, proposed = array("q", ends), array("q", bytes(8 * many * depth))
+        work = array("q", bytes(8 * many * (4 + PIECE_NUMBERS)))
+        _kernels.propose(
+            self._decoder, _packed(ids, pieces, pools), _choosing(choosing, vocabulary),
+            table.buffer_info()[0], many, ended.buffer_info()[0], len(ended), proposed.buffer_info()[0], depth,
+            self._scratch_at(ids.shape[0], many, len(pieces), many * self._head.columns), work.buffer_info()[0],
+        )  # fmt: skip
+        rows = (proposed[at : at + depth].tolist() for at in range(0, many * depth, depth))
+        return [row[: row.index(-1)] if row[-1] < 0 else row for row in rows]
+
+    def _scratch_at(self, rows: int, many: int, pieces: int, more: int = 0) -> int:
+        """Return the address of the floats that a forward needs, and of `more` floats after them."""
+        needed = rows * self._row + many * (self._hidden + 2) + pieces * 2 * PIECE_NUMBERS + more
+        if needed > self._scratch.numel():
+            self._scratch = torch.empty(needed)
+        return self._scratch.data_ptr()
+
+
+def _packed(
+    ids: torch.Tensor, pieces: torch.Tensor, pools: Sequence[torch.Tensor]
+) -> tuple[int, int, int, int, int, int]:
+    first = pools[0].data_ptr()
+    apart = pools[1].data_ptr() - first if len(pools) > 1 else 0
+    return ids.data_ptr(), ids.shape[0], pieces.data_ptr(), pieces.shape[0], first, apart
+
+
+def _choosing(how: Choosing | None, vocabulary: int) -> tuple[int, int, int, int, int, int]:
+    if how is None:
+        return 0, 0, 0, 0, 0, vocabulary
+    inverse, noisy, noise = how
+    apart = int(inverse.shape[0] > 1)
+    return inverse.data_ptr(), noisy.data_ptr(), apart, noise.data_ptr(), noise.stride(0), vocabulary
+
+
+def choose_of(logits: torch.Tensor) -> bool:
+    """Return True if `choose` supports these logits."""
+    return USABLE and logits.device.type == "cpu" and logits.dtype == torch.float32
+
+
+def choose(logits: torch.Tensor, choices: Sequence[int], choosing: Choosing | None) -> list[int]:
+    """Return the token of each row of `logits` [rows, vocabulary] float32 on the CPU.
+
+    It is the first of the greatest; -1 where they are not all finite.
+
+    `choices`: the choice row of each, with settings and noise in `choosing`; `choosing` None: greedy.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, chosen = array("q", choices), array("q", bytes(8 * len(choices)))
+    _kernels.choose(
+        _choosing(choosing, logits.shape[1]), logits.data_ptr(), logits.stride(0), len(rows), rows.buffer_info()[0], chosen.buffer_info()[0]
+    )  # fmt: skip
+    return chosen.tolist()
+
+
+def int64s(numbers: Sequence[int]) -> torch.Tensor:
+    """Return one or more numbers as a tensor on the CPU, in a third of the time that `torch.tensor` takes."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+
+
+def _at(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def gumbel(keys: Sequence[int], weyl: torch.Tensor) -> torch.Tensor:
+    """Return standard Gumbel noise, float32 [rows, vocab]: `Noise.gumbel` in one pass.
+
+    `weyl` [vocab] int32.
+    """
+    out = torch.empty((len(keys), weyl.shape[0]))
+    held = array("Q", keys)
+    _kernels.gumbel(held.buffer_info()[0], len(keys), weyl.data_ptr(), weyl.shape[0], out.data_ptr())
+    return out

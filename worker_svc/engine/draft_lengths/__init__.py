@@ -1,0 +1,1 @@
+"""Number of draft tokens of each request and round."""

@@ -1,0 +1,261 @@
+"""A short forward for the Llama family: the same arithmetic as transformers' with a third of the operators.
+
+At a few rows a small model's forward is mostly the cost of calling operators. Here query, key and value are
+one product, gate and up are one, norms are a few operators and their weights part of the products after them,
+and rotary embedding is one complex multiplication: the rows of the query and key weights are reordered so
+that the two numbers which rotate together lie side by side (dot products of query and key do not notice). On
+the CPU all layers are one call of `kernels`, and all numbers between products are in single precision,
+whatever the type of the weights. Only used if `PackedModel.self_check` finds it equal to the plain forward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, rms_norm, silu
+
+from worker_svc.engine.cache.kv import KVPool
+from worker_svc.engine.cpu import kernels
+from worker_svc.engine.models.attention import Plan, attend_rows
+from worker_svc.engine.models.linears import KernelLinear, LinearStore, Product
+
+FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+STATIC_ROPES = frozenset(
+    {"default", "linear", "llama3", "yarn"}
+)  # angles are a function of the position alone
+
+
+def _product(
+    store: LinearStore, weight: torch.Tensor, bias: torch.Tensor | None = None, *, single: bool
+) -> Product:
+    """Return x @ weight.T + bias as a function, in the layout that the store chose; `single`: in single
+    precision.
+
+    It is not called as a module: that takes as long as a small product.
+    """
+    layer = store.store(weight, bias)
+    if single and isinstance(layer, KernelLinear):
+        return layer.product
+    product = partial(linear, weight=weight, bias=bias) if layer is None else layer.forward
+    if single and weight.dtype != torch.float32:
+        return lambda x: product(x).float()
+    return product
+
+
+class _Norm:
+    """Root mean square norm. torch has no kernel for it on the CPU and takes fifteen operators; by hand it takes five, and a few more
+    in half precision.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
+        self._torch_weight: torch.Tensor = norm.weight  # type: ignore[assignment]
+        self.weight: torch.Tensor | None = (
+            self._torch_weight.float()
+        )  # None: it is part of the following product
+        self._least = torch.tensor(self.epsilon, dtype=torch.float32)
+        self._share = 1 / self._torch_weight.numel()
+
+    def fold(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight [out, size] of the following product, which contains the norm's in single
+        precision on the CPU.
+        """
+        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return weight
+        self.weight = None
+        return weight * self._torch_weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `x` [rows, size]."""
+        if x.device.type != "cpu":
+            return rms_norm(x, (x.shape[-1],), self._torch_weight, self.epsilon)
+        wide = x.float()
+        squares = (wide * wide).sum(-1, keepdim=True)
+        normed = wide * torch.add(self._least, squares, alpha=self._share).rsqrt_()
+        return normed if self.weight is None else normed.to(x.dtype).mul_(self._torch_weight)
+
+
+class _Layer:
+    """The weights of one decoder layer, fused."""
+
+    def __init__(
+        self, layer: Any, store: LinearStore, heads: int, kv_heads: int, size: int, *, by_kernels: bool
+    ) -> None:
+        product = partial(_product, store, single=by_kernels)
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+        turn = _side_by_side(size)
+        weights = [part.weight for part in parts]
+        biases = [part.bias for part in parts]
+        for at, count in ((0, heads), (1, kv_heads)):  # values do not rotate
+            weights[at] = weights[at].view(count, size, -1)[:, turn].flatten(0, 1)
+            if biases[at] is not None:
+                biases[at] = biases[at].view(count, size)[:, turn].flatten()
+        self.before = _Norm(layer.input_layernorm)
+        weight = self.before.fold(torch.cat(weights))
+        self.qkv = product(weight, None if biases[0] is None else torch.cat(biases))
+        self.q_norm, self.k_norm = (
+            None
+            if norm is None
+            else (norm.weight[turn].to(torch.float32 if by_kernels else weight.dtype), norm.variance_epsilon)
+            for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        )
+        self.out = product(attention.o_proj.weight, attention.o_proj.bias)
+        both = [mlp.gate_proj, mlp.up_proj]
+        bias = None if both[0].bias is None else torch.cat([part.bias for part in both])
+        weight = torch.cat([part.weight for part in both])
+        self.between = _Norm(layer.post_attention_layernorm)
+        self.gate_up = product(self.between.fold(weight), bias)
+        self.down = product(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.scale: float = attention.scaling
+
+    @property
+    def epsilons(self) -> set[float]:
+        """Epsilons of the layer's norms."""
+        heads = [norm[1] for norm in (self.q_norm, self.k_norm) if norm is not None]
+        return {self.before.epsilon, self.between.epsilon, *heads}
+
+    def for_kernels(self) -> kernels.LayerWeights | None:
+        """Return the weights for `kernels.Decoder`.
+
+        None if some product is not `kernels`', or not of whole panels.
+        """
+        qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
+        if not (
+            isinstance(qkv, kernels.Product)
+            and isinstance(out, kernels.Product)
+            and isinstance(gate_up, kernels.Product)
+            and isinstance(down, kernels.Product)
+            and all(one.outputs == one.columns for one in (qkv, out, gate_up, down))
+        ):
+            return None
+        q_norm, k_norm = (None if norm is None else norm[0] for norm in (self.q_norm, self.k_norm))
+        return kernels.LayerWeights(
+            self.before.weight, qkv, q_norm, k_norm, out, self.between.weight, gate_up, down
+        )
+
+
+class LeanModel:
+    """A model of the Llama family that runs on packed rows. `serves` is True for supported models.
+
+    It takes the weights over: the model it is made from keeps its embedding and configuration, and cannot run
+    any more.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: LinearStore,
+        *,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        max_length: int,
+        by_kernels: bool,
+    ) -> None:
+        self._heads, self._kv_heads, self._size = heads, kv_heads, size
+        decoder = model.model
+        self._embedding = decoder.embed_tokens.weight
+        layer_of = partial(_Layer, store=store, heads=heads, kv_heads=kv_heads, size=size)
+        widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
+        self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=by_kernels)
+        model.lm_head = nn.Identity()
+        # True if all computation is by `kernels`, so that any number of rows will do.
+        self.by_kernels = (
+            by_kernels
+            and isinstance(self._head, kernels.Product)
+            and not any(width % kernels.GRAIN for width in widths)
+        )
+        self._layers: list[_Layer] = []
+        for_kernels: list[kernels.LayerWeights] = []
+        for at in range(len(decoder.layers)):  # one by one, so that the weights are never in memory twice
+            layer = layer_of(decoder.layers[at], by_kernels=self.by_kernels)
+            if self.by_kernels:
+                weights = layer.for_kernels()
+                if weights is not None:
+                    for_kernels.append(weights)
+                else:
+                    assert at == 0, "layers are alike"
+                    self.by_kernels = False
+                    layer = layer_of(decoder.layers[at], by_kernels=False)
+            self._layers.append(layer)
+            decoder.layers[at] = nn.Identity()
+        self._norm = _Norm(decoder.norm)
+        positions = torch.arange(max_length, device=self._embedding.device)
+        cos, sin = decoder.rotary_emb(
+            self._embedding.float(), positions[None]
+        )  # [1, max_length, size], halves alike
+        half = size // 2
+        self.decoder: kernels.Decoder | None = None  # if all is computed by `kernels`
+        if self.by_kernels and isinstance(self._head, kernels.Product):
+            (epsilon,) = {self._norm.epsilon}.union(*(layer.epsilons for layer in self._layers))
+            (scale,) = {layer.scale for layer in self._layers}
+            self.decoder = kernels.Decoder(
+                self._embedding, for_kernels, self._norm.weight, self._head,
+                kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float()),
+                heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
+            )  # fmt: skip
+            return
+        turns = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())[
+            :, None
+        ]  # [max_length, 1, half]
+        still = torch.ones_like(turns)
+        # Values go through the same multiplication, by one, so that keys and values are written to the pool together.
+        self._turns = torch.cat(
+            [turns.expand(-1, heads + kv_heads, -1), still.expand(-1, kv_heads, -1)], 1
+        ).contiguous()
+
+    @staticmethod
+    def serves(model: Any) -> bool:
+        """Return True if a model is of the family and has no part that this forward leaves out."""
+        config = model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        return (
+            type(model).__name__ in FAMILY
+            and getattr(config, "hidden_act", None) == "silu"
+            and rope.get("rope_type", "default") in STATIC_ROPES
+            and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
+        )
+
+    def forward(
+        self, ids: torch.Tensor, plan: Plan, pool: KVPool, logit_rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return logits [rows, vocab]; arguments as in `PackedModel.forward`."""
+        if self.decoder is not None and plan.pieces is not None:
+            wanted = torch.arange(plan.total) if logit_rows is None else logit_rows
+            return self.decoder(ids, plan.pieces, pool.layers, wanted)
+        heads, size, total = self._heads, self._size, plan.total
+        all_heads = heads + 2 * self._kv_heads
+        turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]
+        x = self._embedding.index_select(0, ids)  # [total, hidden]
+        own, first = total - plan.padding, plan.write_first
+        for at, layer in enumerate(self._layers):
+            qkv = layer.qkv(layer.before(x)).view(total, all_heads, size)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = rms_norm(qkv[:, :heads], (size,), *layer.q_norm)
+                k = rms_norm(qkv[:, heads : heads + self._kv_heads], (size,), *layer.k_norm)
+                qkv = torch.cat([q, k, qkv[:, heads + self._kv_heads :]], 1)
+            turned = torch.view_as_complex(qkv.float().view(total, all_heads, size // 2, 2)) * turns
+            qkv = torch.view_as_real(turned).flatten(2).to(x.dtype)
+            written = qkv[:, heads:].view(total, 2, self._kv_heads, size)
+            if first is None:
+                pool.layers[at].index_copy_(0, plan.write_rows, written)
+            else:
+                pool.layers[at][first : first + own] = written[:own] if plan.padding else written
+            attended = attend_rows(qkv[:, :heads], pool, at, plan, layer.scale, 2 * self._kv_heads)
+            x = x + layer.out(attended.reshape(total, heads * size))
+            gate, up = layer.gate_up(layer.between(x)).chunk(2, -1)
+            x = x + layer.down(silu(gate) * up)
+        if logit_rows is not None:
+            x = x.index_select(0, logit_rows)
+        return self._head(self._norm(x))
+
+
+def _side_by_side(size: int) -> torch.Tensor:
+    """Return the order of a head's numbers in which i and i + size / 2, which rotate together, are
+    neighbours.
+    """
+    return torch.arange(size).view(2, size // 2).t().flatten()

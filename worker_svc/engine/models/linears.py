@@ -1,0 +1,154 @@
+"""Layouts of linear layers' weights on the CPU: the fastest one whose rows do not depend on each other.
+
+Row r of x @ W.T should not depend on the number of rows of x, or a request's text would depend on its batch.
+The libraries' layouts (x86 with AVX-512, torch 2.13, one thread; ratios from there):
+
+    as loaded     float32: result changes with the number of rows up to about 16; the slowest at 4 to 64 rows
+    transposed    the same numbers as a [in, out] array: independent from 2 rows on for matrices up to about 1 M elements; fastest for single rows
+                  of these, and for the smallest
+    packed        oneDNN's own layout: independent at any number of rows in float32; a forward of 4 to 128 rows takes 0.85 of what it does
+                  transposed; fastest for large matrices
+    kernel        our own (kernels_body.h): independent at any number of rows, in bfloat16 too. float32: a forward of the demo's target takes 0.3 (1 row),
+                  0.4 (4), 0.7 (16), 0.9 (64) and 1.0 (200) of what it does packed. bfloat16, 1024 x 2816: 0.8 (1, 4), 0.6 (8), 0.8 (16), 0.9 (64), 1.0 (256);
+                  on machines without an instruction for it 0.7, 0.3, 0.2, 0.3, 0.4, 0.5
+
+`packed` uses operators that are private to torch, so each layout is tested at run time, and one that fails is
+not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from worker_svc.engine.cpu import kernels
+
+# Elements of a float32 weight. A deterministic model has four rows at least, a draft of one request has one.
+TRANSPOSED_UP_TO = 2**16
+TRANSPOSED_ROW_UP_TO = 2**20
+ROW_COUNTS = (4, 5, 7, 8, 11, 12, 16, 17, 33, 64, 80, 129, 320, 515)
+CHECK_UP_TO = 2**31  # multiplications that the check of one weight may cost per row count
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in oneDNN's layout. Inference only."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+        # the attribute look-up is more expensive than the call
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product [..., out] of `x` [..., in]."""
+        out: torch.Tensor = self._product(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class TransposedLinear(nn.Module):
+    """A linear layer that keeps its weight as [in, out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._columns = weight.t().contiguous()
+        self._weight = self._columns.t()
+        self._bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product [..., out] of `x` [..., in]."""
+        if x.dim() == 2 and self._bias is None:  # the call that `linear` makes in the end
+            return torch.mm(x, self._columns)
+        return linear(x, self._weight, self._bias)
+
+
+class KernelLinear(nn.Module):
+    """A linear layer whose product is our own."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.product = kernels.Product(weight, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product [..., out] of `x` [..., in]."""
+        return self.product(x).to(x.dtype).contiguous()
+
+
+class LinearStore:
+    """A chooser of layouts: one choice for each shape of weight."""
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self._deterministic = deterministic
+        self._chosen: dict[tuple[int, int, torch.dtype], type[nn.Module] | None] = {}
+        self.independent = True  # False once some weight has no layout whose rows are independent
+        self.least_rows = 1  # rows from which on they are independent, whatever the weight
+
+    @torch.inference_mode()
+    def store(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module | None:
+        """Return a layer for this weight, or None to leave it as it is (other devices, or no better layout is
+        sound).
+        """
+        if weight.device.type != "cpu":
+            return None
+        key = (weight.shape[0], weight.shape[1], weight.dtype)
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(weight)
+        kind = self._chosen[key]
+        return None if kind is None else kind(weight, bias)
+
+    @torch.inference_mode()
+    def apply(self, model: nn.Module) -> None:
+        """Give every linear layer of a model its layout, in place. Tied weights are copied."""
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    stored = self.store(child.weight, child.bias)
+                    if stored is not None:
+                        setattr(parent, name, stored)
+
+    def _choose(self, weight: torch.Tensor) -> type[nn.Module] | None:
+        limit = TRANSPOSED_UP_TO if self._deterministic else TRANSPOSED_ROW_UP_TO
+        small = weight.dtype == torch.float32 and weight.numel() <= limit
+        order = (TransposedLinear, PackedLinear) if small else (PackedLinear, TransposedLinear)
+        kinds: tuple[type[nn.Module], ...] = (KernelLinear, *order) if kernels.multiply(weight) else order
+        for kind in kinds:
+            least_rows = 1 if kind is KernelLinear else ROW_COUNTS[0]
+            try:
+                layer = kind(weight, None)
+                sound = self._close(layer, weight) and (
+                    not self._deterministic or rows_are_independent(layer, weight, least_rows)
+                )
+            except (RuntimeError, NotImplementedError, AttributeError):
+                continue  # this build of torch has no such operator
+            if sound:
+                self.least_rows = max(self.least_rows, least_rows)
+                return kind
+        self.least_rows = ROW_COUNTS[0]
+        if self._deterministic and not rows_are_independent(lambda x: linear(x, weight), weight):
+            self.independent = False
+        return None
+
+    @staticmethod
+    def _close(layer: Product, weight: torch.Tensor) -> bool:
+        x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        ours, expected = layer(x).float(), linear(x, weight).float()
+        tolerance = (1e-5 if weight.dtype == torch.float32 else 2e-2) * float(expected.abs().max() + 1e-6)
+        return bool((ours - expected).abs().max() <= tolerance)
+
+
+def rows_are_independent(product: Product, weight: torch.Tensor, least: int = ROW_COUNTS[0]) -> bool:
+    """Return True if the first and last rows of a product are bit for bit the same for any number of rows
+    from `least` on.
+    """
+    tried = (*range(least, ROW_COUNTS[0]), *ROW_COUNTS)
+    counts = [n for n in tried if n * weight.numel() <= CHECK_UP_TO] or list(tried[:3])
+    x = torch.randn(counts[-1], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    whole = product(x)
+    return all(
+        torch.equal(product(x[:n]), whole[:n]) and torch.equal(product(x[-n:]), whole[-n:]) for n in counts
+    )

@@ -1,0 +1,1 @@
+"""Proposers of draft tokens that need no model."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: logits processors, output formats, noise, acceptance of draft tokens, stop conditions."""

@@ -1,0 +1,179 @@
+"""Logits processors: output format, bias and penalties of requests, applied before a token is chosen.
+
+    tokens that the output format excludes      -> -inf
+    logit_bias                                  added
+    repetition penalty                          logits of tokens in prompt or output: / it if positive, * it otherwise
+                                                [Keskar et al. 2019, as in transformers and vLLM]
+    frequency, presence penalty                 logit -= frequency * times in the output + presence * (in the output)
+
+The choice row of a draft token depends on the draft tokens before it, so counts and formats follow the draft
+step by step. They are a function of tokens alone, hence a row's result is that of plain decoding at the same
+position. The only state that survives the round can be rebuilt from committed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.engine.interface import Sampling
+from worker_svc.engine.sampling.formats import FormatState
+from worker_svc.engine.sequence import Sequence, Tally
+
+
+@dataclass(slots=True)
+class _Member:
+    """A request with a logits processor, and its choice rows in this round."""
+
+    sequence: Sequence
+    first: int  # its first choice row
+    count: int
+    counted: int  # its first row of `Adjustments._counts`; -1 without penalties
+    steps: int = 0  # draft tokens that its format has taken in
+    lost: bool = False  # a draft token left its format: later rows do not matter
+
+
+class Adjustments:
+    """The logits processors of one round. Call `proposed` after each draft step, `close` after the last."""
+
+    def __init__(
+        self, requests: Iterable[tuple[int, Sequence, int, int]], vocab_size: int, device: torch.device
+    ) -> None:
+        """`requests`: (index in the round, request, its first choice row, number of its choice rows)."""
+        self._device = device
+        self._vocab = vocab_size
+        self._members: dict[int, _Member] = {}
+        self._by_row: dict[int, _Member] = {}
+        self._masks: dict[int, torch.Tensor] = {}  # choice row -> packed bits of the tokens that are allowed
+        self.failed: dict[int, str] = {}  # requests whose format cannot continue, and the reason
+        self.usable: dict[int, int] = {}  # first choice row of a request at which its format allows nothing
+        counted: list[_Member] = []
+        rows = 0
+        for index, sequence, first, count in requests:
+            sampling = sequence.spec.sampling
+            if not count or not (sampling.penalises or sampling.logit_bias or sequence.format is not None):
+                continue
+            member = _Member(sequence, first, count, rows if sampling.penalises else -1)
+            self._members[index] = member
+            self._by_row.update((row, member) for row in range(first, first + count))
+            if sampling.penalises:
+                rows += count
+                counted.append(member)
+            if sequence.format is not None:
+                self._mask(index, member, first, sequence.format)
+        if rows:
+            self._counts = torch.empty((rows, vocab_size), dtype=torch.float32, device=device)
+            for member in counted:
+                self._counts[member.counted : member.counted + member.count] = self._tally(
+                    member.sequence
+                ).output
+
+    @property
+    def wanted(self) -> bool:
+        """True if any request has a logits processor."""
+        return bool(self._members)
+
+    def apply(self, logits: torch.Tensor, choice_rows: SequenceOf[int]) -> torch.Tensor:
+        """Return adjusted `logits` [rows, vocabulary of the model] of these choice rows.
+
+        The argument is not changed.
+        """
+        touched = [(at, row) for at, row in enumerate(choice_rows) if row in self._by_row]
+        if not touched:
+            return logits
+        adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        width = logits.shape[-1]
+        masked = [(at, self._masks[row]) for at, row in touched if row in self._masks]
+        if masked:
+            bits = torch.stack([mask for _, mask in masked]).to(self._device)  # [n, words]
+            shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+            allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :width].bool()
+            index = torch.tensor([at for at, _ in masked], device=self._device)
+            adjusted[index] = adjusted[index].masked_fill(~allowed, -torch.inf)
+        for at, row in touched:
+            member = self._by_row[row]
+            sampling = member.sequence.spec.sampling
+            if sampling.logit_bias:
+                ids, values = self._bias(member.sequence, width)
+                adjusted[at, ids] += values
+            if sampling.penalises:
+                counts = self._counts[member.counted + row - member.first, :width]
+                adjusted[at] = _penalised(adjusted[at], counts, member.sequence, sampling, width)
+        return adjusted
+
+    def proposed(self, members: SequenceOf[int], step: int, tokens: torch.Tensor) -> None:
+        """Take in `tokens` [members], proposed by draft step `step` for these requests of the round."""
+        if not self.wanted:
+            return
+        at_rows: list[int] = []
+        of_tokens: list[int] = []
+        host: list[int] | None = None
+        for at, index in enumerate(members):
+            member = self._members.get(index)
+            if member is None:
+                continue
+            if member.counted >= 0:
+                behind = range(step + 1, member.count)
+                at_rows.extend(member.counted + j for j in behind)
+                of_tokens.extend([at] * len(behind))
+            state = member.sequence.format
+            if state is not None and not member.lost:
+                host = tokens.tolist() if host is None else host
+                if state.advance(host[at]):
+                    member.steps += 1
+                    if step + 1 < member.count:
+                        self._mask(index, member, member.first + step + 1, state)
+                else:
+                    member.lost = True
+        if at_rows:
+            rows = torch.tensor(at_rows, device=self._device)
+            chosen = tokens[torch.tensor(of_tokens, device=self._device)]
+            self._counts.index_put_(
+                (rows, chosen), torch.ones_like(chosen, dtype=torch.float32), accumulate=True
+            )
+
+    def close(self) -> None:
+        """Remove the draft tokens from the formats: the commit adds the committed tokens to them."""
+        for member in self._members.values():
+            if member.sequence.format is not None and member.steps:
+                member.sequence.format.rollback(member.steps)
+                member.steps = 0
+
+    def _mask(self, index: int, member: _Member, row: int, state: FormatState) -> None:
+        mask = state.mask()
+        if mask is not None:
+            self._masks[row] = mask
+            return
+        member.lost = True
+        self.usable[index] = row - member.first
+        if row == member.first:
+            self.failed[index] = state.problem
+
+    def _tally(self, sequence: Sequence) -> Tally:
+        if sequence.tally is None:
+            sequence.tally = Tally(sequence.spec.prompt_ids, self._vocab, self._device)
+        sequence.tally.follow(sequence.tokens, len(sequence.spec.prompt_ids))
+        return sequence.tally
+
+    def _bias(self, sequence: Sequence, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        known = {token: value for token, value in sequence.spec.sampling.logit_bias if token < width}
+        return (
+            torch.tensor(list(known), dtype=torch.int64, device=self._device),
+            torch.tensor(list(known.values()), dtype=torch.float32, device=self._device),
+        )
+
+
+def _penalised(
+    logits: torch.Tensor, counts: torch.Tensor, sequence: Sequence, sampling: Sampling, width: int
+) -> torch.Tensor:
+    """`logits`, `counts` [width]."""
+    present = counts > 0
+    if sampling.repetition_penalty != 1:
+        assert sequence.tally is not None
+        factor = sampling.repetition_penalty
+        seen = present | sequence.tally.in_prompt[:width]
+        logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * present

@@ -1,0 +1,1 @@
+"""Engines with scripted tokens, for tests and benchmarks."""

@@ -1,0 +1,405 @@
+"""An engine without a model: the same interface, real block accounting, scripted tokens and acceptance. No torch.
+
+For tests and simulations of everything around an engine; hundreds fit into one process. Its guarantees:
+
+* A token is a hash of (prompt, seed, position): `FakeEngine.expected` returns the whole output in advance,
+  and it does not depend on rounds, batches, preemption or migration.
+* The acceptance of a draft token is a function of (seed, position) too. Each request has its own mean, drawn
+  from its seed, so the number accepted in a round follows a truncated geometric distribution with that mean.
+* Times are those of a cost model. They are virtual: reported, and slept only when `time_scale` is above 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from worker_svc.engine.cache.blocks import BlockAllocator
+from worker_svc.engine.interface import (
+    Capacity,
+    FinishReason,
+    OutOfBlocks,
+    RequestRound,
+    Residency,
+    RoundResult,
+    SequenceStatus,
+    Specification,
+    TokenLogprobs,
+    UnknownRequest,
+    blocks_needed,
+    check_run,
+    check_specification,
+)
+from worker_svc.engine.sampling import counter
+from worker_svc.engine.sampling.stopping import Decode, StopText, cut
+
+__all__ = ["FakeCosts", "FakeEngine", "lognormal_lengths"]
+
+ACCEPTANCE_STREAM = 0xACCE97  # keeps acceptance independent of the tokens of the same seed
+
+Lengths = Callable[[Specification], int]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCosts:
+    """Costs of a round, in virtual seconds. The defaults are of the order of a 7B target on one GPU."""
+
+    round_s: float = 0.020  # a verification with nothing in it
+    draft_step_s: float = 0.002  # one draft step of the whole batch
+    verified_token_s: float = 0.00009  # per verified row (drafted + 1) of each request
+    context_token_s: float = 3e-7  # per token of context that is attended to
+    prefill_token_s: float = 0.00009
+    swap_token_s: float = 0.00002  # per token, either way
+
+
+def lognormal_lengths(median: float, sigma: float, *, longest: int = 2**31) -> Lengths:
+    """Return output lengths ~ lognormal(ln median, sigma), 1 .. longest tokens, a function of (prompt, seed)
+    alone.
+    """
+
+    def length(spec: Specification) -> int:
+        draw = random.Random(_digest(spec)).lognormvariate(0.0, sigma)
+        return max(1, min(longest, round(median * draw)))
+
+    return length
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class _Fake:
+    """One known request."""
+
+    spec: Specification
+    digest: int
+    acceptance: float  # chance that a draft token is accepted
+    length: int  # output tokens after which it ends by EOS; the last of them is the EOS token
+    stop_text: StopText | None
+    output: list[int]
+    computed: int = 0  # context tokens whose KV exists; all but the last, once prefilled
+    residency: Residency = Residency.NONE
+    target: list[int] = field(default_factory=list)  # block ids
+    draft: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.spec.prompt_ids) + len(self.output)
+
+
+class FakeEngine:
+    """The scripted engine; see the module's docstring. The arguments mirror those of the real engine where
+    both have them.
+
+    `lengths` gives the output length after which a request ends by EOS (None: never before max_tokens); `draft_len` is proposed
+    every round, capped by the request and by what is left; `acceptance` and `concentration` are mean and concentration of the Beta
+    distribution of the requests' means; `host_tokens` is the budget of swapped-out context (None: no limit); `decode` makes stop
+    strings work. `sleep` is called with total_s * time_scale after each round when time_scale is above 0. `die` is called by a
+    round that runs a request with `deadly_seed`, as an error in a kernel would end the process.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 8,
+        target_blocks: int = 1024,
+        draft_blocks: int | None = None,
+        block_size: int = 16,
+        max_length: int = 4096,
+        max_draft_len: int = 8,
+        draft_len: int = 4,
+        vocab_size: int = 1024,
+        eos_id: int = 0,
+        acceptance: float = 0.68,
+        concentration: float = 8.0,
+        lengths: Lengths | None = None,
+        prefill_chunk: int = 512,
+        host_tokens: int | None = None,
+        costs: FakeCosts | None = None,
+        time_scale: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+        deadly_seed: int | None = None,
+        die: Callable[[], None] = _die,
+        decode: Decode | None = None,
+        fingerprint: str = "fake",
+    ) -> None:
+        if vocab_size < 2:
+            raise ValueError("vocab_size must be at least 2")
+        if not 0 <= acceptance <= 1:
+            raise ValueError("acceptance must be from 0 to 1")
+        self.capacity = Capacity(
+            slots=slots,
+            target_blocks=target_blocks,
+            draft_blocks=target_blocks if draft_blocks is None else draft_blocks,
+            block_size=block_size,
+            max_length=max_length,
+            max_draft_len=max_draft_len,
+            vocab_size=vocab_size,
+            device="fake",
+        )
+        self.fingerprint = fingerprint
+        self._draft_len = min(draft_len, max_draft_len) if self.capacity.draft_blocks else 0
+        self._eos_id = eos_id
+        self._acceptance = acceptance
+        self._concentration = concentration
+        self._lengths = lengths
+        self._prefill_chunk = prefill_chunk
+        self._host_tokens = host_tokens
+        self._costs = costs or FakeCosts()
+        self._time_scale = time_scale
+        self._sleep = sleep
+        self._deadly_seed = deadly_seed
+        self._die = die
+        self._decode = decode
+        self._target = BlockAllocator(self.capacity.target_blocks)
+        self._draft = BlockAllocator(self.capacity.draft_blocks)
+        self._requests: dict[str, _Fake] = {}
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    def add(self, spec: Specification) -> None:
+        """Make a request known. Raises ValueError naming the field and its limit."""
+        if spec.request_id in self._requests:
+            raise ValueError(f"request_id {spec.request_id!r} is known already")
+        check_specification(spec, self.capacity)
+        if spec.format is not None:
+            raise ValueError("format cannot be kept by the fake engine, whose tokens are scripted")
+        digest = _digest(spec)
+        self._requests[spec.request_id] = _Fake(
+            spec=spec,
+            digest=digest,
+            acceptance=self._mean_acceptance(digest),
+            length=self._length(spec),
+            stop_text=StopText(spec.stop, self._decode) if spec.stop and self._decode else None,
+            output=list(spec.committed_ids),
+        )
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request and free what it holds; an unknown id is fine."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._release(request)
+
+    def swap_out(self, request_id: str) -> bool:
+        """Move the KV of a request to host memory.
+
+        Returns False, and changes nothing, if the host budget is full.
+        """
+        request = self._get(request_id)
+        if request.residency is not Residency.DEVICE:
+            return True
+        if self._host_tokens is not None:
+            held = sum(
+                other.computed for other in self._requests.values() if other.residency is Residency.HOST
+            )
+            if held + request.computed > self._host_tokens:
+                return False
+        computed = request.computed
+        self._release(request)
+        request.computed, request.residency = computed, Residency.HOST
+        return True
+
+    def evict(self, request_id: str) -> None:
+        """Discard the KV of a request; its tokens stay known."""
+        self._release(self._get(request_id))
+
+    def status(self, request_id: str) -> SequenceStatus:
+        """Return the progress of a request. Raises UnknownRequest."""
+        request = self._get(request_id)
+        return SequenceStatus(request.residency, request.tokens, len(request.target), len(request.draft))
+
+    def known(self) -> frozenset[str]:
+        """Return the ids of all requests that were added and not dropped."""
+        return frozenset(self._requests)
+
+    def check(self) -> None:
+        """Assert that every block is free or held by exactly one request."""
+        self._target.check(request.target for request in self._requests.values())
+        self._draft.check(request.draft for request in self._requests.values())
+
+    def expected(self, spec: Specification) -> tuple[tuple[int, ...], FinishReason]:
+        """Return all output tokens of a request, regardless of committed ones, and the reason of its end."""
+        tokens = tuple(
+            self._token(_digest(spec), spec, self._length(spec), position)
+            for position in range(spec.max_tokens)
+        )
+        stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
+        end = cut(spec, 0, tokens, (self._eos_id,), stop_text, ())
+        assert end.finish is not None
+        return tokens[: end.tokens], end.finish
+
+    # -- a round ------------------------------------------------------------------------------------------------------------
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        """Run one draft and verify step over exactly these requests.
+
+        See `interface.Engine.round` for the errors.
+        """
+        finished = {name for name in run if name in self._requests and self._requests[name].finished}
+        check_run(run, self._requests.keys(), finished, self.capacity.slots)
+        requests = [self._requests[name] for name in run]
+        if any(request.spec.sampling.seed == self._deadly_seed for request in requests):
+            self._die()
+        chunks = self._chunks(requests)
+        drafts = [
+            self._draft_length(request) if chunk == 0 else 0
+            for request, chunk in zip(requests, chunks, strict=True)
+        ]
+        self._grow(requests, chunks, drafts)
+
+        costs = self._costs
+        swap_s = (
+            sum(request.computed for request in requests if request.residency is Residency.HOST)
+            * costs.swap_token_s
+        )
+        for request, chunk in zip(requests, chunks, strict=True):
+            if chunk or request.computed:
+                request.residency = Residency.DEVICE
+        rows = sum(
+            length + 1
+            for length, request in zip(drafts, requests, strict=True)
+            if request.computed >= request.tokens - 1
+        )
+        context = sum(request.tokens for request in requests)
+        draft_s = max(drafts, default=0) * costs.draft_step_s
+        verify_s = costs.round_s + rows * costs.verified_token_s + context * costs.context_token_s
+        prefill_s = sum(chunks) * costs.prefill_token_s
+        total_s = draft_s + verify_s + prefill_s + swap_s
+        reports = tuple(self._step(*entry) for entry in zip(requests, chunks, drafts, strict=True))
+        if self._time_scale > 0:
+            self._sleep(total_s * self._time_scale)
+        return RoundResult(
+            requests=reports,
+            draft_s=draft_s,
+            verify_s=verify_s,
+            prefill_s=prefill_s,
+            swap_s=swap_s,
+            total_s=total_s,
+            free_target_blocks=self._target.free_blocks,
+            free_draft_blocks=self._draft.free_blocks,
+        )
+
+    def _chunks(self, requests: Sequence[_Fake]) -> list[int]:
+        """Return the context tokens to prefill for each request; 0 for one whose KV covers all tokens but the
+        last.
+        """
+        left = self._prefill_chunk
+        chunks = []
+        for request in requests:
+            missing = request.tokens - request.computed
+            chunk = min(missing, left) if missing > 1 or request.computed == 0 else 0
+            left -= chunk
+            chunks.append(chunk)
+        return chunks
+
+    def _draft_length(self, request: _Fake) -> int:
+        cap = (
+            self._draft_len
+            if request.spec.max_draft_len is None
+            else min(self._draft_len, request.spec.max_draft_len)
+        )
+        return min(cap, request.spec.max_tokens - len(request.output) - 1)
+
+    def _grow(self, requests: Sequence[_Fake], chunks: Sequence[int], drafts: Sequence[int]) -> None:
+        """Take the blocks that this round needs, or raise OutOfBlocks and take none."""
+        wanted = []
+        for request, chunk, draft_len in zip(requests, chunks, drafts, strict=True):
+            starved = request.computed == 0 and chunk == 0  # no prefill budget was left for it
+            needed = 0 if starved else blocks_needed(request.tokens, draft_len + 1, self.capacity.block_size)
+            in_draft = needed if self.capacity.draft_blocks else 0
+            wanted.append((max(0, needed - len(request.target)), max(0, in_draft - len(request.draft))))
+        for name, pool, count in (
+            ("target", self._target, sum(target for target, _ in wanted)),
+            ("draft", self._draft, sum(draft for _, draft in wanted)),
+        ):
+            if count > pool.free_blocks:
+                raise OutOfBlocks(
+                    f"the {name} pool has {pool.free_blocks} free KV blocks and this round needs {count}"
+                )
+        for request, (target, draft) in zip(requests, wanted, strict=True):
+            request.target += self._target.extend(request.target, target)
+            request.draft += self._draft.extend(request.draft, draft)
+
+    def _step(self, request: _Fake, chunk: int, draft_len: int) -> RequestRound:
+        position = len(request.output)
+        request.computed += chunk
+        if request.computed < request.tokens - 1 or (chunk == 0 and request.computed == 0):
+            return RequestRound(request.spec.request_id, position, (), 0, 0, prefilled=chunk)
+        accepted = 0
+        while accepted < draft_len and self._accepts(request, position + accepted):
+            accepted += 1
+        tested = min(accepted + 1, draft_len)
+        block = [
+            self._token(request.digest, request.spec, request.length, position + i)
+            for i in range(accepted + 1)
+        ]
+        end = cut(request.spec, position, block, (self._eos_id,), request.stop_text, request.output)
+        request.output += block[: end.tokens]
+        request.computed = request.tokens - 1
+        if end.finish is not None:
+            request.finished = True
+            self._release(request)
+        return RequestRound(
+            request_id=request.spec.request_id,
+            position=position,
+            tokens=tuple(block[: end.tokens]),
+            drafted=draft_len,
+            accepted=accepted,
+            tested_by_position=(1,) * tested,
+            accepted_by_position=(1,) * accepted + (0,) * (tested - accepted),
+            prefilled=chunk,
+            finish=end.finish,
+            cut_characters=end.cut_characters,
+            # The token is certain: no other one could have been chosen.
+            logprobs=(TokenLogprobs(0.0),) * end.tokens if request.spec.logprobs is not None else (),
+        )
+
+    # -- what is scripted -----------------------------------------------------------------------------------------------------
+
+    def _token(self, digest: int, spec: Specification, length: int, position: int) -> int:
+        if position == length - 1 and not spec.ignore_eos:
+            return self._eos_id
+        token = counter.mix64(digest ^ counter.row_key(spec.sampling.seed, position)) % (
+            self.capacity.vocab_size - 1
+        )
+        return token + (token >= self._eos_id)  # every id but EOS
+
+    def _length(self, spec: Specification) -> int:
+        return spec.max_tokens + 1 if self._lengths is None else self._lengths(spec)
+
+    def _mean_acceptance(self, digest: int) -> float:
+        if self._acceptance in (0.0, 1.0):
+            return self._acceptance
+        a = self._acceptance * self._concentration
+        return random.Random(digest ^ ACCEPTANCE_STREAM).betavariate(a, self._concentration - a)
+
+    def _accepts(self, request: _Fake, position: int) -> bool:
+        key = counter.row_key(request.spec.sampling.seed ^ ACCEPTANCE_STREAM, position)
+        return counter.uniform(key ^ request.digest, 0) < request.acceptance
+
+    # -- helpers ------------------------------------------------------------------------------------------------------------
+
+    def _get(self, request_id: str) -> _Fake:
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise UnknownRequest(request_id) from None
+
+    def _release(self, request: _Fake) -> None:
+        self._target.free(request.target)
+        self._draft.free(request.draft)
+        request.target, request.draft, request.computed, request.residency = [], [], 0, Residency.NONE
+
+
+def _digest(spec: Specification) -> int:
+    """Return 64 bits of (prompt, seed)."""
+    packed = struct.pack(f"<Q{len(spec.prompt_ids)}I", spec.sampling.seed, *spec.prompt_ids)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

@@ -1,0 +1,731 @@
+"""The worker's end of WorkerLink: finds the leader, reports state and progress, and forwards commands.
+
+There is one stream at a time, without end: seeds are dialled in turn until one leads. State that must survive
+a stream is kept here or in the runner, never in the stream: reports are kept until acknowledged and offered
+again, in order, after each hello.
+
+Facts that the rest relies on
+  * The answer to `HeldAsked` comes through the same queue as the reports, so a hello lists the requests held
+    after a report that is kept here, and every later report follows it on the stream.
+  * A leader's messages are ignored unless they carry the epoch of the newest SchedulerHello.
+  * The runner's thread never waits for this one; a wake-up takes all outcomes that it delivered since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from laps_sd import __version__
+from laps_sd.contract.choose import Residency
+from laps_sd.errors import StartupError
+from laps_sd.service import wire
+from laps_sd.service.log import get_logger
+from laps_sd.service.tracing import QUIET, Tracing
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as public_pb
+from laps_sd.v1 import worker_link_pb2 as pb
+from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
+from worker_svc import metrics
+from worker_svc.engine.interface import (
+    LEAST_TEMPERATURE,
+    Drafter,
+    Engine,
+    FinishReason,
+    FormatKind,
+    OutputFormat,
+    Sampling,
+    Specification,
+)
+from worker_svc.runner.process import EngineProcess
+from worker_svc.runner.runner import (
+    Acknowledged,
+    Assigned,
+    Dropped,
+    Failed,
+    HeldAsked,
+    HeldNow,
+    HeldRequest,
+    Listed,
+    Message,
+    Missing,
+    Outcome,
+    Round,
+    Runner,
+    Specified,
+)
+from worker_svc.settings import WorkerSettings
+from worker_svc.tracing import RoundTraces
+
+__all__ = ["PROTOCOL_VERSIONS", "EngineFailed", "SchedulerLink"]
+
+log = get_logger(__name__)
+
+PROTOCOL_VERSIONS = (1,)
+"""Versions, newest first. A peer supports its newest and the one before."""
+
+BACK_OFF_FIRST_S = 0.05
+BACK_OFF_LONGEST_S = 1.0
+"""Longest back-off; below the grace period that a new leader gives workers to come back (2 s)."""
+MAX_HOPS = 3
+"""Referrals from scheduler to scheduler that are followed without a pause."""
+MISSING_AGAIN_S = 1.0
+"""Seconds before a missing specification is requested again."""
+REPORTS_PER_MESSAGE = 256
+BYTES_PER_MESSAGE = 2 * 1024 * 1024
+"""Bounds of one RoundReports message; only reached when reports are offered again."""
+HELLO_BYTES = 4 * 1024 * 1024
+"""Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
+
+KINDS = {
+    None: gateway_pb.RequestEnd.KIND_UNSPECIFIED,
+    FinishReason.STOP: gateway_pb.RequestEnd.KIND_STOP,
+    FinishReason.LENGTH: gateway_pb.RequestEnd.KIND_LENGTH,
+    FinishReason.STOP_SEQUENCE: gateway_pb.RequestEnd.KIND_STOP_SEQUENCE,
+    FinishReason.ERROR: gateway_pb.RequestEnd.KIND_ERROR,
+}
+DRAFTERS = {
+    public_pb.Speculation.DRAFTER_MODEL: Drafter.MODEL,
+    public_pb.Speculation.DRAFTER_LOOKUP: Drafter.LOOKUP,
+}
+RESIDENCIES = {
+    Residency.NONE: pb.HeldRequest.RESIDENCY_NONE,
+    Residency.HOST: pb.HeldRequest.RESIDENCY_HOST,
+    Residency.DEVICE: pb.HeldRequest.RESIDENCY_DEVICE,
+}
+
+
+class EngineFailed(Exception):
+    """An error of the engine outside of a single request (its exception is the cause), or a hanging engine.
+
+    The process must end.
+    """
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A report that is not acknowledged by a leader."""
+
+    number: int
+    report: pb.RoundReport
+    tokens: int
+
+
+class SchedulerLink:
+    """The link to the scheduler; see the module's docstring. Made inside a running event loop.
+
+    `run` returns when the worker has left, and raises when it cannot continue; `drain` leaves.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine | EngineProcess,
+        *,
+        on_greeted: Callable[[], None] = lambda: None,
+        on_drain_ordered: Callable[[], None] = lambda: None,
+        tracing: Tracing = QUIET,
+    ) -> None:
+        self.settings = settings
+        self.worker_id = f"{settings.name}-{uuid.uuid4().hex[:8]}"
+        self.capacity = engine.capacity
+        self.fingerprint = engine.fingerprint
+        self.runner: Runner | EngineProcess
+        if isinstance(engine, EngineProcess):
+            self.runner = engine
+            engine.deliver = self._deliver
+        else:
+            self.runner = Runner(
+                engine,
+                self._deliver,
+                max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
+                max_unacknowledged_reports=settings.max_unacknowledged_reports,
+            )
+        self.leader_epoch = ""
+        self.connected = False
+        """True once a leader has greeted the present stream."""
+        self._on_greeted = on_greeted
+        self._on_drain_ordered = on_drain_ordered
+        self._cost = metrics.MeasuredCost()
+        self._traces = RoundTraces(tracing, self.worker_id)
+
+        self._loop = asyncio.get_running_loop()
+        self._delivered: deque[Outcome] = deque()
+        self._notified = False
+        self._held_asked: asyncio.Future[HeldNow] | None = None
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        """Set when the link must end: drained (None), refused or broken (an exception)."""
+
+        self._kept: deque[_Kept] = deque()
+        self._unsent: deque[_Kept] = deque()
+        """The tail of `_kept` that was not sent on the present stream."""
+        self._kept_tokens = 0
+        self._missing: dict[str, None] = {}
+        self._asked_s: dict[str, float] = {}
+        self._wake = asyncio.Event()
+        self._heartbeat_due = False
+        self._draining = False
+        self._drain_told = False
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until `Drained`.
+
+        Raises StartupError when the scheduler refuses this worker, EngineFailed when the engine is broken.
+        """
+        connecting = asyncio.create_task(self._stay_connected(), name="stay connected")
+        self.runner.start()
+        try:
+            await asyncio.wait({connecting, self._over}, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                connecting.result()  # it never ends by itself, so this raises
+            self._over.result()
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            await asyncio.to_thread(self.runner.stop)
+            metrics.CONNECTED.set(0)
+            self._traces.close()
+
+    async def drain(self) -> None:
+        """Request to leave, continue to work, and return when the scheduler reports the worker as drained."""
+        log.info("draining", held_nothing=self.runner.holds_nothing)
+        self._draining = True
+        self._wake.set()
+        self._leave_if_forgotten()
+        await asyncio.wait({self._over})
+
+    def _leave_if_forgotten(self) -> None:
+        """End without a reachable scheduler if there is nothing to hand over."""
+        if self._draining and not self.connected and self.runner.holds_nothing and not self._kept:
+            self._finish(None)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
+
+    # -- from the runner -------------------------------------------------------------------------------------
+
+    def _deliver(self, outcome: Outcome) -> None:
+        """Queue an outcome of the runner's thread.
+
+        One wake-up covers all that is delivered until the loop runs.
+        """
+        self._delivered.append(outcome)
+        if not self._notified:
+            self._notified = True
+            self._loop.call_soon_threadsafe(self._take_delivered)
+
+    def _take_delivered(self) -> None:
+        self._notified = False  # before the queue is read: later outcomes cause another wake-up
+        while self._delivered:
+            outcome = self._delivered.popleft()
+            match outcome:
+                case Round():
+                    self._keep(outcome)
+                case Missing(request_ids):
+                    self._ask_for(request_ids)
+                case HeldNow():
+                    if self._held_asked is not None and not self._held_asked.done():
+                        self._held_asked.set_result(outcome)
+                case Failed(error):
+                    failure = EngineFailed(f"the engine failed: {error!r}")
+                    failure.__cause__ = error
+                    log.error("the engine failed", exc_info=error)
+                    self._finish(failure)
+        self._wake.set()
+
+    def _keep(self, outcome: Round) -> None:
+        report = round_report(outcome)
+        tokens = sum([len(step.tokens) for _, step in outcome.progress])
+        kept = _Kept(outcome.number, report, tokens)
+        self._kept.append(kept)
+        self._unsent.append(kept)
+        self._kept_tokens += tokens
+        metrics.observe(outcome)
+        metrics.UNACKNOWLEDGED_TOKENS.set(self._kept_tokens)
+        metrics.UNACKNOWLEDGED_REPORTS.set(len(self._kept))
+        self._cost.observe(outcome)
+        self._traces.round(outcome, time.time())
+
+    def _ask_for(self, request_ids: Sequence[str]) -> None:
+        now_s = time.monotonic()
+        for request_id in request_ids:
+            if now_s - self._asked_s.get(request_id, -MISSING_AGAIN_S) >= MISSING_AGAIN_S:
+                self._missing[request_id] = None
+                self._asked_s[request_id] = now_s
+
+    # -- connecting ------------------------------------------------------------------------------------------
+
+    async def _stay_connected(self) -> None:
+        seeds = self.settings.scheduler_seeds
+        turn = random.randrange(len(seeds))
+        address = seeds[turn]
+        failures = hops = 0
+        while True:
+            greeted, leader = await self._converse(address)
+            self._leave_if_forgotten()
+            if greeted:
+                failures = hops = 0
+            if leader and hops < MAX_HOPS:
+                address = leader
+                hops += 1
+                continue
+            hops = 0
+            if failures or not greeted:
+                turn = (turn + 1) % len(seeds)
+                address = seeds[turn]
+            # After a broken stream the same address is dialled first: most often the cause is the network.
+            await asyncio.sleep(
+                min(BACK_OFF_LONGEST_S, BACK_OFF_FIRST_S * 2**failures) * random.uniform(0.5, 1.0)
+            )
+            failures = min(failures + 1, 16)
+
+    async def _converse(self, address: str) -> tuple[bool, str]:
+        """Run one stream until it ends, for whatever reason.
+
+        Returns (True if a leader greeted this worker, the leader's address if a standby named one).
+        """
+        greeted, leader = False, ""
+        silence = asyncio.timeout(self.settings.silence_s)
+        channel = wire.make_channel(address, wire.link_tls(self.settings))
+        call: Any = None
+        writer: asyncio.Task[None] | None = None
+        reason = "the scheduler ended it"
+        try:
+            async with silence:
+                if not await _reach(channel):
+                    reason = "it cannot be reached"
+                    return False, ""
+                call = WorkerLinkStub(channel).Connect()
+                await call.write(pb.WorkerMessage(hello=await self._hello()))
+                silent_from_s = 0.0
+                while (reply := await call.read()) is not grpc.aio.EOF:
+                    if reply is None:  # gRPC's value for bytes that it cannot decode
+                        reason = "it sent what is no message"
+                        break
+                    now_s = self._loop.time()
+                    # Not for every message, since rescheduling a timer is expensive.
+                    if now_s - silent_from_s > self.settings.silence_s / 20:
+                        silence.reschedule(now_s + self.settings.silence_s)
+                        silent_from_s = now_s
+                    kind = reply.WhichOneof("message")
+                    if kind == "not_leader":
+                        leader = reply.not_leader.leader_address
+                        reason = "it does not lead"
+                        break
+                    if kind == "refused":
+                        self._refused(reply.refused)
+                        break
+                    if kind == "hello":
+                        self._greeted(reply, address)
+                        if writer is None:
+                            greeted = True
+                            writer = self._start_writer(call)
+                    elif reply.leader_epoch == self.leader_epoch and greeted:
+                        self._obey(kind, reply)
+                    else:
+                        metrics.IGNORED.inc()
+        except TimeoutError:
+            reason = f"nothing was heard for {self.settings.silence_s} s"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except asyncio.InvalidStateError:
+            reason = "it ended while it was written to"
+        finally:
+            self.connected = False
+            metrics.CONNECTED.set(0)
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            denied = await wire.denial(call)
+            if call is not None:
+                call.cancel()
+            await channel.close()
+        if greeted:
+            log.warning("stream to the scheduler ended", address=address, reason=reason)
+        elif denied:
+            log.error("the scheduler does not serve this worker", address=address, reason=denied)
+        else:
+            log.debug("no leader there", address=address, reason=reason, leader=leader)
+        return greeted, leader
+
+    async def _hello(self) -> pb.WorkerHello:
+        if self._held_asked is None or self._held_asked.done():
+            self._held_asked = self._loop.create_future()
+            self.runner.put(HeldAsked())
+            self._loop.call_later(self.settings.engine_silence_s, self._look_at_engine, self._held_asked)
+        # Shielded: each `HeldAsked` is answered once, so an abandoned attempt leaves the answer to the next
+        # one.
+        held = await asyncio.shield(self._held_asked)
+        capacity = self.capacity
+        base_s, sequence_s, context_s = self._cost.round_s
+        return pb.WorkerHello(
+            worker_id=self.worker_id,
+            worker_name=self.settings.name,
+            pool=self.settings.pool,
+            protocol_versions=PROTOCOL_VERSIONS,
+            software_version=__version__,
+            fingerprint=self.fingerprint,
+            device=capacity.device,
+            slots=capacity.slots,
+            target_blocks=capacity.target_blocks,
+            draft_blocks=capacity.draft_blocks,
+            block_size=capacity.block_size,
+            max_length=capacity.max_length,
+            max_draft_tokens=capacity.max_draft_len,
+            vocab_size=capacity.vocab_size,
+            cost=pb.CostModel(
+                round_base_s=base_s,
+                per_sequence_s=sequence_s,
+                per_context_token_s=context_s,
+                prefill_per_token_s=self._cost.prefill_per_token_s,
+                swap_per_token_s=self._cost.swap_per_token_s,
+            ),
+            held=held_requests(held.requests),
+            draining=self._draining,
+            last_report=held.last_report,
+        )
+
+    def _look_at_engine(self, asked: asyncio.Future[HeldNow]) -> None:
+        """Fail the link if the engine has not answered, which it does between two rounds.
+
+        The scheduler has given this worker up before, and assigns it no work without a hello, so that nothing
+        is lost.
+        """
+        if not asked.done():
+            failure = EngineFailed(
+                f"the engine hangs: no round has ended for {self.settings.engine_silence_s:g} s"
+            )
+            log.error("the engine hangs", silent_s=self.settings.engine_silence_s)
+            self._finish(failure)
+
+    def _refused(self, refused: pb.WorkerRefused) -> None:
+        reason = pb.WorkerRefused.Reason.Name(refused.reason).removeprefix("REASON_").lower()
+        detail = refused.detail or f"reason: {reason}"
+        log.error("the scheduler refuses this worker", reason=reason, detail=detail)
+        self._finish(
+            StartupError(f"The scheduler of pool {self.settings.pool!r} refuses this worker: {detail}")
+        )
+
+    def _greeted(self, reply: pb.WorkerLinkReply, address: str) -> None:
+        version = reply.hello.protocol_version
+        if version not in PROTOCOL_VERSIONS:
+            self._finish(
+                StartupError(
+                    f"The scheduler speaks protocol version {version}; this worker speaks "
+                    f"{', '.join(map(str, PROTOCOL_VERSIONS))}."
+                )
+            )
+        self.leader_epoch = reply.leader_epoch
+        self.connected = True
+        metrics.CONNECTED.set(1)
+        metrics.CONNECTIONS.inc()
+        log.info(
+            "greeted",
+            address=address,
+            shard=reply.hello.shard,
+            leader_epoch=reply.leader_epoch,
+            worker_id=self.worker_id,
+            reports_offered_again=len(self._kept),
+        )
+        self._on_greeted()
+
+    # -- up --------------------------------------------------------------------------------------------------
+
+    def _start_writer(self, call: Any) -> asyncio.Task[None]:
+        self._unsent = deque(self._kept)
+        self._missing.clear()
+        self._asked_s.clear()
+        self._drain_told = False
+        self._wake.set()
+        writer = asyncio.create_task(self._write(call), name="worker link writer")
+
+        def ended(task: asyncio.Task[None]) -> None:
+            call.cancel()  # the reader's call ends, and with it the stream
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
+                self._finish(error)
+
+        writer.add_done_callback(ended)
+        return writer
+
+    async def _write(self, call: Any) -> None:
+        timer = self._arm_heartbeat()
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._draining and not self._drain_told:
+                    self._drain_told = True
+                    await call.write(pb.WorkerMessage(drain=pb.DrainRequested()))
+                if self._missing:
+                    missing, self._missing = list(self._missing), {}
+                    await call.write(pb.WorkerMessage(missing=pb.SpecificationsMissing(request_ids=missing)))
+                while self._unsent:
+                    await call.write(pb.WorkerMessage(reports=self._next_reports()))
+                if self._heartbeat_due:
+                    await call.write(
+                        pb.WorkerMessage(
+                            heartbeat=gateway_pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000)
+                        )
+                    )
+                    timer = self._arm_heartbeat()
+        finally:
+            timer.cancel()
+
+    def _arm_heartbeat(self) -> asyncio.TimerHandle:
+        self._heartbeat_due = False
+
+        def due() -> None:
+            self._heartbeat_due = True
+            self._wake.set()
+
+        return self._loop.call_later(self.settings.heartbeat_s, due)
+
+    def _next_reports(self) -> pb.RoundReports:
+        """Return all unsent reports, within the bounds of a message."""
+        batch: list[pb.RoundReport] = []
+        room = BYTES_PER_MESSAGE
+        while self._unsent and len(batch) < REPORTS_PER_MESSAGE and room > 0:
+            report = self._unsent.popleft().report
+            batch.append(report)
+            if self._unsent:  # a report that goes alone need not be measured
+                room -= report.ByteSize()
+        return pb.RoundReports(reports=batch)
+
+    # -- down ------------------------------------------------------------------------------------------------
+
+    def _obey(self, kind: str | None, reply: pb.WorkerLinkReply) -> None:
+        message: Message | None = None
+        match kind:
+            case "assignment":
+                message = Assigned(tuple([listed(entry) for entry in reply.assignment.entries]))
+            case "specifications":
+                for leased in reply.specifications.specifications:
+                    spec = leased.specification
+                    self._asked_s.pop(spec.request_id, None)
+                    self._traces.specified(spec.request_id, leased.lease_epoch, spec.traceparent)
+                self.runner.put(
+                    *[
+                        Specified(specification(leased.specification), leased.lease_epoch)
+                        for leased in reply.specifications.specifications
+                    ]
+                )
+            case "drop":
+                for request in reply.drop.requests:
+                    self._traces.forget(request.request_id, request.lease_epoch)
+                message = Dropped(
+                    tuple((request.request_id, request.lease_epoch) for request in reply.drop.requests)
+                )
+            case "acknowledged":
+                self._acknowledged(reply.acknowledged.number)
+                message = Acknowledged(reply.acknowledged.number)
+            case "drain":
+                log.info("the scheduler orders this worker to drain")
+                self._draining = True
+                self._wake.set()
+                self._on_drain_ordered()
+            case "drained":
+                log.info("drained")
+                self._finish(None)
+            case _:  # a heartbeat, or a message of a later version
+                pass
+        if message is not None:
+            self.runner.put(message)
+
+    def _acknowledged(self, number: int) -> None:
+        while self._kept and self._kept[0].number <= number:
+            self._kept_tokens -= self._kept.popleft().tokens
+        while self._unsent and self._unsent[0].number <= number:
+            self._unsent.popleft()
+        metrics.UNACKNOWLEDGED_TOKENS.set(self._kept_tokens)
+        metrics.UNACKNOWLEDGED_REPORTS.set(len(self._kept))
+
+
+async def _reach(channel: grpc.aio.Channel) -> bool:
+    """Return True if the channel connects, False at its first failure.
+
+    Thus a hello is made only for a scheduler that is listening.
+    """
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            return False
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
+    return True
+
+
+# -- wire ↔ runner -------------------------------------------------------------------------------------------
+
+
+def round_report(outcome: Round) -> pb.RoundReport:
+    """Return the wire message of one report."""
+    result = outcome.result
+    return pb.RoundReport(
+        number=outcome.number,
+        progress=[
+            pb.RequestProgress(
+                request_id=step.request_id,
+                lease_epoch=lease_epoch,
+                position=step.position,
+                token_ids=step.tokens,
+                drafted=step.drafted,
+                accepted=step.accepted,
+                tested_by_position=step.tested_by_position,
+                accepted_by_position=step.accepted_by_position,
+                prefilled=step.prefilled,
+                cached=step.cached,
+                end=KINDS[step.finish],
+                cut_characters=step.cut_characters,
+                error=step.error or "",
+                logprobs=[
+                    public_pb.TokenLogprobs(
+                        logprob=told.logprob,
+                        top=[
+                            public_pb.TokenLogprob(token_id=token, logprob=logprob)
+                            for token, logprob in told.top
+                        ],
+                    )
+                    for told in step.logprobs
+                ],
+            )
+            for lease_epoch, step in outcome.progress
+        ],
+        residency=[
+            pb.ResidencyChanged(
+                request_id=request_id, lease_epoch=lease_epoch, residency=RESIDENCIES[residency]
+            )
+            for request_id, lease_epoch, residency in outcome.residency
+        ],
+        draft_s=result.draft_s,
+        verify_s=result.verify_s,
+        prefill_s=result.prefill_s,
+        swap_s=result.swap_s + outcome.swap_out_s,
+        idle_s=outcome.idle_s,
+        total_s=result.total_s + outcome.swap_out_s,
+        free_target_blocks=result.free_target_blocks,
+        free_draft_blocks=result.free_draft_blocks,
+    )
+
+
+def listed(entry: pb.AssignmentEntry) -> Listed:
+    """Return one entry of an assignment."""
+    return Listed(
+        entry.request_id,
+        entry.lease_epoch,
+        entry.rank_class,
+        entry.index_s,
+        entry.resume_cost_s,
+        entry.reserved,
+        entry.pinned,
+    )
+
+
+def specification(wire_spec: gateway_pb.Specification) -> Specification:
+    """Return the engine's specification from the wire message. The engine checks it."""
+    return Specification(
+        request_id=wire_spec.request_id,
+        prompt_ids=tuple(wire_spec.prompt_ids),
+        committed_ids=tuple(wire_spec.committed_ids),
+        sampling=Sampling(
+            temperature=wire_spec.temperature if wire_spec.temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=wire_spec.top_p,
+            top_k=wire_spec.top_k,
+            seed=wire_spec.seed,
+            min_p=wire_spec.min_p,
+            repetition_penalty=wire_spec.repetition_penalty or 1.0,
+            presence_penalty=wire_spec.presence_penalty,
+            frequency_penalty=wire_spec.frequency_penalty,
+            logit_bias=tuple(sorted(wire_spec.logit_bias.items())),
+        ),
+        max_tokens=wire_spec.max_tokens,
+        stop=tuple(wire_spec.stop),
+        ignore_eos=wire_spec.ignore_eos,
+        max_draft_len=wire_spec.max_draft_tokens if wire_spec.HasField("max_draft_tokens") else None,
+        drafter=DRAFTERS.get(wire_spec.drafter),
+        format=_format(wire_spec.output_format),
+        logprobs=wire_spec.logprobs if wire_spec.HasField("logprobs") else None,
+        origin=wire_spec.origin,
+    )
+
+
+def _format(wire_format: public_pb.OutputFormat) -> OutputFormat | None:
+    kind = wire_format.WhichOneof("format")
+    if kind is None:
+        return None
+    return OutputFormat(FormatKind(kind), "" if kind == "json_object" else getattr(wire_format, kind))
+
+
+def _wire_format(wanted: OutputFormat) -> public_pb.OutputFormat:
+    text: str | bool = wanted.text if wanted.kind is not FormatKind.JSON_OBJECT else True
+    return public_pb.OutputFormat(**{wanted.kind.value: text})  # type: ignore[arg-type]
+
+
+def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
+    """Return the held requests for a hello, in the order of arrival.
+
+    Specifications are included as far as `HELLO_BYTES` allows.
+    """
+    room = HELLO_BYTES
+    told = []
+    for held in requests:
+        one = pb.HeldRequest(
+            request_id=held.spec.request_id,
+            lease_epoch=held.lease_epoch,
+            residency=RESIDENCIES[held.residency],
+            emitted=len(held.output_ids),
+            unacknowledged_ids=held.output_ids[held.acknowledged :],
+        )
+        if room > 0:
+            specification = _wire_specification(held)
+            room -= specification.ByteSize()
+            if room >= 0:
+                one.specification.CopyFrom(specification)
+        told.append(one)
+    return told
+
+
+def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
+    """Return the specification with all acknowledged outputs; the other ones are in `unacknowledged_ids`."""
+    spec = held.spec
+    return gateway_pb.Specification(
+        request_id=spec.request_id,
+        prompt_ids=spec.prompt_ids,
+        committed_ids=held.output_ids[: held.acknowledged],
+        max_tokens=spec.max_tokens,
+        temperature=spec.sampling.temperature,
+        top_p=spec.sampling.top_p,
+        top_k=spec.sampling.top_k,
+        seed=spec.sampling.seed,
+        stop=spec.stop,
+        ignore_eos=spec.ignore_eos,
+        max_draft_tokens=spec.max_draft_len,
+        min_p=spec.sampling.min_p,
+        repetition_penalty=spec.sampling.repetition_penalty,
+        presence_penalty=spec.sampling.presence_penalty,
+        frequency_penalty=spec.sampling.frequency_penalty,
+        logit_bias=dict(spec.sampling.logit_bias),
+        output_format=None if spec.format is None else _wire_format(spec.format),
+        drafter=next(
+            (wire for wire, own in DRAFTERS.items() if own is spec.drafter),
+            public_pb.Speculation.DRAFTER_UNSPECIFIED,
+        ),
+        logprobs=spec.logprobs,
+        origin=spec.origin,
+    )

@@ -1,0 +1,1 @@
+"""The loop that runs an engine, and the process that it runs in."""

@@ -1,0 +1,246 @@
+"""The engine in its own process, with the interface of a `Runner`: messages go down a pipe, outcomes come up.
+
+A round of a small model is hundreds of short operations, and between any two of them the link's asyncio could
+take the interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two
+interpreters do not compete.
+
+    engine = EngineProcess.launch(settings)      # returns when the model is loaded; raises StartupError
+    link = SchedulerLink(settings, engine)       # as with an engine in this process
+
+The child runs the same `Runner` class on its main thread; this side has a thread for each direction, so that
+neither a long round nor a large specification blocks the event loop. The child ends with its pipe: whatever
+happens to this process, the child ends at the next round boundary.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from laps_sd.errors import StartupError
+from laps_sd.service import log as logging
+from worker_svc.engine.interface import Capacity, Engine
+from worker_svc.runner.runner import STOP_S, Failed, Message, Outcome, Runner
+from worker_svc.settings import WorkerSettings
+
+__all__ = ["EngineProcess"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    capacity: Capacity
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A failed start, with its reason in one sentence."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """A report that nothing can run until a message arrives."""
+
+    taken: int
+    """Number of messages taken in so far."""
+    holds_nothing: bool
+
+
+class EngineProcess:
+    """The parent's side of the pipe; see the module's docstring."""
+
+    def __init__(self, child: subprocess.Popen[bytes], connection: Connection, ready: _Ready) -> None:
+        self.capacity = ready.capacity
+        self.fingerprint = ready.fingerprint
+        self.deliver: Callable[[Outcome], None] = lambda _: None
+        """Receiver of outcomes, called in a thread of this object; set it before `start`."""
+        self._child = child
+        self._connection = connection
+        self._down: queue.SimpleQueue[tuple[Message, ...] | None] = queue.SimpleQueue()
+        self._put = 0
+        self._idle = _Idle(0, holds_nothing=True)
+        self._stopping = False
+        self._threads = (
+            threading.Thread(target=self._send, name="to the engine", daemon=True),
+            threading.Thread(target=self._receive, name="from the engine", daemon=True),
+        )
+
+    @classmethod
+    def launch(cls, settings: WorkerSettings) -> EngineProcess:
+        """Start the child and return once its model is loaded.
+
+        Raises StartupError with the child's message.
+        """
+        ours, theirs = socket.socketpair()
+        command = [
+            sys.executable,
+            "-m",
+            "laps_sd.stack.child",
+            str(os.getpid()),
+            __name__,
+            str(theirs.fileno()),
+        ]
+        child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        theirs.close()
+        connection = Connection(ours.detach())
+        try:
+            connection.send(settings)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            code = child.wait()
+            raise StartupError(
+                f"The engine's process ended while it loaded the model (exit code {code})."
+            ) from None
+        if isinstance(answer, _Refused):
+            child.wait()
+            raise StartupError(answer.sentence)
+        return cls(child, connection, answer)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._child.pid
+
+    def start(self) -> None:
+        """Begin to deliver."""
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, *messages: Message) -> None:
+        """Hand over messages; they are taken in, in order, before the next round."""
+        self._put += len(messages)
+        self._down.put(messages)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """True if the child holds no request and no message is on its way to it."""
+        return self._idle.holds_nothing and self._idle.taken == self._put
+
+    def stop(self) -> None:
+        """End the child after its present round. Returns when it has ended."""
+        self._stopping = True
+        if not self._threads[0].is_alive():
+            self._connection.close()  # never started: the child ends with the pipe
+        self._down.put(None)
+        try:
+            self._child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(STOP_S)
+
+    def _send(self) -> None:
+        while True:
+            messages = self._down.get()
+            try:
+                self._connection.send(messages)
+            except OSError:
+                return  # `_receive` reports that the child has ended
+            if messages is None:
+                return
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                outcome = self._connection.recv()
+            except (EOFError, OSError):
+                if not self._stopping:
+                    code = self._child.wait()
+                    self.deliver(Failed(RuntimeError(f"the engine's process ended with exit code {code}")))
+                return
+            if isinstance(outcome, _Idle):
+                self._idle = outcome
+            else:
+                self.deliver(outcome)
+
+
+class _PipeRunner(Runner):
+    """The runner of the child: its inbox is the pipe."""
+
+    def __init__(self, engine: Engine, connection: Connection, settings: WorkerSettings) -> None:
+        super().__init__(
+            engine,
+            connection.send,
+            max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
+            max_unacknowledged_reports=settings.max_unacknowledged_reports,
+        )
+        self._connection = connection
+        # Connection.poll makes a selector for each call, and this is called in every round.
+        self._readable = select.poll()
+        self._readable.register(connection.fileno(), select.POLLIN)
+        self._taken = 0
+
+    def work(self) -> None:
+        """Run turns until stopped; an exception of the engine is delivered, one of the pipe is raised."""
+        try:
+            while not self._stopping:
+                if not self.turn():
+                    self._wait()
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            logging.get_logger(__name__).error("the engine failed", exc_info=error)
+            self._connection.send(
+                Failed(RuntimeError(repr(error)))
+            )  # its traceback cannot be pickled, and is logged
+
+    def turn(self) -> bool:
+        """Run a turn of the base class, on the messages that the pipe holds."""
+        while self._readable.poll(0):
+            messages = self._connection.recv()
+            if messages is None:
+                self._stopping = True
+                return True
+            self._taken += len(messages)
+            self._inbox.extend(messages)
+        return super().turn()
+
+    def _await_message(self) -> None:
+        self._connection.send(_Idle(self._taken, self.holds_nothing))
+        self._readable.poll()
+
+
+def main() -> None:
+    """Run the child: load the engine of the settings, then run rounds until the pipe closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all processes; the parent decides
+    connection = Connection(int(sys.argv[1]))
+    try:
+        settings: WorkerSettings = connection.recv()
+        logging.configure("worker", level=settings.log_level, style=settings.log_style)
+        # Here, so that the parent never imports torch.
+        from worker_svc.loading import load
+
+        try:
+            engine = load(settings)
+            gc.collect()
+            gc.freeze()  # the model's objects stay; collecting through them repeatedly would pause rounds
+        except StartupError as error:
+            connection.send(_Refused(str(error)))
+            return
+        connection.send(_Ready(engine.capacity, engine.fingerprint))
+        _PipeRunner(engine, connection, settings).work()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone
+
+
+if __name__ == "__main__":
+    # Under its own name: pickled objects in the pipe are looked up by module, and here that is called
+    # __main__.
+    from worker_svc.runner import process as engine_process
+
+    engine_process.main()
