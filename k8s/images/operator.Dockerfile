@@ -3,7 +3,7 @@ ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_CERT
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_COMPILE=0
 COPY k8s/images/requirements/operator.txt /requirements/
 RUN python3 -m venv /opt/laps-sd \
  && /opt/laps-sd/bin/pip install --no-deps --require-hashes -r /requirements/operator.txt \
