@@ -48,13 +48,14 @@ LEAVING_S = 60.0
 DEADLY_S = 180.0
 """Seconds within which a deadly request has ended, whatever else breaks."""
 MOST_DEATHS = 12
-"""Upper bound of the workers that one deadly request may end: four if nothing else breaks; more if a worker
+"""Upper bound of the workers that one deadly request may end: five if nothing else breaks; more if a worker
 is given up and comes back, or is hit by another fault, which the scheduler cannot distinguish."""
 RECOVERY_S = 10.0
-"""Seconds after the record was emptied in which no fault hits its leader; the record is also not emptied if a
-fault hit its leader within this time. Both faults together are a fault of another kind. The record is
-emptied and its leader killed only if the gateways were spared, and led, for this time: then the streams are
-open at a gateway again, and gateways and workers are what this fault is survived by."""
+"""Seconds after a record that lost writes is back, in which no fault hits it or its leader, nor, if the leader
+died with it, a gateway. The record also loses nothing if a fault hit its leader within this time. Both faults
+together are a fault of another kind. The record is emptied and its leader killed only if the gateways were
+spared, and led, for this time: then the streams are open at a gateway again, and gateways and workers are what
+this fault is survived by."""
 
 WEIGHTS = {
     "kill worker": 10, "pause worker": 8, "drain worker": 5, "scale down": 4, "scale up": 3,
@@ -182,6 +183,8 @@ class Hand:
         self._retired: set[str] = set()
         self._hit_at_s: dict[str, float] = {}
         self._emptied_at_s = float("-inf")
+        self._gateways_restore = False
+        """True if the leader died with the record, so that gateways and workers restore the requests."""
         self._written: list[tuple[float, Path, int]] = []
         """Sizes of the record's append-only file, each with its time."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -277,18 +280,23 @@ class Hand:
             await asyncio.sleep(0.05)
             if self._now() - began_s > (LONG_PATIENCE_S if fault.kind in DOUBLE else PATIENCE_S):
                 fault = dataclasses.replace(fault, kind=rng.choices(self._kinds, self._weights)[0])
-        if fault.kind.startswith(("empty", "lose")):
-            self._emptied_at_s = self._now()
         hits = any(self._carries(name) for name in victims) or fault.kind == "deadly request"
         carried = bool(self.picture.unfinished) and hits
         done = Done(fault, victims, self._now(), carried)
         self.done.append(done)
+        self._record_lost_writes(done)
         self.down.update(victims)
         for name in victims:
             self._hit_at_s[name] = self._now()
         task = asyncio.create_task(self._carry_out(done), name=fault.kind)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _record_lost_writes(self, done: Done) -> None:
+        """Spare what restores a record that lost writes, until some time after it is back."""
+        if done.fault.kind.startswith(("empty", "lose")):
+            self._emptied_at_s = float("inf") if done.over_s is None else done.over_s
+            self._gateways_restore = done.fault.kind == "empty record and kill leader"
 
     async def all_over(self) -> None:
         """Wait until every fault is over and its victims are back."""
@@ -320,6 +328,7 @@ class Hand:
         now = self._now()
         if now - self._emptied_at_s < RECOVERY_S:
             leaders, records = [], []
+            gateways = [] if self._gateways_restore else gateways
 
         def spared(names: list[str]) -> bool:
             return all(now - self._hit_at_s.get(name, float("-inf")) >= RECOVERY_S for name in names)
@@ -382,6 +391,7 @@ class Hand:
         finally:
             self.down.difference_update(victims)
             done.over_s = self._now()
+            self._record_lost_writes(done)
 
     async def _break(self, done: Done) -> None:
         fault, victims = done.fault, done.victims
