@@ -200,12 +200,12 @@ async def test_a_request_that_workers_die_of_is_ended_also_when_the_leader_chang
         assert (
             await admin.ExplainRequest(asked)
         ).explanation.waits_for == "a worker of its own: 2 workers died with it"
-        await workers_die(leader, 2, 3)
+        await workers_die(leader, 2, 3, 4)
         tokens, end = await client.read("r1-again")
         story = [line.what for line in (await admin.ExplainRequest(asked)).explanation.story]
 
     assert (tokens, end.kind) == ([], gateway_pb.RequestEnd.KIND_ERROR)
-    assert end.detail.startswith("4 workers died in a row while they ran this request")
+    assert end.detail.startswith("5 workers died in a row while they ran this request")
     assert story[-2:] == ["given up", "ended"]
     assert value("laps_sd_scheduler_requests_with_dead_workers_total", {"then": "given_up"}) == given_up + 1
 
