@@ -27,7 +27,7 @@ def compiled_core() -> list[Any]:
     core = (path for path in Path("scheduler_svc/core").rglob("*.py") if path.name != "__init__.py")
     return list(
         mypycify(
-            [*map(str, sorted(core)), "laps_sd/contract/choose.py"],
+            [*map(str, sorted(core)), "laps_sd/contract/choose.py", "laps_sd/contract/ends.py"],
             opt_level=os.environ.get("MYPYC_OPT_LEVEL", "3"),
         )
     )

@@ -21,6 +21,7 @@ import grpc
 
 from demo.prompts import KINDS, demo_prompts
 from laps_sd.errors import describe
+from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
 from simulator.traces import read_trace
 
@@ -189,5 +190,5 @@ async def _one(request: pb.GenerateRequest, due_s: float, send: Send, now: Calla
 def _error(ended: pb.Ended) -> str:
     if ended.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
         return ""
-    reason = pb.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
+    reason = reason_text(ended.finish_reason)
     return f"{reason}: {ended.error}" if ended.error else reason

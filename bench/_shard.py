@@ -10,11 +10,11 @@ import random
 from dataclasses import dataclass
 
 from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, Residency, choose
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Drop
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
-    End,
     Event,
     Progress,
     RequestFacts,

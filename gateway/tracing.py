@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from laps_sd.errors import LapsSdError
+from laps_sd.service.ends import reason_text
 from laps_sd.service.tracing import Tracing
 from laps_sd.v1 import inference_pb2
 
@@ -61,7 +62,7 @@ class CallSpan:
         """Record the end of a choice."""
         if self._span is None:
             return
-        reason = inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
+        reason = reason_text(ended.finish_reason)
         self._reasons.append(reason)
         self._cached_tokens += ended.usage.cached_prompt_tokens
         if ended.finish_reason == inference_pb2.FINISH_REASON_ERROR:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from laps_sd.contract.ends import End
 from laps_sd.service.metrics import SECONDS, counter, gauge, histogram
 from scheduler_svc.core.estimates.errors import Judged
-from scheduler_svc.core.events import End, Event, RequestFacts, RoundReported
+from scheduler_svc.core.events import Event, RequestFacts, RoundReported
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, Residency, choose
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Commit, Drained, Drop
 from scheduler_svc.core.estimates.errors import EstimateErrors
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
-    End,
     Event,
     Progress,
     ResidencyChange,

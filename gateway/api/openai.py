@@ -19,12 +19,14 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 import grpc
 
+from gateway.api.ends import OPENAI
 from gateway.calls.calls import Event
 from gateway.model.detokenizer import TokenDecoder
 from gateway.model.tokenizer import ModelFiles
+from laps_sd.contract.ends import End
 from laps_sd.errors import Cancelled, InvalidArgument, LapsSdError, ResourceExhausted, Unavailable
+from laps_sd.service.ends import end_of_reason
 from laps_sd.v1 import inference_pb2
-from laps_sd.v1.inference_pb2 import FinishReason
 
 __all__ = [
     "DONE",
@@ -111,14 +113,6 @@ STATUSES = {
 """HTTP statuses of codes, as in google.rpc.Code; every other code is 500."""
 
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-
-FINISH_REASONS = {
-    FinishReason.FINISH_REASON_STOP: "stop",
-    FinishReason.FINISH_REASON_STOP_SEQUENCE: "stop",
-    FinishReason.FINISH_REASON_LENGTH: "length",
-    # The text is cut off at this point, as it is by a limit of tokens.
-    FinishReason.FINISH_REASON_TIME_LIMIT: "length",
-}
 
 DURATION = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h)")
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -574,9 +568,10 @@ class Reply:
             if not self._order.stream:
                 kept.texts.append(event.text)
             return
-        if event.finish_reason == FinishReason.FINISH_REASON_CANCELLED:
+        end = end_of_reason(event.finish_reason)
+        if end is End.CANCELLED:
             raise Cancelled(f"request {event.request_id} was cancelled")
-        if event.finish_reason not in FINISH_REASONS:
+        if OPENAI[end] is None:
             raise LapsSdError(event.error or "the request failed")
         kept.end = event
 
@@ -732,9 +727,9 @@ class Reply:
         return metrics
 
 
-def _finish(choice: _Choice) -> str:
+def _finish(choice: _Choice) -> str | None:
     assert choice.end is not None, "only what has ended has a reason"
-    return FINISH_REASONS[choice.end.finish_reason]
+    return OPENAI[end_of_reason(choice.end.finish_reason)]
 
 
 def sse(value: Json) -> bytes:

@@ -21,6 +21,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from gateway import metrics
+from gateway.api.ends import VLLM
 from gateway.links.shards import Shards
 
 __all__ = ["SAME", "VllmMetrics"]
@@ -41,15 +42,8 @@ SAME: dict[str, MetricWrapperBase] = {
     "vllm:spec_decode_num_accepted_tokens": metrics.ACCEPTED,
 }
 """Our metrics with the same meaning, by the name of vLLM's metric, without the `_total` of a counter."""
-FINISHED = {
-    "stop": "stop",
-    "stop_sequence": "stop",
-    "length": "length",
-    "time_limit": "length",
-    "cancelled": "abort",
-    "gone": "abort",
-}
-"""vLLM's name for the end of a stream. Other ends are errors, and not successes."""
+FINISHED = {end.value: reason for end, reason in VLLM.items() if reason is not None} | {"gone": "abort"}
+"""vLLM's reason by our metric's label of an end. Other labels are errors, and not successes."""
 
 
 class VllmMetrics(Collector):

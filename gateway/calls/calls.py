@@ -42,6 +42,7 @@ from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.service.advice import StreamTurns
+from laps_sd.service.ends import reason_text
 from laps_sd.service.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
@@ -420,7 +421,7 @@ class _Pace:
 
     def ended(self, ended: inference_pb2.Ended) -> None:
         """Record the end of the output."""
-        self.end = _end_name(ended)
+        self.end = reason_text(ended.finish_reason)
         if not (self._fresh and self._billed):  # the attachment that made the request counts it
             return
         metrics.REQUEST.observe(_now() - self._began)
@@ -477,11 +478,6 @@ def _key_of(key: str, *, output: int) -> str:
     """Return the idempotency key of one output of a call. A client's key never contains a line feed, so no
     key made here equals a client's key."""
     return f"{key}\n{output}" if key and output else key
-
-
-def _end_name(ended: inference_pb2.Ended) -> str:
-    """Return a finish reason as a metric's label: "stop", "length" …"""
-    return inference_pb2.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower()
 
 
 def _now() -> float:

@@ -7,23 +7,13 @@ from collections.abc import Iterator
 from gateway.links.streams import Acceptance, Batch
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.tokenizer import ModelFiles
+from laps_sd.contract.ends import End
 from laps_sd.errors import DeadlineExceeded
+from laps_sd.service.ends import FINISH_REASONS, end_of_kind
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
-from laps_sd.v1.inference_pb2 import FinishReason
 
-__all__ = ["FINISH_REASONS", "Output", "accepted_event"]
-
-Kind = link_pb2.RequestEnd.Kind
-
-FINISH_REASONS = {
-    Kind.KIND_STOP: FinishReason.FINISH_REASON_STOP,
-    Kind.KIND_LENGTH: FinishReason.FINISH_REASON_LENGTH,
-    Kind.KIND_STOP_SEQUENCE: FinishReason.FINISH_REASON_STOP_SEQUENCE,
-    Kind.KIND_TIME_LIMIT: FinishReason.FINISH_REASON_TIME_LIMIT,
-    Kind.KIND_CANCELLED: FinishReason.FINISH_REASON_CANCELLED,
-    Kind.KIND_ERROR: FinishReason.FINISH_REASON_ERROR,
-}
+__all__ = ["Output", "accepted_event"]
 
 
 def accepted_event(acceptance: Acceptance, model: ModelFiles) -> inference_pb2.Accepted:
@@ -58,7 +48,7 @@ class Output:
         """Yield at most one delta, then the end if it has arrived. Raises DeadlineExceeded for an end by the
         hard deadline."""
         text = self._text.feed(batch.token_ids)
-        if batch.end is not None and batch.end.kind != Kind.KIND_DEADLINE:
+        if batch.end is not None and end_of_kind(batch.end.kind) is not End.DEADLINE:
             text += self._text.finish(batch.end.cut_characters)
         known = max(0, self._start_token - batch.first_token)
         self.tokens = batch.first_token + len(batch.token_ids)
@@ -77,12 +67,12 @@ class Output:
             yield self._ended(batch.end)
 
     def _ended(self, end: link_pb2.RequestEnd) -> inference_pb2.Ended:
-        if end.kind == Kind.KIND_DEADLINE:
+        how = end_of_kind(end.kind) or End.ERROR
+        if how is End.DEADLINE:
             raise DeadlineExceeded(end.detail or "the deadline of the request passed")
-        reason = FINISH_REASONS.get(end.kind, FinishReason.FINISH_REASON_ERROR)
-        failed = reason == FinishReason.FINISH_REASON_ERROR
+        failed = how is End.ERROR
         return inference_pb2.Ended(
-            finish_reason=reason,
+            finish_reason=FINISH_REASONS[how],
             error=(end.detail or "the request failed") if failed else "",
             usage=inference_pb2.Usage(
                 prompt_tokens=self._acceptance.prompt_tokens,

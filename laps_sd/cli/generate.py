@@ -12,6 +12,7 @@ import typer
 from google.protobuf.json_format import MessageToDict
 
 from laps_sd.cli import ask, dial
+from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 
@@ -132,9 +133,7 @@ def print_json(events: Iterable[pb.GenerateEvent]) -> pb.Ended | None:
 
 def summary(ended: pb.Ended) -> str:
     """How a request ended, in one line."""
-    reason = (
-        pb.FinishReason.Name(ended.finish_reason).removeprefix("FINISH_REASON_").lower().replace("_", " ")
-    )
+    reason = reason_text(ended.finish_reason).replace("_", " ")
     if ended.error:
         reason += f" ({ended.error})"
     speculation, timing = ended.speculation, ended.timing

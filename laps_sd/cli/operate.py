@@ -16,6 +16,7 @@ from rich.table import Table
 
 from laps_sd.cli import dial
 from laps_sd.cli.timeline import timeline
+from laps_sd.service.ends import reason_text
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 
@@ -48,7 +49,7 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
     """An explanation as a person reads it."""
     state = pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower()
     if e.state == pb.Explanation.STATE_ENDED:
-        state += ", " + pb.FinishReason.Name(e.finish_reason).removeprefix("FINISH_REASON_").lower()
+        state += ", " + reason_text(e.finish_reason)
     lines = [f"{e.request_id}  {state}" + (f" on {e.worker_id}" if e.worker_id else "")]
     if e.state != pb.Explanation.STATE_ENDED:
         place = [f"policy {e.policy}"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, final
 
-from scheduler_svc.core.events import End
+from laps_sd.contract.ends import End
 
 
 @final

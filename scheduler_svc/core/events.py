@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Final, final
 
 from laps_sd.contract.choose import Residency
-
-
-class End(enum.Enum):
-    """How a request ended; exactly one per request."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    STOP_SEQUENCE = "stop_sequence"
-    TIME_LIMIT = "time_limit"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ERROR = "error"
+from laps_sd.contract.ends import End
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from itertools import islice
 from typing import assert_never
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Command, Commit, Finish, Rank, StoryLine
 from scheduler_svc.core.estimates.errors import EstimateErrors
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
-    End,
     EndRequested,
     Event,
     Progress,

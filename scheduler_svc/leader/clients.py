@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from laps_sd.contract.ends import End
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.advice import Turns
 from laps_sd.service.log import get_logger
@@ -18,7 +19,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import Commit
-from scheduler_svc.core.events import Arrived, End, EndRequested
+from scheduler_svc.core.events import Arrived, EndRequested
 from scheduler_svc.leader.live import Attachment, Live, from_record, from_submission, recovered
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.sessions import GatewaySession

@@ -11,26 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from laps_sd.contract.ends import End
+from laps_sd.service import ends
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.commands import Standing, StoryLine
-from scheduler_svc.core.events import End, Recovered, RequestFacts
+from scheduler_svc.core.events import Recovered, RequestFacts
 from scheduler_svc.store.records import NewRequest, StoredRequest
 
 if TYPE_CHECKING:
     from scheduler_svc.leader.sessions import GatewaySession
     from scheduler_svc.leader.tracing import RequestTrace
     from scheduler_svc.leader.turn import Timer
-
-END_KINDS: dict[End, gateway_pb.RequestEnd.Kind.ValueType] = {
-    End.STOP: gateway_pb.RequestEnd.KIND_STOP,
-    End.LENGTH: gateway_pb.RequestEnd.KIND_LENGTH,
-    End.STOP_SEQUENCE: gateway_pb.RequestEnd.KIND_STOP_SEQUENCE,
-    End.TIME_LIMIT: gateway_pb.RequestEnd.KIND_TIME_LIMIT,
-    End.CANCELLED: gateway_pb.RequestEnd.KIND_CANCELLED,
-    End.DEADLINE: gateway_pb.RequestEnd.KIND_DEADLINE,
-    End.ERROR: gateway_pb.RequestEnd.KIND_ERROR,
-}
 
 UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True)
 MAX_COUNT = 2**32 - 1
@@ -142,7 +134,7 @@ class Live:
         rounds = standing.rounds
         accepted_at_s = self.facts.arrival_s
         self.end = gateway_pb.RequestEnd(
-            kind=END_KINDS[end],
+            kind=ends.KINDS[end],
             detail=detail,
             cut_characters=cut_characters,
             cached_prompt_tokens=self.cached_prompt_tokens,

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from laps_sd.contract.ends import End
 from laps_sd.service.log import get_logger
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -40,7 +41,7 @@ from scheduler_svc.core.commands import (
     Release,
     Standing,
 )
-from scheduler_svc.core.events import Arrived, End, EndRequested, Event, Refused, WorkerDraining
+from scheduler_svc.core.events import Arrived, EndRequested, Event, Refused, WorkerDraining
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, from_record, recovered

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from laps_sd.contract.ends import End
 from laps_sd.service.tracing import Happened, Parent, Tracing, parent_of, span_id_of
 from scheduler_svc.core.commands import StoryLine
-from scheduler_svc.core.events import End
 from scheduler_svc.core.state.request import LEFT_OUT
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Standing, StoryLine
-from scheduler_svc.core.events import End
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store.records import NewRequest, Shown, StoredRequest
 

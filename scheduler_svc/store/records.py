@@ -6,8 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Standing, StoryLine
-from scheduler_svc.core.events import End
 
 
 class LeaderEpoch(str):

@@ -10,28 +10,18 @@ from google.protobuf.message import DecodeError
 
 from laps_sd.contract.choose import Residency
 from laps_sd.errors import InvalidArgument
+from laps_sd.service import ends
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.commands import StoryLine
 from scheduler_svc.core.estimates.acceptance import MAX_POSITIONS
-from scheduler_svc.core.events import End, Held, Progress, ResidencyChange, RoundReported, WorkerFacts
+from scheduler_svc.core.events import Held, Progress, ResidencyChange, RoundReported, WorkerFacts
 from scheduler_svc.core.views import Explanation, Place, QueueEntry, WorkerView
-from scheduler_svc.leader.live import END_KINDS
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.store.records import NewRequest, StoredRequest
 
-ENDS = {kind: end for end, kind in END_KINDS.items()}
-FINISH_REASONS = {
-    End.STOP: pb.FINISH_REASON_STOP,
-    End.LENGTH: pb.FINISH_REASON_LENGTH,
-    End.STOP_SEQUENCE: pb.FINISH_REASON_STOP_SEQUENCE,
-    End.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
-    End.CANCELLED: pb.FINISH_REASON_CANCELLED,
-    End.DEADLINE: pb.FINISH_REASON_ERROR,
-    End.ERROR: pb.FINISH_REASON_ERROR,
-}
 RESIDENCIES = {
     worker_pb.HeldRequest.RESIDENCY_UNSPECIFIED: Residency.NONE,
     worker_pb.HeldRequest.RESIDENCY_NONE: Residency.NONE,
@@ -298,7 +288,7 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         drafted=min(progress.drafted, MAX_DRAFTED_PER_ROUND),
         accepted=min(progress.accepted, progress.drafted, MAX_DRAFTED_PER_ROUND),
         prefilled=min(progress.prefilled, MAX_PREFILLED_PER_ROUND),
-        end=ENDS.get(progress.end),
+        end=ends.end_of_kind(progress.end),
         cut_characters=progress.cut_characters,
         error=progress.error[:1024],
         tested_by_position=tuple(tested),
@@ -372,7 +362,7 @@ def stored_explanation(stored: StoredRequest, policy: str) -> pb.Explanation:
         emitted_tokens=len(stored.committed_ids),
         preemptions=standing.preemptions,
         story=story_lines(stored.story, stored.arrival_unix_ms / 1000.0),
-        finish_reason=FINISH_REASONS[stored.end] if stored.end is not None else pb.FINISH_REASON_UNSPECIFIED,
+        finish_reason=ends.FINISH_REASONS[stored.end],
         tenant=stored.tenant,
         priority=stored.priority,
     )

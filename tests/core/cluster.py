@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, ReserveClock, Residency, choose
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import (
     Assign,
     AssignEntry,
@@ -25,7 +26,6 @@ from scheduler_svc.core.commands import (
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
-    End,
     EndRequested,
     Event,
     Held,

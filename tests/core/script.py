@@ -21,11 +21,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Finish, Lease, Rank, Release
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
-    End,
     EndRequested,
     Event,
     Held,

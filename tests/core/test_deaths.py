@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Command, Drop, Finish, Lease, Release
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
-    End,
     EndRequested,
     Event,
     Held,

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.estimates.errors import (
     MOST_RATIO,
     SETTLED_ROUNDS,
@@ -16,7 +17,7 @@ from scheduler_svc.core.estimates.errors import (
     EstimateErrors,
     Moment,
 )
-from scheduler_svc.core.events import Arrived, End, EndRequested, Recovered, WorkerUp
+from scheduler_svc.core.events import Arrived, EndRequested, Recovered, WorkerUp
 from scheduler_svc.core.scheduler import Scheduler
 from tests.core.cluster import Cluster, Job, facts
 from tests.core.test_scheduler import W, core, did, report, request

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laps_sd.contract.choose import RESERVED_CYCLE_ROUNDS, RESERVED_SLICE_ROUNDS
-from scheduler_svc.core.events import End
+from laps_sd.contract.ends import End
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import MOST_DEATHS

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, Commit, Drained, Drop, Finish, Lease, Rank, Release
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
-    End,
     EndRequested,
     Held,
     Progress,

@@ -24,9 +24,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from laps_sd.client import Client
+from laps_sd.contract.ends import End
 from laps_sd.errors import LapsSdError
 from laps_sd.stack.local import LocalStack
-from scheduler_svc.core.events import End
 from tests.helpers import free_port, wait_until
 from tests.k8s.helm import CHART, ROOT, TOOLS
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import redis.asyncio as redis_client
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
-from scheduler_svc.core.events import End
 from scheduler_svc.store import Batch, Pending, Store, TransitionStatus
 from scheduler_svc.store.records import NewRequest, StoredRequest
 

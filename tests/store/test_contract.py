@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 import redis.asyncio as redis_client
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
-from scheduler_svc.core.events import End
 from scheduler_svc.store import (
     MAX_LEVELS,
     Fenced,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis_client
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease, Release
-from scheduler_svc.core.events import End
 from scheduler_svc.store import Fault, Fenced, RecordBehind, Store, StoreUnavailable
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import free_port, wait_until_async

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis_client
 
-from scheduler_svc.core.events import End
+from laps_sd.contract.ends import End
 from scheduler_svc.store import Store
 from tests.store.kit import One, a_commit, a_request, a_standing, accept, keys_of, lease
 

@@ -36,8 +36,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
-from scheduler_svc.core.events import End
 from scheduler_svc.store import Batch, Fenced, Pending, RecordBehind, Store, SubmitStatus, TransitionStatus
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.records import StoredRequest

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease, Rank, Release
-from scheduler_svc.core.events import End
 from scheduler_svc.store import Batch, Fenced, Limits, Pending, Store, SubmitStatus, TransitionStatus
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.store.kit import (

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from laps_sd.contract.ends import End
 from tests.worker.drive import finish_all, rotate
 from tests.worker.pairs import VOCAB, llama_config, write_draft_of, write_model
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import (
     DeviceFailed,
     Engine,
-    FinishReason,
     OutOfBlocks,
     OutOfMemory,
     Residency,
@@ -175,7 +175,7 @@ def test_a_finished_request_stays_known_without_kv_until_it_is_dropped(make: Mak
     engine = make()
     engine.add(spec(max_tokens=1))
     (report,) = engine.round(["a"]).requests
-    assert (report.position, len(report.tokens), report.finish) == (0, 1, FinishReason.LENGTH)
+    assert (report.position, len(report.tokens), report.finish) == (0, 1, End.LENGTH)
     status = engine.status("a")
     assert (status.residency, status.tokens, status.target_blocks, status.draft_blocks) == (
         Residency.NONE,
@@ -312,7 +312,7 @@ def test_drafts_do_not_go_beyond_max_tokens(make: Make) -> None:
     for max_tokens in range(1, 9):
         output, last, reports = finish_all(make(), [spec(max_tokens=max_tokens)])
         assert len(output["a"]) == max_tokens
-        assert last["a"].finish is FinishReason.LENGTH
+        assert last["a"].finish is End.LENGTH
         assert all(report.position + report.drafted < max_tokens for report in reports)
 
 
@@ -324,7 +324,7 @@ def test_a_stop_string_ends_the_text(make: Make) -> None:
         stop = text[begin:end]
         output, last, _ = finish_all(make(), [spec(max_tokens=30, stop=("never this", stop))])
         tokens, report = output["a"], last["a"]
-        assert report.finish is FinishReason.STOP_SEQUENCE
+        assert report.finish is End.STOP_SEQUENCE
         assert tokens == whole["a"][: len(tokens)]
         seen = decode(tokens)
         assert seen[: len(seen) - report.cut_characters] == text[: text.find(stop)]
@@ -337,7 +337,7 @@ def test_eos_ends_the_text_unless_it_is_ignored(spoken_pair: tuple[Path, Path], 
     engine = load_engine(*spoken_pair, device=device, slots=16, max_length=128, draft_len=4)
     free, *_ = finish_all(engine, specs)
     ended, last, _ = finish_all(engine, [replace(s, ignore_eos=False) for s in specs])
-    stopped = [name for name, report in last.items() if report.finish is FinishReason.STOP]
+    stopped = [name for name, report in last.items() if report.finish is End.STOP]
     assert len(stopped) > 5
     for name, tokens in ended.items():
         assert tokens == free[name][: len(tokens)]
@@ -370,7 +370,7 @@ def test_nothing_is_proposed_behind_what_would_end_the_text(
     plain, *_ = finish_all(load_engine(target, device=device, slots=16, max_length=128, draft_len=0), specs)
 
     assert text == plain
-    assert sum(report.finish is FinishReason.STOP for report in last.values()) > 5
+    assert sum(report.finish is End.STOP for report in last.values()) > 5
     assert sum(report.drafted for report in reports) > 300
     assert all(report.accepted == report.drafted <= len(report.tokens) for report in reports)
     assert all(len(report.logprobs) in (0, len(report.tokens)) for report in reports)
@@ -404,7 +404,7 @@ def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], devic
     output, last, _ = finish_all(
         engine, [healthy[0], spec("bad", prompt_ids=(4, poisoned, 3, 2)), healthy[1]]
     )
-    assert last["bad"].finish is FinishReason.ERROR
+    assert last["bad"].finish is End.ERROR
     assert last["bad"].error == "the target's logits are not finite"
     assert output["bad"] == []
     assert {name: output[name] for name in "ab"} == expected
@@ -421,7 +421,7 @@ def test_a_request_that_cannot_be_decoded_ends_alone(spoken_pair: tuple[Path, Pa
 
     engine._sequences["bad"].stop_text.find = fails  # type: ignore[union-attr, method-assign, assignment]
     bad, good = engine.round(["bad", "good"]).requests
-    assert (bad.finish, bad.error) == (FinishReason.ERROR, "the output cannot be decoded: no such token")
+    assert (bad.finish, bad.error) == (End.ERROR, "the output cannot be decoded: no such token")
     assert good.finish is None and good.tokens
 
 

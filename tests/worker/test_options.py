@@ -19,6 +19,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from laps_sd.contract.ends import End
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from tests.worker.pairs import MAX_LENGTH, VOCAB
 from tests.worker.plain import Allowed, PlainDecoder
@@ -26,7 +27,6 @@ from tests.worker.test_identity import AnyLengths, assert_same
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import (
     Drafter,
-    FinishReason,
     FormatKind,
     OutputFormat,
     Sampling,
@@ -231,11 +231,11 @@ def test_formats_say_what_plain_decoding_says(
             assert_same(output, plain)
             for request_id, report in last.items():
                 text = tokenizer.decode(output[request_id], skip_special_tokens=True)
-                if report.finish is FinishReason.STOP:
+                if report.finish is End.STOP:
                     assert complete(wanted, text), text
                 else:
-                    assert report.finish is FinishReason.LENGTH
-            assert any(report.finish is FinishReason.STOP for report in last.values()) or name == "object"
+                    assert report.finish is End.LENGTH
+            assert any(report.finish is End.STOP for report in last.values()) or name == "object"
 
 
 def complete(wanted: OutputFormat, text: str) -> bool:
@@ -305,7 +305,7 @@ def test_a_format_that_the_vocabulary_cannot_write_ends_its_request(lettered_pai
     other = Specification("other", (5, 6), (), Sampling(0.7, seed=1), 9, ignore_eos=True)
     alone, *_ = finish_all(engine, [other])
     output, last, _ = finish_all(engine, [stuck, other])
-    assert last["stuck"].finish is FinishReason.ERROR
+    assert last["stuck"].finish is End.ERROR
     assert "output format" in (last["stuck"].error or "")
     assert output["other"] == alone["other"]
 

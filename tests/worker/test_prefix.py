@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from laps_sd.contract.ends import End
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from tests.worker.pairs import VOCAB
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
 from worker_svc.engine.interface import (
     Engine,
-    FinishReason,
     RequestRound,
     Residency,
     Sampling,
@@ -311,7 +311,7 @@ def test_a_start_that_broke_is_not_found(pair: tuple[Path, Path], device: str, t
             turn += 1
             assert all(pool._storage.isfinite().all() for pool in engine._pools)
             engine.check()
-        assert (ended, output) == (FinishReason.ERROR, expected["good"])
+        assert (ended, output) == (End.ERROR, expected["good"])
         engine.drop("bad")
         engine.drop("good")
 

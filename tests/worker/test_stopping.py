@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_svc.engine.interface import FinishReason, Sampling, Specification
+from laps_sd.contract.ends import End
+from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.sampling.stopping import Cut, StopText, cut
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz \n"
@@ -47,42 +48,42 @@ def test_nothing_ends_it() -> None:
 
 
 def test_length_cuts_inside_the_block() -> None:
-    assert end("abc", ids("defg"), max_tokens=5) == Cut(2, FinishReason.LENGTH)
-    assert end("abc", ids("de"), max_tokens=5) == Cut(2, FinishReason.LENGTH)
+    assert end("abc", ids("defg"), max_tokens=5) == Cut(2, End.LENGTH)
+    assert end("abc", ids("de"), max_tokens=5) == Cut(2, End.LENGTH)
 
 
 def test_the_eos_token_is_the_last_one_reported() -> None:
-    assert end("abc", [0, 99, 1]) == Cut(2, FinishReason.STOP)
+    assert end("abc", [0, 99, 1]) == Cut(2, End.STOP)
     assert end("abc", [0, 99, 1], ignore_eos=True) == Cut(3, None)
 
 
 def test_eos_at_the_last_allowed_token_is_a_stop() -> None:
-    assert end("abc", [0, 99], max_tokens=5) == Cut(2, FinishReason.STOP)
+    assert end("abc", [0, 99], max_tokens=5) == Cut(2, End.STOP)
 
 
 def test_eos_behind_the_last_allowed_token_is_not_seen() -> None:
-    assert end("abc", [0, 99], max_tokens=4) == Cut(1, FinishReason.LENGTH)
+    assert end("abc", [0, 99], max_tokens=4) == Cut(1, End.LENGTH)
 
 
 def test_a_stop_string_inside_the_block_cuts_behind_its_last_token() -> None:
-    assert end("abc", ids("xyz def"), stop=("yz",)) == Cut(3, FinishReason.STOP_SEQUENCE, 2)
+    assert end("abc", ids("xyz def"), stop=("yz",)) == Cut(3, End.STOP_SEQUENCE, 2)
 
 
 def test_a_stop_string_across_blocks() -> None:
-    assert end("hello wo", ids("rld"), stop=("world",)) == Cut(3, FinishReason.STOP_SEQUENCE, 5)
+    assert end("hello wo", ids("rld"), stop=("world",)) == Cut(3, End.STOP_SEQUENCE, 5)
 
 
 def test_the_stop_string_that_is_completed_first_wins() -> None:
-    assert end("", ids("abcdef"), stop=("bcde", "cd")) == Cut(4, FinishReason.STOP_SEQUENCE, 2)
+    assert end("", ids("abcdef"), stop=("bcde", "cd")) == Cut(4, End.STOP_SEQUENCE, 2)
 
 
 def test_of_stop_strings_completed_together_the_longest_is_cut() -> None:
-    assert end("", ids("abcdef"), stop=("d", "bcd")) == Cut(4, FinishReason.STOP_SEQUENCE, 3)
+    assert end("", ids("abcdef"), stop=("d", "bcd")) == Cut(4, End.STOP_SEQUENCE, 3)
 
 
 def test_a_stop_string_in_front_of_eos_wins_and_behind_it_is_not_seen() -> None:
-    assert end("a", [*ids("stop"), 99], stop=("stop",)) == Cut(4, FinishReason.STOP_SEQUENCE, 4)
-    assert end("a", [99, *ids("stop")], stop=("stop",)) == Cut(1, FinishReason.STOP)
+    assert end("a", [*ids("stop"), 99], stop=("stop",)) == Cut(4, End.STOP_SEQUENCE, 4)
+    assert end("a", [99, *ids("stop")], stop=("stop",)) == Cut(1, End.STOP)
 
 
 def test_the_cut_counts_characters_of_a_token_with_more_text_than_the_stop_string() -> None:

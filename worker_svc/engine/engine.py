@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from laps_sd.contract.ends import End
 from worker_svc.engine.cache.blocks import name_blocks
 from worker_svc.engine.cache.kv import KV_TILE, KVPool, Place
 from worker_svc.engine.calibration import measure_draft_steps, measure_rounds
@@ -40,7 +41,6 @@ from worker_svc.engine.interface import (
     Capacity,
     DeviceFailed,
     Drafter,
-    FinishReason,
     ModelError,
     OutOfBlocks,
     OutOfMemory,
@@ -875,7 +875,7 @@ class SpeculativeEngine:
             sequence.finished = True
             return RequestRound(
                 request_id, position, (), len(proposed), 0, prefilled=step.chunk, cached=cached,
-                finish=FinishReason.ERROR, error=problem,
+                finish=End.ERROR, error=problem,
             )  # fmt: skip
         if step.chunk:
             sequence.target.length += step.chunk

@@ -34,13 +34,13 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
 
 __all__ = [
     "Capacity",
     "DeviceFailed",
     "Drafter",
     "Engine",
-    "FinishReason",
     "FormatKind",
     "ModelError",
     "OutOfBlocks",
@@ -68,16 +68,6 @@ MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_FORMAT_CHARACTERS = 65536
 MAX_LOGPROBS = 64
-
-
-class FinishReason(enum.Enum):
-    """Reasons for an end inside the engine (time limits and cancellation are the caller's)."""
-
-    STOP = "stop"  # an end-of-sequence token; it is the last token reported
-    LENGTH = "length"  # max_tokens reached
-    STOP_SEQUENCE = "stop_sequence"  # a stop string appeared in the text
-    # this request cannot continue; RequestRound.error is the reason. Other requests are not affected
-    ERROR = "error"
 
 
 class OutOfBlocks(RuntimeError):
@@ -224,7 +214,7 @@ class RequestRound:
     accepted_by_position: tuple[int, ...] = ()
     prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
     cached: int = 0  # prompt tokens that needed no computing because KV of the same start was there: another request's, or its own
-    finish: FinishReason | None = None
+    finish: End | None = None  # an engine ends a request with STOP, LENGTH, STOP_SEQUENCE or ERROR
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if the request wants them

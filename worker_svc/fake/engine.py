@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from laps_sd.contract.ends import End
 from worker_svc.engine.cache.blocks import BlockAllocator
 from worker_svc.engine.interface import (
     Capacity,
-    FinishReason,
     OutOfBlocks,
     RequestRound,
     Residency,
@@ -225,7 +225,7 @@ class FakeEngine:
         self._target.check(request.target for request in self._requests.values())
         self._draft.check(request.draft for request in self._requests.values())
 
-    def expected(self, spec: Specification) -> tuple[tuple[int, ...], FinishReason]:
+    def expected(self, spec: Specification) -> tuple[tuple[int, ...], End]:
         """Return all output tokens of a request, regardless of committed ones, and the reason of its end."""
         tokens = tuple(
             self._token(_digest(spec), spec, self._length(spec), position)

@@ -28,7 +28,7 @@ import grpc.aio
 from laps_sd import __version__
 from laps_sd.contract.choose import Residency
 from laps_sd.errors import StartupError
-from laps_sd.service import wire
+from laps_sd.service import ends, wire
 from laps_sd.service.log import get_logger
 from laps_sd.service.tracing import QUIET, Tracing
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -40,7 +40,6 @@ from worker_svc.engine.interface import (
     LEAST_TEMPERATURE,
     Drafter,
     Engine,
-    FinishReason,
     FormatKind,
     OutputFormat,
     Sampling,
@@ -86,13 +85,6 @@ BYTES_PER_MESSAGE = 2 * 1024 * 1024
 HELLO_BYTES = 4 * 1024 * 1024
 """Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
 
-KINDS = {
-    None: gateway_pb.RequestEnd.KIND_UNSPECIFIED,
-    FinishReason.STOP: gateway_pb.RequestEnd.KIND_STOP,
-    FinishReason.LENGTH: gateway_pb.RequestEnd.KIND_LENGTH,
-    FinishReason.STOP_SEQUENCE: gateway_pb.RequestEnd.KIND_STOP_SEQUENCE,
-    FinishReason.ERROR: gateway_pb.RequestEnd.KIND_ERROR,
-}
 DRAFTERS = {
     public_pb.Speculation.DRAFTER_MODEL: Drafter.MODEL,
     public_pb.Speculation.DRAFTER_LOOKUP: Drafter.LOOKUP,
@@ -591,7 +583,7 @@ def round_report(outcome: Round) -> pb.RoundReport:
                 accepted_by_position=step.accepted_by_position,
                 prefilled=step.prefilled,
                 cached=step.cached,
-                end=KINDS[step.finish],
+                end=ends.KINDS[step.finish],
                 cut_characters=step.cut_characters,
                 error=step.error or "",
                 logprobs=[

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from laps_sd.contract.choose import LATCH_ON, NEW_CLOCK, Candidate, Place, Residency, choose
+from laps_sd.contract.ends import End
 from laps_sd.service.log import get_logger
 from worker_svc.engine.interface import (
     DeviceFailed,
     Engine,
-    FinishReason,
     OutOfBlocks,
     OutOfMemory,
     RequestRound,
@@ -397,14 +397,14 @@ class Runner:
         self._held[spec.request_id] = held
         self._settled = False
         if len(spec.committed_ids) >= spec.max_tokens > 0:
-            self._end(held, FinishReason.LENGTH, None)
+            self._end(held, End.LENGTH, None)
             return
         try:
             self.engine.add(spec)
         except Exception as error:
-            self._end(held, FinishReason.ERROR, str(error) or type(error).__name__)
+            self._end(held, End.ERROR, str(error) or type(error).__name__)
 
-    def _end(self, held: _Held, finish: FinishReason, error: str | None) -> None:
+    def _end(self, held: _Held, finish: End, error: str | None) -> None:
         """End a request outside of a round; the next report contains it."""
         held.ended = True
         progress = RequestRound(held.spec.request_id, len(held.output), (), 0, 0, finish=finish, error=error)
@@ -601,7 +601,7 @@ class Runner:
                 if rest is None:
                     self._end(
                         self._held[run[0]],
-                        FinishReason.ERROR,
+                        End.ERROR,
                         f"its context does not fit the KV pools: {error}",
                     )
                     return run, None
@@ -611,13 +611,13 @@ class Runner:
                 held = self._held.get(error.args[0])
                 if held is None or held.ended:
                     raise
-                self._end(held, FinishReason.ERROR, "the engine lost this request")
+                self._end(held, End.ERROR, "the engine lost this request")
                 return run, None
             except OutOfMemory as error:
                 self._settled = False
                 self._out_of_memory += 1
                 if len(run) == 1:
-                    self._end(self._held[run[0]], FinishReason.ERROR, str(error))
+                    self._end(self._held[run[0]], End.ERROR, str(error))
                     return run, None
                 self._slots = len(run) // 2
                 self._rounds_with_fewer = 0
@@ -659,7 +659,7 @@ class Runner:
             reason = (str(cause).strip().splitlines() or [""])[0]
             self._end(
                 self._held[name],
-                FinishReason.ERROR,
+                End.ERROR,
                 f"the engine failed on this request: {type(cause).__name__}{': ' + reason if reason else ''}",
             )
 

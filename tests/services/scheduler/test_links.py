@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from laps_sd.contract.ends import End
 from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
-from scheduler_svc.core.events import End
 from scheduler_svc.leader.live import Attachment, Live, from_submission
 from scheduler_svc.leader.sessions import MAX_ANSWERS, GatewaySession, WorkerSession
 from tests.store.kit import a_request

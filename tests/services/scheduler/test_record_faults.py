@@ -18,12 +18,12 @@ import pytest
 import redis.asyncio as redis_client
 import structlog
 
+from laps_sd.contract.ends import End
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics
-from scheduler_svc.core.events import End
 from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import wait_until_async

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from laps_sd.contract.ends import End
 from laps_sd.service.metrics import serve_metrics, value
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
@@ -18,7 +19,6 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.__main__ import steady_unix_clock
-from scheduler_svc.core.events import End
 from scheduler_svc.leader.loop import MAX_TURN
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.turn import FromGateway, FromWorker

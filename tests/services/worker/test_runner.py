@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
 from tests.services.worker.harness import Desk, entry, spec
 from worker_svc.engine.interface import (
     DeviceFailed,
-    FinishReason,
     OutOfBlocks,
     OutOfMemory,
     RoundResult,
@@ -49,7 +49,7 @@ def test_rounds_follow_one_another_without_any_answer() -> None:
 
     assert desk.tokens("a") == desk.engine.expected(one)[0]  # type: ignore[attr-defined]
     assert [report.number for report in desk.rounds] == list(range(1, len(desk.rounds) + 1))
-    assert desk.rounds[-1].progress[-1][1].finish is FinishReason.LENGTH
+    assert desk.rounds[-1].progress[-1][1].finish is End.LENGTH
 
 
 def test_a_new_assignment_preempts_at_the_next_round() -> None:
@@ -190,7 +190,7 @@ def test_a_request_that_the_engine_refuses_ends_alone() -> None:
     desk.turn_until_idle()
 
     (end,) = [step for report in desk.rounds for _, step in report.progress if step.request_id == "too long"]
-    assert end.finish is FinishReason.ERROR
+    assert end.finish is End.ERROR
     assert "max_tokens" in (end.error or "")
     assert len(desk.tokens("good")) == 40
 
@@ -200,7 +200,7 @@ def test_a_refused_request_is_reported_when_nothing_runs() -> None:
     desk.give(spec("too long", max_tokens=10_000))
     desk.turn_until_idle()
 
-    assert [step.finish for report in desk.rounds for _, step in report.progress] == [FinishReason.ERROR]
+    assert [step.finish for report in desk.rounds for _, step in report.progress] == [End.ERROR]
 
 
 def test_a_request_with_all_its_tokens_ends_by_length() -> None:
@@ -209,7 +209,7 @@ def test_a_request_with_all_its_tokens_ends_by_length() -> None:
     desk.turn_until_idle()
 
     ((_, end),) = desk.rounds[0].progress
-    assert (end.position, end.tokens, end.finish) == (2, (), FinishReason.LENGTH)
+    assert (end.position, end.tokens, end.finish) == (2, (), End.LENGTH)
 
 
 class Forgetful(FakeEngine):
@@ -232,7 +232,7 @@ def test_a_request_that_the_engine_lost_ends_alone() -> None:
 
     assert [step.finish for r in desk.rounds for _, step in r.progress if step.request_id == "a"][
         -1
-    ] is FinishReason.ERROR
+    ] is End.ERROR
     assert len(desk.tokens("b")) == 40
 
 
@@ -271,7 +271,7 @@ def test_a_request_that_never_fits_ends_with_an_error() -> None:
     desk.turn_until_idle()
 
     (end,) = [step for report in desk.rounds for _, step in report.progress if step.request_id == "a"]
-    assert end.finish is FinishReason.ERROR
+    assert end.finish is End.ERROR
     assert len(desk.tokens("b")) == 40
 
 
@@ -522,7 +522,7 @@ def test_a_request_that_makes_rounds_fail_ends_alone() -> None:
     for name in "abcd":
         assert desk.tokens(name) == desk.engine.expected(spec(name))[0]  # type: ignore[attr-defined]
     (end,) = [step for one in desk.rounds for _, step in one.progress if step.request_id == "poison"]
-    assert end.finish is FinishReason.ERROR
+    assert end.finish is End.ERROR
     assert end.error == "the engine failed on this request: IndexError: index 7 is out of bounds"
     assert [one.number for one in desk.rounds] == list(range(1, len(desk.rounds) + 1))
 
@@ -535,7 +535,7 @@ def test_two_poisoned_requests_in_one_round_both_end() -> None:
     desk.turn_until_idle()
 
     ends = {step.request_id: step.finish for one in desk.rounds for _, step in one.progress if step.finish}
-    assert ends == {"poison 1": FinishReason.ERROR, "a": FinishReason.LENGTH, "poison 2": FinishReason.ERROR}
+    assert ends == {"poison 1": End.ERROR, "a": End.LENGTH, "poison 2": End.ERROR}
 
 
 def test_a_round_in_which_everybody_fails_is_the_engines() -> None:
@@ -622,6 +622,6 @@ def test_one_request_without_memory_ends_with_the_reason() -> None:
 
     (end,) = [step for one in desk.rounds for _, step in one.progress]
     assert (end.finish, end.error) == (
-        FinishReason.ERROR,
+        End.ERROR,
         "the device has no memory for a round of 1 requests",
     )

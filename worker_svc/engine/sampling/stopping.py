@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from worker_svc.engine.interface import FinishReason, Specification
+from laps_sd.contract.ends import End
+from worker_svc.engine.interface import Specification
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -25,7 +26,7 @@ class Cut:
     """The part of a block that counts: its first `tokens` tokens."""
 
     tokens: int
-    finish: FinishReason | None
+    finish: End | None
     cut_characters: int = 0  # characters to take off the end of the decoded output
 
 
@@ -91,14 +92,14 @@ def cut(
     used with it.
     """
     count = min(len(block), spec.max_tokens - position)
-    finish = FinishReason.LENGTH if position + count >= spec.max_tokens else None
+    finish = End.LENGTH if position + count >= spec.max_tokens else None
     if not spec.ignore_eos:
         for index in range(count):
             if block[index] in eos_ids:
-                count, finish = index + 1, FinishReason.STOP
+                count, finish = index + 1, End.STOP
                 break
     if stop_text is not None:
         found = stop_text.find(output, block[:count])
         if found is not None:
-            return Cut(found[0], FinishReason.STOP_SEQUENCE, found[1])
+            return Cut(found[0], End.STOP_SEQUENCE, found[1])
     return Cut(count, finish)
