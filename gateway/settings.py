@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from laps_sd.contract.limits import MAX_LOGPROBS
 from laps_sd.service.config import field
 from laps_sd.service.serving import ServingSettings
 from laps_sd.service.wire import LinkSettings
@@ -117,7 +118,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
         20,
         help="Alternatives per token that may be asked for; none: who asks for log probabilities is refused.",
         minimum=0,
-        maximum=64,
+        maximum=MAX_LOGPROBS,
     )
     max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
 

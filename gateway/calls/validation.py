@@ -17,7 +17,16 @@ from collections.abc import Sequence
 
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
-from laps_sd.contract.formats import MAX_CHARACTERS as MAX_FORMAT_CHARACTERS
+from laps_sd.contract.limits import (
+    MAX_BIAS,
+    MAX_FORMAT_CHARACTERS,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_TEMPERATURE,
+)
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
@@ -34,19 +43,12 @@ __all__ = [
 ]
 
 ROLES = ("system", "user", "assistant")
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
 FIRST_MS, LAST_MS = 10**12, 10**13
 """Range of a deadline in milliseconds: from 2001 to 2286, so that seconds and microseconds are not mistaken
 for milliseconds."""
 MAX_KEY_CHARACTERS = 128
 MAX_CLASS_CHARACTERS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
-MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 100.0
-MAX_PENALTY = 2.0
-MAX_LOGIT_BIAS = 1024
-MAX_BIAS = 100.0
 MAX_CHARACTERS_PER_TOKEN = 64
 """Maximum number of characters of a prompt for each token of the context; a longer prompt cannot fit.
 Tokenizing takes a hundred bytes and more for each resulting token, so a prompt that cannot fit is refused

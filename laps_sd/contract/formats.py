@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["MAX_CHARACTERS", "first_line", "matcher_of"]
+from laps_sd.contract.limits import MAX_FORMAT_CHARACTERS
+
+__all__ = ["first_line", "matcher_of"]
 
 WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 """Whitespace between the parts of JSON (our choice).
@@ -23,7 +25,6 @@ MAX_SAID = 200
 """Most characters of an error about a format: it may quote the whole format, and headers carry the status."""
 
 # All of these limits are our choice.
-MAX_CHARACTERS = 65536
 MAX_DEPTH = 64
 """Most levels of a schema's JSON: deeper ones overflow a stack somewhere, and no client needs one."""
 MAX_PATTERN = 1024
@@ -135,8 +136,8 @@ def _inner(value: Any) -> Iterator[Any]:
 
 
 def _text_problem(kind: str, text: str) -> str:
-    if len(text) > MAX_CHARACTERS:
-        return f"must have at most {MAX_CHARACTERS} characters, got {len(text)}"
+    if len(text) > MAX_FORMAT_CHARACTERS:
+        return f"must have at most {MAX_FORMAT_CHARACTERS} characters, got {len(text)}"
     if kind != "grammar":
         return ""
     if text.lstrip().startswith("{"):  # the library's own notation, which can express anything

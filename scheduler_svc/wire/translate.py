@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
 
+from laps_sd.contract import limits
 from laps_sd.contract.choose import Residency
 from laps_sd.errors import InvalidArgument
 from laps_sd.service import ends
@@ -37,10 +38,6 @@ MAX_PREFILLED_PER_ROUND = 2**24
 """Upper bound of the prefilled tokens of a round, more than any context is long; a larger number counts as
 this.
 """
-MAX_STOP_STRINGS = 64
-MAX_LOGIT_BIAS = 4096
-MAX_FORMAT_BYTES = 2**19
-MAX_LOGPROBS = 256
 MAX_HELD = 100_000
 MAX_SLOTS = 65_536
 MAX_TOKEN_ID = 2**31 - 1
@@ -104,16 +101,22 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         raise InvalidArgument("specification.temperature", "must be finite and not negative")
     if not 0 < specification.top_p <= 1:
         raise InvalidArgument("specification.top_p", "must lie in (0, 1]")
-    if len(specification.stop) > MAX_STOP_STRINGS:
-        raise InvalidArgument("specification.stop", f"must have at most {MAX_STOP_STRINGS} entries")
+    if len(specification.stop) > limits.RECORDED_STOP_STRINGS:
+        raise InvalidArgument(
+            "specification.stop", f"must have at most {limits.RECORDED_STOP_STRINGS} entries"
+        )
     for stop in specification.stop:
         _bounded("specification.stop", stop, minimum=1)
-    if len(specification.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidArgument("specification.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries")
-    if specification.output_format.ByteSize() > MAX_FORMAT_BYTES:
-        raise InvalidArgument("specification.output_format", f"must have at most {MAX_FORMAT_BYTES} bytes")
-    if specification.logprobs > MAX_LOGPROBS:
-        raise InvalidArgument("specification.logprobs", f"must be at most {MAX_LOGPROBS}")
+    if len(specification.logit_bias) > limits.RECORDED_LOGIT_BIAS:
+        raise InvalidArgument(
+            "specification.logit_bias", f"must have at most {limits.RECORDED_LOGIT_BIAS} entries"
+        )
+    if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
+        raise InvalidArgument(
+            "specification.output_format", f"must have at most {limits.RECORDED_FORMAT_BYTES} bytes"
+        )
+    if specification.logprobs > limits.RECORDED_LOGPROBS:
+        raise InvalidArgument("specification.logprobs", f"must be at most {limits.RECORDED_LOGPROBS}")
 
 
 def check_attachment(submit: gateway_pb.Submit) -> None:

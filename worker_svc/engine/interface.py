@@ -35,6 +35,17 @@ from typing import Protocol, runtime_checkable
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from laps_sd.contract.limits import (
+    MAX_BIAS,
+    MAX_FORMAT_CHARACTERS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+)
 
 __all__ = [
     "Capacity",
@@ -58,16 +69,6 @@ __all__ = [
     "check_run",
     "check_specification",
 ]
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_SEED = 2**64 - 1
-MAX_LOGIT_BIAS = 1024
-MAX_BIAS = 100.0
-MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 100.0
-MAX_FORMAT_CHARACTERS = 65536
-MAX_LOGPROBS = 64
 
 
 class OutOfBlocks(RuntimeError):

@@ -1,0 +1,34 @@
+"""Limits of a specification (what a request asks for): the gateway refuses what exceeds them, and the engine
+checks them again. All are our choice, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+"""Most characters of one stop string."""
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+"""Largest amount of a presence or frequency penalty, as in OpenAI's API."""
+MAX_LOGIT_BIAS = 1024
+"""Most tokens with a bias."""
+MAX_BIAS = 100.0
+"""Largest amount of the bias of a token, as in OpenAI's API."""
+MAX_SEED = 2**64 - 1
+MAX_FORMAT_CHARACTERS = 65536
+"""Most characters of a schema, a regular expression or a grammar."""
+MAX_LOGPROBS = 64
+"""Most alternatives for each token. A gateway's setting may be lower."""
+
+LENIENCE = 4
+"""The scheduler accepts this many times the limits below.
+
+It only keeps and passes on these fields, so it bounds them for its own memory: a gateway or a worker of a later
+version, which an upgrade may start before the scheduler, may raise a limit.
+"""
+RECORDED_STOP_STRINGS = LENIENCE * MAX_STOP_STRINGS
+RECORDED_LOGIT_BIAS = LENIENCE * MAX_LOGIT_BIAS
+RECORDED_LOGPROBS = LENIENCE * MAX_LOGPROBS
+RECORDED_FORMAT_BYTES = LENIENCE * 2 * MAX_FORMAT_CHARACTERS
+"""Twice the longest format in UTF-8, whose characters take at most 4 bytes."""

@@ -1,0 +1,124 @@
+"""The largest request that a gateway accepts is accepted by the scheduler and by the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway.calls.validation import check_request, complete
+from gateway.model.tokenizer import ModelFiles
+from gateway.settings import GatewaySettings
+from laps_sd.contract import limits
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1.gateway_link_pb2 import Specification, Submit
+from scheduler_svc.wire.translate import check_submission
+from worker_svc.engine.interface import Capacity, FormatKind, OutputFormat, Sampling, check_specification
+from worker_svc.engine.interface import Specification as EngineSpecification
+
+VOCABULARY, CONTEXT = 5000, 256
+MODEL = cast(
+    ModelFiles, SimpleNamespace(name="tiny", template=None, context_tokens=CONTEXT, vocab_size=VOCABULARY)
+)
+LARGEST = pb.GenerateRequest(
+    text="x",
+    sampling=pb.SamplingParams(
+        temperature=limits.MAX_TEMPERATURE,
+        repetition_penalty=limits.MAX_REPETITION_PENALTY,
+        presence_penalty=limits.MAX_PENALTY,
+        frequency_penalty=-limits.MAX_PENALTY,
+        logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIAS), -limits.MAX_BIAS),
+        seed=limits.MAX_SEED,
+        stop=["🦊" * limits.MAX_STOP_CHARACTERS] * limits.MAX_STOP_STRINGS,
+    ),
+    output_format=pb.OutputFormat(regex="🦊" * limits.MAX_FORMAT_CHARACTERS),
+    logprobs=limits.MAX_LOGPROBS,
+)
+"""With characters of four bytes in UTF-8."""
+
+
+def submission() -> Submit:
+    settings = GatewaySettings(model="tiny", max_logprobs=limits.MAX_LOGPROBS)
+    check_request(LARGEST, settings, MODEL)
+    submit = complete(LARGEST, [1], settings=settings, model=MODEL, tenant="t", fallback_seed=0)
+    submit.request_id = "s.r"
+    return submit
+
+
+def test_the_scheduler_accepts_the_largest_request_of_a_gateway() -> None:
+    check_submission(submission(), CONTEXT)
+
+
+def test_the_engine_accepts_the_largest_request_of_a_gateway() -> None:
+    wire = submission().specification
+    check_specification(
+        EngineSpecification(
+            request_id="s.r",
+            prompt_ids=tuple(wire.prompt_ids),
+            committed_ids=(),
+            sampling=Sampling(
+                temperature=wire.temperature,
+                seed=wire.seed,
+                repetition_penalty=wire.repetition_penalty,
+                presence_penalty=wire.presence_penalty,
+                frequency_penalty=wire.frequency_penalty,
+                logit_bias=tuple(wire.logit_bias.items()),
+            ),
+            max_tokens=wire.max_tokens,
+            stop=tuple(wire.stop),
+            format=OutputFormat(FormatKind.REGEX, wire.output_format.regex),
+            logprobs=wire.logprobs,
+        ),
+        Capacity(
+            slots=1,
+            target_blocks=64,
+            draft_blocks=0,
+            block_size=16,
+            max_length=CONTEXT,
+            max_draft_len=4,
+            vocab_size=VOCABULARY,
+            device="fake",
+        ),
+    )
+
+
+def set_stop(wire: Specification, count: int) -> None:
+    wire.stop[:] = ["x"] * count
+
+
+def set_logit_bias(wire: Specification, count: int) -> None:
+    wire.logit_bias.clear()
+    wire.logit_bias.update(dict.fromkeys(range(count), 1.0))
+
+
+def set_logprobs(wire: Specification, count: int) -> None:
+    wire.logprobs = count
+
+
+def set_format(wire: Specification, count: int) -> None:
+    """The message has a tag and three bytes of length in addition to the text."""
+    wire.output_format.regex = "x" * (count - 4)
+
+
+@pytest.mark.parametrize(
+    ("set_to", "most", "field"),
+    [
+        (set_stop, 64, "stop"),
+        (set_logit_bias, 4096, "logit_bias"),
+        (set_logprobs, 256, "logprobs"),
+        (set_format, 512 * 1024, "output_format"),
+    ],
+)
+def test_the_scheduler_accepts_more_but_not_anything(
+    set_to: Callable[[Specification, int], Any], most: int, field: str
+) -> None:
+    submit = submission()
+    set_to(submit.specification, most)
+    check_submission(submit, CONTEXT)
+    set_to(submit.specification, most + 1)
+    with pytest.raises(InvalidArgument) as refusal:
+        check_submission(submit, CONTEXT)
+    assert f"specification.{field}" in str(refusal.value)
