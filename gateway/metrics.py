@@ -47,8 +47,9 @@ QUEUE_WAIT = histogram(
     buckets=SECONDS,
 )
 ROUNDS = counter(
-    "laps_sd_gateway_rounds_total", "Rounds that requests took, counted when they end; as are the next three."
+    "laps_sd_gateway_rounds_total", "Rounds that requests took, counted when they end; as are the next four."
 )
+DRAFTS = counter("laps_sd_gateway_drafts_total", "Rounds in which the draft proposed tokens.")
 DRAFTED = counter("laps_sd_gateway_drafted_tokens_total", "Tokens proposed by the draft.")
 ACCEPTED = counter("laps_sd_gateway_accepted_tokens_total", "Proposed tokens that the target kept.")
 PREEMPTIONS = counter("laps_sd_gateway_preemptions_total", "Times that requests gave way to others.")

@@ -23,6 +23,7 @@ from gateway.api.ends import OPENAI
 from gateway.calls.calls import Event
 from gateway.model.detokenizer import TokenDecoder
 from gateway.model.tokenizer import ModelFiles
+from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.errors import Cancelled, InvalidArgument, LapsSdError, ResourceExhausted, Unavailable
 from laps_sd.service.ends import end_of_reason
@@ -704,14 +705,14 @@ class Reply:
     def _metrics(self) -> Json:
         """Return the speculation metrics under vLLM's names, and the times, which vLLM does not have."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
-        rounds = sum(end.speculation.rounds for end in ends)
+        drafts = sum(end.speculation.drafts for end in ends)
         drafted = sum(end.speculation.drafted for end in ends)
         accepted = sum(end.speculation.accepted for end in ends)
         metrics: Json = {
             "speculative_decoding": {
-                "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+                "mean_acceptance_length": mean_acceptance_length(accepted, drafts),
                 "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-                "num_spec_steps": rounds,
+                "num_spec_steps": drafts,
                 "num_draft_tokens": drafted,
                 "num_accepted_draft_tokens": accepted,
             }

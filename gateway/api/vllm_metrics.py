@@ -37,7 +37,7 @@ SAME: dict[str, MetricWrapperBase] = {
     "vllm:request_generation_tokens": metrics.REQUEST_OUTPUT,
     "vllm:generation_tokens": metrics.OUTPUT_TOKENS,
     "vllm:num_preemptions": metrics.PREEMPTIONS,
-    "vllm:spec_decode_num_drafts": metrics.ROUNDS,
+    "vllm:spec_decode_num_drafts": metrics.DRAFTS,
     "vllm:spec_decode_num_draft_tokens": metrics.DRAFTED,
     "vllm:spec_decode_num_accepted_tokens": metrics.ACCEPTED,
 }

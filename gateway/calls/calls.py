@@ -429,6 +429,7 @@ class _Pace:
         metrics.QUEUE_WAIT.observe(ended.timing.queued_s)
         metrics.PREEMPTIONS.inc(ended.timing.preemptions)
         metrics.ROUNDS.inc(ended.speculation.rounds)
+        metrics.DRAFTS.inc(ended.speculation.drafts)
         metrics.DRAFTED.inc(ended.speculation.drafted)
         metrics.ACCEPTED.inc(ended.speculation.accepted)
 

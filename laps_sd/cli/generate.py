@@ -137,11 +137,12 @@ def summary(ended: pb.Ended) -> str:
     if ended.error:
         reason += f" ({ended.error})"
     speculation, timing = ended.speculation, ended.timing
+    pace = ended.usage.completion_tokens / speculation.rounds if speculation.rounds else 0.0
     share = f" ({speculation.accepted / speculation.drafted:.0%})" if speculation.drafted else ""
     return (
         f"-- {reason}: {ended.usage.completion_tokens} tokens in {speculation.rounds} rounds, "
         f"drafted {speculation.drafted}, accepted {speculation.accepted}{share}, "
-        f"{speculation.mean_acceptance_length:.2f} tokens per round; "
+        f"{pace:.2f} tokens per round; "
         f"queued {timing.queued_s:.2f} s, first token {timing.first_token_s:.2f} s, total {timing.total_s:.2f} s, "
         f"preempted {timing.preemptions} times  [{ended.request_id}]"
     )

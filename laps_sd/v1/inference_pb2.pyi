@@ -756,6 +756,7 @@ class SpeculationSummary(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     """Verification rounds of the target."""
     drafted: _builtins.int
@@ -763,7 +764,11 @@ class SpeculationSummary(_message.Message):
     accepted: _builtins.int
     """Proposed tokens the target kept."""
     mean_acceptance_length: _builtins.float
-    """Tokens per round: accepted, and the one the target adds itself."""
+    """Tokens of a round with a draft, on average: 1 + accepted / drafts, as in vLLM; the 1 is the token that the
+    target adds itself. 1 if there were no drafts.
+    """
+    drafts: _builtins.int
+    """Rounds in which the draft proposed tokens; the others of `rounds` were plain decoding."""
     def __init__(
         self,
         *,
@@ -771,10 +776,11 @@ class SpeculationSummary(_message.Message):
         drafted: _builtins.int = ...,
         accepted: _builtins.int = ...,
         mean_acceptance_length: _builtins.float = ...,
+        drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "mean_acceptance_length", b"mean_acceptance_length", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "drafts", b"drafts", "mean_acceptance_length", b"mean_acceptance_length", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -646,7 +646,7 @@ Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
 
 @_typing.final
 class AssignmentEntry(_message.Message):
-    """See laps_sd.choose.Candidate for the meaning."""
+    """See laps_sd.contract.choose.Candidate for the meaning."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

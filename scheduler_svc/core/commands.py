@@ -24,6 +24,8 @@ class Standing:
     """Progress of a request and its place in the queue, for the record."""
 
     rounds: Final[int]
+    drafts: Final[int]
+    """Rounds that had draft tokens."""
     drafted: Final[int]
     accepted: Final[int]
     attained_s: Final[float]
@@ -35,6 +37,7 @@ class Standing:
     def __init__(
         self,
         rounds: int,
+        drafts: int,
         drafted: int,
         accepted: int,
         attained_s: float,
@@ -43,6 +46,7 @@ class Standing:
         score: float,
     ) -> None:
         self.rounds = rounds
+        self.drafts = drafts
         self.drafted = drafted
         self.accepted = accepted
         self.attained_s = attained_s

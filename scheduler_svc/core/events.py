@@ -52,7 +52,8 @@ class Recovered:
     lease_epoch: int
     deaths: int = 0
     death_round: int = 0
-    """These two are as in `Request`."""
+    drafts: int = 0
+    """These three are as in `Request`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ class Scheduler:
             worker=event.worker_id,
             emitted=event.emitted,
             rounds=event.rounds,
+            drafts=event.drafts,
             drafted=event.drafted,
             accepted=event.accepted,
             attained_s=event.attained_s,

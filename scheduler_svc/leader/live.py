@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.service import ends
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -131,7 +132,6 @@ class Live:
         been sent.
         """
         standing = self.standing
-        rounds = standing.rounds
         accepted_at_s = self.facts.arrival_s
         self.end = gateway_pb.RequestEnd(
             kind=ends.KINDS[end],
@@ -139,10 +139,11 @@ class Live:
             cut_characters=cut_characters,
             cached_prompt_tokens=self.cached_prompt_tokens,
             speculation=pb.SpeculationSummary(
-                rounds=min(rounds, MAX_COUNT),
+                rounds=min(standing.rounds, MAX_COUNT),
                 drafted=min(standing.drafted, MAX_COUNT),
                 accepted=min(standing.accepted, MAX_COUNT),
-                mean_acceptance_length=len(self.committed) / rounds if rounds else 0.0,
+                mean_acceptance_length=mean_acceptance_length(standing.accepted, standing.drafts),
+                drafts=min(standing.drafts, MAX_COUNT),
             ),
             timing=pb.Timing(
                 queued_s=_since(accepted_at_s, self.started_s, now_s),
@@ -269,6 +270,7 @@ def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specif
         most_logprobs=specification.logprobs if specification.HasField("logprobs") else None,
         standing=Standing(
             rounds=0,
+            drafts=0,
             drafted=0,
             accepted=0,
             attained_s=0.0,
@@ -327,6 +329,7 @@ def recovered(live: Live) -> Recovered:
         lease_epoch=live.lease_epoch,
         deaths=live.deaths,
         death_round=live.death_round,
+        drafts=standing.drafts,
     )
 
 

@@ -90,7 +90,9 @@ needs on average.
 WRITE_BACK_TOGETHER = 32
 FORGOTTEN_DETAIL = "the record lost how this request ended"
 MISMATCH_DETAIL = "the record holds other outputs than were committed"
-NO_STANDING = Standing(rounds=0, drafted=0, accepted=0, attained_s=0.0, preemptions=0, level=0, score=0.0)
+NO_STANDING = Standing(
+    rounds=0, drafts=0, drafted=0, accepted=0, attained_s=0.0, preemptions=0, level=0, score=0.0
+)
 
 
 def _pauses_s() -> Iterator[float]:

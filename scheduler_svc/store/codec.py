@@ -112,6 +112,7 @@ def new_fields(shown: Shown) -> tuple[Argument, ...]:
         *("rounds", 0),
         *("attained_s", "0.0"),
         *("end", ""),
+        *("drafts", 0),
         *("drafted", 0),
         *("accepted", 0),
         *("preemptions", 0),
@@ -135,6 +136,7 @@ def progress_fields(request: StoredRequest) -> list[Argument]:
         *("rounds", standing.rounds),
         *("attained_s", safe_seconds(standing.attained_s)),
         *("end", ""),
+        *("drafts", standing.drafts),
         *("drafted", standing.drafted),
         *("accepted", standing.accepted),
         *("preemptions", standing.preemptions),
@@ -185,6 +187,8 @@ def stored_request(
         worker_id=fields[b"worker"].decode() or None,
         standing=Standing(
             rounds=int(fields[b"rounds"]),
+            # An earlier version of the software did not count them.
+            drafts=int(fields.get(b"drafts", fields[b"rounds"])),
             drafted=int(fields[b"drafted"]),
             accepted=int(fields[b"accepted"]),
             attained_s=float(fields[b"attained_s"]),

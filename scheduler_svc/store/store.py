@@ -1057,6 +1057,7 @@ class Batch:
 def _standing(request_id: str, standing: Standing) -> tuple[Argument, ...]:
     return (
         standing.rounds,
+        standing.drafts,
         standing.drafted,
         standing.accepted,
         safe_seconds(standing.attained_s),

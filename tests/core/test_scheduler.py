@@ -144,6 +144,20 @@ class TestExplain:
         assert "client's estimate" in e.basis
         assert [line.what for line in e.story] == ["arrived"]
 
+    def test_a_round_without_draft_tokens_is_no_draft(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        standings = []
+        for at, drafted in enumerate((5, 0, 5)):
+            commands = scheduler.step(2.0 + at, [report(did("a", 4 * at, 4, drafted=drafted))])
+            standings += [command.standing for command in commands if isinstance(command, Commit)]
+        assert [(s.rounds, s.drafts, s.drafted) for s in standings] == [(1, 1, 5), (2, 1, 5), (3, 2, 10)]
+
+        after = core()
+        after.step(0.0, [Recovered(request("a"), 12, 3, 10, 9, 0.3, 0, "w", 1, drafts=2), WorkerUp(W, ())])
+        commands = after.step(1.0, [EndRequested("a", End.CANCELLED, "")])
+        assert [command.standing.drafts for command in commands if isinstance(command, Finish)] == [2]
+
     def test_a_running_request(self) -> None:
         scheduler = core()
         scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])

@@ -54,6 +54,7 @@ def a_request(request_id: str = "r1", **changes: Any) -> NewRequest:
 def a_standing(**changes: Any) -> Standing:
     fields: dict[str, Any] = {
         "rounds": 1,
+        "drafts": 1,
         "drafted": 5,
         "accepted": 3,
         "attained_s": 0.25,

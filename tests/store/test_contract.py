@@ -113,7 +113,7 @@ class TestSubmit:
         assert stored.committed_ids == ()
         assert (stored.lease_epoch, stored.worker_id) == (0, None)
         assert stored.standing == a_standing(
-            rounds=0, drafted=0, accepted=0, attained_s=0.0, level=0, score=1.0
+            rounds=0, drafts=0, drafted=0, accepted=0, attained_s=0.0, level=0, score=1.0
         )
         assert (stored.end, stored.story, stored.ended_unix_ms, stored.first_token_unix_ms) == (
             None,
@@ -313,6 +313,17 @@ class TestRelease:
         assert await One(store).release(Release("r1", 2, deaths=4, death_round=6)) is OK
         await One(store).finish(a_finish())
         assert ((await read(store)).deaths, (await read(store)).death_round) == (4, 6)
+
+    async def test_of_a_request_of_an_earlier_version_every_round_counts_as_one_that_drafted(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit(standing=a_standing(rounds=3, drafts=2)))
+        assert (await read(store)).standing.drafts == 2
+
+        await client.hdel(store.keys.request("r1"), "drafts")
+        assert (await read(store)).standing.drafts == 3
 
     async def test_another_epoch_is_stale(self, store: Store) -> None:
         await accept(store, a_request())
@@ -682,6 +693,7 @@ class TestQueue:
             "priority": "0",
             "committed": "3",
             "rounds": "1",
+            "drafts": "1",
             "drafted": "5",
             "accepted": "3",
             "attained_s": "0.25",

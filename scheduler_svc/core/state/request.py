@@ -53,6 +53,8 @@ class Request:
     emitted: int = 0
     rounds: int = 0
     """Rounds that verified something; a round that only computed its context does not count."""
+    drafts: int = 0
+    """Rounds that had draft tokens."""
     drafted: int = 0
     accepted: int = 0
     attained_s: float = 0.0
@@ -177,6 +179,7 @@ class Request:
         """Return its progress and its place in the queue, for the record."""
         return Standing(
             self.rounds,
+            self.drafts,
             self.drafted,
             self.accepted,
             self.attained_s,
@@ -201,6 +204,7 @@ class Request:
         that look back.
         """
         if drafted:
+            self.drafts += 1
             self.drafted += drafted
             self.accepted += accepted
             if remember:

@@ -7,8 +7,8 @@
 --     payload      hash
 --     idempotency  string; the request's key again when there is none
 --   ARGV    leadership, now_ms, ttl_ms, then per entry
---     id, lease_epoch, position, count, tokens, rounds, drafted, accepted, attained_s, preemptions, level, score, end
---     and, when end is not empty: cut_characters, detail, story
+--     id, lease_epoch, position, count, tokens, rounds, drafts, drafted, accepted, attained_s, preemptions, level, score,
+--     end; and, when end is not empty: cut_characters, detail, story
 --   returns per entry OK, ALREADY, STALE or GONE; or {'fenced'}
 --     ALREADY: the very tokens stand at that position (with an end: and the request ended with it). That may have been
 --     under an older lease than the record's newest: a batch can commit and lease anew, and be sent twice.
@@ -18,7 +18,7 @@ if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 local function commit(k, a)
     local request, tokens_key = KEYS[k], KEYS[k + 1]
     local id, lease_epoch, position, count, tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
-    local rounds, attained_s, level, score, reason = ARGV[a + 5], ARGV[a + 8], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12]
+    local rounds, attained_s, level, score, reason = ARGV[a + 5], ARGV[a + 9], ARGV[a + 11], ARGV[a + 12], ARGV[a + 13]
     local was = redis.call('HMGET', request, 'state', 'lease_epoch', 'committed', 'level', 'rounds', 'attained_s', 'end')
     local state, record_epoch, committed = was[1], was[2], was[3]
     if not state then return GONE end
@@ -46,13 +46,13 @@ local function commit(k, a)
     if count ~= '0' then redis.call('APPEND', tokens_key, tokens) end
     if reason ~= '' then
         end_request(id, request, tokens_key, KEYS[k + 2], KEYS[k + 3], {
-            reason = reason, cut_characters = ARGV[a + 13], detail = ARGV[a + 14], story = ARGV[a + 15],
+            reason = reason, cut_characters = ARGV[a + 14], detail = ARGV[a + 15], story = ARGV[a + 16],
         }, now_ms, ttl_ms)
     else
         place(id, was[4], level, score)
     end
-    redis.call('HSET', request, 'committed', string.format('%d', reached), 'rounds', rounds, 'drafted', ARGV[a + 6],
-        'accepted', ARGV[a + 7], 'attained_s', attained_s, 'preemptions', ARGV[a + 9], 'level', level, 'score', score)
+    redis.call('HSET', request, 'committed', string.format('%d', reached), 'rounds', rounds, 'drafts', ARGV[a + 6],
+        'drafted', ARGV[a + 7], 'accepted', ARGV[a + 8], 'attained_s', attained_s, 'preemptions', ARGV[a + 10], 'level', level, 'score', score)
     if position == '0' and count ~= '0' then redis.call('HSET', request, 'first_token_unix_ms', now_ms) end
     return OK
 end
@@ -60,6 +60,6 @@ end
 local answers, k, a = {}, AFTER_QUEUE, 4
 while a <= #ARGV do
     answers[#answers + 1] = commit(k, a)
-    if ARGV[a + 12] == '' then k, a = k + 2, a + 13 else k, a = k + 4, a + 16 end
+    if ARGV[a + 13] == '' then k, a = k + 2, a + 14 else k, a = k + 4, a + 17 end
 end
 return answers

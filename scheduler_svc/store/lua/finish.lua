@@ -5,13 +5,13 @@
 --     payload      hash
 --     idempotency  string; the request's key again when there is none
 --   ARGV    leadership, now_ms, ttl_ms, then per entry
---     id, end, detail, story, rounds, drafted, accepted, attained_s, preemptions, level, score
+--     id, end, detail, story, rounds, drafts, drafted, accepted, attained_s, preemptions, level, score
 --   returns per entry OK, ALREADY (it ended this way) or GONE (missing, or ended otherwise); or {'fenced'}
 local leadership, now_ms, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
 if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 
 local answers, k = {}, AFTER_QUEUE
-for a = 4, #ARGV, 11 do
+for a = 4, #ARGV, 12 do
     local request, reason = KEYS[k], ARGV[a + 1]
     local was = redis.call('HMGET', request, 'state', 'end')
     local answer = GONE
@@ -21,8 +21,9 @@ for a = 4, #ARGV, 11 do
         end_request(ARGV[a], request, KEYS[k + 1], KEYS[k + 2], KEYS[k + 3], {
             reason = reason, cut_characters = '0', detail = ARGV[a + 2], story = ARGV[a + 3],
         }, now_ms, ttl_ms)
-        redis.call('HSET', request, 'rounds', ARGV[a + 4], 'drafted', ARGV[a + 5], 'accepted', ARGV[a + 6],
-            'attained_s', ARGV[a + 7], 'preemptions', ARGV[a + 8], 'level', ARGV[a + 9], 'score', ARGV[a + 10])
+        redis.call('HSET', request, 'rounds', ARGV[a + 4], 'drafts', ARGV[a + 5], 'drafted', ARGV[a + 6],
+            'accepted', ARGV[a + 7], 'attained_s', ARGV[a + 8], 'preemptions', ARGV[a + 9],
+            'level', ARGV[a + 10], 'score', ARGV[a + 11])
         answer = OK
     end
     answers[#answers + 1] = answer

@@ -75,7 +75,7 @@ class TestGenerateStream:
             ids[2:],
             link_pb2.RequestEnd(
                 kind=Kind.KIND_STOP,
-                speculation=SpeculationSummary(rounds=3),
+                speculation=SpeculationSummary(rounds=3, mean_acceptance_length=1.0),
                 timing=Timing(total_s=1.5),
                 cached_prompt_tokens=1,
             ),
@@ -88,7 +88,7 @@ class TestGenerateStream:
         assert end.finish_reason == FinishReason.FINISH_REASON_STOP
         assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (accepted.prompt_tokens, len(ids))
         assert end.usage.cached_prompt_tokens == 1
-        assert end.speculation.rounds == 3
+        assert end.speculation == SpeculationSummary(rounds=3, mean_acceptance_length=1.0)
         assert end.timing.total_s == 1.5
         assert end.request_id == request_id
         assert [event.WhichOneof("event") for event in events].count("end") == 1
@@ -160,6 +160,22 @@ class TestGenerateStream:
         assert end.finish_reason == reason
         assert end.error == ("a word" if reason == FinishReason.FINISH_REASON_ERROR else "")
         assert await call.code() == grpc.StatusCode.OK
+
+    async def test_every_round_was_a_draft_for_a_scheduler_that_does_not_count_drafts(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        counted = SpeculationSummary(rounds=9, drafts=4, drafted=16, accepted=8, mean_acceptance_length=3.0)
+        not_counted = SpeculationSummary(rounds=8, drafted=16, accepted=8, mean_acceptance_length=1.5)
+        shown = []
+        for count, summary in enumerate((counted, not_counted), 1):
+            call = running.stub.GenerateStream(HELLO)
+            request_id = await scheduler.submitted(count)
+            end = link_pb2.RequestEnd(kind=Kind.KIND_STOP, speculation=summary)
+            scheduler.commit(request_id, [70], end)
+            shown.append((await rest(call))[-1].end.speculation)
+
+        assert shown[0] == counted
+        assert (shown[1].drafts, shown[1].mean_acceptance_length) == (8, 2.0)
 
     async def test_the_hard_deadline_is_a_status(self, running: Running, scheduler: FakeScheduler) -> None:
         call = running.stub.GenerateStream(HELLO)

@@ -91,7 +91,7 @@ class TestAWholeAnswer:
         end = link_pb2.RequestEnd(
             kind=Kind.KIND_STOP,
             cached_prompt_tokens=1,
-            speculation=SpeculationSummary(rounds=2, drafted=8, accepted=6),
+            speculation=SpeculationSummary(rounds=3, drafts=2, drafted=8, accepted=6),
             timing=Timing(queued_s=0.1, first_token_s=0.2, total_s=0.5, preemptions=3),
         )
         request_id = await served.finished(end=end)

@@ -96,7 +96,7 @@ async def test_they_tell_what_runs_what_waits_and_what_has_ended(
     await counts(1, 2)
     end = link_pb2.RequestEnd(
         kind=Kind.KIND_STOP_SEQUENCE,
-        speculation=SpeculationSummary(rounds=2, drafted=8, accepted=6),
+        speculation=SpeculationSummary(rounds=3, drafts=2, drafted=8, accepted=6),
         timing=Timing(queued_s=0.5, first_token_s=0.75, total_s=2.0, preemptions=1),
     )
     scheduler.commit(second, [70, 71, 72], end)
