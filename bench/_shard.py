@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, Residency, choose
+from laps_sd.contract.choose import NEW_CLOCK, Candidate, Residency, WorkerState, choose
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Drop
 from scheduler_svc.core.estimates.priors import Priors
@@ -77,7 +77,7 @@ class VirtualWorker:
 
     def report(self) -> RoundReported:
         facts = self.facts
-        place = Place(
+        place = WorkerState(
             slots=facts.slots,
             block_size=facts.block_size,
             target_blocks=facts.target_blocks,

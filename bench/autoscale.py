@@ -42,7 +42,7 @@ from simulator.autoscaler import SIGNALS, Pods, Scaling
 from simulator.cluster import Cluster
 from simulator.jobs import Job
 from simulator.machine import Machine
-from simulator.workload import Acceptance, Arrivals, Kind, Predictor, Workload, draw
+from simulator.workload import AcceptanceModel, Arrivals, Kind, Predictor, Workload, draw
 
 TRACE = "traces/azure2023_conv.csv.gz"
 OURS = "backlog"
@@ -50,7 +50,7 @@ MACHINE = Machine(
     slots=4, round_s=0.120, verified_token_s=0.35e-3, context_token_s=1e-6, prefill_token_s=0.35e-3
 )
 """A 70B-like target with a small batch: as that of `bench policy`, four times slower."""
-ACCEPTANCE = Acceptance(mean=0.78)
+ACCEPTANCE = AcceptanceModel(mean=0.78)
 """Three to four tokens per round."""
 EVERY = 5
 """Requests of the trace per request that is used: about 1.1 a second are left, work for some four workers."""

@@ -376,7 +376,7 @@ class Bench:
         back.
         """
         pool = self._target.pool
-        place = pool.new_place()
+        place = pool.new_table()
         blocks = -(-context // BLOCK_SIZE)
         pool.hold([(place, blocks, blocks)])
         place.length = context

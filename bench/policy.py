@@ -39,7 +39,7 @@ from simulator.cluster import Cluster, Outcome
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
-from simulator.workload import Acceptance, Arrivals, Predictor, Workload, described, draw
+from simulator.workload import AcceptanceModel, Arrivals, Predictor, Workload, described, draw
 
 REGIMES = Path(__file__).parent / "regimes"
 ALWAYS = ("fcfs", "oracle", "srpt-length", "sd-index", "laps-sd")
@@ -619,7 +619,7 @@ def adapted(regime: Regime, options: argparse.Namespace) -> Regime:
             Predictor(kind="noisy", sigma=float(options.predictor)) if known else Predictor(kind="none")
         )
     if options.acceptance is not None:
-        replay = Acceptance(kind="recorded", file=str(options.acceptance.absolute()))
+        replay = AcceptanceModel(kind="recorded", file=str(options.acceptance.absolute()))
         kinds = tuple(dataclasses.replace(kind, acceptance=replay) for kind in kinds)
     if options.batch is not None:
         machine = dataclasses.replace(machine, slots=options.batch)

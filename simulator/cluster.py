@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, Residency, choose
+from laps_sd.contract.choose import NEW_CLOCK, Candidate, Residency, WorkerState, choose
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, AssignEntry, Command, Commit, Drained, Drop
 from scheduler_svc.core.estimates.errors import EstimateErrors
@@ -143,7 +143,7 @@ class _Worker:
         facts = self.facts
         choice = choose(
             candidates,
-            Place(
+            WorkerState(
                 slots=facts.slots,
                 block_size=facts.block_size,
                 target_blocks=facts.target_blocks,

@@ -56,7 +56,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class AcceptanceModel:
     """Distribution of the tokens per round. `process`: each request has its own acceptance per draft token ~
     Beta(`mean`, `concentration`), which starts `drift` (standard deviation) away from it, returns within
     `settle_rounds`, and is disturbed by AR(1) noise; a round accepts a geometric number of tokens, at most
@@ -86,7 +86,7 @@ class Kind:
     share: float = 1.0
     prompt: Lengths = Lengths()
     output: Lengths = Lengths()
-    acceptance: Acceptance = Acceptance()
+    acceptance: AcceptanceModel = AcceptanceModel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ class _Draw:
 
     # Acceptance.
 
-    def _paces(self, acceptance: Acceptance, output: int) -> tuple[str, bytes, int]:
+    def _paces(self, acceptance: AcceptanceModel, output: int) -> tuple[str, bytes, int]:
         """Return the recorded task, the tokens of each round, and those of the last round before its cut."""
         match acceptance.kind:
             case "process":
@@ -282,7 +282,7 @@ class _Draw:
             left -= pace
         return task, bytes(paces), gained
 
-    def _process(self, acceptance: Acceptance) -> Any:
+    def _process(self, acceptance: AcceptanceModel) -> Any:
         rng, most = self.random, self.machine.draft_len
         k, mean = acceptance.concentration, acceptance.mean
         own = rng.betavariate(mean * k, (1 - mean) * k)
@@ -368,7 +368,7 @@ def _recorded(path: Path) -> list[RecordedAcceptance]:
 
 
 @cache
-def recordings(path: Path, wanted: Acceptance) -> list[RecordedAcceptance]:
+def recordings(path: Path, wanted: AcceptanceModel) -> list[RecordedAcceptance]:
     """Return the recordings that match the description. ValueError if there are none."""
     found = [
         recorded

@@ -33,7 +33,7 @@ from gateway.calls.validation import (
 )
 from gateway.links.link import ShardLink, deadline_of
 from gateway.links.shards import Shards
-from gateway.links.streams import Acceptance, ClientStream
+from gateway.links.streams import Accepted, ClientStream
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.formats import FormatJudge
 from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
@@ -335,7 +335,7 @@ class _Attachment:
     pace: _Pace
     span: CallSpan | None = None
 
-    def __init__(self, link: ShardLink, stream: ClientStream, acceptance: Acceptance) -> None:
+    def __init__(self, link: ShardLink, stream: ClientStream, acceptance: Accepted) -> None:
         self.link = link
         self.stream = stream
         self.acceptance = acceptance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.links.streams import Acceptance, Batch
+from gateway.links.streams import Accepted, Batch
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.acceptance import mean_acceptance_length
@@ -17,7 +17,7 @@ from laps_sd.v1 import inference_pb2
 __all__ = ["Output", "accepted_event"]
 
 
-def accepted_event(acceptance: Acceptance, model: ModelFiles) -> inference_pb2.Accepted:
+def accepted_event(acceptance: Accepted, model: ModelFiles) -> inference_pb2.Accepted:
     """Return the first message of a stream."""
     return inference_pb2.Accepted(
         request_id=acceptance.request_id,
@@ -33,7 +33,7 @@ class Output:
     beginning of the text."""
 
     def __init__(
-        self, acceptance: Acceptance, model: ModelFiles, cursor: inference_pb2.Cursor | None = None
+        self, acceptance: Accepted, model: ModelFiles, cursor: inference_pb2.Cursor | None = None
     ) -> None:
         self._acceptance = acceptance
         self._start_token = cursor.next_token if cursor is not None else 0

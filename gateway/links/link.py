@@ -30,7 +30,7 @@ import grpc.aio
 
 import laps_sd
 from gateway import metrics
-from gateway.links.streams import Acceptance, Batch, ClientStream, Streams
+from gateway.links.streams import Accepted, Batch, ClientStream, Streams
 from gateway.settings import GatewaySettings
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
 from laps_sd.service.log import get_logger
@@ -144,7 +144,7 @@ class ShardLink:
         self._send(message)
         return stream
 
-    async def accepted(self, stream: ClientStream, *, wait_s: float) -> Acceptance:
+    async def accepted(self, stream: ClientStream, *, wait_s: float) -> Accepted:
         """Wait for the scheduler's answer to a new stream and return it. Raises its refusal, or Unavailable
         after `wait_s`."""
         try:

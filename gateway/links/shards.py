@@ -28,7 +28,7 @@ from pathlib import Path
 
 from gateway.calls.validation import shard_of
 from gateway.links.link import ShardLink
-from gateway.links.streams import Acceptance, ClientStream
+from gateway.links.streams import Accepted, ClientStream
 from gateway.settings import GatewaySettings
 from laps_sd.errors import LapsSdError, NotFound, StartupError, Unavailable
 from laps_sd.service.log import get_logger
@@ -164,7 +164,7 @@ class Shards:
 
     async def place(
         self, submit: link_pb2.Submit, *, deadline: float | None, wait_s: float
-    ) -> tuple[ShardLink, ClientStream, Acceptance]:
+    ) -> tuple[ShardLink, ClientStream, Accepted]:
         """Submit to the best shard that takes the request; the request id is issued here. The caller closes
         the stream.
 

@@ -36,7 +36,7 @@ from laps_sd.errors import (
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Acceptance", "Batch", "ClientStream", "Streams"]
+__all__ = ["Accepted", "Batch", "ClientStream", "Streams"]
 
 Message = link_pb2.GatewayMessage
 Refusal = link_pb2.SubmitRefused
@@ -47,7 +47,7 @@ RETRY_S = 0.25  # pause before an operation is retried that the scheduler could 
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class Accepted:
     """The first information that a client gets about its request."""
 
     request_id: str
@@ -79,7 +79,7 @@ class ClientStream:
         link_pb2.Submit | None
     )  # None: attached to a request of another call, whose submission is unknown here
     deadline: float | None  # deadline of the client's call, in the caller's clock
-    acceptance: Acceptance | None = None
+    acceptance: Accepted | None = None
     failure: LapsSdError | None = None
     refused: link_pb2.SubmitRefused | None = None  # the scheduler's reason why the submission failed
     end: link_pb2.RequestEnd | None = None
@@ -232,7 +232,7 @@ class Streams:
                 self._rename(stream, accepted.request_id or submit.request_id)
                 # A submission that was sent twice finds itself; that is not an earlier request.
                 existing = accepted.attached_to_existing and stream.request_id != submit.request_id
-                stream.acceptance = Acceptance(
+                stream.acceptance = Accepted(
                     request_id=stream.request_id,
                     prompt_tokens=accepted.prompt_tokens
                     if existing
@@ -275,7 +275,7 @@ class Streams:
                 if stream.acceptance is None:
                     if reply.HasField("submission"):
                         self._can_restore(stream, reply.submission, now)
-                    stream.acceptance = Acceptance(
+                    stream.acceptance = Accepted(
                         request_id=stream.request_id,
                         prompt_tokens=reply.prompt_tokens,
                         seed=reply.seed,

@@ -76,7 +76,7 @@ NEW_CLOCK = ReserveClock()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerState:
     """The worker at this round boundary."""
 
     slots: int
@@ -144,7 +144,7 @@ _Entry = tuple[int, float, str, Candidate, int, int]
 _rank = itemgetter(0, 1, 2)
 
 
-def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
+def choose(candidates: Sequence[Candidate], worker: WorkerState) -> Choice:
     """Return the requests of the next round and those whose KV is evicted first.
 
     Slots are filled in this order:
@@ -156,16 +156,16 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
     A request that does not fit is passed over. Under the KV latch no request is displaced in step 4, and
     resident requests come before the others there.
     """
-    entries = [_entry(candidate, place) for candidate in candidates]
+    entries = [_entry(candidate, worker) for candidate in candidates]
     entries.sort(key=_rank)
-    latched = _is_latched(entries, place)
-    selection = _Selection(place, entries)
+    latched = _is_latched(entries, worker)
+    selection = _Selection(worker, entries)
 
     for entry in entries:
         if entry[3].running and entry[3].pinned:
             selection.add_if_it_fits(entry)
-    clock = _clock_now(place, entries)
-    _fill_reserved_share(entries, reserved_slots(place.slots, clock), selection)
+    clock = _clock_now(worker, entries)
+    _fill_reserved_share(entries, reserved_slots(worker.slots, clock), selection)
     for entry in entries:
         if entry[3].running and entry[2] not in selection.chosen and selection.add_if_it_fits(entry):
             selection.victims.append(entry)
@@ -184,15 +184,15 @@ def choose(candidates: Sequence[Candidate], place: Place) -> Choice:
                 selection.add_if_it_fits(entry)
 
     run = tuple(entry[2] for entry in entries if entry[2] in selection.chosen)
-    return Choice(run, tuple(selection.evictions()), latched, _clock_after(clock, place, entries, run))
+    return Choice(run, tuple(selection.evictions()), latched, _clock_after(clock, worker, entries, run))
 
 
-def _entry(candidate: Candidate, place: Place) -> _Entry:
+def _entry(candidate: Candidate, worker: WorkerState) -> _Entry:
     # KV covers all tokens but the last; a round writes up to max_growth_tokens entries (worker_svc.engine.interface).
-    needed = -(-(candidate.tokens - 1 + place.max_growth_tokens) // place.block_size)
+    needed = -(-(candidate.tokens - 1 + worker.max_growth_tokens) // worker.block_size)
     target = needed if needed > candidate.target_blocks else candidate.target_blocks
     draft = 0
-    if place.draft_blocks:  # 0: there is no draft model
+    if worker.draft_blocks:  # 0: there is no draft model
         draft = needed if needed > candidate.draft_blocks else candidate.draft_blocks
     cost = candidate.index_s
     if candidate.residency != Residency.DEVICE:
@@ -208,7 +208,7 @@ def _resident_first(entry: _Entry) -> int:
     return -entry[3].residency
 
 
-def _is_latched(entries: Sequence[_Entry], place: Place) -> bool:
+def _is_latched(entries: Sequence[_Entry], worker: WorkerState) -> bool:
     """Return whether KV pressure suspends preemption in this round.
 
     Pressure is the KV on the device, with this round's growth of the running requests, as a share of the
@@ -222,11 +222,11 @@ def _is_latched(entries: Sequence[_Entry], place: Place) -> bool:
         else:
             target += candidate.target_blocks
             draft += candidate.draft_blocks
-    threshold = LATCH_OFF if place.kv_latched else LATCH_ON
-    return target > threshold * place.target_blocks or draft > threshold * place.draft_blocks
+    threshold = LATCH_OFF if worker.kv_latched else LATCH_ON
+    return target > threshold * worker.target_blocks or draft > threshold * worker.draft_blocks
 
 
-def _clock_now(place: Place, entries: Sequence[_Entry]) -> ReserveClock:
+def _clock_now(worker: WorkerState, entries: Sequence[_Entry]) -> ReserveClock:
     """Return the clock before this round: of the same request as before, or of another one that is the oldest
     now.
 
@@ -234,8 +234,8 @@ def _clock_now(place: Place, entries: Sequence[_Entry]) -> ReserveClock:
     so n rounds of the oldest requests, even if these change, come within `RESERVED_ONE_IN` · n rounds and two
     cycles.
     """
-    clock = place.reserve_clock
-    if place.slots > 1:
+    clock = worker.reserve_clock
+    if worker.slots > 1:
         return clock
     reserved = [entry[2] for entry in entries if entry[3].reserved]
     if not reserved or clock.request_id in reserved:
@@ -244,9 +244,9 @@ def _clock_now(place: Place, entries: Sequence[_Entry]) -> ReserveClock:
 
 
 def _clock_after(
-    clock: ReserveClock, place: Place, entries: Sequence[_Entry], run: Sequence[str]
+    clock: ReserveClock, worker: WorkerState, entries: Sequence[_Entry], run: Sequence[str]
 ) -> ReserveClock:
-    if place.slots > 1 or not any(entry[3].reserved for entry in entries):
+    if worker.slots > 1 or not any(entry[3].reserved for entry in entries):
         return clock
     ran = any(entry[3].reserved and entry[2] in run for entry in entries)
     rounds, had = clock.rounds + 1, clock.had + ran
@@ -271,13 +271,12 @@ class _Selection:
     Invariant: the chosen requests fit.
     """
 
-    def __init__(self, place: Place, entries: Sequence[_Entry]) -> None:
+    def __init__(self, worker: WorkerState, entries: Sequence[_Entry]) -> None:
         self.chosen: dict[str, _Entry] = {}
         self._entries = entries
-        self._place = place
-        self._slots = place.slots
-        self._target = place.target_blocks
-        self._draft = place.draft_blocks
+        self._slots = worker.slots
+        self._target = worker.target_blocks
+        self._draft = worker.draft_blocks
         self.victims: list[_Entry] = []
         """Chosen requests that may be displaced, worst last: they ran, are not pinned and not in the reserved
         share."""

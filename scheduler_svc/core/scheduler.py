@@ -43,7 +43,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS, SURVIVED_ROUNDS, Request, order_key_of
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
-from scheduler_svc.core.views import Explanation, Place, QueueEntry, Totals, WorkerView
+from scheduler_svc.core.views import Explanation, QueueEntry, RequestState, Totals, WorkerView
 
 OF_LATE = 0.02
 """Weight of the newest round in a worker's recent figures."""
@@ -553,7 +553,7 @@ class Scheduler:
             request_id=request_id,
             tenant=request.facts.tenant,
             priority=request.facts.priority,
-            place=_place_of(request),
+            state=_state_of(request),
             policy=self.policy.name,
             level=rank.level if self.policy.has_levels else None,
             ordered_by=self.policy.ordered_by(request),
@@ -602,7 +602,7 @@ class Scheduler:
                 request_id=request.request_id,
                 tenant=request.facts.tenant,
                 priority=request.facts.priority,
-                place=_place_of(request),
+                state=_state_of(request),
                 level=request.rank.level if self.policy.has_levels else None,
                 ordered_by=self.policy.ordered_by(request),
                 index_s=request.order_key[1],
@@ -692,10 +692,10 @@ def _commit(
     )
 
 
-def _place_of(request: Request) -> Place:
+def _state_of(request: Request) -> RequestState:
     if request.worker is None:
-        return Place.QUEUED
-    return Place.RUNNING if request.running else Place.LISTED
+        return RequestState.QUEUED
+    return RequestState.RUNNING if request.running else RequestState.LISTED
 
 
 def _view(worker: Worker, priors: Priors) -> WorkerView:

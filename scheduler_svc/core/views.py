@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from scheduler_svc.core.commands import StoryLine
 
 
-class Place(enum.Enum):
-    """Place of an unfinished request."""
+class RequestState(enum.Enum):
+    """State of an unfinished request."""
 
     QUEUED = "queued"
     """With no worker."""
@@ -45,7 +45,7 @@ class Explanation:
     request_id: str
     tenant: str
     priority: int
-    place: Place
+    state: RequestState
     policy: str
     level: int | None
     """Its level; None if the policy has no levels."""
@@ -97,7 +97,7 @@ class QueueEntry:
     request_id: str
     tenant: str
     priority: int
-    place: Place
+    state: RequestState
     level: int | None
     ordered_by: str
     index_s: float

@@ -19,7 +19,7 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.commands import StoryLine
 from scheduler_svc.core.estimates.acceptance import MAX_POSITIONS
 from scheduler_svc.core.events import Held, Progress, ResidencyChange, RoundReported, WorkerFacts
-from scheduler_svc.core.views import Explanation, Place, QueueEntry, WorkerView
+from scheduler_svc.core.views import Explanation, QueueEntry, RequestState, WorkerView
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.store.records import NewRequest, StoredRequest
 
@@ -309,9 +309,9 @@ def story_lines(lines: Iterable[StoryLine], arrival_s: float) -> list[pb.StoryLi
 
 
 STATES = {
-    Place.QUEUED: pb.Explanation.STATE_QUEUED,
-    Place.LISTED: pb.Explanation.STATE_LISTED,
-    Place.RUNNING: pb.Explanation.STATE_RUNNING,
+    RequestState.QUEUED: pb.Explanation.STATE_QUEUED,
+    RequestState.LISTED: pb.Explanation.STATE_LISTED,
+    RequestState.RUNNING: pb.Explanation.STATE_RUNNING,
 }
 
 
@@ -319,7 +319,7 @@ def explanation(view: Explanation) -> pb.Explanation:
     """Return the core's explanation of an unfinished request."""
     return pb.Explanation(
         request_id=view.request_id,
-        state=STATES[view.place],
+        state=STATES[view.state],
         policy=view.policy,
         level=view.level,
         ahead=view.ahead.total,
@@ -377,7 +377,7 @@ def queue_entry(entry: QueueEntry) -> admin_pb.QueueEntry:
         request_id=entry.request_id,
         tenant=entry.tenant,
         priority=entry.priority,
-        state=STATES[entry.place],
+        state=STATES[entry.state],
         level=entry.level,
         index_s=entry.index_s,
         perceptible=entry.perceptible,

@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
-from laps_sd.contract.choose import NEW_CLOCK, Candidate, Place, ReserveClock, Residency, choose
+from laps_sd.contract.choose import NEW_CLOCK, Candidate, ReserveClock, Residency, WorkerState, choose
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import (
     Assign,
@@ -105,9 +105,9 @@ class SimWorker:
     busy: bool = False
     evictions: int = 0
 
-    def place(self) -> Place:
+    def place(self) -> WorkerState:
         f = self.facts
-        return Place(
+        return WorkerState(
             slots=f.slots,
             block_size=f.block_size,
             target_blocks=f.target_blocks,

@@ -11,9 +11,9 @@ from laps_sd.contract.choose import (
     RESERVED_SLICE_ROUNDS,
     Candidate,
     Choice,
-    Place,
     ReserveClock,
     Residency,
+    WorkerState,
     choose,
     reserved_slots,
 )
@@ -25,7 +25,9 @@ LAST = CYCLE - RESERVED_SLICE_ROUNDS
 """Round at which the slice of a one-slot worker begins, if its oldest request had nothing of the cycle."""
 
 
-def place(slots: int = 2, blocks: int = 1000, draft_blocks: int | None = None, **more: int | bool) -> Place:
+def place(
+    slots: int = 2, blocks: int = 1000, draft_blocks: int | None = None, **more: int | bool
+) -> WorkerState:
     values: dict[str, int | bool] = {
         "slots": slots,
         "block_size": BLOCK,
@@ -33,7 +35,7 @@ def place(slots: int = 2, blocks: int = 1000, draft_blocks: int | None = None, *
         "draft_blocks": blocks if draft_blocks is None else draft_blocks,
         "max_growth_tokens": GROWTH,
     }
-    return Place(**(values | more))  # type: ignore[arg-type]
+    return WorkerState(**(values | more))  # type: ignore[arg-type]
 
 
 def candidate(request_id: str, index_s: float = 1.0, **more: object) -> Candidate:
@@ -395,7 +397,7 @@ CANDIDATES = st.lists(
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Candidate], Place]:
+def situations(draw: st.DrawFn) -> tuple[list[Candidate], WorkerState]:
     """Return candidates with possible holdings, on a place that has room for them."""
     candidates = []
     slots = draw(st.integers(1, 5))
@@ -422,7 +424,7 @@ def needed(c: Candidate) -> int:
 
 @given(situations())
 @settings(max_examples=150, deadline=None)
-def test_what_is_chosen_fits(situation: tuple[list[Candidate], Place]) -> None:
+def test_what_is_chosen_fits(situation: tuple[list[Candidate], WorkerState]) -> None:
     candidates, where = situation
     choice = choose(candidates, where)
     assert len(set(choice.run)) == len(choice.run) <= where.slots
@@ -433,7 +435,9 @@ def test_what_is_chosen_fits(situation: tuple[list[Candidate], Place]) -> None:
 
 @given(situations())
 @settings(max_examples=150, deadline=None)
-def test_no_slot_stays_free_while_something_that_fits_waits(situation: tuple[list[Candidate], Place]) -> None:
+def test_no_slot_stays_free_while_something_that_fits_waits(
+    situation: tuple[list[Candidate], WorkerState],
+) -> None:
     candidates, where = situation
     choice = choose(candidates, where)
     left = where.target_blocks - sum(needed(c) for c in candidates if c.request_id in choice.run)
@@ -443,7 +447,7 @@ def test_no_slot_stays_free_while_something_that_fits_waits(situation: tuple[lis
 
 @given(situations())
 @settings(max_examples=150, deadline=None)
-def test_nothing_is_evicted_without_need(situation: tuple[list[Candidate], Place]) -> None:
+def test_nothing_is_evicted_without_need(situation: tuple[list[Candidate], WorkerState]) -> None:
     candidates, where = situation
     choice = choose(candidates, where)
     assert not set(choice.evict) & set(choice.run)
@@ -471,7 +475,7 @@ def test_equal_situations_give_equal_choices_in_any_order(situation, random) -> 
 
 @given(situations())
 @settings(max_examples=100, deadline=None)
-def test_a_choice_is_stable(situation: tuple[list[Candidate], Place]) -> None:
+def test_a_choice_is_stable(situation: tuple[list[Candidate], WorkerState]) -> None:
     """Nothing happens between two rounds: the second choice is the first, so hysteresis never oscillates."""
     candidates, where = situation
 

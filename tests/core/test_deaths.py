@@ -31,7 +31,7 @@ from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import MOST_LOST, Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS, QUIET_S, SURVIVED_ROUNDS
-from scheduler_svc.core.views import Place
+from scheduler_svc.core.views import RequestState
 from tests.core.cluster import Cluster, Job, facts
 from tests.core.test_properties import QUICK
 from tests.core.test_scheduler import did, request
@@ -523,4 +523,4 @@ def test_what_kills_its_workers_is_ended_and_nothing_else_suffers(
     # Not exactly five each: which one it was is not certain each time.
     assert cluster.deaths <= (MOST_DEATHS + 1) * len(ways)
     assert all(view.running == view.listed == 0 for view in cluster.scheduler.workers())
-    assert Place.QUEUED not in {entry.place for entry in cluster.scheduler.queue(cluster.now_s, 9)}
+    assert RequestState.QUEUED not in {entry.state for entry in cluster.scheduler.queue(cluster.now_s, 9)}

@@ -13,8 +13,8 @@ from scheduler_svc.core.estimates.errors import (
     SETTLED_ROUNDS,
     Basis,
     ErrorSummary,
-    Estimate,
     EstimateErrors,
+    KeptEstimate,
     Moment,
 )
 from scheduler_svc.core.events import Arrived, EndRequested, Recovered, WorkerUp
@@ -125,7 +125,7 @@ class TestSummaries:
     def test_ratios_are_told_within_limits(self) -> None:
         errors = EstimateErrors()
         for remaining_s, attained_s in ((1.0, 0.0), (1e-9, 1e6)):
-            errors.judge({Moment.ARRIVAL: Estimate(remaining_s, 0.0, Basis.CLASS)}, attained_s)
+            errors.judge({Moment.ARRIVAL: KeptEstimate(remaining_s, 0.0, Basis.CLASS)}, attained_s)
         assert [one.ratio for one in errors.latest] == [1 / MOST_RATIO, MOST_RATIO]
         summary = errors.by[Moment.ARRIVAL, Basis.CLASS]
         assert (summary.mean, summary.rms) == (0, pytest.approx(math.log(MOST_RATIO)))
@@ -134,8 +134,8 @@ class TestSummaries:
     def test_over_all_bases(self) -> None:
         errors = EstimateErrors()
         for basis, attained_s in ((Basis.CLASS, 2.0), (Basis.CLIENT, 0.5), (Basis.CLIENT, 0.5)):
-            errors.judge({Moment.ARRIVAL: Estimate(1.0, 0.0, basis)}, attained_s)
-        errors.judge({Moment.SETTLED: Estimate(1.0, 0.0, Basis.CLASS)}, 3.0)
+            errors.judge({Moment.ARRIVAL: KeptEstimate(1.0, 0.0, basis)}, attained_s)
+        errors.judge({Moment.SETTLED: KeptEstimate(1.0, 0.0, Basis.CLASS)}, 3.0)
         whole = errors.of(Moment.ARRIVAL)
         assert (whole.count, sum(whole.bins)) == (3, 3)
         assert (whole.predicted_s, whole.actual_s) == (3.0, 3.0)

@@ -28,7 +28,7 @@ from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import MAX_STORY_LINES, Request
-from scheduler_svc.core.views import Ahead, Place, Totals
+from scheduler_svc.core.views import Ahead, RequestState, Totals
 from tests.core.cluster import Cluster, Job, facts
 
 
@@ -132,8 +132,8 @@ class TestExplain:
         scheduler.step(1.0, [Arrived(request("a"))])
         e = scheduler.explain("a", 3.5)
         assert e is not None
-        assert (e.place, e.worker_id, e.waiting_s, e.tenant, e.policy) == (
-            Place.QUEUED,
+        assert (e.state, e.worker_id, e.waiting_s, e.tenant, e.policy) == (
+            RequestState.QUEUED,
             None,
             2.5,
             "tenant",
@@ -164,7 +164,7 @@ class TestExplain:
         scheduler.step(2.0, [report(did("a", 0, 4, prefilled=100), prefill_s=0.5)])
         e = scheduler.explain("a", 2.0)
         assert e is not None
-        assert (e.place, e.worker_id, e.lease_epoch) == (Place.RUNNING, "w", 1)
+        assert (e.state, e.worker_id, e.lease_epoch) == (RequestState.RUNNING, "w", 1)
         assert (e.rounds, e.drafted, e.accepted, e.emitted) == (1, 5, 3, 4)
         assert e.attained_s == pytest.approx(0.53)
         assert [(line.at_s, line.what) for line in e.story][:3] == [
@@ -271,7 +271,11 @@ class TestOtherQuestions:
         scheduler.step(1.0, events)
         entries = scheduler.queue(4.0, 3)
         assert [entry.request_id for entry in entries] == ["r7", "r6", "r5"]
-        assert (entries[0].place, entries[0].waiting_s, entries[0].worker_id) == (Place.QUEUED, 3.0, None)
+        assert (entries[0].state, entries[0].waiting_s, entries[0].worker_id) == (
+            RequestState.QUEUED,
+            3.0,
+            None,
+        )
 
     def test_workers(self) -> None:
         scheduler = core()
@@ -410,7 +414,7 @@ class TestReports:
         scheduler.step(3.0, [report(residency=changes)])
         e = scheduler.explain("a", 3.0)
         assert e is not None
-        assert e.place is Place.RUNNING
+        assert e.state is RequestState.RUNNING
 
     def test_a_worker_that_comes_back_without_it_can_lose_it_at_no_cost(self) -> None:
         for held, costs in (((), False), ((Held("a", 1, Residency.HOST),), True)):
@@ -449,12 +453,12 @@ class TestReports:
         gone = tuple(ResidencyChange(i, 1, Residency.NONE) for i in "ab")
         stays = (ResidencyChange("b", 1, Residency.DEVICE),)
         scheduler.step(4.0, [report(residency=stays)])
-        assert scheduler.explain("b", 4.0).place is Place.RUNNING  # type: ignore[union-attr]
+        assert scheduler.explain("b", 4.0).state is RequestState.RUNNING  # type: ignore[union-attr]
         scheduler.step(5.0, [report(residency=gone)])
         for request_id in "ab":
             e = scheduler.explain(request_id, 5.0)
             assert e is not None
-            assert (e.place, e.preemptions) == (Place.LISTED, 1)
+            assert (e.state, e.preemptions) == (RequestState.LISTED, 1)
 
     def test_an_eviction_that_moves_it_to_another_level_is_recorded(self) -> None:
         """KV that must be computed again is part of the remaining service."""

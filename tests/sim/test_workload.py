@@ -20,7 +20,7 @@ from simulator.traces import (
     read_trace,
 )
 from simulator.workload import (
-    Acceptance,
+    AcceptanceModel,
     Arrivals,
     Kind,
     Lengths,
@@ -84,11 +84,15 @@ def test_acceptance_differs_between_requests_as_described():
     long = Lengths(kind="constant", value=1000)
     rates = [
         (job.output_tokens / len(job.paces))
-        for job in jobs(requests=200, kinds=(Kind(output=long, acceptance=Acceptance(concentration=3.0)),))
+        for job in jobs(
+            requests=200, kinds=(Kind(output=long, acceptance=AcceptanceModel(concentration=3.0)),)
+        )
     ]
     narrow = [
         (job.output_tokens / len(job.paces))
-        for job in jobs(requests=200, kinds=(Kind(output=long, acceptance=Acceptance(concentration=300.0)),))
+        for job in jobs(
+            requests=200, kinds=(Kind(output=long, acceptance=AcceptanceModel(concentration=300.0)),)
+        )
     ]
 
     assert statistics.stdev(rates) > 2 * statistics.stdev(narrow)
@@ -151,7 +155,7 @@ def test_a_trace_that_cannot_be_read_says_where(tmp_path, text, what):
 def test_recorded_rounds_are_replayed_from_the_beginning_and_cut_at_the_draft_length(tmp_path):
     line = {"run": "r", "task": "qa", "category": "qa", "accept": [2, 9, 0, 1]}
     path = write(tmp_path / "a.jsonl", json.dumps(line) + "\n")
-    recorded = Acceptance(kind="recorded", file=path.name)
+    recorded = AcceptanceModel(kind="recorded", file=path.name)
     kinds = (Kind(output=Lengths(kind="constant", value=20), acceptance=recorded),)
 
     (job,) = jobs(requests=1, kinds=kinds, data=tmp_path, arrivals=Arrivals(process="burst"))
@@ -165,7 +169,7 @@ def test_recordings_can_be_chosen(tmp_path):
     path = write(tmp_path / "a.jsonl", "\n".join(lines))
 
     def asked(run):
-        return (Kind(acceptance=Acceptance(kind="recorded", file=path.name, runs=(run,))),)
+        return (Kind(acceptance=AcceptanceModel(kind="recorded", file=path.name, runs=(run,))),)
 
     assert jobs(requests=1, kinds=asked("b"), data=tmp_path)
     with pytest.raises(ValueError, match="no recording of runs"):
@@ -272,7 +276,7 @@ def test_a_description_that_is_wrong_says_where(table, what):
         {"arrivals": Arrivals(process="bus")},
         {"predictor": Predictor(kind="bus")},
         {"kinds": (Kind(output=Lengths(kind="bus")),)},
-        {"kinds": (Kind(acceptance=Acceptance(kind="bus")),)},
+        {"kinds": (Kind(acceptance=AcceptanceModel(kind="bus")),)},
     ],
 )
 def test_kinds_that_do_not_exist_are_named(workload):

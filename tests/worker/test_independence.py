@@ -48,7 +48,7 @@ def logits_in_steps(model: PackedModel, steps: list[list[tuple[int, int]]], watc
     of text `watched`.
     """
     texts = {i for step in steps for i, _ in step}
-    places = {i: model.pool.new_place() for i in texts}
+    places = {i: model.pool.new_table() for i in texts}
     blocks = -(-LENGTH // 16)
     model.pool.hold([(place, blocks, blocks) for place in places.values()])
     out = []

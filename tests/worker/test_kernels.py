@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from worker_svc.engine.cache.kv import KVPool, Place
+from worker_svc.engine.cache.kv import BlockTable, KVPool
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Sampling
 from worker_svc.engine.models.attention import KernelPlanner, Piece, Plan
@@ -59,9 +59,9 @@ def pool_for(kv_heads: int, size: int, dtype: torch.dtype, layers: int = 1) -> K
     return pool
 
 
-def places_for(pool: KVPool, *, scattered: bool) -> list[Place]:
+def places_for(pool: KVPool, *, scattered: bool) -> list[BlockTable]:
     """Return a place for each of CONTEXTS."""
-    places = [pool.new_place() for _ in CONTEXTS]
+    places = [pool.new_table() for _ in CONTEXTS]
     if not scattered:
         for place, (start, tokens) in zip(places, CONTEXTS, strict=True):
             blocks = -(-(start + tokens) // 16)
@@ -74,7 +74,7 @@ def places_for(pool: KVPool, *, scattered: bool) -> list[Place]:
 
 
 def expected(
-    query: torch.Tensor, pool: KVPool, places: list[Place], plan: Plan, scale: float
+    query: torch.Tensor, pool: KVPool, places: list[BlockTable], plan: Plan, scale: float
 ) -> torch.Tensor:
     """Compute attention by its definition, in double precision."""
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_attention_is_that_of_the_book(
 def test_a_row_of_attention_does_not_depend_on_others(dtype: torch.dtype) -> None:
     """Alone, in a batch, in pieces of another length, in blocks that lie elsewhere."""
     pool = pool_for(2, 64, dtype)
-    together, apart = places_for(pool, scattered=False), pool.new_place()
+    together, apart = places_for(pool, scattered=False), pool.new_table()
     start, tokens = CONTEXTS[-1]
     blocks = len(together[-1].blocks)
     taken = {block for place in together for block in place.blocks}

@@ -121,7 +121,7 @@ def _seconds(
     steps are one call, it is their mean.
     """
     pool, device = model.pool, model.device
-    places = [pool.new_place() for _ in range(sequences)]
+    places = [pool.new_table() for _ in range(sequences)]
     held = _held(pool, start, per, steps)
     pool.hold([(place, held, held) for place in places])
     began = clock()

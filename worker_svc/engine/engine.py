@@ -26,7 +26,7 @@ import torch
 
 from laps_sd.contract.ends import End
 from worker_svc.engine.cache.blocks import name_blocks
-from worker_svc.engine.cache.kv import KV_TILE, KVPool, Place
+from worker_svc.engine.cache.kv import KV_TILE, BlockTable, KVPool
 from worker_svc.engine.calibration import measure_draft_steps, measure_rounds
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.draft_lengths.drafting import (
@@ -267,8 +267,8 @@ class SpeculativeEngine:
         self._sequences[spec.request_id] = Sequence(
             spec=spec,
             tokens=[*spec.prompt_ids, *spec.committed_ids],
-            target=self._pools[0].new_place(),
-            draft=self._pools[1].new_place() if self._draft else None,
+            target=self._pools[0].new_table(),
+            draft=self._pools[1].new_table() if self._draft else None,
             stop_text=StopText(spec.stop, self._tokenizer.decode) if spec.stop and self._tokenizer else None,
             acceptance=Acceptance(prior=self._lookup_prior, free=True) if looks_up else Acceptance(),
             seed_key=counter.mix64(spec.sampling.seed),
@@ -558,7 +558,7 @@ class SpeculativeEngine:
         """Take the blocks that this round needs, or raise OutOfBlocks and take none."""
         size = self.options.block_size
         # By pool: (place, blocks needed, blocks that it may need later).
-        wanted: list[list[tuple[Place, int, int]]] = [[], []]
+        wanted: list[list[tuple[BlockTable, int, int]]] = [[], []]
         for step in steps:
             sequence, tokens = step.sequence, len(step.sequence.tokens)
             expected = blocks_needed(len(sequence.spec.prompt_ids) + sequence.spec.max_tokens, 1, size)
@@ -720,7 +720,7 @@ class SpeculativeEngine:
         depth = max(map(len, told))
         proposals.batches += [sum([len(tokens) > j for tokens in told]) for j in range(depth)]
 
-    def _draft_place(self, step: _Step) -> Place:
+    def _draft_place(self, step: _Step) -> BlockTable:
         assert step.sequence.draft is not None
         return step.sequence.draft
 
@@ -934,7 +934,7 @@ class SpeculativeEngine:
         except KeyError:
             raise UnknownRequest(request_id) from None
 
-    def _places(self, sequence: Sequence) -> list[Place]:
+    def _places(self, sequence: Sequence) -> list[BlockTable]:
         return [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
 
     def _remember(self, sequence: Sequence) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker_svc.engine.cache.kv import Place
+from worker_svc.engine.cache.kv import BlockTable
 from worker_svc.engine.draft_lengths.drafting import Acceptance
 from worker_svc.engine.interface import Residency, Specification
 from worker_svc.engine.proposers.lookup import Lookup
@@ -45,8 +45,8 @@ class Sequence:
 
     spec: Specification
     tokens: list[int]  # prompt, then output
-    target: Place
-    draft: Place | None
+    target: BlockTable
+    draft: BlockTable | None
     stop_text: StopText | None
     acceptance: Acceptance
     seed_key: int  # mix64(seed): the part of a row key that does not change

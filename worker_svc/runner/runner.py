@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from laps_sd.contract.choose import LATCH_ON, NEW_CLOCK, Candidate, Place, Residency, choose
+from laps_sd.contract.choose import LATCH_ON, NEW_CLOCK, Candidate, Residency, WorkerState, choose
 from laps_sd.contract.ends import End
 from laps_sd.service.log import get_logger
 from worker_svc.engine.interface import (
@@ -460,7 +460,7 @@ class Runner:
         if not candidates:
             return (), 0.0
         capacity = self._capacity
-        place = Place(
+        place = WorkerState(
             slots=self._slots,
             block_size=capacity.block_size,
             target_blocks=capacity.target_blocks,

@@ -42,7 +42,7 @@ class Basis(enum.StrEnum):
 
 @final
 @dataclass(slots=True)
-class Estimate:
+class KeptEstimate:
     """Estimate for a request at one moment, and the service charged until then."""
 
     remaining_s: Final[float]
@@ -131,7 +131,7 @@ class EstimateErrors:
         """Forget the estimates judged in the step before."""
         self.latest = []
 
-    def judge(self, said: dict[Moment, Estimate], attained_s: float) -> None:
+    def judge(self, said: dict[Moment, KeptEstimate], attained_s: float) -> None:
         """Judge the estimates of a request that ended by itself after `attained_s` machine seconds."""
         for moment, estimate in said.items():
             summary = self.by.setdefault((moment, estimate.basis), ErrorSummary())

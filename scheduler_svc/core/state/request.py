@@ -7,7 +7,7 @@ from typing import Final
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
-from scheduler_svc.core.estimates.errors import SETTLED_ROUNDS, Basis, Estimate, Moment
+from scheduler_svc.core.estimates.errors import SETTLED_ROUNDS, Basis, KeptEstimate, Moment
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.rank import AHEAD, RankKey
 from scheduler_svc.core.state.tenants import Account
@@ -88,7 +88,7 @@ class Request:
     end."""
     seen_tokens: int = 0
     seen_squares: int = 0
-    said: dict[Moment, Estimate] | None = None
+    said: dict[Moment, KeptEstimate] | None = None
     """Estimates to be judged at its end; None if it is not judged."""
     rank_before: RankKey | None = None
     """The rank it has; None until it has one."""
@@ -225,14 +225,14 @@ class Request:
         if self.rank.perceptible and _PERCEPTIBLE not in said:
             said[_PERCEPTIBLE] = self._estimate()
 
-    def _estimate(self) -> Estimate:
+    def _estimate(self) -> KeptEstimate:
         if self.predicted_by_worker:
             basis = Basis.WORKER
         elif self.expected_total is not None:
             basis = Basis.CLIENT
         else:
             basis = Basis.CLASS
-        return Estimate(self.rank.remaining.mean_s, self.attained_s, basis)
+        return KeptEstimate(self.rank.remaining.mean_s, self.attained_s, basis)
 
     def tell(self, now_s: float, what: str, detail: str = "") -> None:
         """Add a line to its story, on the clock of `step`."""

@@ -27,7 +27,7 @@ from worker_svc.engine.cache.blocks import BlockAllocator
 KV_TILE = 512  # SDPA on the CPU works through keys in tiles of this many; see attention.Planner
 
 
-class Place:
+class BlockTable:
     """The block table of one sequence in one pool, and its number of valid entries."""
 
     __slots__ = ("_block_size", "_rows", "base", "blocks", "found", "length", "named")
@@ -97,85 +97,85 @@ class KVPool:
         self.keys = list(self._storage[:, :, 0].unbind(0))
         self.values = list(self._storage[:, :, 1].unbind(0))
 
-    def new_place(self) -> Place:
+    def new_table(self) -> BlockTable:
         """Return a block table without blocks."""
-        return Place(self.block_size)
+        return BlockTable(self.block_size)
 
-    def missing(self, place: Place, needed: int) -> int:
-        """Return the blocks to take so that `place` holds `needed`.
+    def missing(self, table: BlockTable, needed: int) -> int:
+        """Return the blocks to take so that `table` holds `needed`.
 
         Blocks found for it do not count as held by it.
         """
-        return max(0, needed - len(place.blocks))
+        return max(0, needed - len(table.blocks))
 
-    def find(self, place: Place, names: Sequence[bytes], least_tokens: int) -> None:
+    def find(self, table: BlockTable, names: Sequence[bytes], least_tokens: int) -> None:
         """Look up the start of a context whose blocks have these names.
 
         Fewer than `least_tokens` are not worth it.
         """
         found = self.allocator.find(names)
-        place.found = found if len(found) * self.block_size >= least_tokens else []
+        table.found = found if len(found) * self.block_size >= least_tokens else []
 
-    def remember(self, place: Place, names: Sequence[bytes]) -> None:
+    def remember(self, table: BlockTable, names: Sequence[bytes]) -> None:
         """Add the blocks full of valid entries to the prefix cache; `names` are those of the context."""
-        for at in range(place.named, place.length // self.block_size):
-            self.allocator.name(place.blocks[at], names[at])
-            place.named = at + 1
+        for at in range(table.named, table.length // self.block_size):
+            self.allocator.name(table.blocks[at], names[at])
+            table.named = at + 1
 
-    def hold(self, wanted: Sequence[tuple[Place, int, int]]) -> None:
-        """Give each place at least the blocks that it needs. Raises OutOfBlocks.
+    def hold(self, wanted: Sequence[tuple[BlockTable, int, int]]) -> None:
+        """Give each table at least the blocks that it needs. Raises OutOfBlocks.
 
-        `wanted`: (place, blocks needed, blocks that it may need later). The blocks found for a place become
+        `wanted`: (table, blocks needed, blocks that it may need later). The blocks found for a table become
         the start of its context.
         """
         # Found blocks are shared first, since otherwise the allocations below could take them.
-        for place, _, _ in wanted:
-            if place.found:
-                self.allocator.share(place.found)
-                place.set_blocks(place.found)
-                place.length, place.named = place.found_tokens, len(place.found)
-            place.found = []
-        for place, needed, expected in wanted:
-            self._grow(place, needed, expected)
+        for table, _, _ in wanted:
+            if table.found:
+                self.allocator.share(table.found)
+                table.set_blocks(table.found)
+                table.length, table.named = table.found_tokens, len(table.found)
+            table.found = []
+        for table, needed, expected in wanted:
+            self._grow(table, needed, expected)
 
-    def _grow(self, place: Place, needed: int, expected: int) -> None:
-        missing = self.missing(place, needed)
+    def _grow(self, table: BlockTable, needed: int, expected: int) -> None:
+        missing = self.missing(table, needed)
         if missing == 0:
             return
-        if place.blocks:
-            place.set_blocks(place.blocks + self.allocator.extend(place.blocks, missing))
+        if table.blocks:
+            table.set_blocks(table.blocks + self.allocator.extend(table.blocks, missing))
         else:
-            place.set_blocks(self.allocator.allocate(needed, expected))
+            table.set_blocks(self.allocator.allocate(needed, expected))
 
-    def release(self, place: Place) -> None:
+    def release(self, table: BlockTable) -> None:
         """Free the blocks of a sequence."""
-        self.allocator.free(place.blocks)
-        place.set_blocks([])
-        place.length = place.named = 0
+        self.allocator.free(table.blocks)
+        table.set_blocks([])
+        table.length = table.named = 0
 
-    def copy_out(self, place: Place) -> torch.Tensor:
+    def copy_out(self, table: BlockTable) -> torch.Tensor:
         """Return an exact copy of a sequence's valid entries in host memory.
 
         Its shape is [layers, length, 2, heads, head size].
         """
-        if place.base is not None:
-            entries = self._storage[:, place.base : place.base + place.length]
+        if table.base is not None:
+            entries = self._storage[:, table.base : table.base + table.length]
         else:
-            entries = self._storage[:, place.rows(self.device)[: place.length]]
+            entries = self._storage[:, table.rows(self.device)[: table.length]]
         return entries.to("cpu", copy=True)
 
-    def copy_in(self, place: Place, entries: torch.Tensor) -> None:
-        """Put back what `copy_out` returned; `place` holds enough blocks."""
+    def copy_in(self, table: BlockTable, entries: torch.Tensor) -> None:
+        """Put back what `copy_out` returned; `table` holds enough blocks."""
         length = entries.shape[1]
-        if place.base is not None:
-            self._storage[:, place.base : place.base + length] = entries.to(self.device)
+        if table.base is not None:
+            self._storage[:, table.base : table.base + length] = entries.to(self.device)
         else:
-            self._storage[:, place.rows(self.device)[:length]] = entries.to(self.device)
-        place.length = length
+            self._storage[:, table.rows(self.device)[:length]] = entries.to(self.device)
+        table.length = length
 
-    def is_finite(self, place: Place) -> bool:
+    def is_finite(self, table: BlockTable) -> bool:
         """Return True if all valid entries of a sequence are finite."""
-        return bool(self._storage[:, place.rows(self.device)[: place.length]].isfinite().all())
+        return bool(self._storage[:, table.rows(self.device)[: table.length]].isfinite().all())
 
     def zero_what_is_not_finite(self) -> None:
         """Zero all non-finite entries: no slice of any sequence may read them again."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from worker_svc.engine.cache.kv import KV_TILE, KVPool, Place
+from worker_svc.engine.cache.kv import KV_TILE, BlockTable, KVPool
 from worker_svc.engine.cpu import kernels
 
 MIN_ROWS = 4  # rows from which products on the CPU are independent of the number of rows
@@ -43,7 +43,7 @@ QUERY_BLOCK = 32  # SDPA on the CPU takes query rows in blocks of a multiple of 
 class Piece(NamedTuple):
     """Consecutive tokens of one sequence."""
 
-    place: Place
+    place: BlockTable
     start: int  # position of the first token in the context
     tokens: int
 
@@ -224,7 +224,7 @@ class Planner:
             segment.mask = self._mask(positions, segment)
         return segment
 
-    def _rows(self, place: Place, span: int) -> torch.Tensor:
+    def _rows(self, place: BlockTable, span: int) -> torch.Tensor:
         rows = place.rows(self._device)
         # Entries after the sequence's last block are masked; any row that holds finite numbers will do.
         return rows[:span] if rows.numel() >= span else pad(rows, (0, span - rows.numel()))

@@ -256,7 +256,7 @@ class PackedModel:
         self.optimise(lean=lean)
         self.attach(self.new_pool(blocks=4, block_size=8, region_tokens=8))
         try:
-            places = [self.pool.new_place() for _ in texts]
+            places = [self.pool.new_table() for _ in texts]
             self.pool.hold([(places[0], 1, 1), (places[1], 1, 1)])
             self.pool.hold([(places[0], 2, 2)])  # not next to its first block: gathered
             worst, scale = 0.0, max(float(logits.abs().max()) for logits in expected)
