@@ -9,6 +9,7 @@ from typing import Literal
 
 from laps_sd.contract.limits import MAX_LOGPROBS
 from laps_sd.service.config import field
+from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
 from laps_sd.service.serving import ServingSettings
 from laps_sd.service.wire import LinkSettings
 
@@ -147,8 +148,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
     dial_timeout_s: float = field(
         2.0, help="A scheduler that has not greeted by then is left for the next seed.", minimum=0.05
     )
-    backoff_min_s: float = field(0.05, help="First pause between two rounds of dialling.", minimum=0.001)
-    backoff_max_s: float = field(1.0, help="Longest pause between two rounds of dialling.", minimum=0.001)
+    backoff_min_s: float = field(
+        BACK_OFF_FIRST_S, help="First pause between two rounds of dialling.", minimum=0.001
+    )
+    backoff_max_s: float = field(
+        BACK_OFF_LONGEST_S, help="Longest pause between two rounds of dialling.", minimum=0.001
+    )
     restore_s: float = field(
         10.0,
         help="How long a stream whose request is nowhere to be found waits for it to be restored.",

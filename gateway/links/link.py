@@ -23,7 +23,6 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -33,18 +32,28 @@ from gateway import metrics
 from gateway.links.streams import Accepted, Batch, ClientStream, Streams
 from gateway.settings import GatewaySettings
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
+from laps_sd.service.leader_link import (
+    PROTOCOL_VERSIONS,
+    BackOff,
+    LeaderSearch,
+    Liveness,
+    PeerSilent,
+    Visit,
+    until_first_ends,
+    watch,
+)
 from laps_sd.service.log import get_logger
 from laps_sd.service.wire import denial, link_tls, make_channel
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
-__all__ = ["PROTOCOL_VERSIONS", "ShardLink"]
+__all__ = ["ShardLink", "deadline_of"]
 
 log = get_logger(__name__)
 
-PROTOCOL_VERSIONS = (1,)
-MAX_REDIRECTS = 4  # in one round of dialling: two standbys may name each other for a moment
-PATIENCE_ROUNDS = 8  # failed rounds of dialling before a warning: about 3 s, a change of leader
+# About 3 s: a change of leader.
+PATIENCE_ROUNDS = 8
+"""Failed rounds of dialling before a warning."""
 EXPLAIN_PAUSE_S = 0.1
 
 Call = grpc.aio.StreamStreamCall
@@ -56,14 +65,6 @@ class _Broken(Exception):
     def __init__(self, reason: str, leader: str = "") -> None:
         super().__init__(reason)
         self.leader = leader
-
-
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """The result of dialling one address."""
-
-    greeted: bool
-    leader: str = ""
 
 
 class ShardLink:
@@ -218,35 +219,21 @@ class ShardLink:
 
     async def run(self) -> None:
         """Keep a connection to the shard's leader until cancelled."""
-        known = ""  # the last leader, or the scheduler named as the leader
-        rounds = 0
+        back_off = BackOff(self._settings.backoff_min_s, self._settings.backoff_max_s)
+        search = LeaderSearch(back_off, self._rng)
         while True:
-            seeds = self._rng.sample(self.seeds, len(self.seeds))
-            addresses = deque(dict.fromkeys([known, *seeds] if known else seeds))
-            known = ""
-            redirects = 0
-            while addresses:
-                address = addresses.popleft()
-                visit = await self._visit(address)
-                if visit.greeted:
-                    rounds, known = 0, visit.leader or address
-                    break
-                if visit.leader and redirects < MAX_REDIRECTS:
-                    redirects += 1
-                    addresses.appendleft(visit.leader)
-            rounds += 1
-            if not known and rounds & (rounds - 1) == 0:  # the 1st, 2nd, 4th, 8th … failed round
-                say = log.info if rounds < PATIENCE_ROUNDS else log.warning
-                say("no scheduler leads", shard=self.shard, asked=seeds, rounds=rounds)
-            await asyncio.sleep(self._backoff_s(max(0, rounds - 1)))
+            seeds = list(self.seeds)
+            search.begin_round(seeds)
+            while (address := search.next_address()) is not None:
+                search.visited(address, await self._visit(address))
+            pause_s = search.end_round_s()
+            rounds = search.failed_rounds
+            if rounds and rounds & (rounds - 1) == 0:  # the 1st, 2nd, 4th, 8th … failed round
+                log_at_level = log.info if rounds < PATIENCE_ROUNDS else log.warning
+                log_at_level("no scheduler leads", shard=self.shard, asked=seeds, rounds=rounds)
+            await asyncio.sleep(pause_s)
 
-    def _backoff_s(self, rounds: int) -> float:
-        """Return the pause before the next round: it doubles up to the longest; half of it is random, so that
-        gateways do not all reconnect at once."""
-        longest = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2.0 ** min(rounds, 16))
-        return longest * self._rng.uniform(0.5, 1.0)
-
-    async def _visit(self, address: str) -> _Visit:
+    async def _visit(self, address: str) -> Visit:
         """Dial one scheduler, and stay connected as long as it leads and its messages arrive."""
         greeted = False
         leader = ""
@@ -263,7 +250,7 @@ class ShardLink:
                 self.greeted.set()
                 metrics.LINK_UP.labels(self.shard).set(1)
                 await self._converse(call)
-        except (_Broken, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        except (_Broken, PeerSilent, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
             leader = error.leader if isinstance(error, _Broken) else ""
             if greeted:
                 log.warning("link broken", shard=self.shard, address=address, reason=_reason(error))
@@ -277,24 +264,15 @@ class ShardLink:
             self._connected.clear()
             self._outbox.clear()
             metrics.LINK_UP.labels(self.shard).set(0)
-        return _Visit(greeted, leader)
+        return Visit(greeted, leader)
 
     async def _converse(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
         """Receive and send until one of the two fails; raise that failure."""
-        # No TaskGroup: until Python 3.13 one that fails while it is being cancelled forgets the cancellation.
-        tasks = [
-            asyncio.create_task(self._listen(call), name="gateway link, listening"),
-            asyncio.create_task(self._talk(call), name="gateway link, talking"),
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in tasks:
-            if task in done:
-                task.result()
+        settings = self._settings
+        liveness = Liveness(self._now(), heartbeat_s=settings.heartbeat_s, silence_s=settings.silence_s)
+        await until_first_ends(
+            self._read(call, liveness), self._write(call, liveness), watch(liveness, self._outbox_filled)
+        )
 
     async def _hello(
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]
@@ -318,37 +296,31 @@ class ShardLink:
             case other:
                 raise _Broken(f"it began with {other} instead of a greeting")
 
-    async def _listen(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
+    async def _read(
+        self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply], liveness: Liveness
+    ) -> None:
         while True:
-            try:
-                async with asyncio.timeout(self._settings.silence_s):
-                    reply = await call.read()
-            except TimeoutError:
-                raise _Broken(f"nothing was heard for {self._settings.silence_s:g} s") from None
+            reply = await call.read()
             if not isinstance(reply, link_pb2.GatewayLinkReply):  # the end of the stream
                 raise _Broken("it closed the stream")
+            liveness.received(self._now())
             self._on_reply(reply)
 
-    async def _talk(self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]) -> None:
-        next_beat = self._now()
+    async def _write(
+        self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply], liveness: Liveness
+    ) -> None:
         while True:
-            now = self._now()
-            if now >= next_beat:
-                next_beat = now + self._settings.heartbeat_s
+            if liveness.take_heartbeat():
+                now = self._now()
                 self._send(*self.streams.tick(now))
                 await call.write(
                     link_pb2.GatewayMessage(heartbeat=link_pb2.Heartbeat(sent_ms=int(now * 1000)))
                 )
-            while self._outbox and self._now() < next_beat:
+            while self._outbox and not liveness.heartbeat_due:
                 await call.write(self._outbox.popleft())
-            if self._outbox:
-                continue
-            self._outbox_filled.clear()
-            try:
-                async with asyncio.timeout_at(next_beat):
-                    await self._outbox_filled.wait()
-            except TimeoutError:
-                pass
+            if not self._outbox and not liveness.heartbeat_due:
+                self._outbox_filled.clear()
+                await self._outbox_filled.wait()
 
     # ---- decisions, without awaiting
 

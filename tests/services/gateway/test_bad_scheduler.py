@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from gateway.links.link import PROTOCOL_VERSIONS
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import CancelRequest, GenerateRequest, ResumeRequest, SamplingParams
 from tests.helpers import wait_until_async
