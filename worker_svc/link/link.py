@@ -29,6 +29,16 @@ from laps_sd import __version__
 from laps_sd.contract.choose import Residency
 from laps_sd.errors import StartupError
 from laps_sd.service import ends, wire
+from laps_sd.service.leader_link import (
+    PROTOCOL_VERSIONS,
+    BackOff,
+    LeaderSearch,
+    Liveness,
+    PeerSilent,
+    Visit,
+    until_first_ends,
+    watch,
+)
 from laps_sd.service.log import get_logger
 from laps_sd.service.tracing import QUIET, Tracing
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -65,18 +75,10 @@ from worker_svc.runner.runner import (
 from worker_svc.settings import WorkerSettings
 from worker_svc.tracing import RoundTraces
 
-__all__ = ["PROTOCOL_VERSIONS", "EngineFailed", "SchedulerLink"]
+__all__ = ["EngineFailed", "SchedulerLink"]
 
 log = get_logger(__name__)
 
-PROTOCOL_VERSIONS = (1,)
-"""Versions, newest first. A peer supports its newest and the one before."""
-
-BACK_OFF_FIRST_S = 0.05
-BACK_OFF_LONGEST_S = 1.0
-"""Longest back-off; below the grace period that a new leader gives workers to come back (2 s)."""
-MAX_HOPS = 3
-"""Referrals from scheduler to scheduler that are followed without a pause."""
 MISSING_AGAIN_S = 1.0
 """Seconds before a missing specification is requested again."""
 REPORTS_PER_MESSAGE = 256
@@ -94,6 +96,14 @@ RESIDENCIES = {
     Residency.HOST: pb.HeldRequest.RESIDENCY_HOST,
     Residency.DEVICE: pb.HeldRequest.RESIDENCY_DEVICE,
 }
+
+
+class _Broken(Exception):
+    """Raised when the stream is over; `leader` is the address that a standby named, empty without one."""
+
+    def __init__(self, reason: str, leader: str = "") -> None:
+        super().__init__(reason)
+        self.leader = leader
 
 
 class EngineFailed(Exception):
@@ -164,7 +174,6 @@ class SchedulerLink:
         self._missing: dict[str, None] = {}
         self._asked_s: dict[str, float] = {}
         self._wake = asyncio.Event()
-        self._heartbeat_due = False
         self._draining = False
         self._drain_told = False
 
@@ -264,86 +273,43 @@ class SchedulerLink:
     # -- connecting ------------------------------------------------------------------------------------------
 
     async def _stay_connected(self) -> None:
-        seeds = self.settings.scheduler_seeds
-        turn = random.randrange(len(seeds))
-        address = seeds[turn]
-        failures = hops = 0
+        search = LeaderSearch(BackOff(), random.Random())
         while True:
-            greeted, leader = await self._converse(address)
-            self._leave_if_forgotten()
-            if greeted:
-                failures = hops = 0
-            if leader and hops < MAX_HOPS:
-                address = leader
-                hops += 1
-                continue
-            hops = 0
-            if failures or not greeted:
-                turn = (turn + 1) % len(seeds)
-                address = seeds[turn]
-            # After a broken stream the same address is dialled first: most often the cause is the network.
-            await asyncio.sleep(
-                min(BACK_OFF_LONGEST_S, BACK_OFF_FIRST_S * 2**failures) * random.uniform(0.5, 1.0)
-            )
-            failures = min(failures + 1, 16)
+            search.begin_round(self.settings.scheduler_seeds)
+            while (address := search.next_address()) is not None:
+                search.visited(address, await self._visit(address))
+                self._leave_if_forgotten()
+            await asyncio.sleep(search.end_round_s())
 
-    async def _converse(self, address: str) -> tuple[bool, str]:
-        """Run one stream until it ends, for whatever reason.
-
-        Returns (True if a leader greeted this worker, the leader's address if a standby named one).
-        """
-        greeted, leader = False, ""
-        silence = asyncio.timeout(self.settings.silence_s)
+    async def _visit(self, address: str) -> Visit:
+        """Dial one scheduler, and run the stream until it ends, for whatever reason."""
+        greeted = False
+        leader = ""
         channel = wire.make_channel(address, wire.link_tls(self.settings))
         call: Any = None
-        writer: asyncio.Task[None] | None = None
         reason = "the scheduler ended it"
         try:
-            async with silence:
-                if not await _reach(channel):
-                    reason = "it cannot be reached"
-                    return False, ""
+            async with asyncio.timeout(self.settings.silence_s):
+                await _reach(channel)
                 call = WorkerLinkStub(channel).Connect()
                 await call.write(pb.WorkerMessage(hello=await self._hello()))
-                silent_from_s = 0.0
-                while (reply := await call.read()) is not grpc.aio.EOF:
-                    if reply is None:  # gRPC's value for bytes that it cannot decode
-                        reason = "it sent what is no message"
-                        break
-                    now_s = self._loop.time()
-                    # Not for every message, since rescheduling a timer is expensive.
-                    if now_s - silent_from_s > self.settings.silence_s / 20:
-                        silence.reschedule(now_s + self.settings.silence_s)
-                        silent_from_s = now_s
-                    kind = reply.WhichOneof("message")
-                    if kind == "not_leader":
-                        leader = reply.not_leader.leader_address
-                        reason = "it does not lead"
-                        break
-                    if kind == "refused":
-                        self._refused(reply.refused)
-                        break
-                    if kind == "hello":
-                        self._greeted(reply, address)
-                        if writer is None:
-                            greeted = True
-                            writer = self._start_writer(call)
-                    elif reply.leader_epoch == self.leader_epoch and greeted:
-                        self._obey(kind, reply)
-                    else:
-                        metrics.IGNORED.inc()
+                hello = await self._read_hello(call)
+            self._greeted(hello, address)
+            greeted = True
+            await self._converse(call)
         except TimeoutError:
-            reason = f"nothing was heard for {self.settings.silence_s} s"
+            reason = f"it did not greet within {self.settings.silence_s:g} s"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except asyncio.InvalidStateError:
             reason = "it ended while it was written to"
+        except PeerSilent as error:
+            reason = str(error)
+        except _Broken as error:
+            reason, leader = str(error), error.leader
         finally:
             self.connected = False
             metrics.CONNECTED.set(0)
-            if writer is not None:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
             denied = await wire.denial(call)
             if call is not None:
                 call.cancel()
@@ -354,7 +320,43 @@ class SchedulerLink:
             log.error("the scheduler does not serve this worker", address=address, reason=denied)
         else:
             log.debug("no leader there", address=address, reason=reason, leader=leader)
-        return greeted, leader
+        return Visit(greeted, leader)
+
+    async def _read_hello(self, call: Any) -> pb.WorkerLinkReply:
+        while True:
+            reply, kind = await self._next_reply(call)
+            if kind == "hello":
+                return reply
+            metrics.IGNORED.inc()
+
+    async def _next_reply(self, call: Any) -> tuple[pb.WorkerLinkReply, str | None]:
+        """Return the next message of the scheduler and its kind. Raises _Broken at the end of the stream."""
+        reply = await call.read()
+        if reply is grpc.aio.EOF:
+            raise _Broken("the scheduler ended it")
+        if reply is None:  # gRPC's value for bytes that it cannot decode
+            raise _Broken("it sent an undecodable message")
+        kind = reply.WhichOneof("message")
+        if kind == "not_leader":
+            raise _Broken("it does not lead", reply.not_leader.leader_address)
+        if kind == "refused":
+            self._refused(reply.refused)
+            raise _Broken("it refuses this worker")
+        return reply, kind
+
+    async def _converse(self, call: Any) -> None:
+        """Send and receive until one of the two fails; raise that failure."""
+        self._unsent = deque(self._kept)
+        self._missing.clear()
+        self._asked_s.clear()
+        self._drain_told = False
+        self._wake.set()
+        liveness = Liveness(
+            self._loop.time(), heartbeat_s=self.settings.heartbeat_s, silence_s=self.settings.silence_s
+        )
+        await until_first_ends(
+            self._read(call, liveness), self._write(call, liveness), watch(liveness, self._wake)
+        )
 
     async def _hello(self) -> pb.WorkerHello:
         if self._held_asked is None or self._held_asked.done():
@@ -414,7 +416,7 @@ class SchedulerLink:
             StartupError(f"The scheduler of pool {self.settings.pool!r} refuses this worker: {detail}")
         )
 
-    def _greeted(self, reply: pb.WorkerLinkReply, address: str) -> None:
+    def _greeted(self, reply: pb.WorkerLinkReply, address: str = "") -> None:
         version = reply.hello.protocol_version
         if version not in PROTOCOL_VERSIONS:
             self._finish(
@@ -439,55 +441,21 @@ class SchedulerLink:
 
     # -- up --------------------------------------------------------------------------------------------------
 
-    def _start_writer(self, call: Any) -> asyncio.Task[None]:
-        self._unsent = deque(self._kept)
-        self._missing.clear()
-        self._asked_s.clear()
-        self._drain_told = False
-        self._wake.set()
-        writer = asyncio.create_task(self._write(call), name="worker link writer")
-
-        def ended(task: asyncio.Task[None]) -> None:
-            call.cancel()  # the reader's call ends, and with it the stream
-            error = None if task.cancelled() else task.exception()
-            if error is not None and not isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
-                self._finish(error)
-
-        writer.add_done_callback(ended)
-        return writer
-
-    async def _write(self, call: Any) -> None:
-        timer = self._arm_heartbeat()
-        try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                if self._draining and not self._drain_told:
-                    self._drain_told = True
-                    await call.write(pb.WorkerMessage(drain=pb.DrainRequested()))
-                if self._missing:
-                    missing, self._missing = list(self._missing), {}
-                    await call.write(pb.WorkerMessage(missing=pb.SpecificationsMissing(request_ids=missing)))
-                while self._unsent:
-                    await call.write(pb.WorkerMessage(reports=self._next_reports()))
-                if self._heartbeat_due:
-                    await call.write(
-                        pb.WorkerMessage(
-                            heartbeat=gateway_pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000)
-                        )
-                    )
-                    timer = self._arm_heartbeat()
-        finally:
-            timer.cancel()
-
-    def _arm_heartbeat(self) -> asyncio.TimerHandle:
-        self._heartbeat_due = False
-
-        def due() -> None:
-            self._heartbeat_due = True
-            self._wake.set()
-
-        return self._loop.call_later(self.settings.heartbeat_s, due)
+    async def _write(self, call: Any, liveness: Liveness) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._draining and not self._drain_told:
+                self._drain_told = True
+                await call.write(pb.WorkerMessage(drain=pb.DrainRequested()))
+            if self._missing:
+                missing, self._missing = list(self._missing), {}
+                await call.write(pb.WorkerMessage(missing=pb.SpecificationsMissing(request_ids=missing)))
+            while self._unsent:
+                await call.write(pb.WorkerMessage(reports=self._next_reports()))
+            if liveness.take_heartbeat():
+                heartbeat = gateway_pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000)
+                await call.write(pb.WorkerMessage(heartbeat=heartbeat))
 
     def _next_reports(self) -> pb.RoundReports:
         """Return all unsent reports, within the bounds of a message."""
@@ -502,7 +470,18 @@ class SchedulerLink:
 
     # -- down ------------------------------------------------------------------------------------------------
 
-    def _obey(self, kind: str | None, reply: pb.WorkerLinkReply) -> None:
+    async def _read(self, call: Any, liveness: Liveness) -> None:
+        while True:
+            reply, kind = await self._next_reply(call)
+            liveness.received(self._loop.time())
+            if kind == "hello":
+                self._greeted(reply)
+            elif reply.leader_epoch == self.leader_epoch:
+                self._handle_reply(kind, reply)
+            else:
+                metrics.IGNORED.inc()
+
+    def _handle_reply(self, kind: str | None, reply: pb.WorkerLinkReply) -> None:
         message: Message | None = None
         match kind:
             case "assignment":
@@ -549,18 +528,17 @@ class SchedulerLink:
         metrics.UNACKNOWLEDGED_REPORTS.set(len(self._kept))
 
 
-async def _reach(channel: grpc.aio.Channel) -> bool:
-    """Return True if the channel connects, False at its first failure.
+async def _reach(channel: grpc.aio.Channel) -> None:
+    """Wait until the channel connects. Raises _Broken at its first failure.
 
     Thus a hello is made only for a scheduler that is listening.
     """
     state = channel.get_state(try_to_connect=True)
     while state is not grpc.ChannelConnectivity.READY:
         if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-            return False
+            raise _Broken("it cannot be reached")
         await channel.wait_for_state_change(state)
         state = channel.get_state(try_to_connect=True)
-    return True
 
 
 # -- wire ↔ runner -------------------------------------------------------------------------------------------

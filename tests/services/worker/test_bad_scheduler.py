@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from tests.helpers import wait_until_async
@@ -14,7 +15,6 @@ from tests.services.hostile_link import HostileLink
 from tests.services.worker.harness import on_wire, scheduler, spec, worker
 from tests.system.hostile import DAMAGES, Hints, random_message, spoil
 from worker_svc.fake.engine import FakeEngine
-from worker_svc.link.link import PROTOCOL_VERSIONS
 
 EPOCH = "1-hostile"
 NAMES = [f"r{number}" for number in range(12)]
