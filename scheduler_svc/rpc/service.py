@@ -8,7 +8,6 @@ the end as an event.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -18,6 +17,13 @@ import grpc.aio
 
 import laps_sd
 from laps_sd.errors import FailedPrecondition, InvalidArgument, LapsSdError, NotFound, Unavailable
+from laps_sd.service.leader_link import (
+    PROTOCOL_VERSIONS,
+    Liveness,
+    PeerSilent,
+    until_first_ends,
+    watch,
+)
 from laps_sd.service.log import get_logger
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
@@ -40,7 +46,6 @@ from scheduler_svc.wire import translate
 
 log = get_logger(__name__)
 
-PROTOCOL_VERSIONS = (1,)
 HEARTBEAT_S = 1.0
 HELLO_TIMEOUT_S = 5.0
 DEFAULT_QUEUE_LIMIT = 100
@@ -53,37 +58,38 @@ class _Stream:
     """Stream of one connected peer: reads, writes, heartbeats."""
 
     def __init__(self, leadership: Leadership, context: Any, session: WorkerSession | GatewaySession) -> None:
-        self.leadership = leadership
         self.context = context
         self.session = session
         self.epoch = leadership.epoch
-        self.heard_s = time.monotonic()
         self.silent = False
-        self._beat_due = True
+        """True if the stream ended because the peer was silent."""
+        self._now_s = asyncio.get_running_loop().time
+        self._liveness = Liveness(
+            self._now_s(), heartbeat_s=HEARTBEAT_S, silence_s=leadership.settings.silence_s
+        )
 
     async def run(self, take: Callable[[Any], Awaitable[None]], heartbeat: Callable[[], Any]) -> None:
         """Serve the stream until either side ends it, or the session is closed."""
-        reader = asyncio.create_task(self._read(take))
-        writer = asyncio.create_task(self._write(heartbeat))
         try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            reader.cancel()
-            writer.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
-        for task in done:
-            if not task.cancelled() and isinstance(task.exception(), LapsSdError):
-                task.result()
+            await until_first_ends(
+                self._read(take), self._write(heartbeat), watch(self._liveness, self.session.wake)
+            )
+        except PeerSilent:
+            self.silent = True
+        except LapsSdError:
+            raise
+        except Exception as error:
+            log.debug("stream broken", reason=repr(error))
 
     async def _read(self, take: Callable[[Any], Awaitable[None]]) -> None:
         while True:
             message = await self.context.read()
             if message is grpc.aio.EOF:
                 return
-            self.heard_s = math.inf  # while this stream is held back, its peer is not silent
+            self._liveness.suspend()  # while this stream is held back, its peer is not silent
             await take(message)
             await self.session.room.wait()
-            self.heard_s = time.monotonic()
+            self._liveness.received(self._now_s())
 
     async def _write(self, heartbeat: Callable[[], Any]) -> None:
         session = self.session
@@ -91,19 +97,9 @@ class _Stream:
             for reply in session.take():
                 reply.leader_epoch = self.epoch
                 await self.context.write(reply)
-            if self._beat_due:
-                self._beat_due = False
+            if self._liveness.take_heartbeat():
                 await self.context.write(heartbeat())
-                # One timer per second, and none for each wait: streams wait a hundred times a second.
-                asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
-                if time.monotonic() - self.heard_s > self.leadership.settings.silence_s:
-                    self.silent = True
-                    return
             await session.wake.wait()
-
-    def _beat(self) -> None:
-        self._beat_due = True
-        self.session.wake.set()
 
 
 async def _hello(context: Any, kind: str) -> Any:
