@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import grpc
 import typer
 
 from laps_sd.errors import LapsSdError, describe
+from laps_sd.service.leader_link import Candidates, named_leader
 from laps_sd.service.wire import Tls, channel_options
 
 GATEWAY = "127.0.0.1:50051"
@@ -99,7 +99,7 @@ def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def ask_leader(
+def call_leader(
     schedulers: str,
     call: Callable[[grpc.Channel], Reply],
     *,
@@ -107,17 +107,12 @@ def ask_leader(
     cert: Path | None = None,
     key: Path | None = None,
 ) -> Reply:
-    """Calls the leader: tries each address in turn, and the one that a standby names. Any file means TLS."""
+    """Call the leader: try each address in turn, and the one that a standby names. Any file means TLS."""
     if (cert is None) != (key is None):
         raise typer.BadParameter("--tls-cert and --tls-key come together")
-    waiting = [address.strip() for address in schedulers.split(",") if address.strip()]
-    tried: set[str] = set()
+    candidates = Candidates(address.strip() for address in schedulers.split(",") if address.strip())
     last: grpc.RpcError | None = None
-    while waiting:
-        address = waiting.pop(0)
-        if address in tried:
-            continue
-        tried.add(address)
+    while (address := candidates.next_address()) is not None:
         try:
             with channel(address, tls=Tls(ca=ca, cert=cert, key=key)) as made:
                 return call(made)
@@ -127,7 +122,7 @@ def ask_leader(
                 raise
             last = error
             if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):
-                waiting[:0] = re.findall(r"[\w.\-\[\]]+:\d+", error.details() or "")
+                candidates.refer(named_leader(error.details() or ""))
     if last is None:
         raise typer.BadParameter("give at least one scheduler as host:port")
     raise last

@@ -107,7 +107,7 @@ def queue(
     tls_key: dial.LinkKeyOption = None,
 ) -> None:
     """Show the queue of a shard, best first (times in seconds)."""
-    reply = dial.ask_leader(
+    reply = dial.call_leader(
         scheduler,
         lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
             admin_pb2.ListQueueRequest(limit=limit), timeout=TIMEOUT_S
@@ -182,7 +182,7 @@ def workers(
     tls_key: dial.LinkKeyOption = None,
 ) -> None:
     """Show the workers of a shard and what they carry."""
-    reply = dial.ask_leader(
+    reply = dial.call_leader(
         scheduler,
         lambda channel: admin_pb2_grpc.AdminStub(channel).ListWorkers(
             admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S
@@ -222,7 +222,7 @@ def drain(
     tls_key: dial.LinkKeyOption = None,
 ) -> None:
     """Ask a worker to leave: no new work, its requests move elsewhere or finish."""
-    reply = dial.ask_leader(
+    reply = dial.call_leader(
         scheduler,
         lambda channel: admin_pb2_grpc.AdminStub(channel).DrainWorker(
             admin_pb2.DrainWorkerRequest(worker=worker), timeout=TIMEOUT_S

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
+from laps_sd.service.leader_link import Candidates, named_leader
 from laps_sd.service.wire import Tls, make_channel
 from laps_sd.v1 import admin_pb2 as pb
 from laps_sd.v1 import admin_pb2_grpc
@@ -16,7 +16,6 @@ from laps_sd_operator.objects import Shard
 from laps_sd_operator.reconcile import Worker
 
 TIMEOUT_S = 3.0
-MAX_HOPS = 4
 Reply = TypeVar("Reply")
 
 
@@ -27,7 +26,7 @@ class NoScheduler(Exception):
 async def shard(address: str, tls: Tls | None) -> Shard:
     """Return the workers, the queue and the cheapest worker to remove. Raises NoScheduler."""
 
-    async def ask(stub: Any) -> Shard:
+    async def call(stub: Any) -> Shard:
         state = await stub.GetShard(pb.GetShardRequest(), timeout=TIMEOUT_S)
         workers = (await stub.ListWorkers(pb.ListWorkersRequest(), timeout=TIMEOUT_S)).workers
         try:
@@ -52,35 +51,33 @@ async def shard(address: str, tls: Tls | None) -> Shard:
             policy=state.policy,
         )
 
-    return await _ask_leader(address, tls, ask)
+    return await _call_leader(address, tls, call)
 
 
 async def drain(address: str, tls: Tls | None, worker: str) -> None:
     """Drain a worker; a missing worker has already left. Raises NoScheduler."""
 
-    async def ask(stub: Any) -> None:
+    async def call(stub: Any) -> None:
         try:
             await stub.DrainWorker(pb.DrainWorkerRequest(worker=worker), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
 
-    await _ask_leader(address, tls, ask)
+    await _call_leader(address, tls, call)
 
 
-async def _ask_leader(address: str, tls: Tls | None, ask: Callable[[Any], Awaitable[Reply]]) -> Reply:
+async def _call_leader(address: str, tls: Tls | None, call: Callable[[Any], Awaitable[Reply]]) -> Reply:
     """Call any scheduler, then the leader that a standby names. Raises NoScheduler."""
-    last = "nobody answers"
-    tried: set[str] = set()
-    while address not in tried and len(tried) < MAX_HOPS:
-        tried.add(address)
-        async with make_channel(address, tls) as channel:
+    candidates = Candidates([address])
+    failure = ""
+    while (dialled := candidates.next_address()) is not None:
+        async with make_channel(dialled, tls) as channel:
             try:
-                return await ask(admin_pb2_grpc.AdminStub(channel))
+                return await call(admin_pb2_grpc.AdminStub(channel))
             except grpc.aio.AioRpcError as error:
-                last = error.details() or error.code().name
-                named = re.findall(r"[\w.\-\[\]]+:\d+", last)
-                if error.code() is not grpc.StatusCode.FAILED_PRECONDITION or not named:
-                    break
-                address = named[0]
-    raise NoScheduler(f"{address}: {last}")
+                detail = error.details() or error.code().name
+                failure = f"{dialled}: {detail}"
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    candidates.refer(named_leader(detail))
+    raise NoScheduler(failure)
