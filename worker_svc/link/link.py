@@ -19,16 +19,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from laps_sd import __version__
-from laps_sd.contract.choose import Residency
 from laps_sd.errors import StartupError
-from laps_sd.service import ends, wire
+from laps_sd.service import wire
 from laps_sd.service.leader_link import (
     PROTOCOL_VERSIONS,
     BackOff,
@@ -42,19 +40,12 @@ from laps_sd.service.leader_link import (
 from laps_sd.service.log import get_logger
 from laps_sd.service.tracing import QUIET, Tracing
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import inference_pb2 as public_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
-from worker_svc.engine.interface import (
-    LEAST_TEMPERATURE,
-    Drafter,
-    Engine,
-    FormatKind,
-    OutputFormat,
-    Sampling,
-    Specification,
-)
+from worker_svc.engine.interface import Engine
+from worker_svc.link.outbox import Outbox
+from worker_svc.link.wire import held_requests, listed, round_report, specification
 from worker_svc.runner.process import EngineProcess
 from worker_svc.runner.runner import (
     Acknowledged,
@@ -63,8 +54,6 @@ from worker_svc.runner.runner import (
     Failed,
     HeldAsked,
     HeldNow,
-    HeldRequest,
-    Listed,
     Message,
     Missing,
     Outcome,
@@ -81,21 +70,6 @@ log = get_logger(__name__)
 
 MISSING_AGAIN_S = 1.0
 """Seconds before a missing specification is requested again."""
-REPORTS_PER_MESSAGE = 256
-BYTES_PER_MESSAGE = 2 * 1024 * 1024
-"""Bounds of one RoundReports message; only reached when reports are offered again."""
-HELLO_BYTES = 4 * 1024 * 1024
-"""Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
-
-DRAFTERS = {
-    public_pb.Speculation.DRAFTER_MODEL: Drafter.MODEL,
-    public_pb.Speculation.DRAFTER_LOOKUP: Drafter.LOOKUP,
-}
-RESIDENCIES = {
-    Residency.NONE: pb.HeldRequest.RESIDENCY_NONE,
-    Residency.HOST: pb.HeldRequest.RESIDENCY_HOST,
-    Residency.DEVICE: pb.HeldRequest.RESIDENCY_DEVICE,
-}
 
 
 class _Broken(Exception):
@@ -111,15 +85,6 @@ class EngineFailed(Exception):
 
     The process must end.
     """
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A report that is not acknowledged by a leader."""
-
-    number: int
-    report: pb.RoundReport
-    tokens: int
 
 
 class SchedulerLink:
@@ -163,19 +128,16 @@ class SchedulerLink:
         self._loop = asyncio.get_running_loop()
         self._delivered: deque[Outcome] = deque()
         self._notified = False
-        self._held_asked: asyncio.Future[HeldNow] | None = None
+        self._held_now: asyncio.Future[HeldNow] | None = None
         self._over: asyncio.Future[None] = self._loop.create_future()
         """Set when the link must end: drained (None), refused or broken (an exception)."""
 
-        self._kept: deque[_Kept] = deque()
-        self._unsent: deque[_Kept] = deque()
-        """The tail of `_kept` that was not sent on the present stream."""
-        self._kept_tokens = 0
+        self._outbox = Outbox()
         self._missing: dict[str, None] = {}
-        self._asked_s: dict[str, float] = {}
+        self._requested_s: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._draining = False
-        self._drain_told = False
+        self._drain_sent = False
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -184,7 +146,7 @@ class SchedulerLink:
 
         Raises StartupError when the scheduler refuses this worker, EngineFailed when the engine is broken.
         """
-        connecting = asyncio.create_task(self._stay_connected(), name="stay connected")
+        connecting = asyncio.create_task(self._keep_connected(), name="keep connected")
         self.runner.start()
         try:
             await asyncio.wait({connecting, self._over}, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +170,7 @@ class SchedulerLink:
 
     def _leave_if_forgotten(self) -> None:
         """End without a reachable scheduler if there is nothing to hand over."""
-        if self._draining and not self.connected and self.runner.holds_nothing and not self._kept:
+        if self._draining and not self.connected and self.runner.holds_nothing and not self._outbox:
             self._finish(None)
 
     def _finish(self, error: BaseException | None) -> None:
@@ -239,10 +201,10 @@ class SchedulerLink:
                 case Round():
                     self._keep(outcome)
                 case Missing(request_ids):
-                    self._ask_for(request_ids)
+                    self._request_specifications(request_ids)
                 case HeldNow():
-                    if self._held_asked is not None and not self._held_asked.done():
-                        self._held_asked.set_result(outcome)
+                    if self._held_now is not None and not self._held_now.done():
+                        self._held_now.set_result(outcome)
                 case Failed(error):
                     failure = EngineFailed(f"the engine failed: {error!r}")
                     failure.__cause__ = error
@@ -251,28 +213,23 @@ class SchedulerLink:
         self._wake.set()
 
     def _keep(self, outcome: Round) -> None:
-        report = round_report(outcome)
-        tokens = sum([len(step.tokens) for _, step in outcome.progress])
-        kept = _Kept(outcome.number, report, tokens)
-        self._kept.append(kept)
-        self._unsent.append(kept)
-        self._kept_tokens += tokens
+        self._outbox.add(
+            round_report(outcome), tokens=sum([len(step.tokens) for _, step in outcome.progress])
+        )
         metrics.observe(outcome)
-        metrics.UNACKNOWLEDGED_TOKENS.set(self._kept_tokens)
-        metrics.UNACKNOWLEDGED_REPORTS.set(len(self._kept))
         self._cost.observe(outcome)
         self._traces.round(outcome, time.time())
 
-    def _ask_for(self, request_ids: Sequence[str]) -> None:
+    def _request_specifications(self, request_ids: Sequence[str]) -> None:
         now_s = time.monotonic()
         for request_id in request_ids:
-            if now_s - self._asked_s.get(request_id, -MISSING_AGAIN_S) >= MISSING_AGAIN_S:
+            if now_s - self._requested_s.get(request_id, -MISSING_AGAIN_S) >= MISSING_AGAIN_S:
                 self._missing[request_id] = None
-                self._asked_s[request_id] = now_s
+                self._requested_s[request_id] = now_s
 
     # -- connecting ------------------------------------------------------------------------------------------
 
-    async def _stay_connected(self) -> None:
+    async def _keep_connected(self) -> None:
         search = LeaderSearch(BackOff(), random.Random())
         while True:
             search.begin_round(self.settings.scheduler_seeds)
@@ -346,10 +303,10 @@ class SchedulerLink:
 
     async def _converse(self, call: Any) -> None:
         """Send and receive until one of the two fails; raise that failure."""
-        self._unsent = deque(self._kept)
+        self._outbox.offer_again()
         self._missing.clear()
-        self._asked_s.clear()
-        self._drain_told = False
+        self._requested_s.clear()
+        self._drain_sent = False
         self._wake.set()
         liveness = Liveness(
             self._loop.time(), heartbeat_s=self.settings.heartbeat_s, silence_s=self.settings.silence_s
@@ -359,13 +316,13 @@ class SchedulerLink:
         )
 
     async def _hello(self) -> pb.WorkerHello:
-        if self._held_asked is None or self._held_asked.done():
-            self._held_asked = self._loop.create_future()
+        if self._held_now is None or self._held_now.done():
+            self._held_now = self._loop.create_future()
             self.runner.put(HeldAsked())
-            self._loop.call_later(self.settings.engine_silence_s, self._look_at_engine, self._held_asked)
+            self._loop.call_later(self.settings.engine_silence_s, self._check_engine, self._held_now)
         # Shielded: each `HeldAsked` is answered once, so an abandoned attempt leaves the answer to the next
         # one.
-        held = await asyncio.shield(self._held_asked)
+        held = await asyncio.shield(self._held_now)
         capacity = self.capacity
         base_s, sequence_s, context_s = self._cost.round_s
         return pb.WorkerHello(
@@ -395,13 +352,13 @@ class SchedulerLink:
             last_report=held.last_report,
         )
 
-    def _look_at_engine(self, asked: asyncio.Future[HeldNow]) -> None:
+    def _check_engine(self, answer: asyncio.Future[HeldNow]) -> None:
         """Fail the link if the engine has not answered, which it does between two rounds.
 
         The scheduler has given this worker up before, and assigns it no work without a hello, so that nothing
         is lost.
         """
-        if not asked.done():
+        if not answer.done():
             failure = EngineFailed(
                 f"the engine hangs: no round has ended for {self.settings.engine_silence_s:g} s"
             )
@@ -435,7 +392,7 @@ class SchedulerLink:
             shard=reply.hello.shard,
             leader_epoch=reply.leader_epoch,
             worker_id=self.worker_id,
-            reports_offered_again=len(self._kept),
+            reports_offered_again=len(self._outbox),
         )
         self._on_greeted()
 
@@ -445,28 +402,17 @@ class SchedulerLink:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._draining and not self._drain_told:
-                self._drain_told = True
+            if self._draining and not self._drain_sent:
+                self._drain_sent = True
                 await call.write(pb.WorkerMessage(drain=pb.DrainRequested()))
             if self._missing:
                 missing, self._missing = list(self._missing), {}
                 await call.write(pb.WorkerMessage(missing=pb.SpecificationsMissing(request_ids=missing)))
-            while self._unsent:
-                await call.write(pb.WorkerMessage(reports=self._next_reports()))
+            while self._outbox.unsent:
+                await call.write(pb.WorkerMessage(reports=self._outbox.next_message()))
             if liveness.take_heartbeat():
                 heartbeat = gateway_pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000)
                 await call.write(pb.WorkerMessage(heartbeat=heartbeat))
-
-    def _next_reports(self) -> pb.RoundReports:
-        """Return all unsent reports, within the bounds of a message."""
-        batch: list[pb.RoundReport] = []
-        room = BYTES_PER_MESSAGE
-        while self._unsent and len(batch) < REPORTS_PER_MESSAGE and room > 0:
-            report = self._unsent.popleft().report
-            batch.append(report)
-            if self._unsent:  # a report that goes alone need not be measured
-                room -= report.ByteSize()
-        return pb.RoundReports(reports=batch)
 
     # -- down ------------------------------------------------------------------------------------------------
 
@@ -489,7 +435,7 @@ class SchedulerLink:
             case "specifications":
                 for leased in reply.specifications.specifications:
                     spec = leased.specification
-                    self._asked_s.pop(spec.request_id, None)
+                    self._requested_s.pop(spec.request_id, None)
                     self._traces.specified(spec.request_id, leased.lease_epoch, spec.traceparent)
                 self.runner.put(
                     *[
@@ -504,7 +450,7 @@ class SchedulerLink:
                     tuple((request.request_id, request.lease_epoch) for request in reply.drop.requests)
                 )
             case "acknowledged":
-                self._acknowledged(reply.acknowledged.number)
+                self._outbox.acknowledge(reply.acknowledged.number)
                 message = Acknowledged(reply.acknowledged.number)
             case "drain":
                 log.info("the scheduler orders this worker to drain")
@@ -519,14 +465,6 @@ class SchedulerLink:
         if message is not None:
             self.runner.put(message)
 
-    def _acknowledged(self, number: int) -> None:
-        while self._kept and self._kept[0].number <= number:
-            self._kept_tokens -= self._kept.popleft().tokens
-        while self._unsent and self._unsent[0].number <= number:
-            self._unsent.popleft()
-        metrics.UNACKNOWLEDGED_TOKENS.set(self._kept_tokens)
-        metrics.UNACKNOWLEDGED_REPORTS.set(len(self._kept))
-
 
 async def _reach(channel: grpc.aio.Channel) -> None:
     """Wait until the channel connects. Raises _Broken at its first failure.
@@ -539,163 +477,3 @@ async def _reach(channel: grpc.aio.Channel) -> None:
             raise _Broken("it cannot be reached")
         await channel.wait_for_state_change(state)
         state = channel.get_state(try_to_connect=True)
-
-
-# -- wire ↔ runner -------------------------------------------------------------------------------------------
-
-
-def round_report(outcome: Round) -> pb.RoundReport:
-    """Return the wire message of one report."""
-    result = outcome.result
-    return pb.RoundReport(
-        number=outcome.number,
-        progress=[
-            pb.RequestProgress(
-                request_id=step.request_id,
-                lease_epoch=lease_epoch,
-                position=step.position,
-                token_ids=step.tokens,
-                drafted=step.drafted,
-                accepted=step.accepted,
-                tested_by_position=step.tested_by_position,
-                accepted_by_position=step.accepted_by_position,
-                prefilled=step.prefilled,
-                cached=step.cached,
-                end=ends.KINDS[step.finish],
-                cut_characters=step.cut_characters,
-                error=step.error or "",
-                logprobs=[
-                    public_pb.TokenLogprobs(
-                        logprob=told.logprob,
-                        top=[
-                            public_pb.TokenLogprob(token_id=token, logprob=logprob)
-                            for token, logprob in told.top
-                        ],
-                    )
-                    for told in step.logprobs
-                ],
-            )
-            for lease_epoch, step in outcome.progress
-        ],
-        residency=[
-            pb.ResidencyChanged(
-                request_id=request_id, lease_epoch=lease_epoch, residency=RESIDENCIES[residency]
-            )
-            for request_id, lease_epoch, residency in outcome.residency
-        ],
-        draft_s=result.draft_s,
-        verify_s=result.verify_s,
-        prefill_s=result.prefill_s,
-        swap_s=result.swap_s + outcome.swap_out_s,
-        idle_s=outcome.idle_s,
-        total_s=result.total_s + outcome.swap_out_s,
-        free_target_blocks=result.free_target_blocks,
-        free_draft_blocks=result.free_draft_blocks,
-    )
-
-
-def listed(entry: pb.AssignmentEntry) -> Listed:
-    """Return one entry of an assignment."""
-    return Listed(
-        entry.request_id,
-        entry.lease_epoch,
-        entry.rank_class,
-        entry.index_s,
-        entry.resume_cost_s,
-        entry.reserved,
-        entry.pinned,
-    )
-
-
-def specification(wire_spec: gateway_pb.Specification) -> Specification:
-    """Return the engine's specification from the wire message. The engine checks it."""
-    return Specification(
-        request_id=wire_spec.request_id,
-        prompt_ids=tuple(wire_spec.prompt_ids),
-        committed_ids=tuple(wire_spec.committed_ids),
-        sampling=Sampling(
-            temperature=wire_spec.temperature if wire_spec.temperature >= LEAST_TEMPERATURE else 0.0,
-            top_p=wire_spec.top_p,
-            top_k=wire_spec.top_k,
-            seed=wire_spec.seed,
-            min_p=wire_spec.min_p,
-            repetition_penalty=wire_spec.repetition_penalty or 1.0,
-            presence_penalty=wire_spec.presence_penalty,
-            frequency_penalty=wire_spec.frequency_penalty,
-            logit_bias=tuple(sorted(wire_spec.logit_bias.items())),
-        ),
-        max_tokens=wire_spec.max_tokens,
-        stop=tuple(wire_spec.stop),
-        ignore_eos=wire_spec.ignore_eos,
-        max_draft_len=wire_spec.max_draft_tokens if wire_spec.HasField("max_draft_tokens") else None,
-        drafter=DRAFTERS.get(wire_spec.drafter),
-        format=_format(wire_spec.output_format),
-        logprobs=wire_spec.logprobs if wire_spec.HasField("logprobs") else None,
-        origin=wire_spec.origin,
-    )
-
-
-def _format(wire_format: public_pb.OutputFormat) -> OutputFormat | None:
-    kind = wire_format.WhichOneof("format")
-    if kind is None:
-        return None
-    return OutputFormat(FormatKind(kind), "" if kind == "json_object" else getattr(wire_format, kind))
-
-
-def _wire_format(wanted: OutputFormat) -> public_pb.OutputFormat:
-    text: str | bool = wanted.text if wanted.kind is not FormatKind.JSON_OBJECT else True
-    return public_pb.OutputFormat(**{wanted.kind.value: text})  # type: ignore[arg-type]
-
-
-def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
-    """Return the held requests for a hello, in the order of arrival.
-
-    Specifications are included as far as `HELLO_BYTES` allows.
-    """
-    room = HELLO_BYTES
-    told = []
-    for held in requests:
-        one = pb.HeldRequest(
-            request_id=held.spec.request_id,
-            lease_epoch=held.lease_epoch,
-            residency=RESIDENCIES[held.residency],
-            emitted=len(held.output_ids),
-            unacknowledged_ids=held.output_ids[held.acknowledged :],
-        )
-        if room > 0:
-            specification = _wire_specification(held)
-            room -= specification.ByteSize()
-            if room >= 0:
-                one.specification.CopyFrom(specification)
-        told.append(one)
-    return told
-
-
-def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
-    """Return the specification with all acknowledged outputs; the other ones are in `unacknowledged_ids`."""
-    spec = held.spec
-    return gateway_pb.Specification(
-        request_id=spec.request_id,
-        prompt_ids=spec.prompt_ids,
-        committed_ids=held.output_ids[: held.acknowledged],
-        max_tokens=spec.max_tokens,
-        temperature=spec.sampling.temperature,
-        top_p=spec.sampling.top_p,
-        top_k=spec.sampling.top_k,
-        seed=spec.sampling.seed,
-        stop=spec.stop,
-        ignore_eos=spec.ignore_eos,
-        max_draft_tokens=spec.max_draft_len,
-        min_p=spec.sampling.min_p,
-        repetition_penalty=spec.sampling.repetition_penalty,
-        presence_penalty=spec.sampling.presence_penalty,
-        frequency_penalty=spec.sampling.frequency_penalty,
-        logit_bias=dict(spec.sampling.logit_bias),
-        output_format=None if spec.format is None else _wire_format(spec.format),
-        drafter=next(
-            (wire for wire, own in DRAFTERS.items() if own is spec.drafter),
-            public_pb.Speculation.DRAFTER_UNSPECIFIED,
-        ),
-        logprobs=spec.logprobs,
-        origin=spec.origin,
-    )

@@ -18,8 +18,9 @@ from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
 from worker_svc.engine.interface import DeviceFailed, FormatKind, OutputFormat, RoundResult
 from worker_svc.fake.engine import FakeEngine
-from worker_svc.link import link as sync
+from worker_svc.link import outbox
 from worker_svc.link.link import EngineFailed
+from worker_svc.link.wire import held_requests, specification
 from worker_svc.runner import runner
 from worker_svc.runner.runner import Assigned, HeldRequest
 
@@ -152,7 +153,7 @@ async def test_reports_that_are_offered_again_come_in_messages_of_bounded_size(
         await first.lease(spec("a", max_tokens=200))
         await first.assign("a")
         await first.until_ended("a")
-        monkeypatch.setattr(sync, "BYTES_PER_MESSAGE", 3 * first.reports[-2].ByteSize())
+        monkeypatch.setattr(outbox, "BYTES_PER_MESSAGE", 3 * first.reports[-2].ByteSize())
         first.close.set()
         again = await s.greet()
         await again.until(*rounds(len(first.reports)))
@@ -168,7 +169,7 @@ def test_a_hello_tells_of_all_that_is_held_and_is_no_larger_than_a_scheduler_tak
         HeldRequest(replace(spec(f"r{number}"), format=grammar), 1, Residency.NONE, (1, 2), 1)
         for number in range(400)
     ]
-    told = sync.held_requests(held)
+    told = held_requests(held)
 
     assert [one.request_id for one in told] == [f"r{number}" for number in range(400)]
     assert 0 < sum(one.HasField("specification") for one in told) < 400
@@ -434,4 +435,4 @@ def test_a_stream_knows_its_leader() -> None:
 @pytest.mark.parametrize(("temperature", "engine_gets"), [(1e-38, 0.0), (9e-6, 0.0), (0.5, 0.5)])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float, engine_gets: float) -> None:
     wire_spec = gateway_pb.Specification(request_id="r", prompt_ids=[1], temperature=temperature)
-    assert sync.specification(wire_spec).sampling.temperature == engine_gets
+    assert specification(wire_spec).sampling.temperature == engine_gets

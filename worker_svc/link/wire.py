@@ -1,0 +1,192 @@
+"""Translation between the messages of WorkerLink and the types of runner and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from laps_sd.contract.choose import Residency
+from laps_sd.service import ends
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as public_pb
+from laps_sd.v1 import worker_link_pb2 as pb
+from worker_svc.engine.interface import (
+    LEAST_TEMPERATURE,
+    Drafter,
+    FormatKind,
+    OutputFormat,
+    Sampling,
+    Specification,
+)
+from worker_svc.runner.runner import HeldRequest, Listed, Round
+
+__all__ = ["held_requests", "listed", "round_report", "specification"]
+
+HELLO_BYTES = 4 * 1024 * 1024
+"""Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
+
+DRAFTERS = {
+    public_pb.Speculation.DRAFTER_MODEL: Drafter.MODEL,
+    public_pb.Speculation.DRAFTER_LOOKUP: Drafter.LOOKUP,
+}
+RESIDENCIES = {
+    Residency.NONE: pb.HeldRequest.RESIDENCY_NONE,
+    Residency.HOST: pb.HeldRequest.RESIDENCY_HOST,
+    Residency.DEVICE: pb.HeldRequest.RESIDENCY_DEVICE,
+}
+
+
+def round_report(outcome: Round) -> pb.RoundReport:
+    """Return the wire message of one report."""
+    result = outcome.result
+    return pb.RoundReport(
+        number=outcome.number,
+        progress=[
+            pb.RequestProgress(
+                request_id=step.request_id,
+                lease_epoch=lease_epoch,
+                position=step.position,
+                token_ids=step.tokens,
+                drafted=step.drafted,
+                accepted=step.accepted,
+                tested_by_position=step.tested_by_position,
+                accepted_by_position=step.accepted_by_position,
+                prefilled=step.prefilled,
+                cached=step.cached,
+                end=ends.KINDS[step.finish],
+                cut_characters=step.cut_characters,
+                error=step.error or "",
+                logprobs=[
+                    public_pb.TokenLogprobs(
+                        logprob=entry.logprob,
+                        top=[
+                            public_pb.TokenLogprob(token_id=token, logprob=logprob)
+                            for token, logprob in entry.top
+                        ],
+                    )
+                    for entry in step.logprobs
+                ],
+            )
+            for lease_epoch, step in outcome.progress
+        ],
+        residency=[
+            pb.ResidencyChanged(
+                request_id=request_id, lease_epoch=lease_epoch, residency=RESIDENCIES[residency]
+            )
+            for request_id, lease_epoch, residency in outcome.residency
+        ],
+        draft_s=result.draft_s,
+        verify_s=result.verify_s,
+        prefill_s=result.prefill_s,
+        swap_s=result.swap_s + outcome.swap_out_s,
+        idle_s=outcome.idle_s,
+        total_s=result.total_s + outcome.swap_out_s,
+        free_target_blocks=result.free_target_blocks,
+        free_draft_blocks=result.free_draft_blocks,
+    )
+
+
+def listed(entry: pb.AssignmentEntry) -> Listed:
+    """Return one entry of an assignment."""
+    return Listed(
+        entry.request_id,
+        entry.lease_epoch,
+        entry.rank_class,
+        entry.index_s,
+        entry.resume_cost_s,
+        entry.reserved,
+        entry.pinned,
+    )
+
+
+def specification(wire_spec: gateway_pb.Specification) -> Specification:
+    """Return the engine's specification from the wire message. The engine checks it."""
+    return Specification(
+        request_id=wire_spec.request_id,
+        prompt_ids=tuple(wire_spec.prompt_ids),
+        committed_ids=tuple(wire_spec.committed_ids),
+        sampling=Sampling(
+            temperature=wire_spec.temperature if wire_spec.temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=wire_spec.top_p,
+            top_k=wire_spec.top_k,
+            seed=wire_spec.seed,
+            min_p=wire_spec.min_p,
+            repetition_penalty=wire_spec.repetition_penalty or 1.0,
+            presence_penalty=wire_spec.presence_penalty,
+            frequency_penalty=wire_spec.frequency_penalty,
+            logit_bias=tuple(sorted(wire_spec.logit_bias.items())),
+        ),
+        max_tokens=wire_spec.max_tokens,
+        stop=tuple(wire_spec.stop),
+        ignore_eos=wire_spec.ignore_eos,
+        max_draft_len=wire_spec.max_draft_tokens if wire_spec.HasField("max_draft_tokens") else None,
+        drafter=DRAFTERS.get(wire_spec.drafter),
+        format=_output_format(wire_spec.output_format),
+        logprobs=wire_spec.logprobs if wire_spec.HasField("logprobs") else None,
+        origin=wire_spec.origin,
+    )
+
+
+def _output_format(wire_format: public_pb.OutputFormat) -> OutputFormat | None:
+    kind = wire_format.WhichOneof("format")
+    if kind is None:
+        return None
+    return OutputFormat(FormatKind(kind), "" if kind == "json_object" else getattr(wire_format, kind))
+
+
+def _wire_format(output_format: OutputFormat) -> public_pb.OutputFormat:
+    text: str | bool = output_format.text if output_format.kind is not FormatKind.JSON_OBJECT else True
+    return public_pb.OutputFormat(**{output_format.kind.value: text})  # type: ignore[arg-type]
+
+
+def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
+    """Return the held requests for a hello, in the order of arrival.
+
+    Specifications are included as far as `HELLO_BYTES` allows.
+    """
+    room = HELLO_BYTES
+    requests_on_wire = []
+    for held in requests:
+        one = pb.HeldRequest(
+            request_id=held.spec.request_id,
+            lease_epoch=held.lease_epoch,
+            residency=RESIDENCIES[held.residency],
+            emitted=len(held.output_ids),
+            unacknowledged_ids=held.output_ids[held.acknowledged :],
+        )
+        if room > 0:
+            specification = _wire_specification(held)
+            room -= specification.ByteSize()
+            if room >= 0:
+                one.specification.CopyFrom(specification)
+        requests_on_wire.append(one)
+    return requests_on_wire
+
+
+def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
+    """Return the specification with all acknowledged outputs; the other ones are in `unacknowledged_ids`."""
+    spec = held.spec
+    return gateway_pb.Specification(
+        request_id=spec.request_id,
+        prompt_ids=spec.prompt_ids,
+        committed_ids=held.output_ids[: held.acknowledged],
+        max_tokens=spec.max_tokens,
+        temperature=spec.sampling.temperature,
+        top_p=spec.sampling.top_p,
+        top_k=spec.sampling.top_k,
+        seed=spec.sampling.seed,
+        stop=spec.stop,
+        ignore_eos=spec.ignore_eos,
+        max_draft_tokens=spec.max_draft_len,
+        min_p=spec.sampling.min_p,
+        repetition_penalty=spec.sampling.repetition_penalty,
+        presence_penalty=spec.sampling.presence_penalty,
+        frequency_penalty=spec.sampling.frequency_penalty,
+        logit_bias=dict(spec.sampling.logit_bias),
+        output_format=None if spec.format is None else _wire_format(spec.format),
+        drafter=next(
+            (wire for wire, own in DRAFTERS.items() if own is spec.drafter),
+            public_pb.Speculation.DRAFTER_UNSPECIFIED,
+        ),
+        logprobs=spec.logprobs,
+        origin=spec.origin,
+    )
