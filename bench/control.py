@@ -178,6 +178,7 @@ def worker_process(address: str, count: int, slots: int, round_s: float) -> None
     from laps_sd.service.config import load
     from worker_svc.link.link import SchedulerLink
     from worker_svc.loading import load as load_engine
+    from worker_svc.runner.thread import EngineThread
     from worker_svc.settings import WorkerSettings
 
     log.configure("bench-workers", level="warning")
@@ -194,7 +195,7 @@ def worker_process(address: str, count: int, slots: int, round_s: float) -> None
                 "fake_round_s": round_s,
             }
             settings = load(WorkerSettings, given, environ={})
-            links.append(SchedulerLink(settings, load_engine(settings)))
+            links.append(SchedulerLink(settings, EngineThread(load_engine(settings), settings)))
         await asyncio.gather(*(link.run() for link in links))
 
     asyncio.run(run())

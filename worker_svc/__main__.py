@@ -9,10 +9,11 @@ from laps_sd.errors import StartupError
 from laps_sd.service.log import get_logger
 from laps_sd.service.serving import ServiceApp, main
 from worker_svc import metrics
-from worker_svc.engine.interface import Engine
 from worker_svc.link.link import SchedulerLink
 from worker_svc.loading import load
+from worker_svc.runner.messages import RunnerHandle
 from worker_svc.runner.process import EngineProcess
+from worker_svc.runner.thread import EngineThread
 from worker_svc.settings import WorkerSettings
 
 log = get_logger(__name__)
@@ -31,10 +32,10 @@ async def serve(settings: WorkerSettings) -> None:
     async def work() -> None:
         nonlocal link, failure
         try:
-            engine = await _load(settings)
+            runner = await _load(settings)
             link = SchedulerLink(
                 settings,
-                engine,
+                runner,
                 on_greeted=lambda: app.set_ready(True),
                 on_drain_ordered=app.stop_soon,
                 tracing=app.tracing,
@@ -55,12 +56,18 @@ async def serve(settings: WorkerSettings) -> None:
         raise failure
 
 
-async def _load(settings: WorkerSettings) -> Engine | EngineProcess:
-    """Return the engine: a real one in its own process, the scripted one in this. Raises StartupError."""
+async def _load(settings: WorkerSettings) -> RunnerHandle:
+    """Return the runner of an engine: a real one in its own process, the scripted one in this.
+
+    Raises StartupError.
+    """
     began_s = time.monotonic()
-    make = load if settings.engine == "fake" else EngineProcess.launch
-    engine: Engine | EngineProcess = await asyncio.to_thread(make, settings)
-    capacity = engine.capacity
+    runner: RunnerHandle
+    if settings.engine == "fake":
+        runner = EngineThread(await asyncio.to_thread(load, settings), settings)
+    else:
+        runner = await asyncio.to_thread(EngineProcess.launch, settings)
+    capacity = runner.capacity
     log.info(
         "engine ready",
         load_s=round(time.monotonic() - began_s, 3),
@@ -68,10 +75,10 @@ async def _load(settings: WorkerSettings) -> Engine | EngineProcess:
         slots=capacity.slots,
         target_blocks=capacity.target_blocks,
         draft_blocks=capacity.draft_blocks,
-        fingerprint=engine.fingerprint,
+        fingerprint=runner.fingerprint,
     )
     metrics.SLOTS.set(capacity.slots)
-    return engine
+    return runner
 
 
 if __name__ == "__main__":

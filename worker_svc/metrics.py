@@ -5,7 +5,7 @@ from __future__ import annotations
 from laps_sd.contract.choose import Residency
 from laps_sd.service.log import get_logger
 from laps_sd.service.metrics import counter, gauge, histogram
-from worker_svc.runner.runner import Round
+from worker_svc.runner.messages import Round
 
 log = get_logger(__name__)
 

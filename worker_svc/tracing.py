@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from laps_sd.service.tracing import Parent, Tracing, parent_of
 from worker_svc.engine.interface import RequestRound
-from worker_svc.runner.runner import Round
+from worker_svc.runner.messages import Round
 
 __all__ = ["RoundTraces"]
 

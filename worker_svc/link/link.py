@@ -5,7 +5,7 @@ a stream is kept here or in the runner, never in the stream: reports are kept un
 again, in order, after each hello.
 
 Facts that the rest relies on
-  * The answer to `HeldAsked` comes through the same queue as the reports, so a hello lists the requests held
+  * The answer to `HeldRequested` comes through the same queue as the reports, so a hello lists the requests held
     after a report that is kept here, and every later report follows it on the stream.
   * A leader's messages are ignored unless they carry the epoch of the newest SchedulerHello.
   * The runner's thread never waits for this one; a wake-up takes all outcomes that it delivered since.
@@ -43,22 +43,20 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
-from worker_svc.engine.interface import Engine
 from worker_svc.link.outbox import Outbox
 from worker_svc.link.wire import held_requests, listed, round_report, specification
-from worker_svc.runner.process import EngineProcess
-from worker_svc.runner.runner import (
+from worker_svc.runner.messages import (
     Acknowledged,
     Assigned,
     Dropped,
     Failed,
-    HeldAsked,
     HeldNow,
+    HeldRequested,
     Message,
     Missing,
     Outcome,
     Round,
-    Runner,
+    RunnerHandle,
     Specified,
 )
 from worker_svc.settings import WorkerSettings
@@ -96,7 +94,7 @@ class SchedulerLink:
     def __init__(
         self,
         settings: WorkerSettings,
-        engine: Engine | EngineProcess,
+        runner: RunnerHandle,
         *,
         on_greeted: Callable[[], None] = lambda: None,
         on_drain_ordered: Callable[[], None] = lambda: None,
@@ -104,19 +102,7 @@ class SchedulerLink:
     ) -> None:
         self.settings = settings
         self.worker_id = f"{settings.name}-{uuid.uuid4().hex[:8]}"
-        self.capacity = engine.capacity
-        self.fingerprint = engine.fingerprint
-        self.runner: Runner | EngineProcess
-        if isinstance(engine, EngineProcess):
-            self.runner = engine
-            engine.deliver = self._deliver
-        else:
-            self.runner = Runner(
-                engine,
-                self._deliver,
-                max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
-                max_unacknowledged_reports=settings.max_unacknowledged_reports,
-            )
+        self.runner = runner
         self.leader_epoch = ""
         self.connected = False
         """True once a leader has greeted the present stream."""
@@ -147,7 +133,7 @@ class SchedulerLink:
         Raises StartupError when the scheduler refuses this worker, EngineFailed when the engine is broken.
         """
         connecting = asyncio.create_task(self._keep_connected(), name="keep connected")
-        self.runner.start()
+        self.runner.start(self._deliver)
         try:
             await asyncio.wait({connecting, self._over}, return_when=asyncio.FIRST_COMPLETED)
             if connecting.done():
@@ -318,12 +304,12 @@ class SchedulerLink:
     async def _hello(self) -> pb.WorkerHello:
         if self._held_now is None or self._held_now.done():
             self._held_now = self._loop.create_future()
-            self.runner.put(HeldAsked())
+            self.runner.put(HeldRequested())
             self._loop.call_later(self.settings.engine_silence_s, self._check_engine, self._held_now)
-        # Shielded: each `HeldAsked` is answered once, so an abandoned attempt leaves the answer to the next
+        # Shielded: each `HeldRequested` is answered once, so an abandoned attempt leaves the answer to the next
         # one.
         held = await asyncio.shield(self._held_now)
-        capacity = self.capacity
+        capacity = self.runner.capacity
         base_s, sequence_s, context_s = self._cost.round_s
         return pb.WorkerHello(
             worker_id=self.worker_id,
@@ -331,7 +317,7 @@ class SchedulerLink:
             pool=self.settings.pool,
             protocol_versions=PROTOCOL_VERSIONS,
             software_version=__version__,
-            fingerprint=self.fingerprint,
+            fingerprint=self.runner.fingerprint,
             device=capacity.device,
             slots=capacity.slots,
             target_blocks=capacity.target_blocks,

@@ -17,7 +17,7 @@ from worker_svc.engine.interface import (
     Sampling,
     Specification,
 )
-from worker_svc.runner.runner import HeldRequest, Listed, Round
+from worker_svc.runner.messages import HeldRequest, Listed, Round
 
 __all__ = ["held_requests", "listed", "round_report", "specification"]
 

@@ -1,11 +1,11 @@
-"""The engine in its own process, with the interface of a `Runner`: messages go down a pipe, outcomes come up.
+"""The engine in a process of its own: messages go down a pipe, which is the inbox of its runner; outcomes come up.
 
 A round of a small model is hundreds of short operations, and between any two of them the link's asyncio could
 take the interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two
 interpreters do not compete.
 
     engine = EngineProcess.launch(settings)      # returns when the model is loaded; raises StartupError
-    link = SchedulerLink(settings, engine)       # as with an engine in this process
+    link = SchedulerLink(settings, engine)       # as with an `EngineThread`
 
 The child runs the same `Runner` class on its main thread; this side has a thread for each direction, so that
 neither a long round nor a large specification blocks the event loop. The child ends with its pipe: whatever
@@ -23,14 +23,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from laps_sd.errors import StartupError
 from laps_sd.service import log as logging
 from worker_svc.engine.interface import Capacity, Engine
-from worker_svc.runner.runner import STOP_S, Failed, Message, Outcome, Runner
+from worker_svc.runner.messages import Failed, Message, Outcome
+from worker_svc.runner.runner import Runner
+from worker_svc.runner.thread import STOP_S
 from worker_svc.settings import WorkerSettings
 
 __all__ = ["EngineProcess"]
@@ -64,8 +66,7 @@ class EngineProcess:
     def __init__(self, child: subprocess.Popen[bytes], connection: Connection, ready: _Ready) -> None:
         self.capacity = ready.capacity
         self.fingerprint = ready.fingerprint
-        self.deliver: Callable[[Outcome], None] = lambda _: None
-        """Receiver of outcomes, called in a thread of this object; set it before `start`."""
+        self._deliver: Callable[[Outcome], None] = lambda _: None
         self._child = child
         self._connection = connection
         self._down: queue.SimpleQueue[tuple[Message, ...] | None] = queue.SimpleQueue()
@@ -113,8 +114,9 @@ class EngineProcess:
         """Process id of the child."""
         return self._child.pid
 
-    def start(self) -> None:
-        """Begin to deliver."""
+    def start(self, deliver: Callable[[Outcome], None]) -> None:
+        """Begin to deliver; `deliver` is called in a thread of this object with each outcome."""
+        self._deliver = deliver
         for thread in self._threads:
             thread.start()
 
@@ -160,58 +162,60 @@ class EngineProcess:
             except (EOFError, OSError):
                 if not self._stopping:
                     code = self._child.wait()
-                    self.deliver(Failed(RuntimeError(f"the engine's process ended with exit code {code}")))
+                    self._deliver(Failed(RuntimeError(f"the engine's process ended with exit code {code}")))
                 return
             if isinstance(outcome, _Idle):
                 self._idle = outcome
             else:
-                self.deliver(outcome)
+                self._deliver(outcome)
 
 
-class _PipeRunner(Runner):
-    """The runner of the child: its inbox is the pipe."""
+class _PipeInbox:
+    """The inbox of the child's runner: the pipe."""
 
-    def __init__(self, engine: Engine, connection: Connection, settings: WorkerSettings) -> None:
-        super().__init__(
-            engine,
-            connection.send,
-            max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
-            max_unacknowledged_reports=settings.max_unacknowledged_reports,
-        )
+    def __init__(self, connection: Connection) -> None:
+        self.stopped = False
         self._connection = connection
         # Connection.poll makes a selector for each call, and this is called in every round.
         self._readable = select.poll()
         self._readable.register(connection.fileno(), select.POLLIN)
         self._taken = 0
 
-    def work(self) -> None:
-        """Run turns until stopped; an exception of the engine is delivered, one of the pipe is raised."""
-        try:
-            while not self._stopping:
-                if not self.turn():
-                    self._wait()
-        except (EOFError, ConnectionError):
-            raise
-        except Exception as error:
-            logging.get_logger(__name__).error("the engine failed", exc_info=error)
-            self._connection.send(
-                Failed(RuntimeError(repr(error)))
-            )  # its traceback cannot be pickled, and is logged
-
-    def turn(self) -> bool:
-        """Run a turn of the base class, on the messages that the pipe holds."""
-        while self._readable.poll(0):
+    def take(self) -> Sequence[Message]:
+        """Return the messages that the pipe holds. Raises EOFError and ConnectionError."""
+        taken: list[Message] = []
+        while not self.stopped and self._readable.poll(0):
             messages = self._connection.recv()
             if messages is None:
-                self._stopping = True
-                return True
-            self._taken += len(messages)
-            self._inbox.extend(messages)
-        return super().turn()
+                self.stopped = True
+            else:
+                taken.extend(messages)
+        self._taken += len(taken)
+        return taken
 
-    def _await_message(self) -> None:
-        self._connection.send(_Idle(self._taken, self.holds_nothing))
+    def wait(self, *, holds_nothing: bool) -> None:
+        """Report to the parent that nothing can run, and wait until the pipe holds something."""
+        self._connection.send(_Idle(self._taken, holds_nothing))
         self._readable.poll()
+
+
+def _work(engine: Engine, connection: Connection, settings: WorkerSettings) -> None:
+    """Run rounds until stopped; an exception of the engine is delivered, one of the pipe is raised."""
+    runner = Runner(
+        engine,
+        _PipeInbox(connection),
+        connection.send,
+        max_unacknowledged_tokens=settings.max_unacknowledged_tokens,
+        max_unacknowledged_reports=settings.max_unacknowledged_reports,
+    )
+    try:
+        runner.run()
+    except (EOFError, ConnectionError):
+        raise
+    except Exception as error:
+        logging.get_logger(__name__).error("the engine failed", exc_info=error)
+        # Not the error itself: its traceback cannot be pickled, and is logged.
+        connection.send(Failed(RuntimeError(repr(error))))
 
 
 def main() -> None:
@@ -233,7 +237,7 @@ def main() -> None:
             connection.send(_Refused(str(error)))
             return
         connection.send(_Ready(engine.capacity, engine.fingerprint))
-        _PipeRunner(engine, connection, settings).work()
+        _work(engine, connection, settings)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
 

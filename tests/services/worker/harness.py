@@ -19,7 +19,9 @@ from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkServicer, add_WorkerLinkSe
 from worker_svc.engine.interface import Engine, RoundResult, Sampling, Specification
 from worker_svc.fake.engine import FakeEngine
 from worker_svc.link.link import SchedulerLink
-from worker_svc.runner.runner import Assigned, Listed, Outcome, Round, Runner, Specified
+from worker_svc.runner.messages import Assigned, Listed, Message, Outcome, Round, Specified
+from worker_svc.runner.runner import Runner
+from worker_svc.runner.thread import EngineThread, QueueInbox
 from worker_svc.settings import WorkerSettings
 
 LEADER = "1:first"
@@ -48,13 +50,17 @@ class Desk:
     def __init__(self, engine: Engine, **options: Any) -> None:
         self.engine = engine
         self.outcomes: list[Outcome] = []
-        self.runner = Runner(engine, self.outcomes.append, **options)
+        self.inbox = QueueInbox()
+        self.runner = Runner(engine, self.inbox, self.outcomes.append, **options)
+
+    def put(self, *messages: Message) -> None:
+        self.inbox.put(*messages)
 
     def give(self, *specs: Specification, lease_epoch: int = 1) -> None:
-        self.runner.put(*[Specified(one, lease_epoch) for one in specs])
+        self.put(*[Specified(one, lease_epoch) for one in specs])
 
     def assign(self, *entries: Listed) -> None:
-        self.runner.put(Assigned(entries))
+        self.put(Assigned(entries))
 
     def turns(self, count: int) -> None:
         for _ in range(count):
@@ -274,7 +280,8 @@ class Worker:
 @asynccontextmanager
 async def worker(*seeds: str, engine: Engine | None = None, **settings: Any) -> AsyncIterator[Worker]:
     values: dict[str, Any] = {"heartbeat_s": 0.02, "silence_s": 10.0, "worker_name": "w", **settings}
-    link = SchedulerLink(WorkerSettings(scheduler_seeds=seeds, **values), engine or FakeEngine(slots=2))
+    given = WorkerSettings(scheduler_seeds=seeds, **values)
+    link = SchedulerLink(given, EngineThread(engine or FakeEngine(slots=2), given))
     running = asyncio.create_task(link.run())
     try:
         yield Worker(link, running)

@@ -12,8 +12,8 @@ from laps_sd.errors import StartupError
 from laps_sd.service.config import load
 from tests.helpers import wait_until
 from worker_svc.engine.interface import Sampling, Specification
+from worker_svc.runner.messages import Acknowledged, Assigned, Failed, Listed, Outcome, Round, Specified
 from worker_svc.runner.process import EngineProcess
-from worker_svc.runner.runner import Acknowledged, Assigned, Failed, Listed, Outcome, Round, Specified
 from worker_svc.settings import WorkerSettings
 
 
@@ -47,8 +47,7 @@ def specification(max_tokens: int) -> Specification:
 
 def test_rounds_come_up_and_an_acknowledged_end_leaves_nothing_held(engine: EngineProcess) -> None:
     outcomes: list[Outcome] = []
-    engine.deliver = outcomes.append
-    engine.start()
+    engine.start(outcomes.append)
     engine.put(Specified(specification(12), 1), Assigned((Listed("a", 1, 0, 1.0, 0.0, False, False),)))
 
     def tokens() -> list[int]:
@@ -63,8 +62,7 @@ def test_rounds_come_up_and_an_acknowledged_end_leaves_nothing_held(engine: Engi
 
 def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
     outcomes: list[Outcome] = []
-    engine.deliver = outcomes.append
-    engine.start()
+    engine.start(outcomes.append)
     os.kill(engine.pid, signal.SIGKILL)
 
     wait_until(lambda: outcomes, description="the failure is delivered")
@@ -72,7 +70,7 @@ def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
 
 
 def test_stop_leaves_no_process(engine: EngineProcess) -> None:
-    engine.start()
+    engine.start(lambda _: None)
     engine.stop()
 
     assert gone(engine.pid)

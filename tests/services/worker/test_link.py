@@ -21,8 +21,8 @@ from worker_svc.fake.engine import FakeEngine
 from worker_svc.link import outbox
 from worker_svc.link.link import EngineFailed
 from worker_svc.link.wire import held_requests, specification
-from worker_svc.runner import runner
-from worker_svc.runner.runner import Assigned, HeldRequest
+from worker_svc.runner import thread
+from worker_svc.runner.messages import Assigned, HeldRequest, Message
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +93,18 @@ async def test_a_new_assignment_preempts_and_the_next_takes_the_place_of_one_tha
         await stream.assign("long")
         engine.allow(2)
         await stream.until(*rounds(2))
+        runner_put, put = w.link.runner.put, []
+
+        def record(*messages: Message) -> None:
+            runner_put(*messages)
+            put.extend(messages)
+
+        w.link.runner.put = record  # type: ignore[method-assign]
         await stream.assign("short", "long")
-        thread = w.link.runner
         # The engine waits at its gate: new messages wait in the inbox, unless one came just before the third
         # round.
         await wait_until_async(
-            lambda: (
-                thread._assignment[0].request_id == "short"
-                or any(isinstance(message, Assigned) for message in thread._inbox)
-            ),
+            lambda: any(isinstance(message, Assigned) for message in put),
             description="the assignment has reached the runner",
         )
         engine.allow(4)
@@ -177,7 +180,8 @@ def test_a_hello_tells_of_all_that_is_held_and_is_no_larger_than_a_scheduler_tak
 
 
 async def test_acknowledged_reports_are_forgotten() -> None:
-    async with scheduler() as s, worker(s.address) as w:
+    engine = FakeEngine(slots=2)
+    async with scheduler() as s, worker(s.address, engine=engine):
         first = await s.greet()
         await first.lease(spec("a"))
         await first.assign("a")
@@ -192,7 +196,7 @@ async def test_acknowledged_reports_are_forgotten() -> None:
         assert {progress.request_id for progress in second.progress()} == {"b"}
         assert second.reports[0].number == len(first.reports) + 1
         assert list(second.hello.held) == []
-        assert not w.link.runner.engine.known() - {"b"}
+        assert not engine.known() - {"b"}
 
 
 async def test_the_bound_of_unacknowledged_tokens_pauses_one_request() -> None:
@@ -323,7 +327,7 @@ async def test_a_broken_engine_ends_the_worker() -> None:
 async def test_an_engine_that_hangs_ends_the_worker_once_its_scheduler_has_given_it_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "STOP_S", 0.1)
+    monkeypatch.setattr(thread, "STOP_S", 0.1)
     engine = Gated()
     async with scheduler() as s, worker(s.address, engine=engine, engine_silence_s=1.0, silence_s=0.2) as w:
         stream = await s.greet()

@@ -19,15 +19,8 @@ from worker_svc.engine.interface import (
     Specification,
 )
 from worker_svc.fake.engine import FakeEngine
-from worker_svc.runner.runner import (
-    FAILURES_IN_A_ROW,
-    ROUNDS_WITH_FEWER,
-    Acknowledged,
-    Dropped,
-    HeldAsked,
-    HeldNow,
-    Missing,
-)
+from worker_svc.runner.failures import FAILURES_IN_A_ROW, ROUNDS_WITH_FEWER
+from worker_svc.runner.messages import Acknowledged, Dropped, HeldNow, HeldRequested, Missing
 
 
 def engine(**options: object) -> FakeEngine:
@@ -35,7 +28,7 @@ def engine(**options: object) -> FakeEngine:
 
 
 def held(desk: Desk) -> HeldNow:
-    desk.runner.put(HeldAsked())
+    desk.put(HeldRequested())
     desk.turns(1)
     return next(one for one in reversed(desk.outcomes) if isinstance(one, HeldNow))
 
@@ -118,7 +111,7 @@ def test_a_drop_obeys_the_lease_epoch(dropped: int, remains: bool) -> None:
     desk.give(spec("a", max_tokens=100), lease_epoch=2)
     desk.assign(entry("a", lease_epoch=2))
     desk.turns(2)
-    desk.runner.put(Dropped((("a", dropped), ("never heard of", 9))))
+    desk.put(Dropped((("a", dropped), ("never heard of", 9))))
     desk.turns(1)
 
     assert (desk.engine.known() == {"a"}) is remains
@@ -134,7 +127,7 @@ def test_a_request_pauses_at_its_bound_of_unacknowledged_tokens_and_others_go_on
     assert 20 <= len(desk.tokens("a")) < 20 + 9
     assert 20 <= len(desk.tokens("b")) < 20 + 9
     before = len(desk.tokens("a"))
-    desk.runner.put(Acknowledged(desk.rounds[-1].number))
+    desk.put(Acknowledged(desk.rounds[-1].number))
     desk.turns(1)
     assert len(desk.tokens("a")) > before
 
@@ -146,7 +139,7 @@ def test_the_worker_pauses_at_its_bound_of_unacknowledged_reports() -> None:
     desk.turn_until_idle()
 
     assert len(desk.rounds) == 3
-    desk.runner.put(Acknowledged(1))
+    desk.put(Acknowledged(1))
     desk.turn_until_idle()
     assert len(desk.rounds) == 4
 
@@ -159,7 +152,7 @@ def test_what_ended_is_held_until_its_report_is_acknowledged() -> None:
 
     (one,) = held(desk).requests
     assert (len(one.output_ids), one.acknowledged, one.residency) == (3, 0, Residency.NONE)
-    desk.runner.put(Acknowledged(desk.rounds[-1].number))
+    desk.put(Acknowledged(desk.rounds[-1].number))
     assert held(desk).requests == ()
     assert desk.engine.known() == set()
     assert desk.runner.holds_nothing
@@ -170,7 +163,7 @@ def test_held_requests_tell_what_no_leader_acknowledged() -> None:
     desk.give(spec("a", max_tokens=100, committed=[5, 6]), lease_epoch=4)
     desk.assign(entry("a", lease_epoch=4))
     desk.turns(3)
-    desk.runner.put(Acknowledged(2))
+    desk.put(Acknowledged(2))
     desk.assign()
     answer = held(desk)
 
@@ -453,7 +446,7 @@ def _churned(
                     if step.finish is not None:
                         ended.add(name)
         committed = max(committed, min(upto, len(desk.rounds)))
-        desk.runner.put(Acknowledged(committed))
+        desk.put(Acknowledged(committed))
 
     def assign(entries: list[tuple[str, float, bool, bool]]) -> None:
         desk.assign(

@@ -10,7 +10,7 @@ import pytest
 from laps_sd.service.config import ConfigError, load
 from worker_svc.engine.interface import RequestRound, RoundResult
 from worker_svc.metrics import CACHED, PREFILLED, MeasuredCost, observe
-from worker_svc.runner.runner import Round
+from worker_svc.runner.messages import Round
 from worker_svc.settings import WorkerSettings
 
 

@@ -1,0 +1,154 @@
+"""The choice of the requests that run in the next round, and of those that make room for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from laps_sd.contract.choose import LATCH_ON, NEW_CLOCK, Candidate, Residency, WorkerState, choose
+from worker_svc.engine.interface import Engine, blocks_needed
+from worker_svc.runner.held import HeldRequests
+from worker_svc.runner.messages import Listed
+
+__all__ = ["Chooser"]
+
+
+class Chooser:
+    """Calls `choose` on the newest assignment, and carries out its evictions.
+
+    With `reuse_choices` off, `choose` is called in every round; its results are the same.
+    """
+
+    def __init__(self, engine: Engine, requests: HeldRequests, *, reuse_choices: bool = True) -> None:
+        self.assignment: tuple[Listed, ...] = ()
+        self.free_blocks = (engine.capacity.target_blocks, engine.capacity.draft_blocks)
+        """Free blocks of the two pools after the last round."""
+        self._engine = engine
+        self._requests = requests
+        self._capacity = engine.capacity
+        self._growth = engine.capacity.max_draft_len + 1
+        # With one slot the number of the round matters.
+        self._reuse_choices = reuse_choices and engine.capacity.slots > 1
+        self._reserve_clock = NEW_CLOCK
+        """The clock of `laps_sd.contract.choose`; `_reserve_clock_then`: its value after the last chosen round."""
+        self._reserve_clock_then = NEW_CLOCK
+        self._latched = False
+
+    def choose(self, slots: int) -> tuple[tuple[str, ...], float]:
+        """Return at most `slots` requests to run now, and the seconds spent on making room for them."""
+        if self._requests.settled and self._still_holds():
+            return self._requests.running, 0.0
+        candidates = self._candidates()
+        if not candidates:
+            return (), 0.0
+        capacity = self._capacity
+        state = WorkerState(
+            slots=slots,
+            block_size=capacity.block_size,
+            target_blocks=capacity.target_blocks,
+            draft_blocks=capacity.draft_blocks,
+            max_growth_tokens=self._growth,
+            kv_latched=self._latched,
+            reserve_clock=self._reserve_clock,
+        )
+        choice = choose(candidates, state)
+        self._latched = choice.kv_latched
+        self._reserve_clock_then = choice.reserve_clock
+        self._requests.settled = (
+            self._reuse_choices
+            and not choice.kv_latched
+            and not choice.evict
+            and set(choice.run) == set(self._requests.running)
+            and all(self._requests.by_id[name].residency is Residency.DEVICE for name in choice.run)
+        )
+        began_s = time.perf_counter()
+        moved = len(choice.evict)
+        for request_id in choice.evict:
+            self._requests.push_out(self._requests.by_id[request_id])
+        moved += self._push_out_hidden(choice.run, candidates)
+        return choice.run, time.perf_counter() - began_s if moved else 0.0
+
+    def round_ran(self) -> None:
+        """Record that the last chosen requests ran, or some of them."""
+        self._reserve_clock = self._reserve_clock_then
+
+    def _still_holds(self) -> bool:
+        """Return True if `choose` would repeat its last choice, when only tokens were added since.
+
+        That choice kept all running requests, all on the device, evicted none and was not latched. It is the
+        same again if the pools stay below the latch with all tokens that this round can add: then all fit,
+        and a request that waited for blocks, or ranked too low to displace another one, has less room, not
+        more.
+        """
+        growth = len(self._requests.running) * (self._growth // self._capacity.block_size + 1)
+        target, draft = self._capacity.target_blocks, self._capacity.draft_blocks
+        return target - self.free_blocks[0] + growth <= LATCH_ON * target and (
+            not draft or draft - self.free_blocks[1] + growth <= LATCH_ON * draft
+        )
+
+    def _candidates(self) -> list[Candidate]:
+        """Return the entries of the assignment that can run now."""
+        candidates = []
+        running = set(self._requests.running)
+        for request_id, lease_epoch, rank_class, index_s, resume_cost_s, reserved, pinned in self.assignment:
+            held = self._requests.by_id.get(request_id)
+            if held is None or held.ended or held.lease_epoch != lease_epoch:
+                continue
+            if self._requests.at_bound(held):
+                continue
+            status = self._engine.status(request_id)
+            # No round goes beyond max_tokens, so near its end a request needs less room than a whole draft.
+            longest = len(held.spec.prompt_ids) + held.spec.max_tokens
+            tokens = max(1, min(status.tokens, longest + 1 - self._growth))
+            candidates.append(
+                Candidate(
+                    request_id,
+                    rank_class,
+                    index_s,
+                    resume_cost_s,
+                    reserved,
+                    pinned,
+                    request_id in running,
+                    status.residency,
+                    tokens,
+                    status.target_blocks,
+                    status.draft_blocks,
+                )
+            )
+        return candidates
+
+    def _push_out_hidden(self, run: Sequence[str], candidates: Iterable[Candidate]) -> int:
+        """Free the room that `choose` cannot know to be taken: by requests not listed, or at their bound.
+
+        Returns the number of requests that were pushed out.
+        """
+        shown = {candidate.request_id: candidate for candidate in candidates}
+        hidden = [
+            held
+            for name, held in self._requests.by_id.items()
+            if held.residency is Residency.DEVICE and not held.ended and name not in shown
+        ]
+        if not hidden:
+            return 0
+        target, draft = self._capacity.target_blocks, self._capacity.draft_blocks
+        runs = set(run)
+        for name, candidate in shown.items():
+            needed = 0
+            if name in runs:
+                needed = blocks_needed(candidate.tokens, self._growth, self._capacity.block_size)
+            elif self._requests.by_id[name].residency is not Residency.DEVICE:
+                continue  # pushed out just now
+            target -= max(needed, candidate.target_blocks)
+            draft -= max(needed, candidate.draft_blocks) if self._capacity.draft_blocks else 0
+        statuses = [(held, self._engine.status(held.spec.request_id)) for held in hidden]
+        target -= sum([status.target_blocks for _, status in statuses])
+        draft -= sum([status.draft_blocks for _, status in statuses])
+        moved = 0
+        for held, status in statuses:
+            if target >= 0 and draft >= 0:
+                break
+            target += status.target_blocks
+            draft += status.draft_blocks
+            self._requests.push_out(held)
+            moved += 1
+        return moved
