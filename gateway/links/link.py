@@ -36,6 +36,7 @@ from laps_sd.service.leader_link import (
     PROTOCOL_VERSIONS,
     BackOff,
     LeaderSearch,
+    LinkBroken,
     Liveness,
     PeerSilent,
     Visit,
@@ -57,14 +58,6 @@ PATIENCE_ROUNDS = 8
 EXPLAIN_PAUSE_S = 0.1
 
 Call = grpc.aio.StreamStreamCall
-
-
-class _Broken(Exception):
-    """Raised when the conversation is over; `leader` is the next address to dial, empty if none was named."""
-
-    def __init__(self, reason: str, leader: str = "") -> None:
-        super().__init__(reason)
-        self.leader = leader
 
 
 class ShardLink:
@@ -250,8 +243,14 @@ class ShardLink:
                 self.greeted.set()
                 metrics.LINK_UP.labels(self.shard).set(1)
                 await self._converse(call)
-        except (_Broken, PeerSilent, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-            leader = error.leader if isinstance(error, _Broken) else ""
+        except (
+            LinkBroken,
+            PeerSilent,
+            grpc.aio.AioRpcError,
+            asyncio.InvalidStateError,
+            TimeoutError,
+        ) as error:
+            leader = error.leader if isinstance(error, LinkBroken) else ""
             if greeted:
                 log.warning("link broken", shard=self.shard, address=address, reason=_reason(error))
             elif denied := await denial(call):
@@ -277,7 +276,7 @@ class ShardLink:
     async def _hello(
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]
     ) -> link_pb2.GatewayLinkReply:
-        """Send a hello and return the leader's. Raises _Broken and the errors of gRPC."""
+        """Send a hello and return the leader's. Raises LinkBroken and the errors of gRPC."""
         hello = link_pb2.GatewayHello(
             gateway_id=self.gateway_id,
             protocol_versions=PROTOCOL_VERSIONS,
@@ -287,14 +286,14 @@ class ShardLink:
             await call.write(link_pb2.GatewayMessage(hello=hello))
             reply = await call.read()
         if not isinstance(reply, link_pb2.GatewayLinkReply):
-            raise _Broken("it closed the stream without a greeting")
+            raise LinkBroken("it closed the stream without a greeting")
         match reply.WhichOneof("message"):
             case "hello":
                 return reply
             case "not_leader":
-                raise _Broken("it does not lead", reply.not_leader.leader_address)
+                raise LinkBroken("it does not lead", reply.not_leader.leader_address)
             case other:
-                raise _Broken(f"it began with {other} instead of a greeting")
+                raise LinkBroken(f"it began with {other} instead of a greeting")
 
     async def _read(
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply], liveness: Liveness
@@ -302,7 +301,7 @@ class ShardLink:
         while True:
             reply = await call.read()
             if not isinstance(reply, link_pb2.GatewayLinkReply):  # the end of the stream
-                raise _Broken("it closed the stream")
+                raise LinkBroken("it closed the stream")
             liveness.received(self._now())
             self._on_reply(reply)
 
@@ -327,11 +326,11 @@ class ShardLink:
     def _on_hello(self, reply: link_pb2.GatewayLinkReply, address: str = "") -> None:
         hello = reply.hello
         if hello.shard != self.shard:
-            raise _Broken(f"it serves shard {hello.shard!r}, not {self.shard!r}")
+            raise LinkBroken(f"it serves shard {hello.shard!r}, not {self.shard!r}")
         if hello.protocol_version not in PROTOCOL_VERSIONS:
-            raise _Broken(f"it chose protocol version {hello.protocol_version}, which is not spoken here")
+            raise LinkBroken(f"it chose protocol version {hello.protocol_version}, which is not spoken here")
         if not reply.leader_epoch:
-            raise _Broken("it greeted without a leader epoch")
+            raise LinkBroken("it greeted without a leader epoch")
         log.info(
             "greeted",
             address=address,
@@ -349,7 +348,7 @@ class ShardLink:
     def _on_reply(self, reply: link_pb2.GatewayLinkReply) -> None:
         kind = reply.WhichOneof("message")
         if kind == "not_leader":
-            raise _Broken("it leads no more", reply.not_leader.leader_address)
+            raise LinkBroken("it leads no more", reply.not_leader.leader_address)
         if kind == "hello":
             self._on_hello(reply)
             return

@@ -32,6 +32,7 @@ __all__ = [
     "BackOff",
     "Candidates",
     "LeaderSearch",
+    "LinkBroken",
     "Liveness",
     "PeerSilent",
     "Visit",
@@ -99,6 +100,14 @@ class Candidates:
         if leader and leader not in self._tried and self._referrals < MAX_REFERRALS:
             self._referrals += 1
             self._waiting.appendleft(leader)
+
+
+class LinkBroken(Exception):
+    """Raised when the stream to a scheduler is over; `leader` is the address that it named, or empty."""
+
+    def __init__(self, reason: str, leader: str = "") -> None:
+        super().__init__(reason)
+        self.leader = leader
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ __all__ = [
     "denial",
     "link_tls",
     "make_channel",
+    "reach",
     "seed_problems",
     "server_options",
 ]
@@ -177,3 +178,14 @@ def make_channel(
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+async def reach(channel: grpc.aio.Channel) -> bool:
+    """Wait for a channel to connect; return False at its first failure."""
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            return False
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
+    return True

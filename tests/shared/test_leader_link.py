@@ -59,12 +59,12 @@ def test_a_known_address_does_not_use_up_a_referral() -> None:
     ("detail", "leader"),
     [
         ("this scheduler does not lead shard s0: ask 10.0.0.7:50052", "10.0.0.7:50052"),
-        ("this scheduler does not lead shard s0: ask host-1.a_b.svc:1; it cannot use the record", "host-1.a_b.svc:1"),
+        ("this scheduler does not lead shard s0: ask host-1.a_b.svc:1; it cannot write", "host-1.a_b.svc:1"),
         ("this scheduler does not lead shard s0: ask [fd00::7]:50052", "[fd00::7]:50052"),
         ("this scheduler does not lead shard s0: ask nobody known", ""),
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_the_leader_in_a_sentence(detail: str, leader: str) -> None:
     assert named_leader(detail) == leader
 

@@ -24,13 +24,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from laps_sd import __version__
 from laps_sd.errors import StartupError
 from laps_sd.service import wire
 from laps_sd.service.leader_link import (
     PROTOCOL_VERSIONS,
     BackOff,
     LeaderSearch,
+    LinkBroken,
     Liveness,
     PeerSilent,
     Visit,
@@ -44,7 +44,7 @@ from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
 from worker_svc.link.outbox import Outbox
-from worker_svc.link.wire import held_requests, listed, round_report, specification
+from worker_svc.link.wire import hello, listed, round_report, specification
 from worker_svc.runner.messages import (
     Acknowledged,
     Assigned,
@@ -68,14 +68,6 @@ log = get_logger(__name__)
 
 MISSING_AGAIN_S = 1.0
 """Seconds before a missing specification is requested again."""
-
-
-class _Broken(Exception):
-    """Raised when the stream is over; `leader` is the address that a standby named, empty without one."""
-
-    def __init__(self, reason: str, leader: str = "") -> None:
-        super().__init__(reason)
-        self.leader = leader
 
 
 class EngineFailed(Exception):
@@ -233,11 +225,13 @@ class SchedulerLink:
         reason = "the scheduler ended it"
         try:
             async with asyncio.timeout(self.settings.silence_s):
-                await _reach(channel)
+                # A hello lists all held requests: it is made only for a scheduler that is listening.
+                if not await wire.reach(channel):
+                    raise LinkBroken("it cannot be reached")
                 call = WorkerLinkStub(channel).Connect()
                 await call.write(pb.WorkerMessage(hello=await self._hello()))
-                hello = await self._read_hello(call)
-            self._greeted(hello, address)
+                greeting = await self._read_hello(call)
+            self._greeted(greeting, address)
             greeted = True
             await self._converse(call)
         except TimeoutError:
@@ -248,7 +242,7 @@ class SchedulerLink:
             reason = "it ended while it was written to"
         except PeerSilent as error:
             reason = str(error)
-        except _Broken as error:
+        except LinkBroken as error:
             reason, leader = str(error), error.leader
         finally:
             self.connected = False
@@ -273,18 +267,18 @@ class SchedulerLink:
             metrics.IGNORED.inc()
 
     async def _next_reply(self, call: Any) -> tuple[pb.WorkerLinkReply, str | None]:
-        """Return the next message of the scheduler and its kind. Raises _Broken at the end of the stream."""
+        """Return the next message of the scheduler and its kind. Raises LinkBroken at the end."""
         reply = await call.read()
         if reply is grpc.aio.EOF:
-            raise _Broken("the scheduler ended it")
+            raise LinkBroken("the scheduler ended it")
         if reply is None:  # gRPC's value for bytes that it cannot decode
-            raise _Broken("it sent an undecodable message")
+            raise LinkBroken("it sent an undecodable message")
         kind = reply.WhichOneof("message")
         if kind == "not_leader":
-            raise _Broken("it does not lead", reply.not_leader.leader_address)
+            raise LinkBroken("it does not lead", reply.not_leader.leader_address)
         if kind == "refused":
             self._refused(reply.refused)
-            raise _Broken("it refuses this worker")
+            raise LinkBroken("it refuses this worker")
         return reply, kind
 
     async def _converse(self, call: Any) -> None:
@@ -306,36 +300,17 @@ class SchedulerLink:
             self._held_now = self._loop.create_future()
             self.runner.put(HeldRequested())
             self._loop.call_later(self.settings.engine_silence_s, self._check_engine, self._held_now)
-        # Shielded: each `HeldRequested` is answered once, so an abandoned attempt leaves the answer to the next
-        # one.
+        # Shielded: each `HeldRequested` is answered once, so an abandoned attempt leaves the answer to the
+        # next one.
         held = await asyncio.shield(self._held_now)
-        capacity = self.runner.capacity
-        base_s, sequence_s, context_s = self._cost.round_s
-        return pb.WorkerHello(
-            worker_id=self.worker_id,
-            worker_name=self.settings.name,
-            pool=self.settings.pool,
-            protocol_versions=PROTOCOL_VERSIONS,
-            software_version=__version__,
-            fingerprint=self.runner.fingerprint,
-            device=capacity.device,
-            slots=capacity.slots,
-            target_blocks=capacity.target_blocks,
-            draft_blocks=capacity.draft_blocks,
-            block_size=capacity.block_size,
-            max_length=capacity.max_length,
-            max_draft_tokens=capacity.max_draft_len,
-            vocab_size=capacity.vocab_size,
-            cost=pb.CostModel(
-                round_base_s=base_s,
-                per_sequence_s=sequence_s,
-                per_context_token_s=context_s,
-                prefill_per_token_s=self._cost.prefill_per_token_s,
-                swap_per_token_s=self._cost.swap_per_token_s,
-            ),
-            held=held_requests(held.requests),
+        return hello(
+            self.settings,
+            self.worker_id,
+            self.runner.capacity,
+            self.runner.fingerprint,
+            self._cost,
+            held,
             draining=self._draining,
-            last_report=held.last_report,
         )
 
     def _check_engine(self, answer: asyncio.Future[HeldNow]) -> None:
@@ -450,16 +425,3 @@ class SchedulerLink:
                 pass
         if message is not None:
             self.runner.put(message)
-
-
-async def _reach(channel: grpc.aio.Channel) -> None:
-    """Wait until the channel connects. Raises _Broken at its first failure.
-
-    Thus a hello is made only for a scheduler that is listening.
-    """
-    state = channel.get_state(try_to_connect=True)
-    while state is not grpc.ChannelConnectivity.READY:
-        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-            raise _Broken("it cannot be reached")
-        await channel.wait_for_state_change(state)
-        state = channel.get_state(try_to_connect=True)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from laps_sd import __version__
 from laps_sd.contract.choose import Residency
 from laps_sd.service import ends
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as public_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from worker_svc.engine.interface import (
     LEAST_TEMPERATURE,
+    Capacity,
     Drafter,
     FormatKind,
     OutputFormat,
     Sampling,
     Specification,
 )
-from worker_svc.runner.messages import HeldRequest, Listed, Round
+from worker_svc.metrics import MeasuredCost
+from worker_svc.runner.messages import HeldNow, HeldRequest, Listed, Round
+from worker_svc.settings import WorkerSettings
 
-__all__ = ["held_requests", "listed", "round_report", "specification"]
+__all__ = ["held_requests", "hello", "listed", "round_report", "specification"]
 
 HELLO_BYTES = 4 * 1024 * 1024
 """Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
@@ -33,6 +38,46 @@ RESIDENCIES = {
     Residency.HOST: pb.HeldRequest.RESIDENCY_HOST,
     Residency.DEVICE: pb.HeldRequest.RESIDENCY_DEVICE,
 }
+
+
+def hello(
+    settings: WorkerSettings,
+    worker_id: str,
+    capacity: Capacity,
+    fingerprint: str,
+    cost: MeasuredCost,
+    held: HeldNow,
+    *,
+    draining: bool,
+) -> pb.WorkerHello:
+    """Return the first message of a stream."""
+    base_s, sequence_s, context_s = cost.round_s
+    return pb.WorkerHello(
+        worker_id=worker_id,
+        worker_name=settings.name,
+        pool=settings.pool,
+        protocol_versions=PROTOCOL_VERSIONS,
+        software_version=__version__,
+        fingerprint=fingerprint,
+        device=capacity.device,
+        slots=capacity.slots,
+        target_blocks=capacity.target_blocks,
+        draft_blocks=capacity.draft_blocks,
+        block_size=capacity.block_size,
+        max_length=capacity.max_length,
+        max_draft_tokens=capacity.max_draft_len,
+        vocab_size=capacity.vocab_size,
+        cost=pb.CostModel(
+            round_base_s=base_s,
+            per_sequence_s=sequence_s,
+            per_context_token_s=context_s,
+            prefill_per_token_s=cost.prefill_per_token_s,
+            swap_per_token_s=cost.swap_per_token_s,
+        ),
+        held=held_requests(held.requests),
+        draining=draining,
+        last_report=held.last_report,
+    )
 
 
 def round_report(outcome: Round) -> pb.RoundReport:

@@ -30,8 +30,9 @@ class Chooser:
         # With one slot the number of the round matters.
         self._reuse_choices = reuse_choices and engine.capacity.slots > 1
         self._reserve_clock = NEW_CLOCK
-        """The clock of `laps_sd.contract.choose`; `_reserve_clock_then`: its value after the last chosen round."""
+        """The clock of `laps_sd.contract.choose`."""
         self._reserve_clock_then = NEW_CLOCK
+        """Its value once the last chosen round has run."""
         self._latched = False
 
     def choose(self, slots: int) -> tuple[tuple[str, ...], float]:

@@ -1,8 +1,8 @@
 """Rounds that survive the errors of the engine: an error of one request is its end, and only its.
 
-When a round raises, its requests run in halves until the one that raises alone is found, and that one ends with
-the error; when all of them raise, or `FAILURES_IN_A_ROW` one after another, the engine has failed: that is
-raised. When a round is too large for the device's memory, fewer requests run for a while.
+When a round raises, its requests run in halves until the one that raises alone is found, and that one ends
+with the error; when all of them raise, or `FAILURES_IN_A_ROW` one after another, the engine has failed: that
+is raised. When a round is too large for the device's memory, fewer requests run for a while.
 """
 
 from __future__ import annotations

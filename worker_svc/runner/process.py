@@ -1,4 +1,4 @@
-"""The engine in a process of its own: messages go down a pipe, which is the inbox of its runner; outcomes come up.
+"""The engine in a process of its own: a pipe is the inbox of its runner, and brings its outcomes back.
 
 A round of a small model is hundreds of short operations, and between any two of them the link's asyncio could
 take the interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two
