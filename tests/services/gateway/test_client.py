@@ -14,7 +14,8 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, _Progress, make_request
+from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, make_request
+from laps_sd.client.repair import Progress
 from laps_sd.errors import (
     DETAILS_KEY,
     AlreadyExists,
@@ -162,7 +163,7 @@ class TestAsyncClient:
     def test_what_nobody_answered_is_tried_again(self, code: grpc.StatusCode) -> None:
         """gRPC itself ends calls with CANCELLED when a server stops, although no client cancelled them."""
         error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
-        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
 
         assert progress.lost(error, 1.0) > 0.0
 
@@ -219,7 +220,7 @@ class TestAsyncClient:
     def test_the_time_to_reconnect_begins_when_the_loss_is_noticed_however_long_it_was_silent_before(
         self,
     ) -> None:
-        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
 
         assert progress.lost(None, 61.0) > 0.0
@@ -228,7 +229,7 @@ class TestAsyncClient:
             progress.lost(None, 91.1)
 
     async def test_a_full_gateway_that_a_lost_stream_comes_to_is_asked_again_when_it_says(self) -> None:
-        progress = _Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=0.0, now=0.0)
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=0.0, now=0.0)
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
 
         assert progress.lost(full_until(2.5), 2.0) == 2.5

@@ -1,0 +1,229 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from laps_sd.client.failures import is_lost
+from laps_sd.client.repair import Chosen, Event, Patience, Progress, collect
+from laps_sd.client.request import (
+    Metadata,
+    Options,
+    Prompt,
+    addresses,
+    credentials,
+    make_request,
+    make_tokenize_request,
+)
+from laps_sd.errors import LapsSdError
+from laps_sd.service.wire import Tls, make_channel
+from laps_sd.v1.inference_pb2 import (
+    CancelRequest,
+    CancelResponse,
+    Cursor,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ExplainRequest,
+    ExplainResponse,
+    Explanation,
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    Model,
+    ResumeRequest,
+    TokenizeResponse,
+)
+from laps_sd.v1.inference_pb2_grpc import InferenceStub
+
+if TYPE_CHECKING:
+    from laps_sd.v1.inference_pb2_grpc import InferenceAsyncStub
+
+__all__ = ["AsyncClient", "AsyncStream"]
+
+RECONNECT_S = 30.0
+RETRY_S = 5.0
+LEAVING_S = 2.0  # time limit of the cancel call of a client that leaves its stream early
+
+
+class AsyncStream(AsyncIterator[Event]):
+    """Asynchronous `Stream`, with `async with` and `aclose`."""
+
+    def __init__(self, events: AsyncGenerator[Chosen, None]) -> None:
+        self._events = events
+        self.choice = 0
+        """Index of the last event's output among the `n`, from 0."""
+
+    async def __anext__(self) -> Event:
+        self.choice, event = await anext(self._events)
+        return event
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the stream. Idempotent."""
+        await self._events.aclose()
+
+
+class AsyncClient:
+    """Client for asyncio. Create it inside the loop that uses it. Close it, or use it in `async with`.
+
+    Leave a stream early by its `async with`, so that its end does not wait for the garbage collector.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        metadata: Metadata = (),
+        reconnect_s: float = RECONNECT_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._channels = [make_channel(one, tls) for one in addresses(address)]
+        self._stubs: list[InferenceAsyncStub] = [InferenceStub(channel) for channel in self._channels]
+        self._at = 0
+        self._metadata = credentials(api_key, metadata)
+        self._reconnect_s = reconnect_s
+        self._retry_s = retry_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all calls."""
+        for channel in self._channels:
+            await channel.close()
+
+    async def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> GenerateResponse:
+        """Return the whole answer. `timeout_s` is the hard deadline, `time_limit_s` the soft one."""
+        events = self.stream(prompt, timeout_s=timeout_s, **options)
+        return collect([(events.choice, event) async for event in events])
+
+    def stream(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> AsyncStream:
+        """Send a prompt and return its events as they arrive."""
+        return self.send(make_request(prompt, **options), timeout_s=timeout_s)
+
+    def send(self, request: GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
+        """Send a ready request and return its events. It gets an idempotency key if it has none."""
+        return AsyncStream(self._events(request, timeout_s))
+
+    def resume(
+        self, request_id: str, cursor: Cursor | None = None, *, timeout_s: float | None = None
+    ) -> AsyncStream:
+        """Attach to an existing request and return its events."""
+        return AsyncStream(self._events(ResumeRequest(request_id=request_id, cursor=cursor), timeout_s))
+
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """End a request; return False if it had already ended."""
+        request = CancelRequest(request_id=request_id)
+        response: CancelResponse = await self._ask("Cancel", request, timeout_s, self._retry_s)
+        return response.cancelled
+
+    async def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
+        """Return why a request is where it is."""
+        request = ExplainRequest(request_id=request_id)
+        response: ExplainResponse = await self._ask("Explain", request, timeout_s, self._retry_s)
+        return response.explanation
+
+    async def models(self, *, timeout_s: float | None = None) -> list[Model]:
+        """Return the models that the gateway serves."""
+        response: ListModelsResponse = await self._ask(
+            "ListModels", ListModelsRequest(), timeout_s, self._retry_s
+        )
+        return list(response.models)
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, str]], *, timeout_s: float | None = None
+    ) -> list[int]:
+        """Return the token ids of a text or of chat messages."""
+        request = make_tokenize_request(prompt)
+        response: TokenizeResponse = await self._ask("Tokenize", request, timeout_s, self._retry_s)
+        return list(response.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """Return the text of output tokens."""
+        request = DetokenizeRequest(token_ids=token_ids)
+        response: DetokenizeResponse = await self._ask("Detokenize", request, timeout_s, self._retry_s)
+        return response.text
+
+    async def _ask(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
+        """Make a call that may be repeated, and return its response."""
+        patience = Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
+        while True:
+            left_s = patience.timeout_s(time.monotonic())
+            try:
+                return await getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                pause_s = patience.pause_s(error, time.monotonic())
+            self._at += 1
+            await asyncio.sleep(pause_s)
+
+    @property
+    def _stub(self) -> InferenceAsyncStub:
+        return self._stubs[self._at % len(self._stubs)]
+
+    async def _events(
+        self, request: GenerateRequest | ResumeRequest, timeout_s: float | None
+    ) -> AsyncGenerator[Chosen, None]:
+        progress = Progress(
+            request,
+            timeout_s=timeout_s,
+            reconnect_s=self._reconnect_s,
+            retry_s=self._retry_s,
+            now=time.monotonic(),
+        )
+        try:
+            while not progress.ended:
+                at = self._at
+                call = self._open(progress)
+                lost: grpc.RpcError | None = None
+                try:
+                    async for message in call:
+                        chosen = progress.take(message, time.monotonic())
+                        if chosen is not None:
+                            yield chosen
+                except grpc.aio.AioRpcError as error:
+                    lost = error
+                finally:
+                    call.cancel()
+                if not progress.ended:
+                    if is_lost(lost) and self._at == at:
+                        self._at += 1  # once for all streams that were lost together
+                    await asyncio.sleep(progress.lost(lost, time.monotonic()))
+        finally:
+            for request_id in progress.to_cancel:
+                with contextlib.suppress(LapsSdError):
+                    await self._ask("Cancel", CancelRequest(request_id=request_id), LEAVING_S, retry_s=0.0)
+
+    def _open(self, progress: Progress) -> Any:
+        request = progress.request()
+        timeout_s = progress.timeout_s(time.monotonic())
+        if isinstance(request, ResumeRequest):
+            return self._stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
+        return self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)

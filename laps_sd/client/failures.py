@@ -1,0 +1,82 @@
+"""The errors of failed calls, and which of them another attempt may mend. Pure."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from laps_sd.errors import (
+    DETAILS_KEY,
+    STATUS_CODES,
+    InvalidArgument,
+    LapsSdError,
+    ResourceExhausted,
+    Unavailable,
+    retry_after_s,
+)
+
+__all__ = ["error_of", "is_lost", "may_work_later", "next_pause_s"]
+
+MAX_PAUSE_S = 1.0
+LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""Status codes of a call whose gateway died, or was stopped during the call."""
+
+
+def error_of(error: grpc.RpcError) -> LapsSdError:
+    """Return the error that the server raised for a failed call."""
+    code = error.code() if hasattr(error, "code") else None
+    text = (error.details() if hasattr(error, "details") else None) or "the call failed"
+    advice = retry_after_s(error)
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            found = _violations(error)
+            return InvalidArgument(*found[0], *found[1:]) if found else InvalidArgument("", text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return ResourceExhausted(text, retry_after_s=advice)
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(text, retry_after_s=advice)
+    for kind, number in STATUS_CODES.items():
+        if number == code:
+            return kind(text)
+    return LapsSdError(f"{code.name}: {text}" if code is not None else text)
+
+
+def _violations(error: grpc.RpcError) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    for key, value in trailing or ():
+        if key != DETAILS_KEY:
+            continue
+        for packed in status_pb2.Status.FromString(value).details:
+            bad_request = error_details_pb2.BadRequest()
+            if packed.Unpack(bad_request):
+                found.extend(
+                    (violation.field, violation.description) for violation in bad_request.field_violations
+                )
+    return found
+
+
+def is_lost(error: grpc.RpcError | None) -> bool:
+    """Return whether another address may answer although this one did not."""
+    return error is None or (hasattr(error, "code") and error.code() in LOST)
+
+
+def may_work_later(error: grpc.RpcError) -> bool:
+    """Return whether no server answered, or the answer advises when to retry."""
+    if is_lost(error):
+        return True
+    exhausted = hasattr(error, "code") and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return exhausted and retry_after_s(error) is not None
+
+
+def next_pause_s(error: grpc.RpcError | None, attempts: int) -> float:
+    """Return the seconds of the pause.
+
+    It doubles with each attempt, and is at least as long as the server advises; part of it is random, so that
+    clients do not all retry at once.
+    """
+    advice = retry_after_s(error) if error is not None else None
+    return max(advice or 0.0, min(MAX_PAUSE_S, 0.02 * 2.0 ** min(attempts, 10)) * random.uniform(0.5, 1.0))

@@ -1,0 +1,143 @@
+"""The request of a call: the prompt, the options, and the message made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Literal, TypeAlias, TypedDict, Unpack
+
+from laps_sd.v1.inference_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    GenerateRequest,
+    OutputFormat,
+    SamplingParams,
+    Speculation,
+    TokenIds,
+    TokenizeRequest,
+)
+
+__all__ = [
+    "Metadata",
+    "Options",
+    "Prompt",
+    "addresses",
+    "credentials",
+    "make_request",
+    "make_tokenize_request",
+]
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+
+DRAFTERS = {"model": Speculation.DRAFTER_MODEL, "lookup": Speculation.DRAFTER_LOOKUP}
+
+
+class Options(TypedDict, total=False):
+    """All fields of a request except its prompt; see `GenerateRequest` for the meaning."""
+
+    model: str
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    idempotency_key: str
+    priority: int
+    time_limit_s: float
+    deadline: datetime
+    """Hard deadline by the gateway's clock, also while no client is connected.
+
+    `timeout_s` limits the call.
+    """
+    speculation: Literal["auto", "off"] | int
+    """Mode of speculation; a number is the longest draft in tokens."""
+    drafter: Literal["model", "lookup"]
+    """Source of the draft tokens."""
+    output_format: OutputFormat
+    expected_output_tokens: int
+    workload_class: str
+    keep: bool
+    logprobs: int
+    n: int
+    """Number of outputs for the one prompt."""
+
+
+def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
+    """Return the message for a prompt and its options. Absent options stay absent."""
+    stop = options.get("stop", ())
+    sampling = SamplingParams(
+        max_tokens=options.get("max_tokens"),
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        top_k=options.get("top_k"),
+        min_p=options.get("min_p"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        logit_bias=options.get("logit_bias"),
+        seed=options.get("seed"),
+        stop=[stop] if isinstance(stop, str) else stop,
+        ignore_eos=options.get("ignore_eos"),
+    )
+    time_limit_s = options.get("time_limit_s")
+    deadline = options.get("deadline")
+    request = GenerateRequest(
+        model=options.get("model", ""),
+        sampling=sampling if sampling.ByteSize() else None,
+        idempotency_key=options.get("idempotency_key", ""),
+        priority=options.get("priority"),
+        time_limit_ms=None if time_limit_s is None else round(time_limit_s * 1000),
+        deadline_unix_ms=None if deadline is None else round(deadline.timestamp() * 1000),
+        expected_output_tokens=options.get("expected_output_tokens"),
+        workload_class=options.get("workload_class", ""),
+        keep=options.get("keep", False),
+        logprobs=options.get("logprobs"),
+        n=options.get("n"),
+        output_format=options.get("output_format"),
+    )
+    speculation = options.get("speculation", "auto")
+    if speculation == "off":
+        request.speculation.mode = Speculation.MODE_OFF
+    elif speculation != "auto":
+        request.speculation.CopyFrom(Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=speculation))
+    if "drafter" in options:
+        request.speculation.drafter = DRAFTERS[options["drafter"]]
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], int):
+        request.token_ids.CopyFrom(TokenIds(ids=[token for token in prompt if isinstance(token, int)]))
+    else:
+        messages = [message for message in prompt if isinstance(message, Mapping)]
+        request.messages.CopyFrom(
+            ChatMessages(messages=[ChatMessage(role=m["role"], content=m["content"]) for m in messages])
+        )
+    return request
+
+
+def make_tokenize_request(prompt: str | Sequence[Mapping[str, str]]) -> TokenizeRequest:
+    """Return the message that asks for the token ids of a text or of chat messages."""
+    made = make_request(prompt)
+    if isinstance(prompt, str):
+        return TokenizeRequest(text=made.text)
+    return TokenizeRequest(messages=made.messages)
+
+
+def credentials(api_key: str | None, metadata: Metadata) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of every call: the caller's, and the API key if there is one."""
+    return (*metadata, ("authorization", f"Bearer {api_key}")) if api_key else tuple(metadata)
+
+
+def addresses(address: str | Sequence[str]) -> list[str]:
+    """Return one or several addresses as a list. Raise ValueError if there is none."""
+    found = [address] if isinstance(address, str) else list(address)
+    if not found:
+        raise ValueError("a client needs the address of a gateway")
+    return found
