@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-import grpc
 import typer
 
-from laps_sd.client import ChannelClient
-from laps_sd.errors import LapsSdError
+from laps_sd.client import Client
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.v1 import inference_pb2_grpc
+
+LIST_TIMEOUT_S = 10.0
 
 ModelOption = Annotated[str, typer.Option(help="Model name; empty: the gateway's only model.")]
 SystemOption = Annotated[
@@ -95,52 +94,34 @@ def request(
     return made
 
 
-def models(
-    stub: inference_pb2_grpc.InferenceStub, model: str, credentials: tuple[tuple[str, str], ...]
-) -> list[pb.Model]:
-    """The models of that name; all, where none is named."""
-    listed = stub.ListModels(pb.ListModelsRequest(), timeout=10, metadata=credentials).models
-    return [each for each in listed if model in ("", each.name)]
+def models(client: Client, name: str) -> list[pb.Model]:
+    """Return the models of that name, or all of them if it is empty."""
+    return [model for model in client.models(timeout_s=LIST_TIMEOUT_S) if name in ("", model.name)]
 
 
-def has_template(
-    stub: inference_pb2_grpc.InferenceStub, model: str, credentials: tuple[tuple[str, str], ...]
-) -> bool:
-    """Whether the model takes chat messages."""
-    return any(each.has_chat_template for each in models(stub, model, credentials))
+def has_template(client: Client, name: str) -> bool:
+    """Return whether a model of that name takes chat messages."""
+    return any(model.has_chat_template for model in models(client, name))
 
 
 class Answer:
-    """The messages of a request as they come. Once it is accepted, a lost connection is repaired."""
+    """The messages of a request as they arrive. After acceptance, a lost connection is repaired."""
 
-    def __init__(
-        self,
-        channel: grpc.Channel,
-        request: pb.GenerateRequest,
-        *,
-        timeout: float | None,
-        credentials: tuple[tuple[str, str], ...],
-    ) -> None:
-        """`channel` is the caller's. Nothing is sent before the first message is read."""
-        client = ChannelClient(channel, metadata=credentials, retry_s=0.0)
+    def __init__(self, client: Client, request: pb.GenerateRequest, *, timeout: float | None) -> None:
+        """Prepare the call. Nothing is sent before the first message is read."""
         self._events = client.send(request, timeout_s=timeout)
 
     def __iter__(self) -> Iterator[pb.GenerateEvent]:
-        """Raises the grpc.RpcError that the call failed with; LapsSdError where there was none."""
-        try:
-            for event in self._events:
-                match event:
-                    case pb.Accepted():
-                        yield pb.GenerateEvent(accepted=event)
-                    case pb.Delta():
-                        yield pb.GenerateEvent(delta=event)
-                    case pb.Ended():
-                        yield pb.GenerateEvent(end=event)
-        except LapsSdError as error:
-            if isinstance(error.__cause__, grpc.RpcError):
-                raise error.__cause__ from None
-            raise
+        """Yield the messages. Raise LapsSdError if the call fails."""
+        for event in self._events:
+            match event:
+                case pb.Accepted():
+                    yield pb.GenerateEvent(accepted=event)
+                case pb.Delta():
+                    yield pb.GenerateEvent(delta=event)
+                case pb.Ended():
+                    yield pb.GenerateEvent(end=event)
 
     def cancel(self) -> None:
-        """Give the answer up; no effect at its end."""
+        """Cancel the request, unless it has ended."""
         self._events.close()

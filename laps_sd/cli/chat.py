@@ -8,13 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
-import grpc
 import typer
 
 from laps_sd.cli import ask, dial, generate
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.v1 import inference_pb2_grpc
 
 PROMPT = "> "
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
@@ -59,16 +57,14 @@ def chat(
     if system is not None:
         template.messages.messages.add(role="system", content=system)
     interactive = sys.stdin.isatty()
-    credentials = dial.metadata(api_key)
-    with dial.channel(url, tls_ca, name=tls_name) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        models = ask.models(stub, model, credentials)
+    with dial.client(url, tls_ca, name=tls_name, api_key=api_key) as client:
+        models = ask.models(client, model)
         if models and not any(each.has_chat_template for each in models):
             raise StartupError(
                 f"The model {models[0].name!r} has no chat template: `laps-sd generate --raw` takes plain text."
             )
         talk = Conversation(
-            lambda request: ask.Answer(channel, request, timeout=timeout, credentials=credentials),
+            lambda request: ask.Answer(client, request, timeout=timeout),
             template,
             stats=stats,
         )
@@ -91,7 +87,7 @@ def _take(talk: Conversation, line: str, *, interactive: bool, timeout: float | 
         try:
             with dial.within(timeout):
                 answered = talk.say(line)
-        except (grpc.RpcError, LapsSdError) as error:
+        except LapsSdError as error:
             if not interactive:
                 raise
             print(f"laps-sd: {dial.with_next_step(error)}", file=sys.stderr)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import grpc
 import typer
 
+from laps_sd.client import Client
 from laps_sd.errors import LapsSdError, describe
 from laps_sd.service.leader_link import Candidates, named_leader
 from laps_sd.service.wire import Tls, channel_options
@@ -70,11 +72,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 Reply = TypeVar("Reply")
 
 
-@contextmanager
-def channel(
-    url: str, ca: Path | None = None, tls: Tls | None = None, name: str = ""
-) -> Iterator[grpc.Channel]:
-    """A channel to host:port; the schemes grpcs and https mean TLS, and so does any file. `name`: see TlsNameOption."""
+def endpoint(url: str, files: Tls, name: str = "") -> tuple[str, Tls | None]:
+    """Return host:port of a URL and how to dial it with TLS; None for plain text.
+
+    The schemes grpcs and https mean TLS, and so does any file. `name`: see TlsNameOption.
+    """
     scheme, _, address = url.rpartition("://")
     address = address.rstrip("/")
     host, _, port = address.rpartition(":")
@@ -82,14 +84,33 @@ def channel(
         raise typer.BadParameter(
             f"an address is host:port, as {GATEWAY}, or grpcs://host:port for TLS; got {url!r}"
         )
-    tls = tls or Tls(ca=ca)
-    if scheme in SECURE or tls != Tls():
-        options: list[tuple[str, int | str]] = [*channel_options()]
-        if name:
-            options.append(("grpc.ssl_target_name_override", name))
-        made = grpc.secure_channel(address, tls.channel_credentials(), options=options)
+    secure = scheme in SECURE or files != Tls()
+    return address, replace(files, server_name=name) if secure else None
+
+
+@contextmanager
+def client(
+    url: str, ca: Path | None = None, *, name: str = "", api_key: str | None = None
+) -> Iterator[Client]:
+    """Open a client of a gateway. A call that fails before it is accepted is not repeated."""
+    address, tls = endpoint(url, Tls(ca=ca), name)
+    with Client(address, tls=tls, api_key=api_key, retry_s=0.0) as made:
+        yield made
+
+
+@contextmanager
+def channel(
+    url: str, ca: Path | None = None, tls: Tls | None = None, name: str = ""
+) -> Iterator[grpc.Channel]:
+    """Open a channel; the arguments are those of `endpoint`."""
+    address, secure = endpoint(url, tls or Tls(ca=ca), name)
+    options = channel_options()
+    if secure is None:
+        made = grpc.insecure_channel(address, options=options)
     else:
-        made = grpc.insecure_channel(address, options=channel_options())
+        made = grpc.secure_channel(
+            address, secure.channel_credentials(), options=[*options, *secure.channel_options()]
+        )
     with made:
         yield made
 
@@ -130,7 +151,7 @@ def call_leader(
 
 def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
     """What failed, and what to do about it where the call did not reach what it was meant for."""
-    sentence = f"{error.code.name}: {error}" if isinstance(error, LapsSdError) else describe(error)
+    sentence = _sentence(error)
     if notes := getattr(error, "__notes__", ()):
         return f"{sentence}. {' '.join(notes)}"
     said = sentence.lower()
@@ -152,6 +173,16 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
             "answers generate, chat and explain; a scheduler (--scheduler, usually port 50052) queue, workers and drain."
         )
     return sentence
+
+
+def _sentence(error: grpc.RpcError | LapsSdError) -> str:
+    match error:
+        case LapsSdError(__cause__=grpc.RpcError() as call):
+            return describe(call)
+        case LapsSdError():
+            return f"{error.code.name}: {error}"
+        case _:
+            return describe(error)
 
 
 def _code_of(error: grpc.RpcError | LapsSdError) -> grpc.StatusCode | None:

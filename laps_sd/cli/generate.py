@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterable
 from typing import Annotated, TextIO
 
-import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
 from laps_sd.cli import ask, dial
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
-from laps_sd.v1 import inference_pb2_grpc
+
+DEMO_TIMEOUT_S = 120.0
 
 
 def generate(
@@ -70,11 +70,9 @@ def generate(
     request.keep = keep
     if expected_tokens is not None:
         request.expected_output_tokens = expected_tokens
-    with dial.channel(url, tls_ca, name=tls_name) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        credentials = dial.metadata(api_key)
-        put_prompt(request, text, system=system, chat=not raw and ask.has_template(stub, model, credentials))
-        events = ask.Answer(channel, request, timeout=timeout, credentials=credentials)
+    with dial.client(url, tls_ca, name=tls_name, api_key=api_key) as client:
+        put_prompt(request, text, system=system, chat=not raw and ask.has_template(client, model))
+        events = ask.Answer(client, request, timeout=timeout)
         try:
             with dial.within(timeout):
                 ended = print_json(events) if as_json else print_text(events)
@@ -153,8 +151,6 @@ def demo(
 ) -> pb.Ended | None:
     """The request that `laps-sd up` shows."""
     request = pb.GenerateRequest(model=model, sampling=pb.SamplingParams(max_tokens=max_tokens, seed=seed))
-    with grpc.insecure_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        credentials = dial.metadata(api_key)
-        put_prompt(request, prompt, chat=ask.has_template(stub, model, credentials))
-        return print_text(stub.GenerateStream(request, timeout=120, metadata=credentials))
+    with dial.client(address, api_key=api_key) as client:
+        put_prompt(request, prompt, chat=ask.has_template(client, model))
+        return print_text(ask.Answer(client, request, timeout=DEMO_TIMEOUT_S))

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-import grpc
 import typer
 from rich.console import Console
 from rich.status import Status
 
 from laps_sd.cli import dial, generate, operate
+from laps_sd.errors import LapsSdError
 from laps_sd.service.config import PREFIX, unknown_sentences
 from laps_sd.stack.local import LocalStack, Ports, Progress, StackOptions
 from laps_sd.stack.record_watch import RecordWatch
@@ -242,7 +242,7 @@ def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None
             seed=DEMO_SEED,
             api_key=api_key,
         )
-    except grpc.RpcError as error:  # a gateway that was killed meanwhile, for one: it comes back
+    except LapsSdError as error:  # a gateway that was killed meanwhile, for one: it comes back
         console.print(f"laps-sd: {dial.with_next_step(error)}", markup=False, soft_wrap=True)
 
 

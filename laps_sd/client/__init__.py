@@ -29,7 +29,7 @@ With `n` outputs, their events arrive interleaved; `events.choice` is the index 
 """
 
 from laps_sd.client.aio import AsyncClient, AsyncStream
-from laps_sd.client.blocking import ChannelClient, Client, Stream
+from laps_sd.client.blocking import Client, Stream
 from laps_sd.client.failures import error_of
 from laps_sd.client.repair import Event
 from laps_sd.client.request import Options, Prompt, make_request
@@ -39,7 +39,6 @@ __all__ = [
     "Accepted",
     "AsyncClient",
     "AsyncStream",
-    "ChannelClient",
     "Client",
     "Cursor",
     "Delta",

@@ -44,7 +44,7 @@ from laps_sd.v1.inference_pb2 import (
 )
 from laps_sd.v1.inference_pb2_grpc import InferenceStub
 
-__all__ = ["ChannelClient", "Client", "Stream"]
+__all__ = ["Client", "Stream"]
 
 
 class Stream(Iterator[Event]):
@@ -92,7 +92,9 @@ class Client:
         self._channels = [
             grpc.insecure_channel(one, options=options)
             if tls is None
-            else grpc.secure_channel(one, tls.channel_credentials(), options=options)
+            else grpc.secure_channel(
+                one, tls.channel_credentials(), options=[*options, *tls.channel_options()]
+            )
             for one in addresses(address)
         ]
         self._use(self._channels, credentials(api_key, metadata), reconnect_s, retry_s)
@@ -226,18 +228,3 @@ class Client:
         if isinstance(request, ResumeRequest):
             return self._stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
         return self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
-
-
-class ChannelClient(Client):
-    """`Client` over one channel that the caller creates and closes."""
-
-    def __init__(
-        self,
-        channel: grpc.Channel,
-        *,
-        metadata: Metadata = (),
-        reconnect_s: float = RECONNECT_S,
-        retry_s: float = RETRY_S,
-    ) -> None:
-        self._channels = []
-        self._use([channel], metadata, reconnect_s, retry_s)

@@ -91,6 +91,8 @@ class Tls:
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
+    server_name: str = ""
+    """Name that the server's certificate must have, if it is not the host of the address that is dialled."""
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return a listener's credentials; with `ca`, clients must show a certificate of it (mutual TLS)."""
@@ -107,6 +109,10 @@ class Tls:
         return grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
         )
+
+    def channel_options(self) -> list[tuple[str, str]]:
+        """Return the options of a dialler's channel that belong to its TLS."""
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
 
 def _read(path: Path | None) -> bytes | None:
@@ -177,7 +183,9 @@ def make_channel(
     options = channel_options(max_message_bytes)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+    return grpc.aio.secure_channel(
+        address, tls.channel_credentials(), options=[*options, *tls.channel_options()]
+    )
 
 
 async def reach(channel: grpc.aio.Channel) -> bool:
