@@ -24,7 +24,8 @@ import redis.asyncio as redis_client
 
 from bench._clients import Outcome
 from bench._proxy import BOTH, Direction, Proxy
-from laps_sd.stack.local import LocalStack, is_serving
+from laps_sd.stack.local import LocalStack
+from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
 PATIENCE_S = 2.0

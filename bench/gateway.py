@@ -36,7 +36,7 @@ from bench._arrivals import Arrivals, GrpcArrivals, HttpArrivals
 from bench.report import about, finish, progress, table
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.service.wire import server_options
-from laps_sd.stack.local import is_serving
+from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import gateway_link_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb

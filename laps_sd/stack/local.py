@@ -29,18 +29,16 @@ from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from laps_sd.errors import StartupError
 from laps_sd.service.config import PREFIX
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.service.wire import Tls
 from laps_sd.stack.children import Child, ChildDied
+from laps_sd.stack.ports import FREE_PORTS, HOST, PortPlan, Ports
+from laps_sd.stack.readiness import answers_ping, is_serving
 
-__all__ = ["LocalStack", "NotReady", "Ports", "StackOptions"]
+__all__ = ["Front", "LocalStack", "NotReady", "Progress", "StackOptions"]
 
-HOST = "127.0.0.1"
 START_TIMEOUT_S = 90.0
 """A worker that loads a large model from a slow disk needs most of it; the demo pair needs three seconds."""
 START_TIMEOUT_EACH_S = 3.0
@@ -53,9 +51,8 @@ CONNECT_TIMEOUT_S = 5.0
 
 Progress = Callable[[str, Literal["starting", "ready", "stopping"], float], None]
 """Callback with component, state and seconds since the start (or stop) began."""
-
-
 Front = Callable[[str, str], str]
+"""Function from a component's name and address to the address to dial instead; see `LocalStack`."""
 
 
 def _direct(name: str, address: str) -> str:
@@ -69,28 +66,6 @@ def _silent(name: str, state: str, seconds: float) -> None:
 
 class NotReady(StartupError):
     """Error for a component that lives, but does not become ready."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ports:
-    """Ports to listen on; 0 takes a free port. Workers and further replicas always take free ones."""
-
-    gateway: int = 50051
-    http: int = 8000
-    scheduler: int = 50052
-    valkey: int = 0
-    metrics: int | None = 9090
-    """First of the metrics ports, one per process (gateways, schedulers, workers). None: free ones."""
-
-
-FREE_PORTS = Ports(gateway=0, http=0, scheduler=0, valkey=0, metrics=None)
-
-FLAGS = {
-    "gateway": "--gateway-port",
-    "http": "--http-port",
-    "scheduler": "--scheduler-port",
-    "metrics": "--metrics-port",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +233,7 @@ class LocalStack:
         self._began = time.monotonic()
         self._check_models()
         self._check_record()
-        ports = _PortPlan(self._wanted)
+        ports = PortPlan(self._wanted)
         self.dir = Path(tempfile.mkdtemp(prefix="laps-sd-"))
         try:
             self._plan(ports)
@@ -343,7 +318,7 @@ class LocalStack:
     def add_worker(self, *, shard: str | None = None, wait: bool = True) -> str:
         """Add a worker, to the first shard by default, and return its name."""
         name = f"worker-{self._count('worker')}"
-        self._plan_worker(name, shard or self.options.shard, _PortPlan(FREE_PORTS))
+        self._plan_worker(name, shard or self.options.shard, PortPlan(FREE_PORTS))
         self._began = time.monotonic()
         self._launch(self.children[name])
         if wait:
@@ -356,7 +331,7 @@ class LocalStack:
         On return they are ready and gateways may use the shard.
         """
         shard = f"s{len(set(self._shards.values()))}"
-        ports = _PortPlan(FREE_PORTS)
+        ports = PortPlan(FREE_PORTS)
         schedulers = [f"scheduler-{self._count('scheduler') + n}" for n in range(self.options.schedulers)]
         workers = [f"worker-{self._count('worker') + n}" for n in range(self.options.workers)]
         for name in schedulers:
@@ -381,7 +356,7 @@ class LocalStack:
         """Return whether the component is ready now."""
         name = self._full(name)
         if name == "valkey":
-            return _answers_ping(self._valkey_port)
+            return answers_ping(self._valkey_port)
         # Of several schedulers only the leader is ready; a gateway's readiness implies that there is a
         # leader.
         standby = name.startswith("scheduler-") and self.options.schedulers > 1
@@ -432,7 +407,7 @@ class LocalStack:
                 "--redis-url, or leave that out for an embedded one."
             ) from None
 
-    def _plan(self, ports: _PortPlan) -> None:
+    def _plan(self, ports: PortPlan) -> None:
         """Name every child and choose its ports; nothing runs yet."""
         options = self.options
         if options.redis_url is None:
@@ -468,7 +443,7 @@ class LocalStack:
         for name in schedulers:
             self._plan_scheduler(name, self._shards[name], ports)
 
-    def _plan_scheduler(self, name: str, shard: str, ports: _PortPlan) -> None:
+    def _plan_scheduler(self, name: str, shard: str, ports: PortPlan) -> None:
         self._shards[name] = shard
         if name not in self._addresses:
             self._place_scheduler(name, ports.free())
@@ -480,7 +455,7 @@ class LocalStack:
         }
         self._add_service(name, "scheduler_svc", shard, ports, settings)
 
-    def _plan_worker(self, name: str, shard: str, ports: _PortPlan) -> None:
+    def _plan_worker(self, name: str, shard: str, ports: PortPlan) -> None:
         self._shards[name] = shard
         self._add_service(name, "worker_svc", shard, ports, self._worker_settings(name, shard))
 
@@ -523,7 +498,7 @@ class LocalStack:
         }
 
     def _add_service(
-        self, name: str, module: str, shard: str, ports: _PortPlan, settings: Mapping[str, object]
+        self, name: str, module: str, shard: str, ports: PortPlan, settings: Mapping[str, object]
     ) -> None:
         if name not in self._addresses:
             self._addresses[name] = f"{HOST}:{ports.free()}"
@@ -588,86 +563,3 @@ class LocalStack:
                 )
             if waiting:
                 time.sleep(EVERY_S)
-
-
-class _PortPlan:
-    """Allocation of ports, which refuses a port in use before anything has started."""
-
-    def __init__(self, wanted: Ports) -> None:
-        self._wanted = wanted
-        self._next_metrics = wanted.metrics
-        self._given: set[int] = set()
-        for what in FLAGS:
-            port = getattr(wanted, what)
-            if port:
-                self._check(what, port)
-
-    def take(self, what: str) -> int:
-        """Return the wanted port for `what`, or a free one."""
-        if what == "metrics":
-            if self._next_metrics is None:
-                return self.free()
-            port, self._next_metrics = self._next_metrics, self._next_metrics + 1
-            self._check("metrics", port)
-        else:
-            port = getattr(self._wanted, what) or self.free()
-        self._given.add(port)
-        return port
-
-    def free(self) -> int:
-        """Return a port on which no process listens and which was not allocated here before."""
-        while True:
-            with socket.socket() as probe:
-                probe.bind((HOST, 0))
-                port = int(probe.getsockname()[1])
-            if port not in self._given:
-                self._given.add(port)
-                return port
-
-    def _check(self, what: str, port: int) -> None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError as error:
-                raise StartupError(
-                    f"port {port} is in use: the {what} cannot listen there ({error.strerror}); "
-                    f"choose another with {FLAGS[what]}."
-                ) from None
-
-
-def is_serving(
-    address: str, service: str = "readiness", timeout_s: float = 1.0, *, tls: Tls | None = None
-) -> bool:
-    """Return whether a server answers health checks with SERVING.
-
-    Each check uses a new channel: no back-off from earlier failures.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        # Cheaper than a channel while no server listens yet.
-        socket.create_connection((host, int(port)), timeout_s).close()
-    except OSError:
-        return False
-    with (
-        grpc.insecure_channel(address)
-        if tls is None
-        else grpc.secure_channel(address, tls.channel_credentials())
-    ) as channel:
-        try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
-            )
-        except grpc.RpcError:
-            return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _answers_ping(port: int) -> bool:
-    try:
-        with socket.create_connection((HOST, port), 1.0) as connection:
-            connection.settimeout(1.0)
-            connection.sendall(b"PING\r\n")
-            return connection.recv(64).startswith(b"+PONG")  # -LOADING while it reads its file
-    except OSError:
-        return False

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laps_sd.client import Client, Delta
-from laps_sd.stack.local import LocalStack, is_serving
+from laps_sd.stack.local import LocalStack
+from laps_sd.stack.readiness import is_serving
 from laps_sd.v1.inference_pb2 import GenerateResponse
 from tests.conftest import StackMaker
 

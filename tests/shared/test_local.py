@@ -15,7 +15,9 @@ import pytest
 
 from laps_sd.errors import StartupError
 from laps_sd.stack.children import ChildDied
-from laps_sd.stack.local import LocalStack, Ports, is_serving
+from laps_sd.stack.local import LocalStack
+from laps_sd.stack.ports import Ports
+from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.helpers import free_port, wait_until
 

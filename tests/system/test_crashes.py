@@ -18,7 +18,8 @@ import grpc.aio
 import pytest
 
 from demo.prompts import demo_prompts
-from laps_sd.stack.local import LocalStack, is_serving
+from laps_sd.stack.local import LocalStack
+from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 from tests.conftest import StackMaker

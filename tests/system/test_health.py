@@ -16,7 +16,8 @@ import redis
 
 from laps_sd.client import Client
 from laps_sd.errors import LapsSdError, ResourceExhausted, Unavailable
-from laps_sd.stack.local import LocalStack, is_serving
+from laps_sd.stack.local import LocalStack
+from laps_sd.stack.readiness import is_serving
 from tests.helpers import wait_until
 
 LIMIT = 3

@@ -1,0 +1,80 @@
+"""The ports of a stack: what is wanted, and what each component gets."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from laps_sd.errors import StartupError
+
+__all__ = ["FREE_PORTS", "HOST", "PortPlan", "Ports"]
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Ports to listen on; 0 takes a free port. Workers and further replicas always take free ones."""
+
+    gateway: int = 50051
+    http: int = 8000
+    scheduler: int = 50052
+    valkey: int = 0
+    metrics: int | None = 9090
+    """First of the metrics ports, one per process (gateways, schedulers, workers). None: free ones."""
+
+
+FREE_PORTS = Ports(gateway=0, http=0, scheduler=0, valkey=0, metrics=None)
+
+FLAGS = {
+    "gateway": "--gateway-port",
+    "http": "--http-port",
+    "scheduler": "--scheduler-port",
+    "metrics": "--metrics-port",
+}
+
+
+class PortPlan:
+    """Allocation of ports, which refuses a port in use before anything has started."""
+
+    def __init__(self, wanted: Ports) -> None:
+        self._wanted = wanted
+        self._next_metrics = wanted.metrics
+        self._given: set[int] = set()
+        for what in FLAGS:
+            port = getattr(wanted, what)
+            if port:
+                self._check(what, port)
+
+    def take(self, what: str) -> int:
+        """Return the wanted port for `what`, or a free one."""
+        if what == "metrics":
+            if self._next_metrics is None:
+                return self.free()
+            port, self._next_metrics = self._next_metrics, self._next_metrics + 1
+            self._check("metrics", port)
+        else:
+            port = getattr(self._wanted, what) or self.free()
+        self._given.add(port)
+        return port
+
+    def free(self) -> int:
+        """Return a port on which no process listens and which was not allocated here before."""
+        while True:
+            with socket.socket() as probe:
+                probe.bind((HOST, 0))
+                port = int(probe.getsockname()[1])
+            if port not in self._given:
+                self._given.add(port)
+                return port
+
+    def _check(self, what: str, port: int) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError as error:
+                raise StartupError(
+                    f"port {port} is in use: the {what} cannot listen there ({error.strerror}); "
+                    f"choose another with {FLAGS[what]}."
+                ) from None
