@@ -1,4 +1,4 @@
-"""All commands, and how their errors look: one sentence on stderr and a non-zero exit."""
+"""All commands. An error is one sentence on stderr and a non-zero exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from laps_sd.service.config import ConfigError
 
 app = typer.Typer(
     name="laps-sd",
-    help="LAPS-SD serves language models with speculative decoding; requests are ordered by live acceptance.",
+    help="LAPS-SD serves language models with speculative decoding, in order of live acceptance.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -40,28 +40,28 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 """The arguments belong to the program that is run, --help included."""
 
 
-def _become(module: str, context: typer.Context, extra: str) -> NoReturn:
+def _exec(module: str, context: typer.Context, extra: str) -> NoReturn:
     if importlib.util.find_spec(module) is None:
-        raise StartupError(f"The {extra} is not installed here: pip install 'laps-sd[{extra}]'.")
+        raise StartupError(f"The {extra} is not installed: pip install 'laps-sd[{extra}]'.")
     os.execv(sys.executable, [sys.executable, "-m", module, *context.args])  # noqa: S606  this process becomes it
 
 
 @app.command(context_settings=PASS_ON)
 def gateway(context: typer.Context) -> None:
     """Run one gateway. `laps-sd gateway --help` lists its settings."""
-    _become("gateway", context, "gateway")
+    _exec("gateway", context, "gateway")
 
 
 @app.command(context_settings=PASS_ON)
 def scheduler(context: typer.Context) -> None:
     """Run one scheduler. `laps-sd scheduler --help` lists its settings."""
-    _become("scheduler_svc", context, "scheduler")
+    _exec("scheduler_svc", context, "scheduler")
 
 
 @app.command(context_settings=PASS_ON)
 def worker(context: typer.Context) -> None:
     """Run one worker. `laps-sd worker --help` lists its settings."""
-    _become("worker_svc", context, "worker")
+    _exec("worker_svc", context, "worker")
 
 
 @app.command(context_settings=PASS_ON)
@@ -86,7 +86,7 @@ def bench(
 
 
 def _checkout() -> Path:
-    """The working tree this command belongs to, or is called in."""
+    """Return the checkout that contains the current directory or this file."""
     for start in (Path.cwd(), Path(__file__).parent):
         for folder in (start, *start.parents):
             if (folder / "bench").is_dir() and (folder / "laps_sd" / "cli").is_dir():
@@ -108,7 +108,7 @@ def version() -> None:
 
 
 def run() -> NoReturn:
-    """Runs the command line; every expected failure is one sentence."""
+    """Run the command line. Print an expected error as one sentence."""
     try:
         # Shell completion looks for this name, however the program was started.
         app(prog_name="laps-sd", standalone_mode=True)

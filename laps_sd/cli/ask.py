@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: the options of a request, the request made of them, and its answer."""
+"""Options of a request, the request made of them, and its answer: shared by `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,29 @@ SystemOption = Annotated[
 ]
 MaxTokensOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Output tokens at most (default: the gateway's).", show_default=False),
+    typer.Option(min=1, help="Maximum number of output tokens (default: the gateway's).", show_default=False),
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option(min=0.0, help="0 is greedy (default: 1).", show_default=False)
+    float | None,
+    typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default: 1).", show_default=False),
 ]
 TopPOption = Annotated[
-    float | None, typer.Option(min=0.0, max=1.0, help="Nucleus (default: 1, off).", show_default=False)
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Nucleus sampling (default: 1, off).", show_default=False),
 ]
 TopKOption = Annotated[
-    int | None, typer.Option(min=0, help="Most likely tokens only (default: 0, off).", show_default=False)
+    int | None,
+    typer.Option(
+        min=0, help="Sample among this many most likely tokens (default: 0, off).", show_default=False
+    ),
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option(min=0, help="Same seed, same text (default: the server's).", show_default=False),
+    typer.Option(
+        min=0,
+        help="Random seed; the same seed gives the same text (default: chosen by the server).",
+        show_default=False,
+    ),
 ]
 StopOption = Annotated[
     list[str] | None, typer.Option(help="String that ends the text; may be repeated.", show_default=False)
@@ -42,23 +51,25 @@ PriorityOption = Annotated[
 TimeLimitOption = Annotated[
     float | None,
     typer.Option(
-        min=0.001, help="Seconds until generation stops with what exists (none).", show_default=False
+        min=0.001,
+        help="Soft limit: generation stops after this many seconds, and the text so far is the answer (none).",
+        show_default=False,
     ),
 ]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Hard deadline of the call, seconds (none).", show_default=False),
+    typer.Option(min=0.001, help="Hard deadline of the call in seconds (none).", show_default=False),
 ]
 DraftTokensOption = Annotated[
     int | None,
-    typer.Option(min=0, help="Draft tokens per round at most; 0: plain decoding.", show_default=False),
+    typer.Option(min=0, help="Maximum draft tokens per round; 0: no speculation.", show_default=False),
 ]
 ClassOption = Annotated[
-    str, typer.Option("--class", help="Kind of work; requests of a kind share estimates.")
+    str, typer.Option("--class", help="Workload class; requests of one class share their estimates.")
 ]
 
 
-def request(
+def make_request(
     *,
     model: str,
     max_tokens: int | None,
@@ -72,7 +83,7 @@ def request(
     draft_tokens: int | None,
     workload_class: str,
 ) -> pb.GenerateRequest:
-    """A request without its prompt."""
+    """Return a request without its prompt."""
     made = pb.GenerateRequest(
         model=model,
         sampling=pb.SamplingParams(

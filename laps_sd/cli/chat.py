@@ -15,7 +15,7 @@ from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.v1 import inference_pb2 as pb
 
 PROMPT = "> "
-HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
+HELP = "/reset clears the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
 
 
 def chat(
@@ -34,14 +34,17 @@ def chat(
     draft_tokens: ask.DraftTokensOption = None,
     workload_class: ask.ClassOption = "",
     stats: Annotated[
-        bool, typer.Option("--stats", help="After each answer say on stderr what speculation did.")
+        bool, typer.Option("--stats", help="After each answer, print statistics of speculation on stderr.")
     ] = False,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
     tls_name: dial.TlsNameOption = "",
 ) -> None:
-    """Talk with a model: /reset forgets, /quit or Ctrl-D ends. Without a terminal, answer each line of stdin."""
-    template = ask.request(
+    """Chat with a model: /reset clears the history, /quit or Ctrl-D ends.
+
+    Without a terminal, each line of stdin is a message.
+    """
+    template = ask.make_request(
         model=model,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -71,12 +74,12 @@ def chat(
         if interactive:
             print(HELP, file=sys.stderr)
         for line in _typed_lines() if interactive else sys.stdin:
-            if not _take(talk, line.strip(), interactive=interactive, timeout=timeout):
+            if not _handle_line(talk, line.strip(), interactive=interactive, timeout=timeout):
                 break
 
 
-def _take(talk: Conversation, line: str, *, interactive: bool, timeout: float | None) -> bool:
-    """One line: a command or a message. False ends the conversation."""
+def _handle_line(talk: Conversation, line: str, *, interactive: bool, timeout: float | None) -> bool:
+    """Run one line, a command or a message. Return False if the conversation ends."""
     if line == "/quit":
         return False
     if line == "/reset":
@@ -98,7 +101,7 @@ def _take(talk: Conversation, line: str, *, interactive: bool, timeout: float | 
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines from the terminal, with editing and history where Python has them; ends with Ctrl-D."""
+    """Yield the lines typed at the terminal until Ctrl-D, with editing and history if Python has them."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  importing it is what gives `input` an editor
     while True:
@@ -114,7 +117,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 class Conversation:
-    """What was said so far. A turn that failed was not said."""
+    """History of a conversation. A turn that failed is not part of it."""
 
     def __init__(
         self,
@@ -130,13 +133,13 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all but the system message."""
+        """Delete all messages except the system message."""
         self.messages = list(self._template.messages.messages)
 
     def say(self, text: str) -> bool:
-        """Sends a message with the history and prints the answer as it comes. False: the request ended by an error.
+        """Send a message with the history and print the answer. Return False if the request failed.
 
-        Ctrl-C ends the answer, and the conversation goes on with what had come.
+        Ctrl-C stops the answer; the text so far becomes part of the history.
         """
         message = pb.ChatMessage(role="user", content=text)
         request = pb.GenerateRequest()
@@ -165,6 +168,7 @@ class Conversation:
         failed = ended is not None and ended.finish_reason == pb.FINISH_REASON_ERROR
         if ended is not None and (self._stats or failed):
             print(generate.summary(ended), file=sys.stderr)
-        if not failed and (answer or ended is not None):  # stopped before its first word: not said
+        # An answer that was stopped before its first word is not part of the history.
+        if not failed and (answer or ended is not None):
             self.messages += [message, pb.ChatMessage(role="assistant", content="".join(answer))]
         return not failed

@@ -1,4 +1,4 @@
-"""`laps-sd config`: every setting in force, where it comes from and what it means."""
+"""`laps-sd config`: the value, origin and meaning of every setting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from laps_sd.service.config import unknown_sentences
 
 MODULES = {"gateway": "gateway", "scheduler": "scheduler_svc", "worker": "worker_svc"}
 
-# Runs in a process of its own: what everybody shares does not import a service.
+# Runs in a process of its own, because laps_sd must not import a service.
 PROGRAM = """
 import dataclasses, importlib, json, sys
 from laps_sd.service.config import ConfigError, Settings, provenance
@@ -31,14 +31,14 @@ service, module = sys.argv.pop(1), importlib.import_module(sys.argv.pop(1) + ".s
     if isinstance(each, type) and issubclass(each, Settings) and each.__module__ == module.__name__
 )
 
-def tell(overrides):
+def print_rows(overrides):
     try:
         print(json.dumps([dataclasses.asdict(row) for row in provenance(cls, overrides)]))
     except ConfigError as error:
         sys.exit("\\n".join(f"laps-sd {service}: {problem}" for problem in error.problems))
     sys.exit(0)
 
-command_line(service, cls, tell)
+command_line(service, cls, print_rows)
 """
 
 
@@ -46,20 +46,20 @@ def config(
     context: typer.Context,
     service: Annotated[
         Literal["gateway", "scheduler", "worker"] | None,
-        typer.Argument(help="One of them, with any of its flags (default: all that are installed here)."),
+        typer.Argument(help="Service, with any of its flags (default: all that are installed here)."),
     ] = None,
     as_json: dial.JsonOption = False,
 ) -> None:
-    """Print every setting in force: value, unit, origin (default, environment, override) and meaning."""
+    """Print every setting: value, unit, origin (default, environment, override) and meaning."""
     wanted = [service] if service is not None else [name for name in MODULES if _installed(name)]
-    told = {name: _settings(name, context.args) for name in wanted}
+    settings = {name: _settings(name, context.args) for name in wanted}
     for sentence in unknown_sentences():
         print(f"laps-sd: {sentence}", file=sys.stderr)
     if as_json:
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+        print(json.dumps(settings, indent=2, ensure_ascii=False))
         return
     console = Console(highlight=False)
-    for name, rows in told.items():
+    for name, rows in settings.items():
         table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.add_column("setting", no_wrap=True)
         table.add_column("value", overflow="fold")
@@ -78,8 +78,8 @@ def _installed(service: str) -> bool:
 
 def _settings(service: str, flags: list[str]) -> list[dict[str, Any]]:
     if not _installed(service):
-        raise StartupError(f"The {service} is not installed here: pip install 'laps-sd[{service}]'.")
-    flags = [flag for flag in flags if flag != "--show-settings"]  # it would print them its own way
+        raise StartupError(f"The {service} is not installed: pip install 'laps-sd[{service}]'.")
+    flags = [flag for flag in flags if flag != "--show-settings"]  # this command prints them itself
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, service, MODULES[service], *flags],
         stdout=subprocess.PIPE,
@@ -87,6 +87,6 @@ def _settings(service: str, flags: list[str]) -> list[dict[str, Any]]:
         check=False,
     )
     if done.returncode:
-        raise typer.Exit(2)  # it said on stderr what is wrong
+        raise typer.Exit(2)  # its stderr has the errors
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     return rows

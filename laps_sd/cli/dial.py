@@ -44,7 +44,7 @@ TlsNameOption = Annotated[
     str,
     typer.Option(
         "--tls-name",
-        help="Name that the server's certificate must have, where it is not the one in --url (a port-forward).",
+        help="Name in the server's certificate, if it is not the host in --url (a port-forward).",
         show_default=False,
     ),
 ]
@@ -116,7 +116,7 @@ def channel(
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What authenticates a call."""
+    """Return the metadata that authenticates a call."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
@@ -128,7 +128,7 @@ def call_leader(
     cert: Path | None = None,
     key: Path | None = None,
 ) -> Reply:
-    """Call the leader: try each address in turn, and the one that a standby names. Any file means TLS."""
+    """Call the leader: try each address in turn, and the one that a standby refers to. Any file means TLS."""
     if (cert is None) != (key is None):
         raise typer.BadParameter("--tls-cert and --tls-key come together")
     candidates = Candidates(address.strip() for address in schedulers.split(",") if address.strip())
@@ -150,27 +150,30 @@ def call_leader(
 
 
 def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
-    """What failed, and what to do about it where the call did not reach what it was meant for."""
+    """Return what failed and, if the call reached the wrong server or none, what to do about it."""
     sentence = _sentence(error)
     if notes := getattr(error, "__notes__", ()):
         return f"{sentence}. {' '.join(notes)}"
     said = sentence.lower()
     if "handshake" in said or "ssl_error" in said:
         return (
-            f"no TLS with what answers at the address ({sentence}). Leave out grpcs:// if it speaks plain text; "
-            "--tls-ca names the CA of a certificate of your own."
+            f"the TLS handshake at the address failed ({sentence}). Leave out grpcs:// if the server speaks "
+            "plain text; --tls-ca names the CA of a private certificate."
         )
     if "failed parsing http/2" in said:
-        return f"what answers at the address speaks no gRPC ({sentence}). Is it the port of the metrics?"
+        return f"the server at the address does not speak gRPC ({sentence}). Is it a metrics port?"
     if "failed to connect" in said:
-        return f"nobody answers at the address ({sentence}). Is the system up? `laps-sd up` starts it."
+        return (
+            f"no server answers at the address ({sentence}). Is the system running? `laps-sd up` starts it."
+        )
     code = _code_of(error)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"what answers at the address took too long ({sentence}). Its log says what it waits for; then try again."
+        return f"the server did not answer in time ({sentence}). Its log shows what it waits for."
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return (
-            f"what answers at the address does not know this call ({sentence}). A gateway (--url, usually port 50051) "
-            "answers generate, chat and explain; a scheduler (--scheduler, usually port 50052) queue, workers and drain."
+            f"the server at the address does not serve this call ({sentence}). A gateway (--url, usually port "
+            "50051) serves generate, chat and explain; a scheduler (--scheduler, usually port 50052) queue, "
+            "workers and drain."
         )
     return sentence
 
@@ -193,7 +196,7 @@ def _code_of(error: grpc.RpcError | LapsSdError) -> grpc.StatusCode | None:
 
 @contextmanager
 def within(timeout_s: float | None) -> Iterator[None]:
-    """Around a call with the deadline that --timeout gave: if that passes, the error says so."""
+    """Add a note to the error of a call whose deadline, set by --timeout, has passed."""
     try:
         yield
     except (grpc.RpcError, LapsSdError) as error:

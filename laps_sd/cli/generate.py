@@ -1,4 +1,4 @@
-"""`laps-sd generate`: one request through the public API, its text as it comes, and what speculation did."""
+"""`laps-sd generate`: one request through the public API, its text, and statistics of speculation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DEMO_TIMEOUT_S = 120.0
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt; - reads standard input.")],
     url: dial.UrlOption = dial.GATEWAY,
     model: ask.ModelOption = "",
     raw: Annotated[
-        bool, typer.Option("--raw", help="Send the text as it stands, without the model's chat template.")
+        bool, typer.Option("--raw", help="Send the text unchanged, without the model's chat template.")
     ] = False,
     system: ask.SystemOption = None,
     max_tokens: ask.MaxTokensOption = None,
@@ -37,12 +37,16 @@ def generate(
     draft_tokens: ask.DraftTokensOption = None,
     expected_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Guess of the output length, a hint in tokens.", show_default=False),
+        typer.Option(
+            min=1, help="Expected output length in tokens, a hint for the scheduler.", show_default=False
+        ),
     ] = None,
     workload_class: ask.ClassOption = "",
-    idempotency_key: Annotated[str, typer.Option(help="Same key, same body: attaches to that request.")] = "",
+    idempotency_key: Annotated[
+        str, typer.Option(help="A repeated call with the same key and body attaches to the first request.")
+    ] = "",
     keep: Annotated[
-        bool, typer.Option("--keep", help="Let the request go on when this command ends.")
+        bool, typer.Option("--keep", help="Keep the request running when this command ends.")
     ] = False,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
@@ -51,9 +55,9 @@ def generate(
         bool, typer.Option("--json", help="Print each message of the stream as a JSON line.")
     ] = False,
 ) -> None:
-    """Generate text and show it as it comes; the last line (on stderr) says what speculation did."""
+    """Generate text and print it as it arrives; the last line (on stderr) shows statistics of speculation."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    request = ask.request(
+    request = ask.make_request(
         model=model,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -83,7 +87,7 @@ def generate(
 
 
 def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: str | None = None) -> None:
-    """Fills in the prompt, as chat messages or as it stands."""
+    """Set the prompt of a request, as chat messages or as plain text."""
     if not chat:
         if system is not None:
             raise typer.BadParameter("--system needs a chat template: leave out --raw, or name a chat model")
@@ -95,7 +99,7 @@ def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: st
 
 
 def print_text(events: Iterable[pb.GenerateEvent], out: TextIO | None = None) -> pb.Ended | None:
-    """Text to stdout as it comes, the summary to stderr."""
+    """Print the text on stdout as it arrives and the summary on stderr. Return the end, if there was one."""
     out = out or sys.stdout
     ended: pb.Ended | None = None
     begun = False
@@ -109,7 +113,7 @@ def print_text(events: Iterable[pb.GenerateEvent], out: TextIO | None = None) ->
                 case "end":
                     ended = event.end
     finally:
-        if begun or ended is not None:  # what comes next begins a line
+        if begun or ended is not None:
             out.write("\n")
             out.flush()
     if ended is not None:
@@ -118,7 +122,7 @@ def print_text(events: Iterable[pb.GenerateEvent], out: TextIO | None = None) ->
 
 
 def print_json(events: Iterable[pb.GenerateEvent]) -> pb.Ended | None:
-    """One line of JSON per message."""
+    """Print each message as a line of JSON. Return the end, if there was one."""
     ended: pb.Ended | None = None
     for event in events:
         if event.WhichOneof("event") == "end":
@@ -130,7 +134,7 @@ def print_json(events: Iterable[pb.GenerateEvent]) -> pb.Ended | None:
 
 
 def summary(ended: pb.Ended) -> str:
-    """How a request ended, in one line."""
+    """Return one line about how a request ended."""
     reason = reason_text(ended.finish_reason).replace("_", " ")
     if ended.error:
         reason += f" ({ended.error})"
@@ -149,7 +153,7 @@ def summary(ended: pb.Ended) -> str:
 def demo(
     address: str, prompt: str, *, model: str, max_tokens: int, seed: int, api_key: str | None
 ) -> pb.Ended | None:
-    """The request that `laps-sd up` shows."""
+    """Send the request that `laps-sd up` shows, and print its text."""
     request = pb.GenerateRequest(model=model, sampling=pb.SamplingParams(max_tokens=max_tokens, seed=seed))
     with dial.client(address, api_key=api_key) as client:
         put_prompt(request, prompt, chat=ask.has_template(client, model))

@@ -1,4 +1,4 @@
-"""A request's story as a bar: when it waited, ran and was paused. Pure."""
+"""Timeline of a request as a bar: when it waited, ran and was paused. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from laps_sd.v1 import inference_pb2 as pb
 
 __all__ = ["MARKS", "spans", "timeline"]
 
-MARKS = {"waiting": "░", "running": "█", "paused": "▒", "not told": "·"}
+MARKS = {"waiting": "░", "running": "█", "paused": "▒", "not recorded": "·"}
 BEGINS = {
     "arrived": "waiting",
     "leased": "waiting",
@@ -17,18 +17,21 @@ BEGINS = {
     "started": "running",
     "resumed": "running",
     "paused": "paused",
-    "left_out": "not told",
+    "left_out": "not recorded",
 }
-"""What a line of the story begins; a line of another kind changes nothing."""
+"""State that an event of the timeline begins; other events do not change the state."""
 
 
 def spans(story: Sequence[pb.StoryLine], until_s: float = 0.0) -> list[tuple[float, float, str]]:
-    """(begin, end, state), seconds since acceptance, one after the other; the last ends with the last line, or at `until_s`."""
+    """Return (begin, end, state) in order, in seconds since acceptance.
+
+    The last one ends with the last event, or at `until_s`.
+    """
     found: list[tuple[float, float, str]] = []
     state = "waiting"
     ends_s = [line.at_s for line in story[1:]] + [until_s]
     for line, after_s in zip(story, ends_s, strict=False):
-        # A request that is leased anew while it is paused keeps its place and its KV: it is still paused.
+        # A paused request that gets a new lease keeps its slot and KV: it is still paused.
         if not (line.what == "leased" and state == "paused"):
             state = BEGINS.get(line.what, state)
         begin, end = line.at_s, max(line.at_s, after_s)
@@ -40,9 +43,9 @@ def spans(story: Sequence[pb.StoryLine], until_s: float = 0.0) -> list[tuple[flo
 
 
 def timeline(story: Sequence[pb.StoryLine], *, ended: bool, width: int, until_s: float = 0.0) -> list[str]:
-    """A bar of `width` characters over the whole time, and what it adds up to; nothing where no time has passed.
+    """Return a bar of `width` characters and the sum of each state; nothing if no time has passed.
 
-    What has not ended goes on until `until_s`, now.
+    The bar of a request that has not ended reaches to `until_s`, now.
     """
     parts = spans(story, 0.0 if ended else until_s)
     if not parts:

@@ -27,7 +27,7 @@ DEMO_TOKENS = 200
 DEMO_SEED = 8
 LOOK_EVERY_S = 0.5
 ORDER = ("gateway", "scheduler", "worker", "valkey")
-"""Of what is shown: what a client needs first."""
+"""Order of the components in the list: what a client needs comes first."""
 
 
 def up(
@@ -101,7 +101,7 @@ def up(
         typer.Option(
             min=2,
             envvar="LAPS_SD_CONTEXT_TOKENS",
-            help="Prompt and output of a request, tokens at most (default: what the model can, at most 8192).",
+            help="Maximum tokens of prompt and output of a request (default: the model's limit, at most 8192).",
             show_default=False,
         ),
     ] = None,
@@ -110,7 +110,7 @@ def up(
         typer.Option(
             min=1,
             envvar="LAPS_SD_SLOTS",
-            help="Requests in one round of a worker at most (default: 8).",
+            help="Maximum requests in one round of a worker (default: 8).",
             show_default=False,
         ),
     ] = None,
@@ -126,8 +126,8 @@ def up(
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Where the embedded record is kept, prompts and outputs included; only you may read it (0700)."
-            " Default: forgotten at the end.",
+            help="Directory of the embedded record, with prompts and outputs; only you can read it (0700)."
+            " Default: a temporary one, deleted at the end.",
             show_default=False,
         ),
     ] = None,
@@ -145,7 +145,7 @@ def up(
     ] = 9090,
     demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Send one prompt and show its text.")] = True,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Keep debug logs, and say where they are.")
+        bool, typer.Option("--verbose", help="Keep debug logs, and print their folder.")
     ] = False,
 ) -> None:
     """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C.
@@ -173,7 +173,7 @@ def up(
         redis_url=redis_url,
         data_dir=data_dir,
         log_level="debug" if verbose else "info",
-        # Whatever else is set in the shell holds for the services too; what the stack decides wins.
+        # The services get the other settings of the shell too; those of the stack take precedence.
         environment={key: value for key, value in os.environ.items() if key.startswith(PREFIX)},
     )
     ports = Ports(
@@ -186,23 +186,23 @@ def up(
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
         stack.start()
     try:
-        say = _teller(console)
+        say = _line_printer(console)
         with (
             Supervisor(stack, say=say) as supervisor,
             RecordWatch(stack, say=say, describe=operate.outage_sentence),
         ):
             api_key = os.environ.get(f"{PREFIX}API_KEY")
-            # Where a key is needed and none is there, the first thing shown is not to be a refusal.
+            # Without the key that the gateway needs, the demo would be refused.
             if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
                 _show_demo(console, stack, api_key)
-            _say_what_next(console, stack, verbose)
+            _print_usage(console, stack, verbose)
             while supervisor.failure is None:
                 time.sleep(LOOK_EVERY_S)
             raise supervisor.failure
     except KeyboardInterrupt:
         console.print("\nstopping")
     finally:
-        # From here on a second Ctrl-C must not leave half of it behind; the stop is bounded anyway.
+        # A second Ctrl-C must not interrupt the stop, which is bounded anyway.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stack.stop()
@@ -222,13 +222,13 @@ def _reporter(console: Console, status: Status) -> Progress:
     return report
 
 
-def _teller(console: Console) -> Callable[[str], None]:
-    """Return what prints one line with the time of day before it: events of the night are read in the morning."""
+def _line_printer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints a line after the time of day."""
 
-    def tell(sentence: str) -> None:
+    def print_line(sentence: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')}  {sentence}", markup=False, soft_wrap=True)
 
-    return tell
+    return print_line
 
 
 def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None:
@@ -243,12 +243,12 @@ def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None
             seed=DEMO_SEED,
             api_key=api_key,
         )
-    except LapsSdError as error:  # a gateway that was killed meanwhile, for one: it comes back
+    except LapsSdError as error:  # the system serves on without its demo
         console.print(f"laps-sd: {dial.with_next_step(error)}", markup=False, soft_wrap=True)
 
 
-def _where(stack: LocalStack, name: str) -> str:
-    """Return what a component serves, and where."""
+def _endpoints(stack: LocalStack, name: str) -> str:
+    """Return the addresses and the role of a component."""
     kind = name.split("-")[0]
     if kind == "valkey":
         return stack.redis_url
@@ -265,11 +265,11 @@ def _where(stack: LocalStack, name: str) -> str:
     return ", ".join(parts)
 
 
-def _say_what_next(console: Console, stack: LocalStack, verbose: bool) -> None:
+def _print_usage(console: Console, stack: LocalStack, verbose: bool) -> None:
     console.print("\nListening:")
     for name in sorted(stack.children, key=lambda name: ORDER.index(name.split("-")[0])):
         console.print(
-            f"  {name:<12} process {stack.children[name].pid:<7}  {_where(stack, name)}",
+            f"  {name:<12} process {stack.children[name].pid:<7}  {_endpoints(stack, name)}",
             markup=False,
             soft_wrap=True,
         )

@@ -46,7 +46,7 @@ class _Reader:
         self._passed_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    # -- on the loop's thread -----------------------------------------------------------------------------------
+    # -- on the loop's thread ---
 
     async def read(self, events: AsyncStream) -> None:
         """Pass the events on until they end. Leave the stream if this is cancelled."""
@@ -90,7 +90,7 @@ class _Reader:
             await self._room.wait()
         self.full = False
 
-    # -- on the caller's thread ---------------------------------------------------------------------------------
+    # -- on the caller's thread ---
 
     def take(self) -> list[Chosen] | None:
         """Wait for a batch and return it; None after the last."""

@@ -20,7 +20,7 @@ __all__ = ["CLOSED", "Job", "LoopThread", "refuse_after_fork"]
 
 CLOSED = "the client is closed"
 JOB_ENDS_S = 3.0
-"""Most seconds that the end of a cancelled job may take: longer than the call by which it cancels a request."""
+"""Most seconds to wait for the end of a cancelled job, which may send a call that cancels its request."""
 
 
 class Closable(Protocol):
@@ -45,7 +45,7 @@ class Job(Generic[Result]):
         """Result or error of the coroutine; ValueError if it was cancelled."""
 
     def result(self) -> Result:
-        """Wait for the coroutine and return its result. An exception in the waiting thread ends the coroutine."""
+        """Wait for the coroutine and return its result. An exception in this thread ends the coroutine."""
         try:
             return self.outcome.result()
         except BaseException:
@@ -68,7 +68,7 @@ class Job(Generic[Result]):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(function)
 
-    # -- on the loop's thread -----------------------------------------------------------------------------------
+    # -- on the loop's thread ---
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Start the coroutine."""
@@ -131,7 +131,7 @@ class LoopThread(Generic[Resource]):
         if threading.current_thread() is not self._thread:  # a finalizer may run on any thread
             self._thread.join()
 
-    # -- on the loop's thread -----------------------------------------------------------------------------------
+    # -- on the loop's thread ---
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
@@ -194,8 +194,8 @@ def refuse_after_fork() -> None:
     """Raise RuntimeError if no loop can run in this process; see `_note_fork`."""
     if _forked:
         raise RuntimeError(
-            "this process was forked while a laps_sd.client.Client of its parent was in use, and gRPC does not "
-            "work in it: close the clients before the fork, or start processes by spawn"
+            "this process was forked while a laps_sd.client.Client of its parent was in use, and gRPC does "
+            "not work in it: close the clients before the fork, or start processes by spawn"
         )
 
 

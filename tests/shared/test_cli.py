@@ -163,7 +163,7 @@ def test_chat_on_a_terminal_goes_on_after_a_mistake_and_ends_with_ctrl_d(fake_st
         os.write(terminal, b"Once\n")
         assert "-- length: 8 tokens" in read_until(terminal, "\n> ")
         os.write(terminal, b"/forget\n")
-        assert "/reset forgets the conversation" in read_until(terminal, "\n> ")
+        assert "/reset clears the conversation" in read_until(terminal, "\n> ")
         os.write(terminal, b"\x03")
         assert "/quit or Ctrl-D ends it" in read_until(terminal, "\n> ")
         os.write(terminal, b"\x04")
@@ -298,7 +298,7 @@ def test_the_wrong_address_says_what_answers_there(fake_stack):
 
     assert "A gateway (--url" in at_scheduler.stderr
     assert "a scheduler (--scheduler" in at_gateway.stderr
-    assert "speaks no gRPC" in at_metrics.stderr
+    assert "does not speak gRPC" in at_metrics.stderr
     assert "Leave out grpcs://" in without_tls.stderr
     assert {each.returncode for each in (at_scheduler, at_gateway, at_metrics, without_tls)} == {1}
 

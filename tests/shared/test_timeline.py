@@ -51,7 +51,7 @@ def test_what_a_long_story_left_out_is_not_drawn_as_anything_else() -> None:
 
     assert timeline(long, ended=True, width=10) == [
         "0.000 s ░█····▒▒██| 10.000 s",
-        "░ waiting 1.000 s   █ running 3.000 s   ▒ paused 2.000 s   · not told 4.000 s",
+        "░ waiting 1.000 s   █ running 3.000 s   ▒ paused 2.000 s   · not recorded 4.000 s",
     ]
 
 
