@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from laps_sd.cli import dial
 from laps_sd.cli.operate import explanation_lines, queue_table
+from laps_sd.errors import LapsSdError
 from laps_sd.v1 import admin_pb2
 from laps_sd.v1 import inference_pb2 as pb
 from tests.certificates import certificate, write_certificates
@@ -353,6 +354,12 @@ def test_a_certificate_of_another_name_is_taken_where_the_name_is_given(tmp_path
             ):
                 health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
             codes[name] = caught.value.code()
+            with (
+                dial.client(f"grpcs://127.0.0.1:{port}", ours.ca, name=name) as client,
+                pytest.raises(LapsSdError) as raised,
+            ):
+                client.models(timeout_s=10)
+            assert raised.value.code is codes[name]
     finally:
         server.stop(None)
     there, refused = grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE
