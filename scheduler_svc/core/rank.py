@@ -1,6 +1,7 @@
-"""The result of a policy for one request: its rank, and the estimate that the rank uses.
+"""The result of a policy for one request: its rank, and the estimate that the rank uses; and the key that
+orders requests by it.
 
-Both are made for every request of every round, so their constructors are written out: compiled, such a class
+The first two are made for every request of every round, so their constructors are written out: compiled, such a class
 costs a tenth of a named tuple, or of a dataclass whose constructor is generated when it is imported, and
 stores its numbers in itself.
 """
@@ -15,6 +16,9 @@ MAX_LEVELS = 32
 AHEAD = MAX_LEVELS
 """The bit between priority and level: set while the tenant is ahead of others (`core/state/tenants.py`). Policies
 do not use it. MAX_LEVELS is a power of two, so it is a bit of the class of any priority."""
+
+OrderKey = tuple[int, float, str]
+"""(rank_class, cost, request id): how requests are compared everywhere, smaller first."""
 
 
 def pack_rank_class(priority: int, level: int) -> int:

@@ -9,7 +9,7 @@ from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
 from scheduler_svc.core.estimates.errors import SETTLED_ROUNDS, Basis, KeptEstimate, Moment
 from scheduler_svc.core.events import RequestFacts
-from scheduler_svc.core.rank import AHEAD, RankKey
+from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey
 from scheduler_svc.core.state.tenants import Account
 
 STABLE_ROUNDS = 8
@@ -37,9 +37,6 @@ that round is noticed (`LAPS_SD_WORKER_GRACE_S`). Where these take longer a deat
 request; two in a row are unlikely. Our choice."""
 
 _PERCEPTIBLE: Final = Moment.PERCEPTIBLE  # compiled, such a name costs no look-up
-
-OrderKey = tuple[int, float, str]
-"""(rank_class, cost, request id): how requests are compared everywhere, smaller first."""
 
 
 @dataclass(slots=True, eq=False)

@@ -22,8 +22,8 @@ from itertools import takewhile
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
-from scheduler_svc.core.rank import AHEAD, RankKey, pack_rank_class
-from scheduler_svc.core.state.request import OrderKey, Request, order_key_of
+from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey, pack_rank_class
+from scheduler_svc.core.state.request import Request, order_key_of
 from scheduler_svc.core.state.sorted_keys import Ranked
 from scheduler_svc.core.state.tenants import Account, Accounts, TenantOrder
 from scheduler_svc.core.state.worker import Worker
@@ -43,6 +43,8 @@ class Shard:
         """Empty while there is no fairness between tenants."""
         self._by_tenant: list[TenantOrder] = []
         """The orders of queued and of unreserved requests, with fairness between tenants."""
+        self._listed_of: dict[Account, dict[str, Request]] = {}
+        """The requests on lists, by account, with fairness between tenants."""
         self.queued = self._new_order(tenant_fairness)
         self.parked: dict[str, Request] = {}
         self.suspects: dict[str, Request] = {}
@@ -195,7 +197,7 @@ class Shard:
         for account in self._accounts.settle():
             for order in self._by_tenant:
                 order.turned(account)
-            for request in account.listed.values():
+            for request in self._listed_of.get(account, {}).values():
                 self.rerank(request, request.rank)
             if account.ahead:
                 for key in [key for key in self._reserved if self.requests[key[-1]].account is account]:
@@ -263,7 +265,7 @@ class Shard:
     def _enlist(self, request: Request, worker: Worker) -> None:
         request.worker = worker.worker_id
         if request.account is not None:
-            request.account.listed[request.request_id] = request
+            self._listed_of.setdefault(request.account, {})[request.request_id] = request
             request.order_key = request.key_now
         worker.add(request)
         worker.reserved += request.reserved
@@ -277,7 +279,10 @@ class Shard:
         worker = self.workers[request.worker]
         worker.remove(request)
         if request.account is not None:
-            del request.account.listed[request.request_id]
+            listed = self._listed_of[request.account]
+            del listed[request.request_id]
+            if not listed:
+                del self._listed_of[request.account]
         if worker.alone and request.runs_alone:
             self.set_alone(worker, False)
         else:
@@ -422,6 +427,10 @@ class Shard:
         self._accounts.check()
         queued = {key[-1] for key in self.queued}
         assert list(self.queued) == sorted(self.requests[i].key_now for i in queued)
+        by_account = {i: account for account, listed in self._listed_of.items() for i in listed}
+        assert by_account == {
+            i: r.account for i, r in self.requests.items() if r.account is not None and r.worker is not None
+        }
         listed: set[str] = set()
         for worker in self.workers.values():
             assert [r.order_key for r in worker.in_order] == sorted(

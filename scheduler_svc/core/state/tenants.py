@@ -21,15 +21,11 @@ only when its tenant's turn comes or goes; and a queue for each tenant, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import merge
-from typing import TYPE_CHECKING
 
-from scheduler_svc.core.rank import AHEAD
+from scheduler_svc.core.rank import AHEAD, OrderKey
 from scheduler_svc.core.state.sorted_keys import Ranked
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.state.request import OrderKey, Request
 
 MOST_IDLE = 4096
 """Tenants of one priority that are remembered without a request, because they left while ahead."""
@@ -40,9 +36,7 @@ permanently."""
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """Service of one tenant at one priority. Only `Accounts` changes it, except `listed`, which the shard
-    keeps.
-    """
+    """Service of one tenant at one priority. Only `Accounts` changes it."""
 
     priority: int
     tenant: str
@@ -51,7 +45,6 @@ class Account:
     ahead: bool = False
     unfinished: int = 0
     queued: int = 0
-    listed: dict[str, Request] = field(default_factory=dict)
     waiting_at_s: float | None = None
     """Value of `served_s` in the order of waiting accounts; None while none of its requests is in the
     queue."""
