@@ -15,8 +15,6 @@ from laps_sd.contract.ends import End
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.advice import Turns
 from laps_sd.service.log import get_logger
-from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import Commit
 from scheduler_svc.core.events import Arrived, EndRequested
@@ -24,12 +22,22 @@ from scheduler_svc.leader.live import Attachment, Live, from_record, from_submis
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.sessions import GatewaySession
 from scheduler_svc.leader.tracing import RequestTraces
-from scheduler_svc.leader.turn import FromGateway, GatewayClosed, Timer, Timers, Turn
+from scheduler_svc.leader.turn import Timer, Timers, Turn
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import NewRequest, Shown, SubmitResult, SubmitStatus
 from scheduler_svc.store.store import Store
-from scheduler_svc.wire import translate
+from scheduler_svc.wire import checks, replies, requests
+from scheduler_svc.wire.gateway_messages import (
+    Attach,
+    Cancel,
+    Detach,
+    GatewayMessage,
+    Submission,
+    from_gateway,
+)
+from scheduler_svc.wire.replies import AttachFailure, Refusal, Refused
+from scheduler_svc.wire.requests import Offer
 
 log = get_logger(__name__)
 
@@ -45,7 +53,6 @@ MAX_ENDS_KEPT = 10_000
 """Seconds for which ended requests are kept, and the most that are kept, for a record that loses the last of
 what was written: a server that syncs every second loses that much, an asynchronous replica its delay.
 """
-Refused = gateway_pb.SubmitRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,11 @@ class Clients:
         """Lead this request from now on."""
         self.live[live.request_id] = live
         self.reserved_tokens += live.facts.prompt_tokens + live.facts.max_tokens
-        self._traces.begin(live)
+        live.trace = self._traces.begin(live.request_id, live.request.traceparent)
+        if live.trace is not None:
+            # The request may have been leased under an earlier leader; the record does not hold the time of
+            # the lease.
+            live.trace.leased(live.lease_epoch, live.worker_id, live.started_s or live.facts.arrival_s)
         self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
         self._set_limits(live)
 
@@ -139,10 +150,22 @@ class Clients:
         assert commit.end is not None, "this is the commit that ended it"
         live.finish(commit.end, commit.detail, commit.cut_characters, now_s)
         live.stop_timers()
-        self._traces.ended(live, commit.end, commit.detail, commit.story, now_s)
+        if live.trace is not None:
+            live.trace.leased(live.lease_epoch, None, now_s)
+            self._traces.ended(
+                live.trace,
+                live.facts,
+                standing=live.standing,
+                started_s=live.started_s,
+                output_tokens=len(live.committed),
+                end=commit.end,
+                detail=commit.detail,
+                story=commit.story,
+                now_s=now_s,
+            )
         del self.live[live.request_id]
         self.reserved_tokens -= live.facts.prompt_tokens + live.facts.max_tokens
-        self.owe(live)
+        self.mark_dirty(live)
         self.forget_old_ends(now_s)
         self.ended_lately.append(
             EndedLately(now_s, live, replace(commit, position=len(live.committed), tokens=()))
@@ -164,10 +187,10 @@ class Clients:
         self.ended_lately.clear()
         self.ended_lately.extend(written)
 
-    def owe(self, live: Live) -> None:
+    def mark_dirty(self, live: Live) -> None:
         """Mark a request that has tokens or an end that its attachments have not been sent."""
         for attachment in live.attachments.values():
-            attachment.session.owe(attachment)
+            attachment.session.mark_dirty(attachment)
 
     def refusal(self) -> Refused | None:
         """Return the reason for which any new request would be refused now; None where one within the limits
@@ -178,18 +201,13 @@ class Clients:
         outage = self._outage.report()
         if outage is not None:
             detail = f"the record of shard {self._settings.shard} cannot be written ({outage.fault})"
-            return Refused(
-                reason=Refused.REASON_STORE_UNAVAILABLE, detail=detail, retry_after_ms=RETRY_STORE_MS
-            )
+            return replies.refused(Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
         if (
             len(self.live) >= self._settings.max_requests
             or self.reserved_tokens + LEAST_REQUEST_TOKENS > self._settings.max_queued_tokens
         ):
-            return Refused(
-                reason=Refused.REASON_QUEUE_FULL,
-                detail=self._queue_is_full(),
-                retry_after_ms=round(self._retry_after_s() * 1000),
-            )
+            retry_ms = round(self._retry_after_s() * 1000)
+            return replies.refused(Refusal.QUEUE_FULL, self._queue_is_full(), retry_ms)
         return None
 
     def _queue_is_full(self) -> str:
@@ -199,11 +217,14 @@ class Clients:
         """Start the grace period of a request without an attached client: it ends unless a client attaches in
         time.
         """
-        if live.keep or live.attachments:
+        if live.request.keep or live.attachments:
             return
         live.stop_grace()
         live.grace = self._end_at(
-            live.request_id, now_s + max(live.grace_s, at_least_s), End.CANCELLED, "its client went away"
+            live.request_id,
+            now_s + max(live.request.grace_s, at_least_s),
+            End.CANCELLED,
+            "its client went away",
         )
 
     def _end_at(self, request_id: str, when_s: float, end: End, detail: str) -> Timer:
@@ -211,53 +232,48 @@ class Clients:
 
     # Messages of gateways.
 
-    def heard(self, turn: Turn, session: GatewaySession, message: gateway_pb.GatewayMessage) -> None:
+    def handle(self, turn: Turn, session: GatewaySession, message: GatewayMessage) -> None:
         """Handle one message of a gateway."""
-        match message.WhichOneof("message"):
-            case "submit":
-                turn.submits.append(FromGateway(session, message))
-            case "attach":
-                attach = message.attach
+        match from_gateway(message):
+            case Submission() as submission:
+                turn.submits.append((session, submission))
+            case Attach() as attach:
                 live = self.live.get(attach.request_id)
-                if not translate.can_be_named(attach.request_id, attach.attachment_id):
-                    _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND)
+                if not checks.can_be_named(attach.request_id, attach.attachment_id):
+                    session.reply(replies.not_attached(attach.attach_id, AttachFailure.NOT_FOUND))
                 elif live is None:
                     turn.unknown_attaches.append((session, attach))
                 else:
                     self._answer_attach(session, attach, live, turn.now_s)
-            case "detach" | "cancel":
-                turn.departures.append(FromGateway(session, message))
+            case (Detach() | Cancel()) as departure:
+                turn.departures.append((session, departure))
 
     async def depart(self, turn: Turn) -> None:
         """Handle the detaches, cancels and closed streams of this turn, in the order in which they came."""
-        cancels = [
-            item.message.cancel.request_id
-            for item in turn.departures
-            if isinstance(item, FromGateway) and item.message.HasField("cancel")
-        ]
+        cancels = [departure.request_id for _, departure in turn.departures if isinstance(departure, Cancel)]
         try:
             ended = await self._read_ended(cancels)
         except StoreUnavailable:
             ended = None
-        for item in turn.departures:
-            session = item.session
-            if isinstance(item, GatewayClosed):
-                # Its clients may come back, through it or through another gateway.
-                for attachment in list(session.attachments.values()):
-                    self._detach(attachment, turn.now_s, self._settings.reattach_grace_s)
-            elif item.message.HasField("detach"):
-                # If it has attached through another stream by now, this gateway's detach is out of date.
-                left = session.attachments.get(item.message.detach.attachment_id)
-                if left is not None:
-                    self._detach(left, turn.now_s, 0.0)
-            else:
-                self._cancel(turn, session, item.message.cancel, ended)
+        for session, departure in turn.departures:
+            match departure:
+                case None:
+                    # Its clients may come back, through it or through another gateway.
+                    for attachment in list(session.attachments.values()):
+                        self._detach(attachment, turn.now_s, self._settings.reattach_grace_s)
+                case Detach(attachment_id):
+                    # If it has attached through another stream by now, this gateway's detach is out of date.
+                    left = session.attachments.get(attachment_id)
+                    if left is not None:
+                        self._detach(left, turn.now_s, 0.0)
+                case Cancel():
+                    self._cancel(turn, session, departure, ended)
 
     def _cancel(
         self,
         turn: Turn,
         session: GatewaySession,
-        cancel: gateway_pb.CancelRequested,
+        cancel: Cancel,
         ended: Mapping[str, Live] | None,
     ) -> None:
         """Cancel a request for its tenant.
@@ -266,13 +282,13 @@ class Clients:
         """
         live = self.live.get(cancel.request_id)
         if live is None:
-            if ended is None and translate.can_be_named(cancel.request_id):
+            if ended is None and checks.can_be_named(cancel.request_id):
                 return  # no answer: the gateway gives up after its own timeout
             live = (ended or {}).get(cancel.request_id)
         if live is None or live.facts.tenant != cancel.tenant:
-            _reply_cancel(session, cancel, found=False, cancelled=False)
+            session.reply(replies.cancel_reply(cancel.cancel_id, found=False, cancelled=False))
         elif live.end is not None:
-            _reply_cancel(session, cancel, found=True, cancelled=False)
+            session.reply(replies.cancel_reply(cancel.cancel_id, found=True, cancelled=False))
         else:
             turn.events.append(EndRequested(cancel.request_id, End.CANCELLED, "cancelled by the client"))
             turn.cancelled.append((session, cancel, live))
@@ -280,44 +296,42 @@ class Clients:
     async def admit(self, turn: Turn) -> None:
         """Write this turn's submissions to the record; only those that it takes are accepted."""
         unix_ms = round(turn.now_s * 1000)
-        admitted: list[tuple[FromGateway, NewRequest]] = []
-        for item in turn.submits:
-            submit = item.message.submit
+        admitted: list[tuple[GatewaySession, Submission, NewRequest]] = []
+        for session, submission in turn.submits:
             try:
-                translate.check_submission(submit, self._limit_tokens())
-                translate.check_attachment(submit)
+                checks.check_submission(submission.message, self._limit_tokens())
+                checks.check_attachment(submission.message)
             except InvalidArgument as error:
-                _refuse(item, Refused.REASON_INVALID, error.message)
+                _refuse(session, submission, Refusal.INVALID, error.message)
                 continue
-            if submit.HasField("deadline_in_ms") and submit.deadline_in_ms == 0:
-                _refuse(item, Refused.REASON_EXPIRED, "the deadline passed before acceptance")
+            new = requests.new_request(submission, unix_ms)
+            if new.deadline_unix_ms is not None and new.deadline_unix_ms <= unix_ms:
+                _refuse(session, submission, Refusal.EXPIRED, "the deadline passed before acceptance")
                 continue
-            if submit.traceparent:
-                submit.specification.traceparent = submit.traceparent
-            admitted.append((item, translate.new_request(submit, unix_ms)))
+            admitted.append((session, submission, new))
         if not admitted:
             return
         # All earlier lease epochs of the request were smaller than the time in seconds.
         shown = {
-            new.request_id: Shown(tuple(item.message.submit.shown_ids), lease_epoch=int(turn.now_s))
-            for item, new in admitted
-            if item.message.submit.restores
+            new.request_id: Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
+            for _, submission, new in admitted
+            if submission.restores
         }
         try:
-            results = await self._submit([new for _, new in admitted], shown)
+            results = await self._submit([new for _, _, new in admitted], shown)
             self._outage.wrote()
         except StoreUnavailable as error:
             self._outage.began(error)
-            for item, new in admitted:
+            for session, submission, new in admitted:
                 if new.request_id not in self.live and new.request_id not in shown:
                     self.doubtful.add(new.request_id)
-                _refuse(item, Refused.REASON_STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
+                _refuse(session, submission, Refusal.STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
             return
-        for (item, new), result in zip(admitted, results, strict=True):
+        for (session, submission, new), result in zip(admitted, results, strict=True):
             live = self.live.get(result.request_id)
             if live is not None and result.status is SubmitStatus.ATTACHED:
                 await self._give_time(live, new.deadline_unix_ms)
-            self._admitted(turn, item, new, result, shown.get(new.request_id))
+            self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
 
     async def _give_time(self, live: Live, deadline_unix_ms: int | None) -> None:
         """Give a request the deadline of a retry with the same idempotency key: the retry may have more time
@@ -357,36 +371,47 @@ class Clients:
         return min(limit, self._capacity_tokens() or limit)
 
     def _admitted(
-        self, turn: Turn, item: FromGateway, new: NewRequest, result: SubmitResult, shown: Shown | None
+        self,
+        turn: Turn,
+        session: GatewaySession,
+        submission: Submission,
+        new: NewRequest,
+        result: SubmitResult,
+        shown: Shown | None,
     ) -> None:
         match result.status:
             case SubmitStatus.ACCEPTED | SubmitStatus.ATTACHED:
                 live = self.live.get(result.request_id)
                 if live is None and result.sequence > self.newest_sequence:
-                    live = from_submission(new, result.sequence, item.message.submit.specification)
+                    live = from_submission(new, requests.accepted(new, result.sequence, submission))
                     self._enter(turn, live, shown, "gateway")
                 elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
                     turn.seen_further.append((live, tuple(shown.token_ids)))
                 if live is None:
                     # A known idempotency key, or a repeated Submit whose answer was lost; the request has
                     # ended since.
-                    turn.unknown_submits.append((item, result.request_id))
+                    turn.unknown_submits.append((session, submission, result.request_id))
                 else:
-                    self._accept(item, live)
+                    _accept(session, submission, live)
             case SubmitStatus.CONFLICT:
-                _refuse(item, Refused.REASON_KEY_CONFLICT, "the idempotency key was used with another body")
+                _refuse(
+                    session,
+                    submission,
+                    Refusal.KEY_CONFLICT,
+                    "the idempotency key was used with another body",
+                )
             case SubmitStatus.QUEUE_FULL:
                 each_s = self._retry_after_s()
                 wait_s = self._turns.next_s(turn.now_s, each_s, each_s)
-                _refuse(item, Refused.REASON_QUEUE_FULL, self._queue_is_full(), round(wait_s * 1000))
+                _refuse(session, submission, Refusal.QUEUE_FULL, self._queue_is_full(), round(wait_s * 1000))
             case SubmitStatus.ELSEWHERE:
                 detail = f"shard {result.shard} decides about the idempotency key"
-                _refuse(item, Refused.REASON_KEY_ELSEWHERE, detail, shard=result.shard)
+                _refuse(session, submission, Refusal.KEY_ELSEWHERE, detail, shard=result.shard)
             case SubmitStatus.TENANT_FULL:
                 limit = self._settings.max_requests_per_tenant
                 detail = f"the tenant has {limit} unfinished requests, which is its limit"
                 wait_s = self._tenant_turn_s(new.tenant, limit, turn.now_s)
-                _refuse(item, Refused.REASON_TENANT_FULL, detail, round(wait_s * 1000))
+                _refuse(session, submission, Refusal.TENANT_FULL, detail, round(wait_s * 1000))
 
     def _tenant_turn_s(self, tenant: str, limit: int, now_s: float) -> float:
         """Return when a tenant at its limit has room for this request, if its requests end as often as those
@@ -416,66 +441,48 @@ class Clients:
         attaches by itself.
         """
         unix_ms = round(turn.now_s * 1000)
-        for held in turn.offers:
-            live = self.live.get(held.request_id)
+        for offer in turn.offers:
+            live = self.live.get(offer.request_id)
             if live is not None:
                 # Acknowledged outputs are committed: if the record has fewer, it has lost the rest.
-                if len(held.specification.committed_ids) > len(live.committed):
-                    turn.seen_further.append((live, tuple(held.specification.committed_ids)))
+                if len(offer.committed_ids) > len(live.committed):
+                    turn.seen_further.append((live, tuple(offer.committed_ids)))
                 continue
-            submit = translate.offered(held, self._store.incarnation or "", unix_ms)
-            if submit is None:
+            submission = requests.offered(offer, self._store.incarnation or "", unix_ms)
+            if submission is None:
                 continue
             try:
-                translate.check_submission(submit, self._settings.max_context_tokens)
+                checks.check_submission(submission.message, self._settings.max_context_tokens)
             except InvalidArgument as error:
                 log.warning(
-                    "a worker offers what cannot be", request_id=held.request_id[:64], error=str(error)
+                    "a worker offers what cannot be", request_id=offer.request_id[:64], error=str(error)
                 )
                 continue
-            new = translate.new_request(submit, unix_ms)
-            shown = Shown(tuple(submit.shown_ids), lease_epoch=int(turn.now_s))
+            new = requests.new_request(submission, unix_ms)
+            shown = Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
             try:
                 [result] = await self._submit([new], {new.request_id: shown})
             except StoreUnavailable as error:
                 self._outage.began(error)
-                self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, _offer_again(held))
+                self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, _offer_again(offer))
                 continue
             if result.status is SubmitStatus.ACCEPTED and result.sequence > self.newest_sequence:
-                live = from_submission(new, result.sequence, submit.specification)
+                live = from_submission(new, requests.accepted(new, result.sequence, submission))
                 self._enter(turn, live, shown, "worker")
                 self.start_grace(live, turn.now_s, self._settings.reattach_grace_s)
 
-    def _accept(self, item: FromGateway, live: Live) -> None:
-        submit = item.message.submit
-        attached = live.request_id != submit.request_id
-        accepted = gateway_pb.SubmitAccepted(
-            request_id=live.request_id,
-            attached_to_existing=attached,
-            seed=live.specification.seed,
-            prompt_tokens=live.facts.prompt_tokens,
-        )
-        reply = gateway_pb.SubmitReply(submission_id=submit.submission_id, accepted=accepted)
-        item.session.reply(gateway_pb.GatewayLinkReply(submit_reply=reply))
-        _attach(item.session, live, submit.attachment_id, len(submit.shown_ids))
-        metrics.SUBMISSIONS.labels("attached" if attached else "accepted").inc()
-
     def _answer_attach(
-        self, session: GatewaySession, attach: gateway_pb.Attach, live: Live | None, now_s: float
+        self, session: GatewaySession, attach: Attach, live: Live | None, now_s: float
     ) -> None:
         if live is None or live.facts.tenant != attach.tenant:
-            _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND)
+            session.reply(replies.not_attached(attach.attach_id, AttachFailure.NOT_FOUND))
             return
-        reply = gateway_pb.AttachReply(
-            attach_id=attach.attach_id,
-            result=gateway_pb.AttachReply.RESULT_ATTACHED,
-            prompt_tokens=live.facts.prompt_tokens,
-            seed=live.specification.seed,
-            model=live.model,
-            stop=live.specification.stop,
-            submission=live.submission(now_s) if attach.wants_submission and live.end is None else None,
-        )
-        session.reply(gateway_pb.GatewayLinkReply(attach_reply=reply))
+        submission = None
+        if attach.wants_submission and live.end is None:
+            submission = requests.submission_again(
+                live.request, deadline_s=live.deadline_s, time_limit_s=live.time_limit_s, now_s=now_s
+            )
+        session.reply(replies.attached(attach.attach_id, live.request, submission))
         _attach(session, live, attach.attachment_id, attach.from_token)
 
     def _detach(self, attachment: Attachment, now_s: float, at_least_s: float) -> None:
@@ -490,7 +497,7 @@ class Clients:
     async def ask_record(self, turn: Turn) -> None:
         """Attach clients to requests that are not led here: they have ended."""
         wanted = [attach.request_id for _, attach in turn.unknown_attaches]
-        wanted += [request_id for _, request_id in turn.unknown_submits]
+        wanted += [request_id for _, _, request_id in turn.unknown_submits]
         ended: Mapping[str, Live] = {}
         unavailable: StoreUnavailable | None = None
         try:
@@ -500,25 +507,25 @@ class Clients:
         for session, attach in turn.unknown_attaches:
             live = self.live.get(attach.request_id) or ended.get(attach.request_id)
             if live is None and unavailable is not None:
-                _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_UNAVAILABLE)
+                session.reply(replies.not_attached(attach.attach_id, AttachFailure.UNAVAILABLE))
             elif live is None and turn.now_s < self.brought_back_until_s:
-                _reply_attach(session, attach, gateway_pb.AttachReply.RESULT_NOT_FOUND_YET)
+                session.reply(replies.not_attached(attach.attach_id, AttachFailure.NOT_FOUND_YET))
             else:
                 self._answer_attach(session, attach, live, turn.now_s)
-        for item, request_id in turn.unknown_submits:
+        for session, submission, request_id in turn.unknown_submits:
             live = self.live.get(request_id) or ended.get(request_id)
             if live is not None:
-                self._accept(item, live)
+                _accept(session, submission, live)
             else:
                 why = "" if unavailable is None else f": {unavailable}"
                 detail = f"the request {request_id} of this key cannot be read now{why}"
-                _refuse(item, Refused.REASON_STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
+                _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
 
     def answer_cancelled(self, turn: Turn) -> None:
         """Answer the cancels of this turn, whose ends are on the record."""
         for session, cancel, live in turn.cancelled:
-            by_cancel = live.end is not None and live.end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
-            _reply_cancel(session, cancel, found=True, cancelled=by_cancel)
+            by_cancel = live.end is End.CANCELLED
+            session.reply(replies.cancel_reply(cancel.cancel_id, found=True, cancelled=by_cancel))
 
     async def _read_ended(self, request_ids: Iterable[str]) -> dict[str, Live]:
         """Return those of the requests that are not led here and have ended. Raises StoreUnavailable.
@@ -528,7 +535,7 @@ class Clients:
         unknown = {
             request_id
             for request_id in request_ids
-            if request_id not in self.live and translate.can_be_named(request_id)
+            if request_id not in self.live and checks.can_be_named(request_id)
         }
         stored = await self._store.read_all(sorted(unknown)) if unknown else {}
         return {
@@ -550,8 +557,8 @@ class Clients:
         return found
 
 
-def _offer_again(held: worker_pb.HeldRequest) -> Callable[[Turn], None]:
-    return lambda turn: turn.offers.append(held)
+def _offer_again(offer: Offer) -> Callable[[Turn], None]:
+    return lambda turn: turn.offers.append(offer)
 
 
 def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token: int) -> None:
@@ -562,32 +569,25 @@ def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token:
     attachment = Attachment(attachment_id, session, live, from_token)
     live.attachments[attachment_id] = attachment
     session.attachments[attachment_id] = attachment
-    session.owe(attachment)
+    session.mark_dirty(attachment)
+
+
+def _accept(session: GatewaySession, submission: Submission, live: Live) -> None:
+    existing = live.request_id != submission.request_id
+    session.reply(replies.submission_accepted(submission.submission_id, live.request, existing=existing))
+    _attach(session, live, submission.attachment_id, len(submission.shown_ids))
+    metrics.SUBMISSIONS.labels("attached" if existing else "accepted").inc()
 
 
 def _refuse(
-    item: FromGateway,
-    reason: Refused.Reason.ValueType,
+    session: GatewaySession,
+    submission: Submission,
+    reason: Refusal,
     detail: str,
     retry_after_ms: int = 0,
     *,
     shard: str = "",
 ) -> None:
-    refused = Refused(reason=reason, detail=detail, retry_after_ms=retry_after_ms, shard=shard)
-    reply = gateway_pb.SubmitReply(submission_id=item.message.submit.submission_id, refused=refused)
-    item.session.reply(gateway_pb.GatewayLinkReply(submit_reply=reply))
+    refused = replies.refused(reason, detail, retry_after_ms, shard=shard)
+    session.reply(replies.submission_refused(submission.submission_id, refused))
     metrics.SUBMISSIONS.labels("refused").inc()
-
-
-def _reply_attach(
-    session: GatewaySession, attach: gateway_pb.Attach, result: gateway_pb.AttachReply.Result.ValueType
-) -> None:
-    reply = gateway_pb.AttachReply(attach_id=attach.attach_id, result=result)
-    session.reply(gateway_pb.GatewayLinkReply(attach_reply=reply))
-
-
-def _reply_cancel(
-    session: GatewaySession, cancel: gateway_pb.CancelRequested, *, found: bool, cancelled: bool
-) -> None:
-    reply = gateway_pb.CancelReply(cancel_id=cancel.cancel_id, found=found, cancelled=cancelled)
-    session.reply(gateway_pb.GatewayLinkReply(cancel_reply=reply))

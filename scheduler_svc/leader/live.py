@@ -9,25 +9,32 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
-from laps_sd.service import ends
-from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import Recovered, RequestFacts
+from scheduler_svc.leader.tracing import RequestTrace
 from scheduler_svc.store.records import NewRequest, StoredRequest
+from scheduler_svc.wire import replies, reports, requests
+from scheduler_svc.wire.requests import AcceptedRequest
 
-if TYPE_CHECKING:
-    from scheduler_svc.leader.sessions import GatewaySession
-    from scheduler_svc.leader.tracing import RequestTrace
-    from scheduler_svc.leader.turn import Timer
 
-UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True)
-MAX_COUNT = 2**32 - 1
-"""Largest value of a counter on the wire."""
+class Recipient(Protocol):
+    """Stream of a gateway, as an attachment needs it."""
+
+    def mark_dirty(self, attachment: Attachment) -> None:
+        """Mark an attachment whose request has tokens or an end that it has not been sent."""
+
+    def forget(self, attachment_id: str) -> None:
+        """Remove an attachment; nothing more is sent to it."""
+
+
+class Cancellable(Protocol):
+    """Timer that can be cancelled."""
+
+    def cancel(self) -> None:
+        """Cancel the timer. It may have run, or be cancelled already."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +42,7 @@ class Attachment:
     """One client stream, through one gateway, with the position up to which it has been sent."""
 
     attachment_id: str
-    session: GatewaySession
+    session: Recipient
     live: Live
     next_token: int
 
@@ -46,20 +53,11 @@ class Live:
     delivered.
     """
 
-    facts: RequestFacts
-    model: str
-    specification: gateway_pb.Specification
-    """Specification without `committed_ids`; those are in `committed`."""
-    idempotency_key: str
-    body_hash: str
-    keep: bool
-    grace_s: float
-    """Seconds that the request lives without an attached client."""
+    request: AcceptedRequest
+    """The request as it was submitted."""
     deadline_s: float | None
     """Hard deadline and soft limit, on the loop's clock."""
     time_limit_s: float | None
-    most_logprobs: int | None
-    """Most alternatives per token, as the client requested them; None without logprobs."""
     standing: Standing
     """Progress as the record has it; as are the next five fields."""
     lease_epoch: int = 0
@@ -69,18 +67,26 @@ class Live:
     """Deaths of its workers, and its rounds at the last one; as in `Request`, and as the record has them."""
     committed: array[int] = field(default_factory=lambda: array("i"))
     attachments: dict[str, Attachment] = field(default_factory=dict)
-    limits: tuple[Timer, ...] = ()
+    limits: tuple[Cancellable, ...] = ()
     """Timers of its deadline and its time limit."""
-    grace: Timer | None = None
+    grace: Cancellable | None = None
     """Timer that ends the request unless a client attaches in time."""
     started_s: float | None = None
     first_token_s: float | None = None
     cached_prompt_tokens: int = 0
-    logprobs: dict[int, pb.TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, replies.TokenLogprobs] = field(default_factory=dict)
     """Logprobs by position, if requested, as workers reported them. Not on the record."""
-    end: gateway_pb.RequestEnd | None = None
+    end: End | None = None
+    """How it ended; None while it has not."""
+    end_message: replies.RequestEnd | None = None
+    """The end as its clients receive it."""
     trace: RequestTrace | None = None
     """Trace to emit of the request; None where its trace is not recorded."""
+
+    @property
+    def facts(self) -> RequestFacts:
+        """Return the facts of its submission that the core needs."""
+        return self.request.facts
 
     @property
     def request_id(self) -> str:
@@ -106,19 +112,22 @@ class Live:
         if self.trace is not None:
             self.trace.leased(lease_epoch, worker_id, now_s)
 
-    def tell_logprobs(self, position: int, told: Sequence[pb.TokenLogprobs]) -> None:
+    def record_logprobs(self, position: int, logprobs: Sequence[replies.TokenLogprobs]) -> None:
         """Keep the logprobs that a worker reported for the tokens from `position` on, as far as the
         client requested them.
         """
-        if self.most_logprobs is None:
+        most = self.request.most_logprobs
+        if most is None:
             return
-        for at, one in enumerate(told, position):
-            if at < self.facts.max_tokens and len(one.top) <= self.most_logprobs:
+        for at, one in enumerate(logprobs, position):
+            if at < self.facts.max_tokens and reports.alternatives(one) <= most:
                 self.logprobs[at] = one
 
-    def logprobs_of(self, first: int, count: int) -> list[pb.TokenLogprobs]:
-        """Return the logprobs of committed tokens, for a request with logprobs."""
-        return [self.logprobs.get(at, UNKNOWN_LOGPROBS) for at in range(first, first + count)]
+    def logprobs_of(self, first: int, count: int) -> list[replies.TokenLogprobs]:
+        """Return the logprobs of committed tokens; empty for a request without logprobs."""
+        if self.request.most_logprobs is None:
+            return []
+        return [self.logprobs.get(at, replies.UNKNOWN_LOGPROBS) for at in range(first, first + count)]
 
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
         """Append what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""
@@ -131,55 +140,43 @@ class Live:
         """Store the one end of the request; it is delivered with everything that its attachments have not
         been sent.
         """
-        standing = self.standing
-        accepted_at_s = self.facts.arrival_s
-        self.end = gateway_pb.RequestEnd(
-            kind=ends.KINDS[end],
+        self.end = end
+        self.end_message = replies.request_end(
+            end,
             detail=detail,
             cut_characters=cut_characters,
             cached_prompt_tokens=self.cached_prompt_tokens,
-            speculation=pb.SpeculationSummary(
-                rounds=min(standing.rounds, MAX_COUNT),
-                drafted=min(standing.drafted, MAX_COUNT),
-                accepted=min(standing.accepted, MAX_COUNT),
-                mean_acceptance_length=mean_acceptance_length(standing.accepted, standing.drafts),
-                drafts=min(standing.drafts, MAX_COUNT),
-            ),
-            timing=pb.Timing(
-                queued_s=_since(accepted_at_s, self.started_s, now_s),
-                first_token_s=_since(accepted_at_s, self.first_token_s, now_s),
-                total_s=max(0.0, now_s - accepted_at_s),
-                preemptions=standing.preemptions,
-            ),
+            standing=self.standing,
+            arrival_s=self.facts.arrival_s,
+            started_s=self.started_s,
+            first_token_s=self.first_token_s,
+            ended_s=now_s,
         )
 
     def to_record(self) -> StoredRequest:
         """Return what the record should hold of the unfinished request: the inverse of `from_record`."""
-        facts = self.facts
+        request, facts = self.request, self.facts
         arrival_unix_ms = round(facts.arrival_s * 1000)
-        submission = gateway_pb.Specification()
-        submission.CopyFrom(self.specification)
-        submission.ClearField("prompt_ids")
         return StoredRequest(
             request_id=facts.request_id,
             tenant=facts.tenant,
-            model=self.model,
+            model=request.model,
             priority=facts.priority,
             workload_class=facts.workload_class,
             arrival_unix_ms=arrival_unix_ms,
-            prompt_ids=self.specification.prompt_ids,
+            prompt_ids=request.prompt_ids,
             max_tokens=facts.max_tokens,
             expected_output_tokens=facts.expected_output_tokens,
             deadline_unix_ms=_unix_ms(self.deadline_s),
             time_limit_ms=None
             if self.time_limit_s is None
             else round((self.time_limit_s - facts.arrival_s) * 1000),
-            keep=self.keep,
-            grace_ms=-1 if self.keep else round(self.grace_s * 1000),
-            idempotency_key=self.idempotency_key,
-            body_hash=self.body_hash,
-            seed=self.specification.seed,
-            submission=submission.SerializeToString(deterministic=True),
+            keep=request.keep,
+            grace_ms=-1 if request.keep else round(request.grace_s * 1000),
+            idempotency_key=request.idempotency_key,
+            body_hash=request.body_hash,
+            seed=request.seed,
+            submission=request.settings,
             sequence=facts.sequence,
             committed_ids=tuple(self.committed),
             lease_epoch=self.lease_epoch,
@@ -195,79 +192,37 @@ class Live:
             death_round=self.death_round,
         )
 
-    def specification_with_outputs(
-        self, origin: gateway_pb.Origin, lease_epoch: int
-    ) -> gateway_pb.Specification:
-        """Return what a worker needs to continue after the committed tokens, and what it keeps for a
-        scheduler that needs it.
+    def leased(self, lease_epoch: int, *, now_s: float, incarnation: str) -> requests.LeasedSpecification:
+        """Return what a worker needs to continue after the committed tokens under this lease, and what it
+        keeps for a scheduler that needs it, if the record (its `incarnation`) is lost.
         """
-        specification = gateway_pb.Specification()
-        specification.CopyFrom(self.specification)
-        specification.committed_ids.extend(self.committed)
-        specification.origin = origin.SerializeToString()
-        if self.trace is not None:
-            specification.traceparent = self.trace.run(lease_epoch).traceparent
-        return specification
-
-    def origin(self, now_s: float, incarnation: str) -> gateway_pb.Origin:
-        """Return everything that the worker's hello would lack to restore the request."""
-        submit = self.submission(now_s)
-        submit.specification.ClearField("prompt_ids")
-        return gateway_pb.Origin(submit=submit, written_unix_ms=round(now_s * 1000), incarnation=incarnation)
-
-    def submission(self, now_s: float) -> gateway_pb.Submit:
-        """Return the request as it was submitted, with the rest of its times; without outputs."""
-        facts = self.facts
-        submit = gateway_pb.Submit(
-            request_id=facts.request_id,
-            tenant=facts.tenant,
-            idempotency_key=self.idempotency_key,
-            body_hash=bytes.fromhex(self.body_hash),
-            priority=facts.priority,
-            workload_class=facts.workload_class,
-            expected_output_tokens=facts.expected_output_tokens,
-            deadline_in_ms=_ms_from(now_s, self.deadline_s),
-            time_limit_ms=_ms_from(now_s, self.time_limit_s),
-            keep=self.keep,
-            grace_ms=round(self.grace_s * 1000),
-            model=self.model,
-            traceparent=self.specification.traceparent,
+        return requests.leased(
+            self.request,
+            lease_epoch=lease_epoch,
+            committed=self.committed,
+            traceparent=self.trace.run(lease_epoch).traceparent if self.trace is not None else None,
+            origin=requests.origin(
+                self.request,
+                deadline_s=self.deadline_s,
+                time_limit_s=self.time_limit_s,
+                now_s=now_s,
+                incarnation=incarnation,
+            ),
         )
-        submit.specification.CopyFrom(self.specification)
-        return submit
-
-
-def _since(accepted_at_s: float, moment_s: float | None, now_s: float) -> float:
-    return max(0.0, (now_s if moment_s is None else moment_s) - accepted_at_s)
-
-
-def _ms_from(now_s: float, moment_s: float | None) -> int | None:
-    return None if moment_s is None else max(0, round((moment_s - now_s) * 1000))
 
 
 def _unix_ms(moment_s: float | None) -> int | None:
     return None if moment_s is None else round(moment_s * 1000)
 
 
-def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specification) -> Live:
+def from_submission(new: NewRequest, request: AcceptedRequest) -> Live:
     """Return the working copy of a request that the record has just accepted."""
-    arrival_s = new.arrival_unix_ms / 1000.0
-    specification = gateway_pb.Specification()
-    specification.CopyFrom(submitted)
-    specification.ClearField("committed_ids")
-    specification.ClearField("origin")
-    specification.request_id = new.request_id
     return Live(
-        facts=_facts(new, sequence),
-        model=new.model,
-        specification=specification,
-        idempotency_key=new.idempotency_key,
-        body_hash=new.body_hash,
-        keep=new.keep,
-        grace_s=max(0, new.grace_ms) / 1000.0,
+        request=request,
         deadline_s=None if new.deadline_unix_ms is None else new.deadline_unix_ms / 1000.0,
-        time_limit_s=None if new.time_limit_ms is None else arrival_s + new.time_limit_ms / 1000.0,
-        most_logprobs=specification.logprobs if specification.HasField("logprobs") else None,
+        time_limit_s=None
+        if new.time_limit_ms is None
+        else request.facts.arrival_s + new.time_limit_ms / 1000.0,
         standing=Standing(
             rounds=0,
             drafts=0,
@@ -276,30 +231,14 @@ def from_submission(new: NewRequest, sequence: int, submitted: gateway_pb.Specif
             attained_s=0.0,
             preemptions=0,
             level=0,
-            score=float(sequence),
+            score=float(request.facts.sequence),
         ),
-    )
-
-
-def _facts(request: NewRequest, sequence: int) -> RequestFacts:
-    return RequestFacts(
-        request_id=request.request_id,
-        sequence=sequence,
-        arrival_s=request.arrival_unix_ms / 1000.0,
-        tenant=request.tenant,
-        priority=request.priority,
-        workload_class=request.workload_class,
-        prompt_tokens=len(request.prompt_ids),
-        max_tokens=request.max_tokens,
-        expected_output_tokens=request.expected_output_tokens,
     )
 
 
 def from_record(stored: StoredRequest) -> Live:
     """Rebuild the working copy of one request, unfinished or ended, from the record."""
-    submitted = gateway_pb.Specification.FromString(stored.submission)
-    submitted.prompt_ids.extend(stored.prompt_ids)
-    live = from_submission(stored, stored.sequence, submitted)
+    live = from_submission(stored, requests.accepted_before(stored))
     live.committed.extend(stored.committed_ids)
     live.standing = stored.standing
     live.lease_epoch, live.worker_id = stored.lease_epoch, stored.worker_id

@@ -26,8 +26,6 @@ from dataclasses import replace
 
 from laps_sd.contract.ends import End
 from laps_sd.service.log import get_logger
-from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import (
     Assign,
@@ -65,7 +63,8 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, TransitionStatus
 from scheduler_svc.store.store import Pending, Store
-from scheduler_svc.wire import translate
+from scheduler_svc.wire import replies, reports
+from scheduler_svc.wire.checks import MAX_TOKEN_ID
 
 log = get_logger(__name__)
 
@@ -153,11 +152,11 @@ class Loop:
 
     # Interface of the loop.
 
-    def load(self, *, gateways: int) -> gateway_pb.ShardLoad:
+    def load(self, *, gateways: int) -> replies.ShardLoad:
         """Return the load by which gateways choose a shard; `gateways`: the number of gateways that receive
         it.
         """
-        return gateway_pb.ShardLoad(
+        return replies.shard_load(
             backlog_s=self.core.totals().backlog_s,
             requests=len(self.clients.live),
             workers=sum(entry.session is not None for entry in self.roster.workers.values()),
@@ -264,17 +263,18 @@ class Loop:
     def _collect(self, turn: Turn, item: Item) -> None:
         match item:
             case FromWorker(session, message):
-                self._heard_worker(turn, session, message)
+                self._handle_worker(turn, session, message)
             case FromGateway(session, message):
-                self.clients.heard(turn, session, message)
-            case WorkerOpened(session, hello):
+                self.clients.handle(turn, session, message)
+            case WorkerOpened(session, message):
+                hello = reports.hello_of(message)
                 self.roster.opened(turn, session, hello)
                 if self.store.incarnation == self._recovered_from:
-                    turn.offers.extend(held for held in hello.held if held.HasField("specification"))
+                    turn.offers.extend(hello.offers)
             case WorkerClosed(session, silent):
                 self.roster.closed(turn, session, silent=silent)
-            case GatewayClosed():
-                turn.departures.append(item)
+            case GatewayClosed(session):
+                turn.departures.append((session, None))
             case DrainOrdered(worker_id):
                 self.roster.drain(turn, worker_id)
             case LeadInDoubt(settled):
@@ -282,33 +282,32 @@ class Loop:
                 if settled is not None:
                     turn.settled.append(settled)
 
-    def _heard_worker(self, turn: Turn, session: WorkerSession, message: worker_pb.WorkerMessage) -> None:
+    def _handle_worker(self, turn: Turn, session: WorkerSession, message: reports.WorkerMessage) -> None:
         entry = self.roster.workers.get(session.worker_id)
         if entry is None or entry.session is not session:
             return  # an older stream of a worker that has reconnected: the new stream carries everything
-        match message.WhichOneof("message"):
-            case "reports":
+        match reports.from_worker(session.worker_id, message):
+            case list() as rounds:
                 entry.last_report_s = turn.now_s
-                for report in message.reports.reports:
-                    self._heard_report(turn, session, report)
-            case "missing":
-                turn.respecify.extend((session, request_id) for request_id in message.missing.request_ids)
-            case "drain":
+                for report in rounds:
+                    self._handle_report(turn, session, report)
+            case reports.Missing(request_ids):
+                turn.respecify.extend((session, request_id) for request_id in request_ids)
+            case reports.Leaving():
                 turn.events.append(WorkerDraining(session.worker_id))
 
-    def _heard_report(self, turn: Turn, session: WorkerSession, report: worker_pb.RoundReport) -> None:
-        event = translate.round_reported(session.worker_id, report)
-        turn.events.append(event)
+    def _handle_report(self, turn: Turn, session: WorkerSession, report: reports.Report) -> None:
+        turn.events.append(report.event)
         turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
-        for progress in report.progress:
-            live = self.clients.live.get(progress.request_id)
+        for one in report.details:
+            live = self.clients.live.get(one.request_id)
             if live is not None:
                 if live.started_s is None:
-                    live.started_s = max(live.facts.arrival_s, turn.now_s - event.total_s)
-                if progress.cached > live.cached_prompt_tokens:
-                    live.cached_prompt_tokens = progress.cached
-                if live.most_logprobs is not None and progress.lease_epoch == live.lease_epoch:
-                    live.tell_logprobs(progress.position, progress.logprobs)
+                    live.started_s = max(live.facts.arrival_s, turn.now_s - report.event.total_s)
+                if one.cached_tokens > live.cached_prompt_tokens:
+                    live.cached_prompt_tokens = one.cached_tokens
+                if one.lease_epoch == live.lease_epoch:
+                    live.record_logprobs(one.position, one.logprobs)
 
     async def _end_doubtful(self, turn: Turn) -> None:
         """End requests whose submission was refused because the record did not answer, and that the record
@@ -404,7 +403,7 @@ class Loop:
         for session, request_id in turn.respecify:
             live = self.clients.live.get(request_id)
             if live is not None and request_id in session.known:
-                session.specify(live, session.known[request_id], self._origin(live, turn.now_s))
+                self._specify(session, live, session.known[request_id], turn.now_s)
         for session, number in turn.acknowledge.items():
             session.acknowledge(number)
         self.clients.answer_cancelled(turn)
@@ -530,7 +529,7 @@ class Loop:
                 if command.end is not None:
                     self._ended(live, command, now_s)
                 else:
-                    self.clients.owe(live)
+                    self.clients.mark_dirty(live)
             case Finish():
                 live.standing = command.standing
                 self._ended(live, _as_commit(command, live), now_s)
@@ -573,7 +572,7 @@ class Loop:
             if stored.end is not None:
                 self._ended(live, _as_ended(stored), now_s)
                 return
-            self.clients.owe(live)
+            self.clients.mark_dirty(live)
         if stored is None or len(stored.committed_ids) < len(live.committed):
             # No other process could have ended it or removed tokens: the record has lost them.
             if await self._restore(live.to_record()):
@@ -609,7 +608,7 @@ class Loop:
         """Continue a request after the outputs that a client has seen, if they are more than the record has:
         they are kept, and the next worker generates after them.
         """
-        if live.end is not None or len(shown) > live.facts.max_tokens or max(shown) > translate.MAX_TOKEN_ID:
+        if live.end is not None or len(shown) > live.facts.max_tokens or max(shown) > MAX_TOKEN_ID:
             return
         if shown[: len(live.committed)] != tuple(live.committed):
             # Nothing to gain; the stream continues once this request is past the outputs that the client has
@@ -621,7 +620,7 @@ class Loop:
         if await self._restore(further):
             live.append(0, shown, turn.now_s)
             live.lease(further.lease_epoch, None, turn.now_s)
-            self.clients.owe(live)
+            self.clients.mark_dirty(live)
             turn.events.append(recovered(live))
 
     async def _read(self, request_id: str) -> StoredRequest | None:
@@ -633,8 +632,9 @@ class Loop:
                 self.outage.began(error, stuck=True)
                 await asyncio.sleep(next(pauses_s))
 
-    def _origin(self, live: Live, now_s: float) -> gateway_pb.Origin:
-        return live.origin(now_s, self.store.incarnation or "")
+    def _specify(self, session: WorkerSession, live: Live, lease_epoch: int, now_s: float) -> None:
+        leased = live.leased(lease_epoch, now_s=now_s, incarnation=self.store.incarnation or "")
+        session.specify(live.request_id, lease_epoch, leased)
 
     def _assign(self, command: Assign, refused: set[str], now_s: float) -> None:
         entry = self.roster.workers.get(command.worker_id)
@@ -649,7 +649,7 @@ class Loop:
                 continue
             entries.append(listed)
             if known.get(request_id) != listed.lease_epoch:
-                entry.session.specify(copy, listed.lease_epoch, self._origin(copy, now_s))
+                self._specify(entry.session, copy, listed.lease_epoch, now_s)
         if not entry.listed:
             entry.last_report_s = now_s  # the watchdog counts from the time when there is work
         entry.listed = len(entries)

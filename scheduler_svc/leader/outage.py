@@ -5,13 +5,22 @@ a counter.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from laps_sd.service.log import get_logger
-from laps_sd.v1 import admin_pb2 as admin_pb
 from scheduler_svc import metrics
 from scheduler_svc.store.errors import Fault, StoreUnavailable
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OutageReport:
+    """State of an outage, for an operator."""
+
+    fault: str
+    error: str
+    lasts_s: float
 
 
 class Outage:
@@ -51,12 +60,12 @@ class Outage:
             error=str(error),
         )
 
-    def report(self) -> admin_pb.RecordOutage | None:
+    def report(self) -> OutageReport | None:
         """Return the state of the outage for an operator; None while there is none."""
         if not self._faults:
             return None
         lasts_s = time.monotonic() - self._began_s
-        return admin_pb.RecordOutage(fault=self._faults[-1].value, error=self._error, lasts_s=lasts_s)
+        return OutageReport(fault=self._faults[-1].value, error=self._error, lasts_s=lasts_s)
 
     def answered(self, *, writable: bool = False) -> None:
         """Note that the record can be reached; with `writable`, that it also took a write that needs memory.

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laps_sd.service.log import get_logger
-from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.events import WorkerDraining, WorkerLost, WorkerUp
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.leader.turn import Timer, Timers, Turn
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.wire import translate
+from scheduler_svc.wire.reports import Hello
 
 log = get_logger(__name__)
 
@@ -80,29 +79,26 @@ class Roster:
             entry = self.workers[worker_id] = WorkerEntry(worker_id)
             self._start_grace(entry, now_s)
 
-    def opened(self, turn: Turn, session: WorkerSession, hello: worker_pb.WorkerHello) -> None:
+    def opened(self, turn: Turn, session: WorkerSession, hello: Hello) -> None:
         """Handle the hello of a worker: its first one, or one after its stream broke."""
+        worker_id = hello.facts.worker_id
         for other in list(self.workers.values()):
             # The same name under another id, and no stream left: that process is dead, so its grace period
             # ends now.
-            if (
-                other.name == hello.worker_name
-                and other.worker_id != hello.worker_id
-                and other.session is None
-            ):
+            if other.name == hello.name and other.worker_id != worker_id and other.session is None:
                 self._lose(turn, other)
-        entry = self.workers.setdefault(hello.worker_id, WorkerEntry(hello.worker_id))
+        entry = self.workers.setdefault(worker_id, WorkerEntry(worker_id))
         if entry.session is not None:
             entry.session.close("the worker has dialled again")
         entry.session = session
-        entry.name = hello.worker_name
+        entry.name = hello.name
         entry.last_report_s = turn.now_s
         session.known = {held.request_id: held.lease_epoch for held in hello.held}
-        turn.events.append(WorkerUp(translate.worker_facts(hello), translate.held_requests(hello)))
+        turn.events.append(WorkerUp(hello.facts, hello.held))
         if hello.draining:
-            turn.events.append(WorkerDraining(hello.worker_id))
+            turn.events.append(WorkerDraining(worker_id))
         self._watch(entry, turn.now_s)
-        log.info("worker up", worker_id=hello.worker_id, slots=hello.slots, held=len(hello.held))
+        log.info("worker up", worker_id=worker_id, slots=hello.facts.slots, held=len(hello.held))
 
     def closed(self, turn: Turn, session: WorkerSession, *, silent: bool) -> None:
         """Handle the end of a stream. A silent worker has had its grace period already."""

@@ -5,26 +5,20 @@ one before, an acknowledgement the smaller one, and an attachment is only a posi
 working copy (or the record) holds anyway.
 
 The loop writes to a session, the stream's handler takes from it; both on one event loop, so no lock.
-
-Messages that are made for every request of every round are filled in place, field by field: half the time of
-building messages and putting them into others, which copies them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.commands import AssignEntry
-from scheduler_svc.leader.live import Attachment, Live
+from scheduler_svc.leader.live import Attachment
+from scheduler_svc.wire import replies
+from scheduler_svc.wire.replies import GatewayReply, WorkerReply
+from scheduler_svc.wire.requests import LeasedSpecification
 
-MAX_BYTES_PER_MESSAGE = 2 * 1024 * 1024
-"""Bytes of specifications in one message, which stays well below the limit of the peer: an output format may
-be larger than its prompt.
-"""
 MAX_TOKENS_PER_MESSAGE = 65_536
 """Token ids in one message of deliveries."""
 TOKENS_PER_ALTERNATIVE = 4
@@ -61,9 +55,9 @@ class WorkerSession:
     """Event that is cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
-    _specifications: dict[str, worker_pb.LeasedSpecification] = field(default_factory=dict)
+    _specifications: dict[str, LeasedSpecification] = field(default_factory=dict)
     _drops: dict[str, int] = field(default_factory=dict)
-    _assignment: worker_pb.WorkerLinkReply | None = None
+    _assignment: WorkerReply | None = None
     _assignments: int = 0
     _acknowledged: int = 0
     _acknowledged_sent: int = 0
@@ -97,29 +91,16 @@ class WorkerSession:
             self.room.clear()
         self.wake.set()
 
-    def specify(self, live: Live, lease_epoch: int, origin: gateway_pb.Origin) -> None:
+    def specify(self, request_id: str, lease_epoch: int, leased: LeasedSpecification) -> None:
         """Send the specification before the next assignment."""
-        self.known[live.request_id] = lease_epoch
-        self._specifications[live.request_id] = worker_pb.LeasedSpecification(
-            specification=live.specification_with_outputs(origin, lease_epoch), lease_epoch=lease_epoch
-        )
+        self.known[request_id] = lease_epoch
+        self._specifications[request_id] = leased
         self.wake.set()
 
     def assign(self, entries: Sequence[AssignEntry]) -> None:
         """Replace the worker's list."""
         self._assignments += 1
-        self._assignment = worker_pb.WorkerLinkReply()
-        self._assignment.assignment.number = self._assignments
-        add = self._assignment.assignment.entries.add
-        for listed in entries:
-            entry = add()
-            entry.request_id = listed.request_id
-            entry.lease_epoch = listed.lease_epoch
-            entry.rank_class = listed.rank_class
-            entry.index_s = listed.index_s
-            entry.resume_cost_s = listed.resume_cost_s
-            entry.reserved = listed.reserved
-            entry.pinned = listed.pinned
+        self._assignment = replies.assignment(self._assignments, entries)
         self.wake.set()
 
     def drain(self) -> None:
@@ -138,59 +119,34 @@ class WorkerSession:
         self.close_reason = reason
         self.wake.set()
 
-    def take(self) -> list[worker_pb.WorkerLinkReply]:
+    def take(self) -> list[WorkerReply]:
         """Return the messages to send now, in the order that a worker needs: drops, specifications,
         assignment, the rest.
         """
         self.wake.clear()
         self.room.set()
-        replies: list[worker_pb.WorkerLinkReply] = []
+        due: list[WorkerReply] = []
         if self._drops:
-            drops = [
-                worker_pb.DropRequest(request_id=request_id, lease_epoch=epoch)
-                for request_id, epoch in self._drops.items()
-            ]
-            replies.append(worker_pb.WorkerLinkReply(drop=worker_pb.DropRequests(requests=drops)))
+            due.append(replies.drops(self._drops))
             self._drops = {}
-        replies.extend(
-            worker_pb.WorkerLinkReply(specifications=chunk)
-            for chunk in _chunks(list(self._specifications.values()))
-        )
+        due.extend(replies.specifications(self._specifications.values()))
         self._specifications = {}
         if self._assignment is not None:
-            replies.append(self._assignment)
+            due.append(self._assignment)
             self._assignment = None
-        if self._acknowledging is not None and (replies or self._drained or self._acknowledgement_due):
+        if self._acknowledging is not None and (due or self._drained or self._acknowledgement_due):
             self._acknowledging.cancel()
             self._acknowledging, self._acknowledgement_due = None, False
             if self._acknowledged > self._acknowledged_sent:
                 self._acknowledged_sent = self._acknowledged
-                replies.append(
-                    worker_pb.WorkerLinkReply(
-                        acknowledged=worker_pb.ReportsAcknowledged(number=self._acknowledged)
-                    )
-                )
+                due.append(replies.acknowledged(self._acknowledged))
         if self._drain:
             self._drain = False
-            replies.append(worker_pb.WorkerLinkReply(drain=worker_pb.Drain()))
+            due.append(replies.drain())
         if self._drained:
             self._drained = False
-            replies.append(worker_pb.WorkerLinkReply(drained=worker_pb.Drained()))
-        return replies
-
-
-def _chunks(specifications: list[worker_pb.LeasedSpecification]) -> Iterator[worker_pb.Specifications]:
-    chunk = worker_pb.Specifications()
-    room = MAX_BYTES_PER_MESSAGE
-    for leased in specifications:
-        size = leased.ByteSize()
-        if chunk.specifications and size > room:
-            yield chunk
-            chunk, room = worker_pb.Specifications(), MAX_BYTES_PER_MESSAGE
-        chunk.specifications.append(leased)
-        room -= size
-    if chunk.specifications:
-        yield chunk
+            due.append(replies.drained())
+        return due
 
 
 @dataclass(eq=False)
@@ -204,17 +160,17 @@ class GatewaySession:
     """Event that is cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
-    _replies: list[gateway_pb.GatewayLinkReply] = field(default_factory=list)
+    _replies: list[GatewayReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
 
-    def reply(self, reply: gateway_pb.GatewayLinkReply) -> None:
+    def reply(self, reply: GatewayReply) -> None:
         """Send the answer to a message of the gateway."""
         self._replies.append(reply)
         if len(self._replies) >= MAX_ANSWERS:
             self.room.clear()
         self.wake.set()
 
-    def owe(self, attachment: Attachment) -> None:
+    def mark_dirty(self, attachment: Attachment) -> None:
         """Mark an attachment whose request has tokens or an end that it has not been sent."""
         self._dirty[attachment.attachment_id] = attachment
         self.wake.set()
@@ -230,44 +186,45 @@ class GatewaySession:
         self.close_reason = reason
         self.wake.set()
 
-    def take(self) -> list[gateway_pb.GatewayLinkReply]:
+    def take(self) -> list[GatewayReply]:
         """Return the messages to send now: answers first, then one message of deliveries; call again until it
         is empty.
         """
         self.wake.clear()
         self.room.set()
-        replies, self._replies = self._replies, []
-        reply = gateway_pb.GatewayLinkReply()
-        deliveries = reply.deliveries.deliveries
-        room = MAX_TOKENS_PER_MESSAGE
+        due, self._replies = self._replies, []
+        deliveries = GatewayReply()
+        delivered, room = 0, MAX_TOKENS_PER_MESSAGE
         for attachment_id, attachment in list(self._dirty.items()):
-            if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or room <= 0:
+            if delivered >= MAX_DELIVERIES_PER_MESSAGE or room <= 0:
                 break
             live, first = attachment.live, attachment.next_token
             each = 1
-            if live.most_logprobs is not None:
-                each += TOKENS_PER_ALTERNATIVE * (1 + live.most_logprobs)
+            if (most := live.request.most_logprobs) is not None:
+                each += TOKENS_PER_ALTERNATIVE * (1 + most)
             fresh = live.committed[first : first + max(1, room // each)]
             attachment.next_token += len(fresh)
             room -= len(fresh) * each
             last = attachment.next_token >= len(live.committed)
-            ended = live.end if last else None
-            if fresh or ended is not None:
-                delivery = deliveries.add()
-                delivery.request_id = live.request_id
-                delivery.first_token = first
-                delivery.token_ids.extend(fresh)
-                delivery.attachment_id = attachment_id
-                if live.most_logprobs is not None:
-                    delivery.logprobs.extend(live.logprobs_of(first, len(fresh)))
+            end = live.end_message if last else None
+            if fresh or end is not None:
+                delivered += 1
+                replies.add_delivery(
+                    deliveries,
+                    request_id=live.request_id,
+                    attachment_id=attachment_id,
+                    first_token=first,
+                    token_ids=fresh,
+                    logprobs=live.logprobs_of(first, len(fresh)),
+                    end=end,
+                )
             if last:
                 del self._dirty[attachment_id]
-            if ended is not None:
-                delivery.end.CopyFrom(ended)
+            if end is not None:
                 self.forget(attachment_id)
                 live.attachments.pop(attachment_id, None)  # nothing holds what has been delivered
         if self._dirty:
             self.wake.set()
-        if deliveries:
-            replies.append(reply)
-        return replies
+        if delivered:
+            due.append(deliveries)
+        return due

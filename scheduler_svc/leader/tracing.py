@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from laps_sd.contract.ends import End
 from laps_sd.service.tracing import Happened, Parent, Tracing, parent_of, span_id_of
-from scheduler_svc.core.commands import StoryLine
+from scheduler_svc.core.commands import Standing, StoryLine
+from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.state.request import LEFT_OUT
-
-if TYPE_CHECKING:
-    from scheduler_svc.leader.live import Live
 
 __all__ = ["RequestTrace", "RequestTraces"]
 
@@ -83,26 +80,29 @@ class RequestTraces:
         self._shard = shard
         self._policy = policy
 
-    def begin(self, live: Live) -> None:
-        """Begin the trace of a request that is led here from now on."""
+    def begin(self, request_id: str, traceparent: str) -> RequestTrace | None:
+        """Return the trace of a request that is led here from now on; None if it is not recorded."""
         if not self._tracing.on:
-            return
-        call = parent_of(live.specification.traceparent)
-        if call is None:
-            return
-        live.trace = RequestTrace(self._tracing, live.request_id, call)
-        # The request may have been leased under an earlier leader; the record does not hold the time of the
-        # lease.
-        live.trace.leased(live.lease_epoch, live.worker_id, live.started_s or live.facts.arrival_s)
+            return None
+        call = parent_of(traceparent)
+        return None if call is None else RequestTrace(self._tracing, request_id, call)
 
-    def ended(self, live: Live, end: End, detail: str, story: Sequence[StoryLine], now_s: float) -> None:
-        """Emit the remaining spans of the request."""
-        trace = live.trace
-        if trace is None:
-            return
-        trace.leased(live.lease_epoch, None, now_s)
-        arrived_s, standing = live.facts.arrival_s, live.standing
-        named = {"laps_sd.request_id": live.request_id}
+    def ended(
+        self,
+        trace: RequestTrace,
+        facts: RequestFacts,
+        *,
+        standing: Standing,
+        started_s: float | None,
+        output_tokens: int,
+        end: End,
+        detail: str,
+        story: Sequence[StoryLine],
+        now_s: float,
+    ) -> None:
+        """Emit the remaining spans of the request, whose last lease is over."""
+        arrived_s = facts.arrival_s
+        named = {"laps_sd.request_id": facts.request_id}
         self._tracing.draw(
             "request",
             trace.call,
@@ -119,15 +119,15 @@ class RequestTraces:
                 "laps_sd.rounds": standing.rounds,
                 "laps_sd.drafted_tokens": standing.drafted,
                 "laps_sd.accepted_tokens": standing.accepted,
-                "laps_sd.prompt_tokens": live.facts.prompt_tokens,
-                "laps_sd.output_tokens": len(live.committed),
+                "laps_sd.prompt_tokens": facts.prompt_tokens,
+                "laps_sd.output_tokens": output_tokens,
             },
             span_id=trace.request.span_id,
             events=[Happened(line.at_s, line.what, line.detail) for line in story],
             error=detail if end is End.ERROR else None,
         )
-        started_s = now_s if live.started_s is None else live.started_s
-        self._tracing.draw("queue", trace.request, arrived_s, started_s, named)
+        queued_until_s = now_s if started_s is None else started_s
+        self._tracing.draw("queue", trace.request, arrived_s, queued_until_s, named)
         for lease in trace.leases:
             for began_s, ended_s, why in pauses(story, lease.began_s, lease.ended_s or now_s):
                 attributes = {**named, "laps_sd.reason": why}

@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.events import Event
 from scheduler_svc.leader.live import Live
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
+from scheduler_svc.wire.gateway_messages import Attach, Cancel, Detach, GatewayMessage, Submission
+from scheduler_svc.wire.reports import WorkerHello, WorkerMessage
+from scheduler_svc.wire.requests import Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class FromGateway:
     """One message of a gateway after its hello."""
 
     session: GatewaySession
-    message: gateway_pb.GatewayMessage
+    message: GatewayMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class WorkerOpened:
     """Accepted hello of a worker."""
 
     session: WorkerSession
-    hello: worker_pb.WorkerHello
+    hello: WorkerHello
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class FromWorker:
     """One message of a worker after its hello."""
 
     session: WorkerSession
-    message: worker_pb.WorkerMessage
+    message: WorkerMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ class Turn:
     now_s: float
     events: list[Event] = field(default_factory=list)
     """Events for the core."""
-    submits: list[FromGateway] = field(default_factory=list)
+    submits: list[tuple[GatewaySession, Submission]] = field(default_factory=list)
     """New requests, to be written to the record before the core receives them."""
-    offers: list[worker_pb.HeldRequest] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
     """Requests that workers hold and that are not led here."""
     seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
     """Requests that were submitted again with more outputs shown than the record has, and those outputs."""
@@ -90,17 +91,17 @@ class Turn:
     """True if leadership, and what the record holds, must be confirmed before anything else."""
     settled: list[asyncio.Event] = field(default_factory=list)
     """Events to set once the record holds what this leader holds."""
-    unknown_attaches: list[tuple[GatewaySession, gateway_pb.Attach]] = field(default_factory=list)
+    unknown_attaches: list[tuple[GatewaySession, Attach]] = field(default_factory=list)
     """Attaches to requests that are not led here; they are looked up in the record."""
-    unknown_submits: list[tuple[FromGateway, str]] = field(default_factory=list)
+    unknown_submits: list[tuple[GatewaySession, Submission, str]] = field(default_factory=list)
     """Submissions that the record answered with a request that is not led here, and its id."""
     acknowledge: dict[WorkerSession, int] = field(default_factory=dict)
     """Newest report of each worker that can be acknowledged once this turn is on the record."""
-    departures: list[FromGateway | GatewayClosed] = field(default_factory=list)
-    """Detaches, cancels and closed streams, in order. Handled after this turn's admissions, which they may be
+    departures: list[tuple[GatewaySession, Detach | Cancel | None]] = field(default_factory=list)
+    """Detaches, cancels and closed streams (None), in order. Handled after this turn's admissions, which they may be
     about.
     """
-    cancelled: list[tuple[GatewaySession, gateway_pb.CancelRequested, Live]] = field(default_factory=list)
+    cancelled: list[tuple[GatewaySession, Cancel, Live]] = field(default_factory=list)
     """Answered once the ends are on the record: a request may have ended by itself in the same turn."""
     respecify: list[tuple[WorkerSession, str]] = field(default_factory=list)
     """Workers and the request ids of which they requested the specification again."""

@@ -30,8 +30,10 @@ from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_gr
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.views import WorkerView
 from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.leader.loop import Loop
+from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.turn import (
     DrainOrdered,
@@ -42,12 +44,15 @@ from scheduler_svc.leader.turn import (
     WorkerOpened,
 )
 from scheduler_svc.store.errors import StoreUnavailable
-from scheduler_svc.wire import translate
+from scheduler_svc.wire import checks, replies, views
+from scheduler_svc.wire.replies import Refusal
 
 log = get_logger(__name__)
 
 HEARTBEAT_S = 1.0
 HELLO_TIMEOUT_S = 5.0
+STORE_DOWN_DETAIL = "the record is unavailable; nothing is accepted until it is back"
+STORE_DOWN_RETRY_MS = 1000
 DEFAULT_QUEUE_LIMIT = 100
 MAX_QUEUE_LIMIT = 10_000
 
@@ -147,7 +152,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
     ) -> None:
         """See gateway_link.proto."""
         hello = await _hello(context, "gateway")
-        translate.check_gateway_hello(hello)
+        checks.check_gateway_hello(hello)
         leadership = self._leadership
         loop = leadership.loop
         if loop is None:
@@ -168,7 +173,8 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
         async def take(message: gateway_pb.GatewayMessage) -> None:
             kind = message.WhichOneof("message")
             if kind == "submit" and loop.outage.stuck:
-                session.reply(_store_down(message.submit.submission_id))
+                refused = replies.refused(Refusal.STORE_UNAVAILABLE, STORE_DOWN_DETAIL, STORE_DOWN_RETRY_MS)
+                session.reply(replies.submission_refused(message.submit.submission_id, refused))
             elif kind not in ("heartbeat", None):
                 loop.put(FromGateway(session, message))
                 await loop.room.wait()
@@ -189,17 +195,6 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
             leadership.sessions.discard(session)
             loop.put(GatewayClosed(session))
             log.info("gateway stream ended", gateway_id=hello.gateway_id, reason=session.close_reason)
-
-
-def _store_down(submission_id: int) -> gateway_pb.GatewayLinkReply:
-    refused = gateway_pb.SubmitRefused(
-        reason=gateway_pb.SubmitRefused.REASON_STORE_UNAVAILABLE,
-        detail="the record is unavailable; nothing is accepted until it is back",
-        retry_after_ms=1000,
-    )
-    return gateway_pb.GatewayLinkReply(
-        submit_reply=gateway_pb.SubmitReply(submission_id=submission_id, refused=refused)
-    )
 
 
 class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
@@ -262,7 +257,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             detail = f"this shard serves pool {pool!r}, not {hello.pool!r}"
             return reasons(reason=reasons.REASON_POOL, detail=detail)
         try:
-            translate.check_hello(hello)
+            checks.check_hello(hello)
         except InvalidArgument as error:
             return reasons(reason=reasons.REASON_CAPACITY, detail=error.message)
         if not loop.agrees(hello.fingerprint):
@@ -292,15 +287,19 @@ class Admin(admin_pb2_grpc.AdminServicer):
             )
         return loop
 
+    def _outage(self) -> admin_pb.RecordOutage | None:
+        outage = self._leadership.outage.report()
+        return None if outage is None else views.record_outage(outage.fault, outage.error, outage.lasts_s)
+
     async def ExplainRequest(self, request: admin_pb.AdminExplainRequest, context: Any) -> pb.ExplainResponse:
         """See admin.proto."""
         loop = self._loop()
-        translate.check_request_id(request.request_id)
+        checks.check_request_id(request.request_id)
         explanation = loop.core.explain(request.request_id, loop.clock())
         if explanation is not None:
             if request.tenant and explanation.tenant != request.tenant:
                 raise NotFound(f"no request {request.request_id}: it is unknown, or has expired")
-            return pb.ExplainResponse(explanation=translate.explanation(explanation))
+            return pb.ExplainResponse(explanation=views.explanation(explanation))
         try:
             stored = await loop.store.read(request.request_id)
         except StoreUnavailable as error:
@@ -309,7 +308,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         if stored is None or (request.tenant and stored.tenant != request.tenant):
             raise NotFound(f"no request {request.request_id}: it is unknown, or has expired")
         return pb.ExplainResponse(
-            explanation=translate.stored_explanation(stored, self._leadership.settings.policy)
+            explanation=views.stored_explanation(stored, self._leadership.settings.policy)
         )
 
     async def ListQueue(self, request: admin_pb.ListQueueRequest, context: Any) -> admin_pb.ListQueueResponse:
@@ -320,10 +319,10 @@ class Admin(admin_pb2_grpc.AdminServicer):
             raise InvalidArgument("limit", f"must be at most {MAX_QUEUE_LIMIT}, got {limit}")
         entries = loop.core.queue(loop.clock(), limit)
         return admin_pb.ListQueueResponse(
-            entries=[translate.queue_entry(entry) for entry in entries],
+            entries=[views.queue_entry(entry) for entry in entries],
             total=len(loop.clients.live),
             policy=self._leadership.settings.policy,
-            record_outage=self._leadership.outage.report(),
+            record_outage=self._outage(),
         )
 
     async def ListWorkers(
@@ -332,11 +331,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
         """See admin.proto."""
         loop = self._loop()
         return admin_pb.ListWorkersResponse(
-            workers=[
-                translate.worker_status(view, loop.roster.session(view.worker_id))
-                for view in loop.core.workers()
-            ],
-            record_outage=self._leadership.outage.report(),
+            workers=[_worker_status(view, loop.roster) for view in loop.core.workers()],
+            record_outage=self._outage(),
         )
 
     async def DrainWorker(
@@ -357,30 +353,33 @@ class Admin(admin_pb2_grpc.AdminServicer):
         compute again; of equals the one with the shortest list.
         """
         loop = self._loop()
-        views = [view for view in loop.core.workers() if not view.draining]
-        if not views:
+        staying = [view for view in loop.core.workers() if not view.draining]
+        if not staying:
             raise NotFound("there is no worker that is not draining")
-        victim = min(views, key=lambda view: (view.moving_cost_s, view.listed, view.worker_id))
-        return admin_pb.NominateVictimResponse(worker_id=victim.worker_id, cost_s=victim.moving_cost_s)
+        victim = min(staying, key=lambda view: (view.moving_cost_s, view.listed, view.worker_id))
+        return views.victim(victim)
 
     async def GetShard(self, request: admin_pb.GetShardRequest, context: Any) -> admin_pb.GetShardResponse:
         """See admin.proto."""
         loop = self._loop()
         settings = self._leadership.settings
-        totals = loop.core.totals()
-        return admin_pb.GetShardResponse(
+        return views.shard_status(
+            loop.core.totals(),
             shard=settings.shard,
             pool=settings.pool,
             leader_epoch=self._leadership.epoch,
             policy=settings.policy,
-            queued=totals.queued,
-            listed=totals.listed,
-            backlog_s=totals.backlog_s,
             workers=len(loop.core.workers()),
-            software_version=laps_sd.__version__,
             depth_by_level=loop.core.depth_by_level(),
         )
 
     async def GetRecord(self, request: admin_pb.GetRecordRequest, context: Any) -> admin_pb.GetRecordResponse:
         """See admin.proto."""
-        return admin_pb.GetRecordResponse(record_outage=self._leadership.outage.report())
+        return admin_pb.GetRecordResponse(record_outage=self._outage())
+
+
+def _worker_status(view: WorkerView, roster: Roster) -> admin_pb.WorkerStatus:
+    session = roster.session(view.worker_id)
+    if session is None:
+        return views.worker_status(view, connected=False, name="", device="")
+    return views.worker_status(view, connected=True, name=session.worker_name, device=session.device)

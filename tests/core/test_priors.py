@@ -732,7 +732,7 @@ class TestTheRecord:
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data: st.DataObject) -> None:
-    """Anything that passes `scheduler_svc.wire.translate`: counts and times at their limits, in any order."""
+    """Anything that passes `scheduler_svc.wire.reports`: counts and times at their limits, in any order."""
     priors = Priors()
     seconds = st.sampled_from([0.0, 1e-300, 5e-324, 1e-6, 0.03, 86_400.0]) | st.floats(0, 86_400.0)
     counts = st.sampled_from([1, 2, 4096]) | st.integers(1, 4096)

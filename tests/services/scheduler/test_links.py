@@ -8,11 +8,13 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
 from scheduler_svc.leader.live import Attachment, Live, from_submission
 from scheduler_svc.leader.sessions import MAX_ANSWERS, GatewaySession, WorkerSession
+from scheduler_svc.wire.requests import accepted_with
 from tests.store.kit import a_request
 
 
 def attached(session: GatewaySession) -> Live:
-    live = from_submission(a_request("r1"), 1, gateway_pb.Specification(request_id="r1"))
+    request = a_request("r1")
+    live = from_submission(request, accepted_with(request, 1, gateway_pb.Specification(request_id="r1")))
     attachment = Attachment("a1", session, live, 0)
     live.attachments["a1"] = session.attachments["a1"] = attachment
     return live
@@ -24,7 +26,7 @@ def test_a_delivered_end_leaves_nothing_that_holds_the_request() -> None:
     live = attached(session)
     live.append(0, (10, 11), now_s=1.0)
     live.finish(End.STOP, "", 0, now_s=2.0)
-    session.owe(live.attachments["a1"])
+    session.mark_dirty(live.attachments["a1"])
 
     [reply] = session.take()
     [delivery] = reply.deliveries.deliveries
@@ -38,7 +40,7 @@ def test_tokens_without_an_end_keep_the_attachment() -> None:
     live = attached(session)
     for position, tokens in ((0, (10, 11)), (2, (12,))):
         live.append(position, tokens, now_s=1.0)
-        session.owe(live.attachments["a1"])
+        session.mark_dirty(live.attachments["a1"])
 
         [reply] = session.take()
         [delivery] = reply.deliveries.deliveries
@@ -65,16 +67,17 @@ def test_a_peer_that_asks_and_does_not_listen_is_read_no_further_until_it_does()
 def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway_takes() -> None:
     session = GatewaySession("g1")
     request = a_request("r1", max_tokens=20_000)
-    live = from_submission(request, 1, gateway_pb.Specification(request_id="r1", logprobs=64))
+    specification = gateway_pb.Specification(request_id="r1", logprobs=64)
+    live = from_submission(request, accepted_with(request, 1, specification))
     told = TokenLogprobs(
         logprob=-1.0, top=[TokenLogprob(token_id=100_000 + n, logprob=-n) for n in range(64)]
     )
     live.append(0, tuple(range(20_000)), now_s=1.0)
-    live.tell_logprobs(0, [told] * 20_000)
+    live.record_logprobs(0, [told] * 20_000)
     live.finish(End.LENGTH, "", 0, now_s=2.0)
     attachment = Attachment("a1", session, live, 0)
     live.attachments["a1"] = session.attachments["a1"] = attachment
-    session.owe(attachment)
+    session.mark_dirty(attachment)
 
     tokens: list[int] = []
     ends = 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.estimates.acceptance import MAX_POSITIONS
-from scheduler_svc.wire.translate import (
+from scheduler_svc.wire.reports import (
     MAX_DRAFTED_PER_ROUND,
     MAX_DURATION_S,
     MAX_PREFILLED_PER_ROUND,

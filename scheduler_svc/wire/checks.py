@@ -1,0 +1,129 @@
+"""Checks of what peers send: a message out of bounds is refused by the name of its field."""
+
+from __future__ import annotations
+
+import math
+
+from laps_sd.contract import limits
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+
+MAX_NAME_LENGTH = 256
+MAX_HELD = 100_000
+MAX_SLOTS = 65_536
+MAX_TOKEN_ID = 2**31 - 1
+MAX_BODY_HASH_BYTES = 64
+MAX_TIME_MS = 10 * 365 * 86_400_000
+"""Ten years: the value that gateways treat as "no deadline"."""
+
+
+def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None:
+    """Refuse a submission that none of our gateways sends; gateways get less trust here than the design gives
+    them.
+
+    Raises InvalidArgument naming the field and the limit.
+    """
+    specification = submit.specification
+    prompt_tokens = len(specification.prompt_ids)
+    _bounded("request_id", submit.request_id, minimum=1)
+    if not submit.request_id.isprintable() or " " in submit.request_id:
+        raise InvalidArgument("request_id", "must hold printable characters and no white space")
+    _bounded("tenant", submit.tenant, minimum=1)
+    _bounded("idempotency_key", submit.idempotency_key)
+    _bounded("workload_class", submit.workload_class)
+    _bounded("model", submit.model)
+    _bounded("traceparent", submit.traceparent)
+    _bounded("specification.traceparent", submit.specification.traceparent)
+    if len(submit.body_hash) > MAX_BODY_HASH_BYTES:
+        raise InvalidArgument(
+            "body_hash", f"must be at most {MAX_BODY_HASH_BYTES} bytes, got {len(submit.body_hash)}"
+        )
+    for name in ("deadline_in_ms", "time_limit_ms", "grace_ms"):
+        if getattr(submit, name) > MAX_TIME_MS:
+            raise InvalidArgument(name, f"must be at most {MAX_TIME_MS}, got {getattr(submit, name)}")
+    if prompt_tokens == 0:
+        raise InvalidArgument("specification.prompt_ids", "must not be empty")
+    if specification.max_tokens == 0:
+        raise InvalidArgument("specification.max_tokens", "must be at least 1")
+    if prompt_tokens + specification.max_tokens > max_context_tokens:
+        raise InvalidArgument(
+            "specification.max_tokens",
+            f"with {prompt_tokens} prompt tokens must be at most {max_context_tokens - prompt_tokens}, "
+            f"got {specification.max_tokens}",
+        )
+    if max(specification.prompt_ids) > MAX_TOKEN_ID:
+        raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
+    if len(submit.shown_ids) > specification.max_tokens:
+        raise InvalidArgument(
+            "shown_ids",
+            f"must have at most max_tokens ({specification.max_tokens}) entries, got {len(submit.shown_ids)}",
+        )
+    if max(submit.shown_ids, default=0) > MAX_TOKEN_ID:
+        raise InvalidArgument("shown_ids", f"must be at most {MAX_TOKEN_ID}")
+    if submit.shown_ids and not submit.restores:
+        raise InvalidArgument("shown_ids", "must be empty in a submission that restores nothing")
+    if not (math.isfinite(specification.temperature) and specification.temperature >= 0):
+        raise InvalidArgument("specification.temperature", "must be finite and not negative")
+    if not 0 < specification.top_p <= 1:
+        raise InvalidArgument("specification.top_p", "must lie in (0, 1]")
+    if len(specification.stop) > limits.RECORDED_STOP_STRINGS:
+        raise InvalidArgument(
+            "specification.stop", f"must have at most {limits.RECORDED_STOP_STRINGS} entries"
+        )
+    for stop in specification.stop:
+        _bounded("specification.stop", stop, minimum=1)
+    if len(specification.logit_bias) > limits.RECORDED_LOGIT_BIAS:
+        raise InvalidArgument(
+            "specification.logit_bias", f"must have at most {limits.RECORDED_LOGIT_BIAS} entries"
+        )
+    if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
+        raise InvalidArgument(
+            "specification.output_format", f"must have at most {limits.RECORDED_FORMAT_BYTES} bytes"
+        )
+    if specification.logprobs > limits.RECORDED_LOGPROBS:
+        raise InvalidArgument("specification.logprobs", f"must be at most {limits.RECORDED_LOGPROBS}")
+
+
+def check_attachment(submit: gateway_pb.Submit) -> None:
+    """Check the attachment id of a gateway's submission, which is an attachment too. Raises
+    InvalidArgument.
+    """
+    _bounded("attachment_id", submit.attachment_id, minimum=1)
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise InvalidArgument for a string that cannot be a request id."""
+    _bounded("request_id", request_id, minimum=1)
+
+
+def can_be_named(*names: str) -> bool:
+    """Return True if all of these strings have a valid length for names here. A call with any other name gets
+    "not found".
+    """
+    return all(1 <= len(name) <= MAX_NAME_LENGTH for name in names)
+
+
+def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
+    if not minimum <= len(value) <= MAX_NAME_LENGTH:
+        raise InvalidArgument(field, f"must have {minimum} to {MAX_NAME_LENGTH} characters, got {len(value)}")
+
+
+def check_gateway_hello(hello: gateway_pb.GatewayHello) -> None:
+    """Refuse a gateway without a name, or with a name that is too long for a log. Raises InvalidArgument."""
+    _bounded("hello.gateway_id", hello.gateway_id, minimum=1)
+
+
+def check_hello(hello: worker_pb.WorkerHello) -> None:
+    """Refuse a worker whose numbers make no sense. Raises InvalidArgument naming the field and the limit."""
+    _bounded("worker_id", hello.worker_id, minimum=1)
+    _bounded("worker_name", hello.worker_name, minimum=1)
+    _bounded("fingerprint", hello.fingerprint)
+    _bounded("device", hello.device)
+    for name in ("slots", "target_blocks", "block_size", "max_length"):
+        if getattr(hello, name) < 1:
+            raise InvalidArgument(name, "must be at least 1")
+    if hello.slots > MAX_SLOTS:
+        raise InvalidArgument("slots", f"must be at most {MAX_SLOTS}, got {hello.slots}")
+    if len(hello.held) > MAX_HELD:
+        raise InvalidArgument("held", f"must have at most {MAX_HELD} entries, got {len(hello.held)}")

@@ -1,0 +1,250 @@
+"""Replies to gateways and workers, built from values of core and leader.
+
+Messages that are made for every request of every round are filled in place, field by field: half the time of
+building messages and putting them into others, which copies them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from laps_sd.contract.acceptance import mean_acceptance_length
+from laps_sd.contract.ends import End
+from laps_sd.service import ends
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.commands import AssignEntry, Standing
+from scheduler_svc.wire.requests import AcceptedRequest
+
+GatewayReply = gateway_pb.GatewayLinkReply
+WorkerReply = worker_pb.WorkerLinkReply
+RequestEnd = gateway_pb.RequestEnd
+"""End of a request as its clients receive it."""
+Refused = gateway_pb.SubmitRefused
+ShardLoad = gateway_pb.ShardLoad
+TokenLogprobs = pb.TokenLogprobs
+"""Logprobs of one token, passed on unread."""
+
+UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True)
+MAX_COUNT = 2**32 - 1
+"""Largest value of a counter on the wire."""
+MAX_BYTES_PER_MESSAGE = 2 * 1024 * 1024
+"""Bytes of specifications in one message, which stays well below the limit of the peer: an output format may
+be larger than its prompt.
+"""
+
+
+class Refusal(enum.Enum):
+    """Reason for which a submission is refused."""
+
+    QUEUE_FULL = Refused.REASON_QUEUE_FULL
+    TENANT_FULL = Refused.REASON_TENANT_FULL
+    KEY_CONFLICT = Refused.REASON_KEY_CONFLICT
+    STORE_UNAVAILABLE = Refused.REASON_STORE_UNAVAILABLE
+    EXPIRED = Refused.REASON_EXPIRED
+    INVALID = Refused.REASON_INVALID
+    KEY_ELSEWHERE = Refused.REASON_KEY_ELSEWHERE
+
+
+class AttachFailure(enum.Enum):
+    """Reason for which a client is not attached."""
+
+    NOT_FOUND = gateway_pb.AttachReply.RESULT_NOT_FOUND
+    UNAVAILABLE = gateway_pb.AttachReply.RESULT_UNAVAILABLE
+    NOT_FOUND_YET = gateway_pb.AttachReply.RESULT_NOT_FOUND_YET
+
+
+# Gateways.
+
+
+def refused(reason: Refusal, detail: str, retry_after_ms: int = 0, *, shard: str = "") -> Refused:
+    """Return a refusal. `retry_after_ms`: when to try again, 0 for no advice; `shard`: the shard to submit
+    to.
+    """
+    return Refused(reason=reason.value, detail=detail, retry_after_ms=retry_after_ms, shard=shard)
+
+
+def submission_refused(submission_id: int, refused: Refused) -> GatewayReply:
+    """Return the answer to a submission that is refused."""
+    reply = gateway_pb.SubmitReply(submission_id=submission_id, refused=refused)
+    return GatewayReply(submit_reply=reply)
+
+
+def submission_accepted(submission_id: int, request: AcceptedRequest, *, existing: bool) -> GatewayReply:
+    """Return the answer to a submission that is on the record; `existing`: as the request of an earlier
+    submission.
+    """
+    accepted = gateway_pb.SubmitAccepted(
+        request_id=request.facts.request_id,
+        attached_to_existing=existing,
+        seed=request.seed,
+        prompt_tokens=request.facts.prompt_tokens,
+    )
+    reply = gateway_pb.SubmitReply(submission_id=submission_id, accepted=accepted)
+    return GatewayReply(submit_reply=reply)
+
+
+def attached(attach_id: int, request: AcceptedRequest, submission: gateway_pb.Submit | None) -> GatewayReply:
+    """Return the answer to a client that is attached; with `submission` if its gateway wants it."""
+    reply = gateway_pb.AttachReply(
+        attach_id=attach_id,
+        result=gateway_pb.AttachReply.RESULT_ATTACHED,
+        prompt_tokens=request.facts.prompt_tokens,
+        seed=request.seed,
+        model=request.model,
+        stop=request.specification.stop,
+        submission=submission,
+    )
+    return GatewayReply(attach_reply=reply)
+
+
+def not_attached(attach_id: int, why: AttachFailure) -> GatewayReply:
+    """Return the answer to a client that is not attached."""
+    return GatewayReply(attach_reply=gateway_pb.AttachReply(attach_id=attach_id, result=why.value))
+
+
+def cancel_reply(cancel_id: int, *, found: bool, cancelled: bool) -> GatewayReply:
+    """Return the answer to a cancel."""
+    reply = gateway_pb.CancelReply(cancel_id=cancel_id, found=found, cancelled=cancelled)
+    return GatewayReply(cancel_reply=reply)
+
+
+def add_delivery(
+    reply: GatewayReply,
+    *,
+    request_id: str,
+    attachment_id: str,
+    first_token: int,
+    token_ids: Sequence[int],
+    logprobs: Iterable[TokenLogprobs],
+    end: RequestEnd | None,
+) -> None:
+    """Add the next tokens of an attachment, and the end of its request, to a message of deliveries."""
+    delivery = reply.deliveries.deliveries.add()
+    delivery.request_id = request_id
+    delivery.first_token = first_token
+    delivery.token_ids.extend(token_ids)
+    delivery.attachment_id = attachment_id
+    delivery.logprobs.extend(logprobs)
+    if end is not None:
+        delivery.end.CopyFrom(end)
+
+
+def request_end(
+    end: End,
+    *,
+    detail: str,
+    cut_characters: int,
+    cached_prompt_tokens: int,
+    standing: Standing,
+    arrival_s: float,
+    started_s: float | None,
+    first_token_s: float | None,
+    ended_s: float,
+) -> RequestEnd:
+    """Return the end of a request for its clients; the last four are times on one clock."""
+    return RequestEnd(
+        kind=ends.KINDS[end],
+        detail=detail,
+        cut_characters=cut_characters,
+        cached_prompt_tokens=cached_prompt_tokens,
+        speculation=pb.SpeculationSummary(
+            rounds=min(standing.rounds, MAX_COUNT),
+            drafted=min(standing.drafted, MAX_COUNT),
+            accepted=min(standing.accepted, MAX_COUNT),
+            mean_acceptance_length=mean_acceptance_length(standing.accepted, standing.drafts),
+            drafts=min(standing.drafts, MAX_COUNT),
+        ),
+        timing=pb.Timing(
+            queued_s=_since(arrival_s, started_s, ended_s),
+            first_token_s=_since(arrival_s, first_token_s, ended_s),
+            total_s=max(0.0, ended_s - arrival_s),
+            preemptions=standing.preemptions,
+        ),
+    )
+
+
+def _since(arrival_s: float, moment_s: float | None, ended_s: float) -> float:
+    return max(0.0, (ended_s if moment_s is None else moment_s) - arrival_s)
+
+
+def shard_load(
+    *,
+    backlog_s: float,
+    requests: int,
+    workers: int,
+    gateways: int,
+    kv_usage: float,
+    refuses: Refused | None,
+) -> ShardLoad:
+    """Return the load by which gateways choose a shard."""
+    return ShardLoad(
+        backlog_s=backlog_s,
+        requests=requests,
+        workers=workers,
+        gateways=gateways,
+        kv_usage=kv_usage,
+        refuses=refuses,
+    )
+
+
+# Workers.
+
+
+def drops(epochs: Mapping[str, int]) -> WorkerReply:
+    """Return the order to drop these requests, at the given lease epoch or an older one."""
+    requests = [
+        worker_pb.DropRequest(request_id=request_id, lease_epoch=epoch)
+        for request_id, epoch in epochs.items()
+    ]
+    return WorkerReply(drop=worker_pb.DropRequests(requests=requests))
+
+
+def specifications(leased: Iterable[worker_pb.LeasedSpecification]) -> Iterator[WorkerReply]:
+    """Yield the specifications in messages of at most `MAX_BYTES_PER_MESSAGE`."""
+    reply = WorkerReply()
+    chunk, room = reply.specifications.specifications, MAX_BYTES_PER_MESSAGE
+    for one in leased:
+        size = one.ByteSize()
+        if chunk and size > room:
+            yield reply
+            reply = WorkerReply()
+            chunk, room = reply.specifications.specifications, MAX_BYTES_PER_MESSAGE
+        chunk.append(one)
+        room -= size
+    if chunk:
+        yield reply
+
+
+def assignment(number: int, entries: Iterable[AssignEntry]) -> WorkerReply:
+    """Return the worker's new list."""
+    reply = WorkerReply()
+    reply.assignment.number = number
+    add = reply.assignment.entries.add
+    for listed in entries:
+        entry = add()
+        entry.request_id = listed.request_id
+        entry.lease_epoch = listed.lease_epoch
+        entry.rank_class = listed.rank_class
+        entry.index_s = listed.index_s
+        entry.resume_cost_s = listed.resume_cost_s
+        entry.reserved = listed.reserved
+        entry.pinned = listed.pinned
+    return reply
+
+
+def acknowledged(number: int) -> WorkerReply:
+    """Return the acknowledgement of all reports up to `number`."""
+    return WorkerReply(acknowledged=worker_pb.ReportsAcknowledged(number=number))
+
+
+def drain() -> WorkerReply:
+    """Return the order of an operator that the worker leaves."""
+    return WorkerReply(drain=worker_pb.Drain())
+
+
+def drained() -> WorkerReply:
+    """Return the notice that the worker holds nothing any more."""
+    return WorkerReply(drained=worker_pb.Drained())

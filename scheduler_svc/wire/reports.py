@@ -1,0 +1,197 @@
+"""Messages of workers: the hello and the reports of rounds, as the core takes them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from laps_sd.contract.choose import Residency
+from laps_sd.service import ends
+from laps_sd.v1 import inference_pb2 as pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.estimates.acceptance import MAX_POSITIONS
+from scheduler_svc.core.events import Held, Progress, ResidencyChange, RoundReported, WorkerFacts
+from scheduler_svc.wire.checks import MAX_TOKEN_ID
+from scheduler_svc.wire.requests import Offer
+
+WorkerMessage = worker_pb.WorkerMessage
+"""Message of a worker after its hello; `from_worker` reads it."""
+WorkerHello = worker_pb.WorkerHello
+
+RESIDENCIES = {
+    worker_pb.HeldRequest.RESIDENCY_UNSPECIFIED: Residency.NONE,
+    worker_pb.HeldRequest.RESIDENCY_NONE: Residency.NONE,
+    worker_pb.HeldRequest.RESIDENCY_HOST: Residency.HOST,
+    worker_pb.HeldRequest.RESIDENCY_DEVICE: Residency.DEVICE,
+}
+MAX_DRAFTED_PER_ROUND = 4096
+"""Upper bound of the draft tokens of a round, more than any draft is long: a larger number from a worker
+counts as this, so that no sum overflows.
+"""
+MAX_PREFILLED_PER_ROUND = 2**24
+"""Upper bound of the prefilled tokens of a round, more than any context is long; a larger number counts as
+this.
+"""
+MAX_DURATION_S = 86_400.0
+"""Upper bound of a duration: no part of a round takes a day."""
+NOWHERE = 2**32
+"""Position that no output reaches: for the core, a worker that reports it has a wrong state of the
+request.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker that connects: what it can hold, and what it holds."""
+
+    name: str
+    facts: WorkerFacts
+    held: tuple[Held, ...]
+    offers: tuple[Offer, ...]
+    """Those of the held requests that came with their specification."""
+    draining: bool
+
+
+def hello_of(hello: WorkerHello) -> Hello:
+    """Return the content of a worker's checked hello."""
+    return Hello(
+        name=hello.worker_name,
+        facts=WorkerFacts(
+            worker_id=hello.worker_id,
+            slots=hello.slots,
+            target_blocks=hello.target_blocks,
+            draft_blocks=hello.draft_blocks,
+            block_size=hello.block_size,
+            max_length=hello.max_length,
+            max_draft_len=hello.max_draft_tokens,
+        ),
+        held=tuple(
+            Held(held.request_id, held.lease_epoch, RESIDENCIES.get(held.residency, Residency.NONE))
+            for held in hello.held
+        ),
+        offers=tuple(Offer(held) for held in hello.held if held.HasField("specification")),
+        draining=hello.draining,
+    )
+
+
+class Details(NamedTuple):
+    """What a report tells about one request beyond the core's event."""
+
+    request_id: str
+    lease_epoch: int
+    position: int
+    cached_tokens: int
+    """Prompt tokens that were in the prefix cache."""
+    logprobs: Sequence[pb.TokenLogprobs]
+    """Logprobs of the tokens from `position` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Report of one round."""
+
+    number: int
+    event: RoundReported
+    details: list[Details]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Requests of which a worker lacks the specification."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A worker that drains itself."""
+
+
+def from_worker(worker_id: str, message: WorkerMessage) -> list[Report] | Missing | Leaving | None:
+    """Return the content of a worker's message; None for a kind that this release does not know."""
+    match message.WhichOneof("message"):
+        case "reports":
+            return [
+                Report(
+                    report.number,
+                    round_reported(worker_id, report),
+                    [
+                        Details(one.request_id, one.lease_epoch, one.position, one.cached, one.logprobs)
+                        for one in report.progress
+                    ],
+                )
+                for report in message.reports.reports
+            ]
+        case "missing":
+            return Missing(tuple(message.missing.request_ids))
+        case "drain":
+            return Leaving()
+    return None
+
+
+def alternatives(logprobs: pb.TokenLogprobs) -> int:
+    """Return the number of alternatives that the logprobs of a token name."""
+    return len(logprobs.top)
+
+
+def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReported:
+    """Return one round as an event for the core. A report is never refused: invalid times count as 0, a
+    request that is named twice counts once, and invalid tokens count as a wrong state of the request.
+    """
+    heard = [_progress(progress) for progress in report.progress]
+    once = {(progress.request_id, progress.lease_epoch): progress for progress in reversed(heard)}
+    return RoundReported(
+        worker_id=worker_id,
+        progress=tuple(reversed(once.values())),
+        residency=tuple(
+            ResidencyChange(
+                change.request_id, change.lease_epoch, RESIDENCIES.get(change.residency, Residency.NONE)
+            )
+            for change in report.residency
+        ),
+        draft_s=_duration(report.draft_s),
+        verify_s=_duration(report.verify_s),
+        prefill_s=_duration(report.prefill_s),
+        swap_s=_duration(report.swap_s),
+        idle_s=_duration(report.idle_s),
+        total_s=_duration(report.total_s),
+        free_target_blocks=report.free_target_blocks,
+        free_draft_blocks=report.free_draft_blocks,
+    )
+
+
+def _duration(value_s: float) -> float:
+    return value_s if 0 < value_s <= MAX_DURATION_S else 0.0  # NaN fails both comparisons
+
+
+def _progress(progress: worker_pb.RequestProgress) -> Progress:
+    predicted = (
+        progress.predicted_remaining_tokens if progress.HasField("predicted_remaining_tokens") else None
+    )
+    # Slices: reading a repeated field entry by entry takes twice as long.
+    tokens = tuple(progress.token_ids[:])
+    tested = progress.tested_by_position[:MAX_POSITIONS]
+    if tested and max(tested) > MAX_DRAFTED_PER_ROUND:
+        tested = [min(count, MAX_DRAFTED_PER_ROUND) for count in tested]
+    kept = progress.accepted_by_position[: len(tested)]
+    if any(map(operator.gt, kept, tested)):
+        kept = list(map(min, kept, tested))
+    believable = not tokens or max(tokens) <= MAX_TOKEN_ID
+    return Progress(
+        request_id=progress.request_id,
+        lease_epoch=progress.lease_epoch,
+        position=progress.position if believable else NOWHERE,
+        tokens=tokens if believable else (),
+        drafted=min(progress.drafted, MAX_DRAFTED_PER_ROUND),
+        accepted=min(progress.accepted, progress.drafted, MAX_DRAFTED_PER_ROUND),
+        prefilled=min(progress.prefilled, MAX_PREFILLED_PER_ROUND),
+        end=ends.end_of_kind(progress.end),
+        cut_characters=progress.cut_characters,
+        error=progress.error[:1024],
+        tested_by_position=tuple(tested),
+        accepted_by_position=tuple(kept),
+        predicted_remaining_tokens=predicted if predicted is not None and math.isfinite(predicted) else None,
+    )

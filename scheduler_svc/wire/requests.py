@@ -1,0 +1,244 @@
+"""Requests on their way through the scheduler: as gateways submit them, as the record stores them, and as
+workers receive, hold and offer them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.core.events import RequestFacts
+from scheduler_svc.store.records import NewRequest, StoredRequest
+from scheduler_svc.wire.gateway_messages import Submission, submission_of
+
+Specification = gateway_pb.Specification
+"""Settings of a request for the worker that runs it; the leader passes it on unread."""
+LeasedSpecification = worker_pb.LeasedSpecification
+"""Message with the specification that goes to a worker."""
+
+
+def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
+    """Return a checked submission as the record takes it."""
+    submit = submission.message
+    specification = submit.specification
+    return NewRequest(
+        request_id=submit.request_id,
+        tenant=submit.tenant,
+        model=submit.model,
+        priority=submit.priority,
+        workload_class=submit.workload_class,
+        arrival_unix_ms=arrival_unix_ms,
+        prompt_ids=tuple(specification.prompt_ids),
+        max_tokens=specification.max_tokens,
+        expected_output_tokens=submit.expected_output_tokens
+        if submit.HasField("expected_output_tokens")
+        else None,
+        deadline_unix_ms=arrival_unix_ms + submit.deadline_in_ms
+        if submit.HasField("deadline_in_ms")
+        else None,
+        time_limit_ms=submit.time_limit_ms if submit.HasField("time_limit_ms") else None,
+        keep=submit.keep,
+        grace_ms=-1 if submit.keep else submit.grace_ms,
+        idempotency_key=submit.idempotency_key,
+        body_hash=submit.body_hash.hex(),
+        seed=specification.seed,
+        submission=_serialized(specification),
+    )
+
+
+def _serialized(specification: Specification) -> bytes:
+    """Return the settings as the record keeps them; it stores prompt and outputs by themselves."""
+    settings = gateway_pb.Specification()
+    settings.CopyFrom(specification)
+    settings.ClearField("prompt_ids")
+    settings.ClearField("committed_ids")
+    settings.ClearField("origin")
+    return settings.SerializeToString(deterministic=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """A request that is on the record, as it was submitted."""
+
+    facts: RequestFacts
+    model: str
+    idempotency_key: str
+    body_hash: str
+    keep: bool
+    grace_s: float
+    """Seconds that the request lives without an attached client."""
+    most_logprobs: int | None
+    """Most alternatives per token, as the client requested them; None without logprobs."""
+    specification: Specification
+    """Specification without outputs and without an origin."""
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of its sampling."""
+        return self.specification.seed
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Return the token ids of its prompt."""
+        return self.specification.prompt_ids
+
+    @property
+    def traceparent(self) -> str:
+        """Return the traceparent of the span that the submission came with; empty if none."""
+        return self.specification.traceparent
+
+    @property
+    def settings(self) -> bytes:
+        """Return the settings as the record keeps them."""
+        return _serialized(self.specification)
+
+
+def accepted(new: NewRequest, sequence: int, submission: Submission) -> AcceptedRequest:
+    """Return a submission that the record has just accepted."""
+    return accepted_with(new, sequence, submission.message.specification)
+
+
+def accepted_with(new: NewRequest, sequence: int, submitted: Specification) -> AcceptedRequest:
+    """Return the accepted request with these settings and this prompt."""
+    specification = gateway_pb.Specification()
+    specification.CopyFrom(submitted)
+    specification.ClearField("committed_ids")
+    specification.ClearField("origin")
+    specification.request_id = new.request_id
+    return AcceptedRequest(
+        facts=RequestFacts(
+            request_id=new.request_id,
+            sequence=sequence,
+            arrival_s=new.arrival_unix_ms / 1000.0,
+            tenant=new.tenant,
+            priority=new.priority,
+            workload_class=new.workload_class,
+            prompt_tokens=len(new.prompt_ids),
+            max_tokens=new.max_tokens,
+            expected_output_tokens=new.expected_output_tokens,
+        ),
+        model=new.model,
+        idempotency_key=new.idempotency_key,
+        body_hash=new.body_hash,
+        keep=new.keep,
+        grace_s=max(0, new.grace_ms) / 1000.0,
+        most_logprobs=specification.logprobs if specification.HasField("logprobs") else None,
+        specification=specification,
+    )
+
+
+def accepted_before(stored: StoredRequest) -> AcceptedRequest:
+    """Return a request of the record as it was submitted."""
+    submitted = gateway_pb.Specification.FromString(stored.submission)
+    submitted.prompt_ids.extend(stored.prompt_ids)
+    return accepted_with(stored, stored.sequence, submitted)
+
+
+def submission_again(
+    request: AcceptedRequest, *, deadline_s: float | None, time_limit_s: float | None, now_s: float
+) -> gateway_pb.Submit:
+    """Return the request as it was submitted, with the rest of its times; without outputs."""
+    facts = request.facts
+    return gateway_pb.Submit(
+        request_id=facts.request_id,
+        tenant=facts.tenant,
+        specification=request.specification,
+        idempotency_key=request.idempotency_key,
+        body_hash=bytes.fromhex(request.body_hash),
+        priority=facts.priority,
+        workload_class=facts.workload_class,
+        expected_output_tokens=facts.expected_output_tokens,
+        deadline_in_ms=_ms_from(now_s, deadline_s),
+        time_limit_ms=_ms_from(now_s, time_limit_s),
+        keep=request.keep,
+        grace_ms=round(request.grace_s * 1000),
+        model=request.model,
+        traceparent=request.traceparent,
+    )
+
+
+def _ms_from(now_s: float, moment_s: float | None) -> int | None:
+    return None if moment_s is None else max(0, round((moment_s - now_s) * 1000))
+
+
+def leased(
+    request: AcceptedRequest,
+    *,
+    lease_epoch: int,
+    committed: Iterable[int],
+    traceparent: str | None,
+    origin: bytes,
+) -> LeasedSpecification:
+    """Return what a worker needs to continue after the committed tokens under this lease, and what it keeps
+    for a scheduler that needs it. `traceparent`: the span of the lease; None where no trace is recorded.
+    """
+    message = worker_pb.LeasedSpecification(specification=request.specification, lease_epoch=lease_epoch)
+    specification = message.specification
+    specification.committed_ids.extend(committed)
+    specification.origin = origin
+    if traceparent is not None:
+        specification.traceparent = traceparent
+    return message
+
+
+def origin(
+    request: AcceptedRequest,
+    *,
+    deadline_s: float | None,
+    time_limit_s: float | None,
+    now_s: float,
+    incarnation: str,
+) -> bytes:
+    """Return everything that the worker's hello would lack to restore the request, if this record (its
+    `incarnation`) loses it.
+    """
+    submit = submission_again(request, deadline_s=deadline_s, time_limit_s=time_limit_s, now_s=now_s)
+    submit.specification.ClearField("prompt_ids")
+    return gateway_pb.Origin(
+        submit=submit, written_unix_ms=round(now_s * 1000), incarnation=incarnation
+    ).SerializeToString()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A request that a worker holds, with its specification and outputs."""
+
+    message: worker_pb.HeldRequest
+
+    @property
+    def request_id(self) -> str:
+        """Return the id of the request."""
+        return self.message.request_id
+
+    @property
+    def committed_ids(self) -> Sequence[int]:
+        """Return the outputs that a leader had acknowledged."""
+        return self.message.specification.committed_ids
+
+
+def offered(offer: Offer, incarnation: str, now_unix_ms: int) -> Submission | None:
+    """Return the submission of a request that a worker holds, if its record is gone: with the outputs that a
+    leader had acknowledged. Return None if the present record is the one that had the request (then the
+    request has ended), or for invalid data.
+    """
+    held = offer.message
+    origin = gateway_pb.Origin()
+    try:
+        origin.ParseFromString(held.specification.origin)
+    except DecodeError:
+        return None
+    submit = origin.submit
+    if origin.incarnation in ("", incarnation) or submit.request_id != held.request_id:
+        return None
+    elapsed_ms = max(0, now_unix_ms - origin.written_unix_ms)
+    for name in ("deadline_in_ms", "time_limit_ms"):
+        if submit.HasField(name):
+            setattr(submit, name, max(1, getattr(submit, name) - elapsed_ms))
+    submit.specification.prompt_ids.extend(held.specification.prompt_ids)
+    submit.shown_ids.extend(held.specification.committed_ids)
+    submit.restores = True
+    return submission_of(submit)
