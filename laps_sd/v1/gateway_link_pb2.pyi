@@ -517,7 +517,9 @@ class Origin(_message.Message):
     """Of the record that held the request."""
     @_builtins.property
     def submit(self) -> Global___Submit:
-        """As it was accepted; its specification without token ids."""
+        """As it was accepted, without its specification, which the worker gives back itself. Schedulers of earlier releases put the
+        specification in, without token ids.
+        """
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway,
 STOP = gateway_pb.RequestEnd.KIND_STOP
 Refused = gateway_pb.SubmitRefused
 StartScheduler = Callable[..., Awaitable[SchedulerUnderTest]]
+TRACEPARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
 @pytest.fixture
@@ -428,8 +429,22 @@ def held_by_a_worker(running: Running, tokens: list[int]) -> worker_pb.HeldReque
     )
 
 
+def as_an_earlier_release_wrote_it(running: Running) -> None:
+    """Put the specification, without token ids, into the origin that comes with it."""
+    origin = gateway_pb.Origin.FromString(running.specification.origin)
+    assert not origin.submit.HasField("specification")
+    origin.submit.specification.CopyFrom(running.specification)
+    for field in ("prompt_ids", "committed_ids", "origin"):
+        origin.submit.specification.ClearField(field)
+    origin.submit.specification.traceparent = origin.submit.traceparent
+    running.specification.origin = origin.SerializeToString()
+    for field in ("seed", "max_tokens", "top_p"):  # all of these must come from the origin
+        running.specification.ClearField(field)
+
+
+@pytest.mark.parametrize("earlier_release", [False, True])
 async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds(
-    operator: redis_client.Redis, start_own: StartScheduler
+    operator: redis_client.Redis, start_own: StartScheduler, earlier_release: bool
 ) -> None:
     first = await start_own()
     async with gateway(first.address) as client, worker(first.address) as gpu:
@@ -441,8 +456,12 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
             body_hash=b"b",
             priority=2,
             time_limit_ms=60_000,
+            traceparent=TRACEPARENT,
         )
         running = (await gpu.assigned("r1"))["r1"]
+        running.specification.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"  # of its lease
+        if earlier_release:
+            as_an_earlier_release_wrote_it(running)
         await gpu.run_round("r1", running.lease_epoch, 0, [10, 11])
         lost = await first.store.read("r1")
         await first.crash()
@@ -466,6 +485,7 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
             "seed",
             "prompt_ids",
             "model",
+            "submission",
         ):
             assert getattr(restored, field) == getattr(lost, field)
         assert restored.time_limit_ms is not None
