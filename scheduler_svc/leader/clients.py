@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from laps_sd.contract.ends import End
 from laps_sd.errors import InvalidArgument
@@ -64,13 +64,23 @@ class EndedLately:
     commit: Commit
 
 
-class Clients:
-    """Table of the requests and their clients; see the top of the file.
+class ShardLead(Protocol):
+    """The lead of the shard, as the clients' side needs it."""
 
-    `confirm_lead` returns when the record holds what this leader committed, or raises Fenced.
-    `capacity_tokens` returns the capacity from the core; `retry_after_s` estimates when a full queue has
-    room.
-    """
+    async def confirm_lead(self) -> None:
+        """Return when the record holds what this leader committed. Raises Fenced when another process
+        leads.
+        """
+
+    def capacity_tokens(self) -> int:
+        """Return the longest context that any worker that takes work could hold; 0 without such a worker."""
+
+    def retry_after_s(self) -> float:
+        """Return the estimated seconds until a full queue has room."""
+
+
+class Clients:
+    """Table of the requests and their clients; see the top of the file."""
 
     def __init__(
         self,
@@ -79,9 +89,7 @@ class Clients:
         timers: Timers,
         outage: Outage,
         *,
-        confirm_lead: Callable[[], Awaitable[None]],
-        capacity_tokens: Callable[[], int],
-        retry_after_s: Callable[[], float],
+        lead: ShardLead,
         traces: RequestTraces,
     ) -> None:
         self.live: dict[str, Live] = {}
@@ -107,9 +115,7 @@ class Clients:
         self._store = store
         self._timers = timers
         self._outage = outage
-        self._confirm_lead = confirm_lead
-        self._capacity_tokens = capacity_tokens
-        self._retry_after_s = retry_after_s
+        self._lead = lead
         self._traces = traces
         self._turns = Turns()
         """Turns of the requests that a full queue refused."""
@@ -206,7 +212,7 @@ class Clients:
             len(self.live) >= self._settings.max_requests
             or self.reserved_tokens + LEAST_REQUEST_TOKENS > self._settings.max_queued_tokens
         ):
-            retry_ms = round(self._retry_after_s() * 1000)
+            retry_ms = round(self._lead.retry_after_s() * 1000)
             return replies.refused(Refusal.QUEUE_FULL, self._queue_is_full(), retry_ms)
         return None
 
@@ -361,14 +367,14 @@ class Clients:
             try:
                 return await write()
             except Fenced:
-                await self._confirm_lead()
+                await self._lead.confirm_lead()
 
     def _limit_tokens(self) -> int:
         """Return the most tokens of a request. Without a worker every request within the settings waits; with
         workers, a request that none of them could hold would never run.
         """
         limit = self._settings.max_context_tokens
-        return min(limit, self._capacity_tokens() or limit)
+        return min(limit, self._lead.capacity_tokens() or limit)
 
     def _admitted(
         self,
@@ -401,7 +407,7 @@ class Clients:
                     "the idempotency key was used with another body",
                 )
             case SubmitStatus.QUEUE_FULL:
-                each_s = self._retry_after_s()
+                each_s = self._lead.retry_after_s()
                 wait_s = self._turns.next_s(turn.now_s, each_s, each_s)
                 _refuse(session, submission, Refusal.QUEUE_FULL, self._queue_is_full(), round(wait_s * 1000))
             case SubmitStatus.ELSEWHERE:
@@ -419,7 +425,7 @@ class Clients:
         """
         if len(self._tenant_turns) >= MOST_TENANT_TURNS:
             self._tenant_turns.clear()
-        each_s = self._retry_after_s() * len(self.live) / limit
+        each_s = self._lead.retry_after_s() * len(self.live) / limit
         return self._tenant_turns.setdefault(tenant, Turns()).next_s(now_s, each_s, each_s)
 
     def _enter(self, turn: Turn, live: Live, shown: Shown | None, source: str) -> None:

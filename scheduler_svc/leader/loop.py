@@ -8,7 +8,7 @@ A turn:
   5. only then: acknowledge reports, mark committed tokens for delivery to clients, send drops,
      specifications, assignments.
 
-One task has all of it, and nothing is awaited between reading and changing the state, so there is no lock. A
+One task has all of it, so there is no lock: while it awaits the record, no other task changes the state. A
 refusal of the record is an event of the next turn. Every end of a request (finished, cancelled, deadline,
 worker lost) takes the same path.
 """
@@ -21,7 +21,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from laps_sd.contract.ends import End
@@ -44,6 +44,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, from_record, recovered
 from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.recorder import until_answered
 from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
@@ -76,8 +77,6 @@ MAX_TURN = 256
 """Items of one turn. A loop that is late gains nothing from longer turns, while everything that a turn writes
 has to be on the record within the store's timeout: 256 reports of 64 requests take it about half a second.
 """
-FIRST_RETRY_S = 0.02
-LONGEST_RETRY_S = 1.0
 OBSERVE_S = 1.0
 """Seconds between two readings of the queue's gauges."""
 FOLLOW_CLOCK_S = 10.0
@@ -92,14 +91,6 @@ MISMATCH_DETAIL = "the record holds other outputs than were committed"
 NO_STANDING = Standing(
     rounds=0, drafts=0, drafted=0, accepted=0, attained_s=0.0, preemptions=0, level=0, score=0.0
 )
-
-
-def _pauses_s() -> Iterator[float]:
-    """Yield the pauses in seconds between two attempts: doubling up to the longest."""
-    pause_s = FIRST_RETRY_S
-    while True:
-        yield pause_s
-        pause_s = min(LONGEST_RETRY_S, pause_s * 2)
 
 
 class Loop:
@@ -127,16 +118,7 @@ class Loop:
         self.room.set()
         self.timers = Timers()
         self.roster = Roster(settings, self.timers)
-        self.clients = Clients(
-            settings,
-            store,
-            self.timers,
-            outage,
-            confirm_lead=self._confirm_lead,
-            capacity_tokens=lambda: core.capacity_tokens,
-            retry_after_s=self._retry_after_s,
-            traces=traces,
-        )
+        self.clients = Clients(settings, store, self.timers, outage, lead=self, traces=traces)
         self._inbox: deque[Item] = deque()
         self._arrived = asyncio.Event()
         self._next_events: list[Event] = []
@@ -177,6 +159,18 @@ class Loop:
         return self.roster.agrees(
             fingerprint, has_outputs=any(live.committed for live in self.clients.live.values())
         )
+
+    def capacity_tokens(self) -> int:
+        """Return the longest context that any worker that takes work could hold, in tokens."""
+        return self.core.capacity_tokens
+
+    def retry_after_s(self) -> float:
+        """Return the seconds until a full queue may have room: the estimated time of one request, bounded to
+        0.1 to 30 s.
+        """
+        workers = max(1, len(self.roster.workers))
+        each_s = self.core.totals().backlog_s / max(1, len(self.clients.live)) / workers
+        return min(30.0, max(0.1, each_s))
 
     async def recover(self) -> None:
         """Rebuild the working copy from the record. Called once, before anything else. Raises
@@ -234,7 +228,7 @@ class Loop:
             self._collect(turn, item)
         self.timers.run_due(turn)
         if turn.lead_in_doubt:
-            await self._confirm_lead()
+            await self.confirm_lead()
             for settled in turn.settled:
                 settled.set()
         if turn.submits:
@@ -371,14 +365,6 @@ class Loop:
             self._saved_priors = blob
             self.outage.wrote()
 
-    def _retry_after_s(self) -> float:
-        """Return the seconds until a full queue may have room: the estimated time of one request, bounded to
-        0.1 to 30 s.
-        """
-        workers = max(1, len(self.roster.workers))
-        each_s = self.core.totals().backlog_s / max(1, len(self.clients.live)) / workers
-        return min(30.0, max(0.1, each_s))
-
     # Act.
 
     async def _carry_out(self, turn: Turn, commands: Sequence[Command]) -> None:
@@ -415,30 +401,23 @@ class Loop:
         """
         if not commands:
             return []
-        pauses_s = _pauses_s()
         began_s = time.perf_counter()
-        while True:
-            try:
-                statuses = await self._write(commands)
-            except Fenced:
-                await self._confirm_lead()
-            except StoreUnavailable as error:
-                self.outage.began(error, stuck=True)
-                await asyncio.sleep(next(pauses_s))
-            else:
-                break
+        statuses = await until_answered(self.outage, lambda: self._write(commands), fenced=self.confirm_lead)
         if self.outage.stuck:
             self.roster.excuse(self.clock())
         self.outage.wrote()
         metrics.COMMIT.observe(time.perf_counter() - began_s)
         return statuses
 
-    async def _confirm_lead(self) -> None:
+    async def confirm_lead(self) -> None:
         """Confirm the lead after `Fenced`. If the lease only ran out and no other process has led since, it
         is renewed under the same epoch. If the record lost something, it gets back what this leader holds.
         Raises Fenced when another process leads.
         """
-        pauses_s = _pauses_s()
+        await until_answered(self.outage, self._renew_or_reclaim)
+
+    async def _renew_or_reclaim(self) -> None:
+        """Confirm the lead; see `confirm_lead`. Raises Fenced, StoreUnavailable."""
         while True:
             try:
                 if not await self.store.renew_leadership():
@@ -455,13 +434,9 @@ class Loop:
                         self._saved_priors = ""
                 except Fenced:
                     continue  # lost again during the confirmation
-                except StoreUnavailable as unavailable:
-                    self.outage.began(unavailable, stuck=True)
+                except StoreUnavailable:
                     self.store.distrust()
-                    await asyncio.sleep(next(pauses_s))
-            except StoreUnavailable as error:
-                self.outage.began(error, stuck=True)
-                await asyncio.sleep(next(pauses_s))
+                    raise
 
     async def _write_back(self) -> None:
         """Write back everything that this leader has committed and the record lacks. Raises StoreUnavailable,
@@ -589,20 +564,16 @@ class Loop:
         """Write one request back, however long the record is away. Return False if the record holds other
         outputs.
         """
-        pauses_s = _pauses_s()
-        while True:
-            try:
-                batch = self.store.batch()
-                answer = batch.restore([stored])
-                await batch.execute()
-            except Fenced:
-                await self._confirm_lead()
-            except StoreUnavailable as error:
-                self.outage.began(error, stuck=True)
-                await asyncio.sleep(next(pauses_s))
-            else:
-                self.outage.wrote()
-                return answer.result()[0] in (TransitionStatus.OK, TransitionStatus.ALREADY)
+
+        async def write() -> TransitionStatus:
+            batch = self.store.batch()
+            answer = batch.restore([stored])
+            await batch.execute()
+            return answer.result()[0]
+
+        status = await until_answered(self.outage, write, fenced=self.confirm_lead)
+        self.outage.wrote()
+        return status in (TransitionStatus.OK, TransitionStatus.ALREADY)
 
     async def _go_on_behind(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
         """Continue a request after the outputs that a client has seen, if they are more than the record has:
@@ -624,13 +595,7 @@ class Loop:
             turn.events.append(recovered(live))
 
     async def _read(self, request_id: str) -> StoredRequest | None:
-        pauses_s = _pauses_s()
-        while True:
-            try:
-                return await self.store.read(request_id)
-            except StoreUnavailable as error:
-                self.outage.began(error, stuck=True)
-                await asyncio.sleep(next(pauses_s))
+        return await until_answered(self.outage, lambda: self.store.read(request_id))
 
     def _specify(self, session: WorkerSession, live: Live, lease_epoch: int, now_s: float) -> None:
         leased = live.leased(lease_epoch, now_s=now_s, incarnation=self.store.incarnation or "")
