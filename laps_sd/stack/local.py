@@ -325,26 +325,6 @@ class LocalStack:
             self.wait_ready(name)
         return name
 
-    def add_shard(self) -> str:
-        """Add a shard with its schedulers and workers and return its name.
-
-        On return they are ready and gateways may use the shard.
-        """
-        shard = f"s{len(set(self._shards.values()))}"
-        ports = PortPlan(FREE_PORTS)
-        schedulers = [f"scheduler-{self._count('scheduler') + n}" for n in range(self.options.schedulers)]
-        workers = [f"worker-{self._count('worker') + n}" for n in range(self.options.workers)]
-        for name in schedulers:
-            self._plan_scheduler(name, shard, ports)
-        for name in workers:
-            self._plan_worker(name, shard, ports)
-        self._began = time.monotonic()
-        for name in (*schedulers, *workers):
-            self._launch(self.children[name])
-        self._wait_for({*schedulers, *workers})
-        self._write_shards()
-        return shard
-
     def _count(self, kind: str) -> int:
         return sum(1 for name in self._addresses if name.startswith(f"{kind}-"))
 

@@ -84,11 +84,6 @@ class Explanation:
     story: tuple[StoryLine, ...]
     """Times, like `arrival_s`, on the clock of `step`."""
 
-    @property
-    def fits_a_worker(self) -> bool:
-        """Return whether some worker that is up could hold it; if not, it waits for such a worker."""
-        return not self.waits_for
-
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:

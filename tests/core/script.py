@@ -229,7 +229,7 @@ class Script:
                 level = "" if e.level is None else f"level {e.level}, "
                 known = {None: "", True: "perceptible, ", False: "non-perceptible, "}[e.perceptible]
                 where = f"{e.state.value}{f' on {e.worker_id}' if e.worker_id else ''}"
-                fits = "" if e.fits_a_worker else ", fits no worker"
+                fits = "" if not e.waits_for else ", fits no worker"
                 if e.waits_for.startswith("a worker of its own"):
                     fits = ", waits for a worker of its own"
                 rank = f"{level}{known}{e.ahead.total} ahead"

@@ -11,6 +11,7 @@ from scheduler_svc.core.events import Arrived, Recovered, WorkerUp
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from tests.core.learned import tokens_by_draft_length
 from tests.core.ranks import live, make
 from tests.core.test_scheduler import W, core, did, report, request
 
@@ -125,6 +126,6 @@ def test_a_class_that_has_hardly_begun_is_like_all_from_its_first_draft_position
         priors.observe_tokens("many", 2 if kept else 1, 1, (1,), (1 if kept else 0,))
     for _ in range(2):
         priors.observe_tokens("few", 2, 1, (1,), (1,))
-    everyone = priors.tokens_by_draft_length("many", 1) - 1
+    everyone = tokens_by_draft_length(priors, "many", 1) - 1
     assert everyone == pytest.approx(0.8, abs=0.01)
-    assert priors.tokens_by_draft_length("few", 1) - 1 == pytest.approx((20 * everyone + 2) / 22, abs=0.01)
+    assert tokens_by_draft_length(priors, "few", 1) - 1 == pytest.approx((20 * everyone + 2) / 22, abs=0.01)

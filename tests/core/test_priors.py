@@ -25,6 +25,7 @@ from scheduler_svc.core.estimates.cost import CostModel
 from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, GuessedLengths, rounded_spread
 from scheduler_svc.core.estimates.lengths import LengthTable
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
+from tests.core.learned import tokens_by_draft_length
 
 MOST = 100_000
 
@@ -99,54 +100,54 @@ class TestDraftPositions:
 
     def test_with_no_history(self) -> None:
         priors = Priors()
-        assert priors.tokens_by_draft_length("", 0) == 1
-        assert priors.tokens_by_draft_length("", 1) == 1.5
-        assert priors.tokens_by_draft_length("", 64) == pytest.approx(DEFAULT_TOKENS_PER_ROUND)
+        assert tokens_by_draft_length(priors, "", 0) == 1
+        assert tokens_by_draft_length(priors, "", 1) == 1.5
+        assert tokens_by_draft_length(priors, "", 64) == pytest.approx(DEFAULT_TOKENS_PER_ROUND)
 
     @pytest.mark.parametrize("draft", [0, 1, 3, 5, 8])
     def test_other_draft_lengths_than_those_it_learnt_from(self, draft: int) -> None:
         """Positions up to the draft length are measured; later positions are assumed to be like the last."""
         priors = Priors()
         self.run(priors, "", 5, 20_000)
-        assert priors.tokens_by_draft_length("", draft) == pytest.approx(self.true_tokens(draft), rel=0.03)
+        assert tokens_by_draft_length(priors, "", draft) == pytest.approx(self.true_tokens(draft), rel=0.03)
 
     def test_two_workers_with_different_draft_lengths_teach_the_same(self) -> None:
         short, both = Priors(), Priors()
         self.run(short, "", 5, 20_000)
         for i in range(20):
             self.run(both, "", (2, 5)[i % 2], 1000, seed=i)
-        assert both.tokens_by_draft_length("", 4) == pytest.approx(
-            short.tokens_by_draft_length("", 4), rel=0.03
+        assert tokens_by_draft_length(both, "", 4) == pytest.approx(
+            tokens_by_draft_length(short, "", 4), rel=0.03
         )
 
     def test_a_mean_between_two_lengths(self) -> None:
         priors = Priors()
         self.run(priors, "", 5, 5000)
-        low, high = priors.tokens_by_draft_length("", 2), priors.tokens_by_draft_length("", 3)
-        assert priors.tokens_by_draft_length("", 2.25) == pytest.approx(0.75 * low + 0.25 * high)
+        low, high = tokens_by_draft_length(priors, "", 2), tokens_by_draft_length(priors, "", 3)
+        assert tokens_by_draft_length(priors, "", 2.25) == pytest.approx(0.75 * low + 0.25 * high)
 
     def test_classes_differ_and_a_new_one_is_like_all(self) -> None:
         priors = Priors()
         self.run(priors, "code", 5, 20_000, (0.9,) * 8)
         self.run(priors, "chat", 5, 20_000, (0.5,) * 8, seed=2)
-        code, chat = (priors.tokens_by_draft_length(name, 5) for name in ("code", "chat"))
+        code, chat = (tokens_by_draft_length(priors, name, 5) for name in ("code", "chat"))
         assert code == pytest.approx(self.true_tokens(5, (0.9,) * 8), rel=0.03)
         assert chat == pytest.approx(self.true_tokens(5, (0.5,) * 8), rel=0.03)
-        assert chat < priors.tokens_by_draft_length("unheard of", 5) < code
+        assert chat < tokens_by_draft_length(priors, "unheard of", 5) < code
 
     def test_positions_a_class_has_not_reached_follow_its_own_and_the_shape_of_all(self) -> None:
         priors = Priors()
         falling = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
         self.run(priors, "code", 8, 50_000, falling)
         self.run(priors, "chat", 2, 5000, (0.7, 0.6) + (0.0,) * 6, seed=2)
-        gain = priors.tokens_by_draft_length("chat", 3) - priors.tokens_by_draft_length("chat", 2)
+        gain = tokens_by_draft_length(priors, "chat", 3) - tokens_by_draft_length(priors, "chat", 2)
         assert gain == pytest.approx(0.7 * 0.6 * 0.5, rel=0.1)
 
     def test_it_follows_a_change(self) -> None:
         priors = Priors()
         self.run(priors, "", 3, 50_000, (0.9,) * 8)
         self.run(priors, "", 3, 80_000, (0.5,) * 8)
-        assert priors.tokens_by_draft_length("", 3) == pytest.approx(1.875, rel=0.03)
+        assert tokens_by_draft_length(priors, "", 3) == pytest.approx(1.875, rel=0.03)
 
     def test_sums_stay_small_however_long_it_runs(self) -> None:
         statistics = PositionStatistics()
@@ -675,8 +676,8 @@ class TestTheRecord:
             assert again.tokens_per_round(name, 10, 25).mean == pytest.approx(
                 priors.tokens_per_round(name, 10, 25).mean, rel=0.01
             )  # this table is built again, too
-            assert again.tokens_by_draft_length(name, 4) == pytest.approx(
-                priors.tokens_by_draft_length(name, 4), rel=0.05
+            assert tokens_by_draft_length(again, name, 4) == pytest.approx(
+                tokens_by_draft_length(priors, name, 4), rel=0.05
             )
             mine, theirs = (
                 priors.tokens_left(name, 20, 900, 80.0, False),
@@ -776,7 +777,7 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
         left = priors.tokens_left(name, emitted, emitted + more, guess, False)
         estimates = [
             *(pace.mean, left.mean, left.low, left.high),
-            priors.tokens_by_draft_length(name, data.draw(st.floats(0, 4096))),
+            tokens_by_draft_length(priors, name, data.draw(st.floats(0, 4096))),
             priors.cost.round_s(1, 5, 100),
             priors.cost.share_s(emitted),
             priors.cost.prefill_share_s(1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -30,6 +31,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import MAX_STORY_LINES, Request
 from scheduler_svc.core.views import Ahead, RequestState, Totals
 from tests.core.cluster import Cluster, Job, facts
+from tests.core.learned import tokens_by_draft_length
 
 
 def core(policy: str = "laps-sd") -> Scheduler:
@@ -139,7 +141,7 @@ class TestExplain:
             "tenant",
             "laps-sd",
         )
-        assert (e.fits_a_worker, e.waits_for) == (False, "a worker: none takes work now")
+        assert e.waits_for == "a worker: none takes work now"
         assert 0 < e.remaining_low_s < e.remaining_s < e.remaining_high_s
         assert "client's estimate" in e.basis
         assert [line.what for line in e.story] == ["arrived"]
@@ -333,7 +335,6 @@ class TestOtherQuestions:
         exact = [request("fits", 1, prompt_tokens=90, max_tokens=10), request("does not", 2, max_tokens=1)]
         scheduler.step(4.0, [Arrived(facts) for facts in exact])
         assert scheduler.explain("fits", 4.0).worker_id == "w"  # type: ignore[union-attr]
-        assert not scheduler.explain("does not", 4.0).fits_a_worker  # type: ignore[union-attr]
         assert scheduler.explain("does not", 4.0).waits_for == (  # type: ignore[union-attr]
             "a worker that can hold its 101 tokens: the largest now holds 100"
         )
@@ -535,7 +536,7 @@ class TestReports:
         for n in range(100):
             done = did("a", 2 * n, 2, tested_by_position=(1, 1), accepted_by_position=(1, 0))
             scheduler.step(2.0 + n, [report(done)])
-        tokens = scheduler.priors.tokens_by_draft_length
+        tokens = partial(tokens_by_draft_length, scheduler.priors)
         assert tokens("chat", 1) == pytest.approx(2, abs=0.2)
         assert tokens("chat", 5) == pytest.approx(2, abs=0.4)
 

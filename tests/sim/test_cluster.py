@@ -15,6 +15,7 @@ from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
 from simulator.workload import Arrivals, Kind, Lengths, Workload, draw
+from tests.core.learned import tokens_by_draft_length
 
 NO_RESERVE = CoreSettings(reserved_share=False)
 
@@ -268,7 +269,7 @@ def test_workers_report_acceptance_by_draft_position():
 
     priors = run("fcfs", jobs, Machine(draft_len=5)).priors
 
-    gained = [priors.tokens_by_draft_length("", length) for length in range(6)]
+    gained = [tokens_by_draft_length(priors, "", length) for length in range(6)]
     assert gained == pytest.approx([1, 2, 3, 3, 3, 3], abs=0.15)
 
 
@@ -278,7 +279,7 @@ def test_a_last_round_that_was_cut_is_reported_as_it_was_accepted():
 
     priors = run("fcfs", jobs, Machine(draft_len=5)).priors
 
-    assert priors.tokens_by_draft_length("", 5) > 5
+    assert tokens_by_draft_length(priors, "", 5) > 5
 
 
 def test_a_job_says_what_is_wrong_with_it():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from laps_sd.contract.ends import End
+from tests.worker.cache import cached_blocks
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from tests.worker.pairs import VOCAB
 from worker_svc.engine.engine import SpeculativeEngine, load_engine
@@ -84,7 +85,7 @@ def test_nothing_is_reused_unless_it_is_asked_for_and_long_enough(
     for least, cached in ((0, 0), (FOUND, FOUND), (FOUND + 1, 0)):
         engine = build(pair, device, prefix_reuse_tokens=least)
         _, _, reports = finish_all(engine, [spec("a")])
-        assert engine._pools[0].allocator.cached_blocks == (0 if least == 0 else 11)
+        assert cached_blocks(engine._pools[0].allocator) == (0 if least == 0 else 11)
         _, _, reports = finish_all(engine, [spec("b")])
         assert reports[0].cached == cached
 
@@ -226,7 +227,7 @@ def test_a_cache_never_costs_an_admission_or_a_return_from_the_host(
         finish_all(engine, [first, second])
         result = engine.round([])
         assert result.free_target_blocks == result.free_draft_blocks == blocks
-        assert engine._pools[0].allocator.cached_blocks > 10
+        assert cached_blocks(engine._pools[0].allocator) > 10
     kept, other = spec("kept"), spec("other", PROMPT[::-1])
     engine.add(kept)
     first_round(engine, "kept")
@@ -266,7 +267,7 @@ def test_who_shares_a_start_holds_the_same_blocks(pair: tuple[Path, Path], devic
     for name in "abc":
         engine.drop(name)
         engine.check()
-    assert engine._pools[0].allocator.cached_blocks == 10
+    assert cached_blocks(engine._pools[0].allocator) == 10
 
 
 def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: str) -> None:

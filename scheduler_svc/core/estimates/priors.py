@@ -128,12 +128,6 @@ class Priors:
         within = variances[0] if variances else pooled
         return tokens_per_round(mean, shrinkage(variances), within, rounds, emitted)
 
-    def tokens_by_draft_length(self, workload_class: str, draft_length: float) -> float:
-        """Return the tokens per round of this class with `draft_length` draft tokens, whatever its history
-        drafted; at 0 exactly 1.
-        """
-        return self._of(workload_class).positions.tokens(draft_length)
-
     def mean_tokens_per_round(self, workload_class: str) -> float:
         """Return the class mean, for policies that ignore a request's own acceptance."""
         return self.tokens_per_round(workload_class, 0, 0).mean

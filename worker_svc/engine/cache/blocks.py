@@ -65,11 +65,6 @@ class BlockAllocator:
         self._cached_at = [0] * blocks  # clock when it lost its last owner; 0: not cached
         self._clock = 0
 
-    @property
-    def cached_blocks(self) -> int:
-        """Number of blocks without an owner whose contents can be reused."""
-        return len(self._cached)
-
     # -- space --------------------------------------------------------------------------------------------------------------
 
     def allocate(self, count: int, expected: int = 0) -> list[int]:
