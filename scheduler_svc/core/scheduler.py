@@ -145,7 +145,7 @@ class Scheduler:
             return
         self._refresh_waiting(ledger)
         request = Request(facts, expected_total=_guess(facts.expected_output_tokens), said={})
-        request.tell(ledger.now_s, "arrived")
+        request.record_event(ledger.now_s, "arrived")
         self._enter(request)
         request.remember_estimate()
         ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
@@ -170,9 +170,9 @@ class Scheduler:
         )
         if request.has_survived:
             request.deaths = 0
-        request.tell(event.facts.arrival_s, "arrived")
+        request.record_event(event.facts.arrival_s, "arrived")
         reached = f"{event.emitted} tokens, {event.rounds} rounds, {event.preemptions} preemptions before"
-        request.tell(ledger.now_s, "recovered", f"from the record: {reached}")
+        request.record_event(ledger.now_s, "recovered", f"from the record: {reached}")
         self._enter(request)
 
     def _enter(self, request: Request) -> None:
@@ -183,7 +183,7 @@ class Scheduler:
         request = self._shard.requests.get(request_id)
         if request is None:
             return
-        request.tell(ledger.now_s, "ended", end.value)
+        request.record_event(ledger.now_s, "ended", end.value)
         ledger.write(Finish(request_id, end, detail, request.standing, tuple(request.story)))
         self._forget(request_id, ledger)
 
@@ -229,12 +229,12 @@ class Scheduler:
             ledger.release(request, tell_worker=False)
             if request.deaths >= MOST_DEATHS:
                 detail = GIVEN_UP.format(request.deaths, request.deaths - ALONE_AFTER)
-                request.tell(ledger.now_s, "given up", f"worker {worker_id} was lost: {detail}")
+                request.record_event(ledger.now_s, "given up", f"worker {worker_id} was lost: {detail}")
                 self._end_requested(request.request_id, End.ERROR, detail, ledger)
             else:
                 alone = f", alone: {request.deaths} workers died with it" if request.runs_alone else ""
                 why = f"worker {worker_id} was lost; goes on from its committed tokens{alone}"
-                request.tell(ledger.now_s, "requeued", why)
+                request.record_event(ledger.now_s, "requeued", why)
 
     def _count_death(self, worker: Worker, hung: bool, ledger: Ledger) -> None:
         if worker.draining:
@@ -266,7 +266,7 @@ class Scheduler:
         else:
             ledger.release(request, tell_worker=True)
         why = f"worker {lost.worker_id} was lost, which it had just left; runs alone: {request.deaths} workers died with it"
-        request.tell(ledger.now_s, "requeued", why)
+        request.record_event(ledger.now_s, "requeued", why)
 
     def _take_deaths_back(self, worker_id: str, ledger: Ledger) -> None:
         """Clear the requests of a worker that was given up and dials again: it did not die. The record gets
@@ -276,7 +276,7 @@ class Scheduler:
         for request_id in self._died_with.pop(worker_id, ()):
             request = self._shard.requests.get(request_id)
             if request is not None and request.deaths:
-                request.tell(ledger.now_s, "cleared", f"worker {worker_id} is alive")
+                request.record_event(ledger.now_s, "cleared", f"worker {worker_id} is alive")
                 self._lower_deaths(request, request.deaths - 1)
 
     def _lower_deaths(self, request: Request, deaths: int) -> None:
@@ -298,7 +298,7 @@ class Scheduler:
     def _move_from_draining(self, request: Request, ledger: Ledger) -> None:
         worker_id = request.worker
         ledger.release(request, tell_worker=True)
-        request.tell(ledger.now_s, "requeued", f"worker {worker_id} is leaving")
+        request.record_event(ledger.now_s, "requeued", f"worker {worker_id} is leaving")
 
     # A round.
 
@@ -313,7 +313,7 @@ class Scheduler:
             elif progress.position > request.emitted:
                 # It has tokens that neither the record nor this core has: its state cannot be trusted.
                 ledger.release(request, tell_worker=True)
-                request.tell(ledger.now_s, "requeued", "its worker was ahead of the record")
+                request.record_event(ledger.now_s, "requeued", "its worker was ahead of the record")
             elif _is_duplicate(progress, request):
                 # The record answers "already", and the report can be acknowledged.
                 ledger.write(_commit(progress, request, progress.position, progress.tokens, ()))
@@ -414,7 +414,7 @@ class Scheduler:
         for request in [request for request in worker.running.values() if request.last_round != this]:
             self._pause(request, worker, self._why_paused(request, best), ledger)
         for request in newcomers:
-            request.tell(
+            request.record_event(
                 ledger.now_s, "resumed" if request.started else "started", f"on worker {worker.worker_id}"
             )
             self._shard.set_running(request, True)
@@ -428,7 +428,7 @@ class Scheduler:
     def _pause(self, request: Request, worker: Worker, why: str, ledger: Ledger) -> None:
         self._stop_running(request, worker)
         request.preemptions += 1
-        request.tell(ledger.now_s, "paused", why)
+        request.record_event(ledger.now_s, "paused", why)
 
     def _why_paused(self, request: Request, newcomer: Request | None) -> str:
         """Return the reason of a pause. It names no other request: ranks and estimates only."""
@@ -456,7 +456,9 @@ class Scheduler:
         if tokens:
             request.rounds += 1
             if request.deaths and request.has_survived:
-                request.tell(ledger.now_s, "cleared", f"{SURVIVED_ROUNDS} rounds since a worker died with it")
+                request.record_event(
+                    ledger.now_s, "cleared", f"{SURVIVED_ROUNDS} rounds since a worker died with it"
+                )
                 self._lower_deaths(request, 0)
             request.seen_rounds += 1
             request.seen_tokens += len(tokens)
@@ -478,7 +480,7 @@ class Scheduler:
             request.remember_estimate()
             ledger.write(_commit(progress, request, position, tokens, ()))
         else:
-            request.tell(ledger.now_s, "ended", progress.end.value)
+            request.record_event(ledger.now_s, "ended", progress.end.value)
             ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
             self._learn_end(progress.end, request)
             self._shard.leave(request)
@@ -524,9 +526,9 @@ class Scheduler:
         if ledger is None:
             return
         if rank.level != before.level:
-            request.tell(ledger.now_s, "level", f"from {before.level} to {rank.level}")
+            request.record_event(ledger.now_s, "level", f"from {before.level} to {rank.level}")
         if rank.perceptible != before.perceptible:
-            request.tell(
+            request.record_event(
                 ledger.now_s,
                 "perceptible" if rank.perceptible else "non-perceptible",
                 self.policy.ordered_by(request),

@@ -56,7 +56,7 @@ what was written: a server that syncs every second loses that much, an asynchron
 
 
 @dataclass(frozen=True, slots=True)
-class EndedLately:
+class RecentEnd:
     """A request whose end is on the record, and that end as a commit that follows all of its tokens."""
 
     at_s: float
@@ -105,7 +105,7 @@ class Clients:
         """Time until which gateways and workers bring back lost requests, if the record was empty when this
         leader took over.
         """
-        self.ended_lately: deque[EndedLately] = deque(maxlen=MAX_ENDS_KEPT)
+        self.recent_ends: deque[RecentEnd] = deque(maxlen=MAX_ENDS_KEPT)
         """The ends that the record may still lose, oldest first."""
         self.doubtful: set[str] = set()
         """Ids of submissions that were refused because the record did not answer, and that it may hold all
@@ -173,8 +173,8 @@ class Clients:
         self.reserved_tokens -= live.facts.prompt_tokens + live.facts.max_tokens
         self.mark_dirty(live)
         self.forget_old_ends(now_s)
-        self.ended_lately.append(
-            EndedLately(now_s, live, replace(commit, position=len(live.committed), tokens=()))
+        self.recent_ends.append(
+            RecentEnd(now_s, live, replace(commit, position=len(live.committed), tokens=()))
         )
         metrics.observe_end(
             commit.end, live.facts, live.started_s, live.first_token_s, len(live.committed), now_s
@@ -184,14 +184,14 @@ class Clients:
         """Drop the ends that the record can no longer lose. Call it only while the record answers: an outage
         can outlast ENDS_KEPT_S, and what it lost is known afterwards.
         """
-        while self.ended_lately and self.ended_lately[0].at_s < now_s - ENDS_KEPT_S:
-            self.ended_lately.popleft()
+        while self.recent_ends and self.recent_ends[0].at_s < now_s - ENDS_KEPT_S:
+            self.recent_ends.popleft()
 
     def ends_are_written_back(self, now_s: float) -> None:
         """Note that the record has the ends since now, and can lose them again."""
-        written = [replace(ended, at_s=now_s) for ended in self.ended_lately]
-        self.ended_lately.clear()
-        self.ended_lately.extend(written)
+        written = [replace(ended, at_s=now_s) for ended in self.recent_ends]
+        self.recent_ends.clear()
+        self.recent_ends.extend(written)
 
     def mark_dirty(self, live: Live) -> None:
         """Mark a request that has tokens or an end that its attachments have not been sent."""
@@ -500,7 +500,7 @@ class Clients:
 
     # Requests that only the record has.
 
-    async def ask_record(self, turn: Turn) -> None:
+    async def answer_from_record(self, turn: Turn) -> None:
         """Attach clients to requests that are not led here: they have ended."""
         wanted = [attach.request_id for _, attach in turn.unknown_attaches]
         wanted += [request_id for _, _, request_id in turn.unknown_submits]

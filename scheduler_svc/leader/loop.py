@@ -236,9 +236,9 @@ class Loop:
         if turn.offers:
             await self.clients.take_offers(turn)
         for live, shown in turn.seen_further:
-            await self._go_on_behind(turn, live, shown)
+            await self._continue_after(turn, live, shown)
         if turn.unknown_attaches or turn.unknown_submits:
-            await self.clients.ask_record(turn)
+            await self.clients.answer_from_record(turn)
         if turn.departures:
             await self.clients.depart(turn)
         if self.clients.doubtful:
@@ -455,7 +455,7 @@ class Loop:
             batch.restore(restored)
             await batch.execute()
             await self.store.claim_again(restored)
-        for ended in self.clients.ended_lately:
+        for ended in self.clients.recent_ends:
             batch = self.store.batch()
             restored = [ended.live.to_record()]
             batch.restore(restored)
@@ -575,7 +575,7 @@ class Loop:
         self.outage.wrote()
         return status in (TransitionStatus.OK, TransitionStatus.ALREADY)
 
-    async def _go_on_behind(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
+    async def _continue_after(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
         """Continue a request after the outputs that a client has seen, if they are more than the record has:
         they are kept, and the next worker generates after them.
         """

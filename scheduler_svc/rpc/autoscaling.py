@@ -58,12 +58,12 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         the stream: KEDA would wait before it connects again.
         """
         self._check_pool(request)
-        told: bool | None = None
+        reported: bool | None = None
         while not self._stopping.is_set():
             with contextlib.suppress(Unavailable):  # nothing new is known while the record is away
                 active = await self._is_active()
-                if active != told:
-                    told = active
+                if active != reported:
+                    reported = active
                     yield pb.IsActiveResponse(result=active)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_S)

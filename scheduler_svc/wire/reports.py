@@ -141,8 +141,8 @@ def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReport
     """Return one round as an event for the core. A report is never refused: invalid times count as 0, a
     request that is named twice counts once, and invalid tokens count as a wrong state of the request.
     """
-    heard = [_progress(progress) for progress in report.progress]
-    once = {(progress.request_id, progress.lease_epoch): progress for progress in reversed(heard)}
+    reported = [_progress(progress) for progress in report.progress]
+    once = {(progress.request_id, progress.lease_epoch): progress for progress in reversed(reported)}
     return RoundReported(
         worker_id=worker_id,
         progress=tuple(reversed(once.values())),

@@ -10,8 +10,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from laps_sd.stack.local import FREE_PORTS, LocalStack
-from laps_sd.stack.ports import PortPlan
+from laps_sd.stack.local import LocalStack
+from laps_sd.stack.ports import FREE_PORTS, PortPlan
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.conftest import StackMaker

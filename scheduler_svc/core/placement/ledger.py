@@ -65,7 +65,7 @@ class Ledger:
         self._shard.lease(request, worker)
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
         alone = f", alone: {request.deaths} workers died with it" if request.runs_alone else ""
-        request.tell(self.now_s, "leased", f"to worker {worker.worker_id}{alone}")
+        request.record_event(self.now_s, "leased", f"to worker {worker.worker_id}{alone}")
 
     def release(self, request: Request, *, tell_worker: bool) -> None:
         """Take a request off its list into the queue."""
@@ -82,7 +82,7 @@ class Ledger:
         self._take_off(request, tell_worker=True)
         self._shard.lease(request, worker)
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
-        request.tell(self.now_s, "moved", f"to worker {worker.worker_id}, {why}")
+        request.record_event(self.now_s, "moved", f"to worker {worker.worker_id}, {why}")
 
     def _take_off(self, request: Request, *, tell_worker: bool) -> None:
         if tell_worker:

@@ -82,7 +82,7 @@ def _clear(worker: Worker, shard: Shard, ledger: Ledger) -> None:
     for member in list(worker.members.values()):
         ledger.release(member, tell_worker=True)
         why = f"worker {worker.worker_id} is cleared for a request that runs alone"
-        member.tell(ledger.now_s, "requeued", why)
+        member.record_event(ledger.now_s, "requeued", why)
     shard.set_alone(worker, True)
 
 

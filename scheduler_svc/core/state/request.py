@@ -231,8 +231,8 @@ class Request:
             basis = Basis.CLASS
         return KeptEstimate(self.rank.remaining.mean_s, self.attained_s, basis)
 
-    def tell(self, now_s: float, what: str, detail: str = "") -> None:
-        """Add a line to its story, on the clock of `step`."""
+    def record_event(self, now_s: float, what: str, detail: str = "") -> None:
+        """Add an event to its story, on the clock of `step`."""
         story = self.story
         if len(story) == MAX_STORY_LINES:
             since_s = story[STORY_HEAD].at_s

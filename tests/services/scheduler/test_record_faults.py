@@ -226,12 +226,12 @@ async def test_an_end_that_was_written_back_is_kept_as_long_as_a_new_one(
         lease = (await gpu.assigned("r1"))["r1"].lease_epoch
         await gpu.run_round("r1", lease, 0, [10], end=STOP)
         await client.read("r1-client")
-        [before] = loop.clients.ended_lately
+        [before] = loop.clients.recent_ends
         await operator.flushall()
         await wait_until_async(lambda: scheduler.store.read("r1"), description="r1 is on the record again")
 
         await wait_until_async(
-            lambda: loop.clients.ended_lately[0].at_s > before.at_s, description="its time begins again"
+            lambda: loop.clients.recent_ends[0].at_s > before.at_s, description="its time begins again"
         )
 
 
