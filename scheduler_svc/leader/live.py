@@ -124,9 +124,7 @@ class Live:
                 self.logprobs[at] = one
 
     def logprobs_of(self, first: int, count: int) -> list[replies.TokenLogprobs]:
-        """Return the logprobs of committed tokens; empty for a request without logprobs."""
-        if self.request.most_logprobs is None:
-            return []
+        """Return the logprobs of committed tokens, for a request with logprobs."""
         return [self.logprobs.get(at, replies.UNKNOWN_LOGPROBS) for at in range(first, first + count)]
 
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:

@@ -293,11 +293,13 @@ class Loop:
     def _handle_report(self, turn: Turn, session: WorkerSession, report: reports.Report) -> None:
         turn.events.append(report.event)
         turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
+        for progress in report.event.progress:
+            live = self.clients.live.get(progress.request_id)
+            if live is not None and live.started_s is None:
+                live.started_s = max(live.facts.arrival_s, turn.now_s - report.event.total_s)
         for one in report.details:
             live = self.clients.live.get(one.request_id)
             if live is not None:
-                if live.started_s is None:
-                    live.started_s = max(live.facts.arrival_s, turn.now_s - report.event.total_s)
                 if one.cached_tokens > live.cached_prompt_tokens:
                     live.cached_prompt_tokens = one.cached_tokens
                 if one.lease_epoch == live.lease_epoch:

@@ -193,14 +193,15 @@ class GatewaySession:
         self.wake.clear()
         self.room.set()
         due, self._replies = self._replies, []
-        deliveries = GatewayReply()
-        delivered, room = 0, MAX_TOKENS_PER_MESSAGE
+        deliveries = replies.Deliveries()
+        room = MAX_TOKENS_PER_MESSAGE
         for attachment_id, attachment in list(self._dirty.items()):
-            if delivered >= MAX_DELIVERIES_PER_MESSAGE or room <= 0:
+            if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or room <= 0:
                 break
             live, first = attachment.live, attachment.next_token
             each = 1
-            if (most := live.request.most_logprobs) is not None:
+            most = live.request.most_logprobs
+            if most is not None:
                 each += TOKENS_PER_ALTERNATIVE * (1 + most)
             fresh = live.committed[first : first + max(1, room // each)]
             attachment.next_token += len(fresh)
@@ -208,16 +209,8 @@ class GatewaySession:
             last = attachment.next_token >= len(live.committed)
             end = live.end_message if last else None
             if fresh or end is not None:
-                delivered += 1
-                replies.add_delivery(
-                    deliveries,
-                    request_id=live.request_id,
-                    attachment_id=attachment_id,
-                    first_token=first,
-                    token_ids=fresh,
-                    logprobs=live.logprobs_of(first, len(fresh)),
-                    end=end,
-                )
+                logprobs = live.logprobs_of(first, len(fresh)) if most is not None else ()
+                deliveries.add(live.request_id, attachment_id, first, fresh, logprobs, end)
             if last:
                 del self._dirty[attachment_id]
             if end is not None:
@@ -225,6 +218,6 @@ class GatewaySession:
                 live.attachments.pop(attachment_id, None)  # nothing holds what has been delivered
         if self._dirty:
             self.wake.set()
-        if delivered:
-            due.append(deliveries)
+        if deliveries:
+            due.append(deliveries.reply)
         return due

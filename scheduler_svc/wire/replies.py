@@ -111,25 +111,35 @@ def cancel_reply(cancel_id: int, *, found: bool, cancelled: bool) -> GatewayRepl
     return GatewayReply(cancel_reply=reply)
 
 
-def add_delivery(
-    reply: GatewayReply,
-    *,
-    request_id: str,
-    attachment_id: str,
-    first_token: int,
-    token_ids: Sequence[int],
-    logprobs: Iterable[TokenLogprobs],
-    end: RequestEnd | None,
-) -> None:
-    """Add the next tokens of an attachment, and the end of its request, to a message of deliveries."""
-    delivery = reply.deliveries.deliveries.add()
-    delivery.request_id = request_id
-    delivery.first_token = first_token
-    delivery.token_ids.extend(token_ids)
-    delivery.attachment_id = attachment_id
-    delivery.logprobs.extend(logprobs)
-    if end is not None:
-        delivery.end.CopyFrom(end)
+class Deliveries:
+    """Message of deliveries that is filled one by one."""
+
+    def __init__(self) -> None:
+        self.reply = GatewayReply()
+        self._deliveries = self.reply.deliveries.deliveries
+
+    def __len__(self) -> int:
+        return len(self._deliveries)
+
+    def add(
+        self,
+        request_id: str,
+        attachment_id: str,
+        first_token: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        end: RequestEnd | None,
+    ) -> None:
+        """Add the next tokens of an attachment and, if it is known, the end of its request."""
+        delivery = self._deliveries.add()
+        delivery.request_id = request_id
+        delivery.first_token = first_token
+        delivery.token_ids.extend(token_ids)
+        delivery.attachment_id = attachment_id
+        if logprobs:
+            delivery.logprobs.extend(logprobs)
+        if end is not None:
+            delivery.end.CopyFrom(end)
 
 
 def request_end(

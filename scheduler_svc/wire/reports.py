@@ -96,6 +96,7 @@ class Report:
     number: int
     event: RoundReported
     details: list[Details]
+    """Details of the requests that have any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def from_worker(worker_id: str, message: WorkerMessage) -> list[Report] | Missin
                     [
                         Details(one.request_id, one.lease_epoch, one.position, one.cached, one.logprobs)
                         for one in report.progress
+                        if one.cached or one.logprobs
                     ],
                 )
                 for report in message.reports.reports
