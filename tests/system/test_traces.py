@@ -100,7 +100,7 @@ async def test_a_trace_holds_spans_of_all_three_services_each_below_the_right_on
     (request,) = named(spans, "request")
     (run,) = named(spans, "run")
     of_worker = [span for span in spans if span.service == "worker"]
-    assert (gateway.api.inference, gateway.parent) == ("gateway", CALLER)
+    assert (gateway.service, gateway.parent) == ("gateway", CALLER)
     assert (request.service, request.parent) == ("scheduler", gateway.id)
     assert {(span.service, span.parent) for span in named(spans, "queue")} == {("scheduler", request.id)}
     assert (run.service, run.parent) == ("scheduler", request.id)
