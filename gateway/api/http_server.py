@@ -28,23 +28,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.api.http_connections import HEADERS_S, HttpConnections
-from gateway.api.openai import (
-    DONE,
-    Json,
-    Order,
-    Reply,
-    error_json,
-    http_status,
-    model_json,
-    models_json,
-    read_body,
-    read_chat,
-    read_completion,
-    read_header,
-    read_ttl_s,
-    retry_headers,
-    sse,
-)
+from gateway.api.openai.body import Json, read_body
+from gateway.api.openai.errors import error_json, http_status, retry_headers
+from gateway.api.openai.headers import read_header, read_ttl_s
+from gateway.api.openai.reply import DONE, Reply, model_json, models_json, sse
+from gateway.api.openai.request import ParsedRequest, read_chat, read_completion
 from gateway.calls.calls import Caller, Calls, Event, Generation
 from gateway.calls.validation import check_model
 from gateway.tenants import Tenants
@@ -225,7 +213,9 @@ class HttpServer:
 
     # ---- generation
 
-    async def _generate(self, request: web.Request, read: Callable[[Json], Order]) -> web.StreamResponse:
+    async def _generate(
+        self, request: web.Request, read: Callable[[Json], ParsedRequest]
+    ) -> web.StreamResponse:
         caller = Caller(
             tenant=self._tenants.of(request.headers.items()),
             traceparent=valid_traceparent(request.headers.get("traceparent", "")),
@@ -234,24 +224,26 @@ class HttpServer:
             ttl_s = read_ttl_s(
                 TTL_HEADER, _header(request, TTL_HEADER), self._calls.settings.max_time_limit_s
             )
-            order = read(read_body(await _body(request), self._calls.settings.max_message_fields))
-            _put_key(order, read_header(KEY_HEADER, _header(request, KEY_HEADER)))
+            parsed = read(read_body(await _body(request), self._calls.settings.max_message_fields))
+            _put_key(parsed, read_header(KEY_HEADER, _header(request, KEY_HEADER)))
         async with AsyncExitStack() as stack:
             # With a time to live the status is sent only with the first tokens: before them the request can
             # still be refused.
             try:
                 async with asyncio.timeout(ttl_s):
-                    generation = await stack.enter_async_context(self._calls.generate(order.requests, caller))
+                    generation = await stack.enter_async_context(
+                        self._calls.generate(parsed.requests, caller)
+                    )
                     first = await generation.read() if ttl_s is not None else []
             except TimeoutError:
                 raise Unavailable(
                     f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
                 ) from None
             reply = Reply(
-                order, generation.accepted, created_unix_s=int(time.time()), model=self._calls.model
+                parsed, generation.accepted, created_unix_s=int(time.time()), model=self._calls.model
             )
             headers = {REQUEST_ID_HEADER: _own_request_id(request) or reply.id}
-            if order.stream:
+            if parsed.stream:
                 return await _stream(request, generation, reply, first, headers)
             for choice, event in first:
                 reply.add(choice, event)
@@ -351,9 +343,9 @@ def _header(request: web.Request, name: str) -> str:
     return given[0] if given else ""
 
 
-def _put_key(order: Order, key: str) -> None:
+def _put_key(parsed: ParsedRequest, key: str) -> None:
     """Set the idempotency key from a header."""
-    for request in order.requests:
+    for request in parsed.requests:
         request.idempotency_key = key
 
 

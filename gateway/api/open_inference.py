@@ -13,7 +13,10 @@ import grpc.aio
 
 import laps_sd
 from gateway.api.inference import caller_of
-from gateway.api.openai import MAX_PROMPTS, Json, Order, Reply, read_completion
+from gateway.api.openai.body import Json
+from gateway.api.openai.limits import MAX_PROMPTS
+from gateway.api.openai.reply import Reply
+from gateway.api.openai.request import ParsedRequest, read_completion
 from gateway.calls.calls import Calls
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, NotFound
@@ -84,16 +87,16 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         """Generate one text for each element of the input."""
         caller = caller_of(context, self._tenants)
         with self._calls.refusals(caller):
-            order = _order(request)
-        async with self._calls.generate(order.requests, caller) as generation:
-            reply = Reply(order, generation.accepted, created_unix_s=0, model=self._calls.model)
+            parsed = _parsed(request)
+        async with self._calls.generate(parsed.requests, caller) as generation:
+            reply = Reply(parsed, generation.accepted, created_unix_s=0, model=self._calls.model)
             while not generation.over:
                 for choice, event in await generation.read():
                     reply.add(choice, event)
         return _response(request, reply)
 
 
-def _order(request: pb.ModelInferRequest) -> Order:
+def _parsed(request: pb.ModelInferRequest) -> ParsedRequest:
     """Return the completion that a request describes. Raises InvalidArgument in the terms of this
     protocol."""
     body: Json = {"model": request.model_name, "prompt": _texts(request)}

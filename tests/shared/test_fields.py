@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 
-from gateway.api.openai import read_body
+from gateway.api.openai.body import read_body
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.fields import check_fields
 from laps_sd.v1 import inference_pb2 as pb

@@ -1,0 +1,88 @@
+"""Faults that pydantic finds in a body, as errors that name the field as the client wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
+
+from gateway.api.openai.values import kind_of, shown
+from laps_sd.errors import InvalidArgument
+
+__all__ = ["FORMAT", "IDS", "PARTS", "SCHEMA", "SEVERAL", "TEXT", "invalid_argument", "refused"]
+
+TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA = "<text>", "<ids>", "<several>", "<parts>", "<format>", "<schema>"
+TAGS = frozenset({TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA})
+"""Names of the alternatives of a field, which are part of pydantic's location and of no client's."""
+MAX_NAME_CHARACTERS = 40
+
+REFUSED = "refused"
+
+EXPECTED = {
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "float_type": "a number",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+"""What a type of error expects."""
+EXPECTED_OF_FIELD = {
+    "content": "a text or a list of parts",
+    "json_schema": "an object with a schema",
+    "messages": "a list of messages",
+    "prompt": "a text, token ids, or a list of them",
+    "schema": "a JSON schema",
+    "stop": "a text or a list of texts",
+}
+"""What a field expects that has no simple type, or is required."""
+EXPECTED_TYPES = {PARTS: "text, all that the engine reads", FORMAT: "text, json_object or json_schema"}
+"""What the field `type` of an alternative expects."""
+
+
+def refused(said: str, *, item: str = "") -> PydanticCustomError:
+    """Return the exception by which a validator refuses a value: `said` follows the field's name, and `item`
+    names a part of the value."""
+    # Not as the template, in which braces have a meaning: it may quote the client.
+    return PydanticCustomError(REFUSED, "{said}", {"said": said, "item": item})
+
+
+def invalid_argument(error: ValidationError) -> InvalidArgument:
+    """Return the first fault of a body."""
+    fault = error.errors(include_url=False)[0]
+    location, context = fault["loc"], fault.get("ctx", {})
+    return InvalidArgument(
+        _name(location) + context.get("item", ""),
+        _sentence(fault["type"], location, None if fault["type"] == "missing" else fault["input"], context),
+    )
+
+
+def _name(location: Sequence[int | str]) -> str:
+    """Return the name of a field: `messages[0].content`."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part not in TAGS:
+            name += ("." if name else "") + part[:MAX_NAME_CHARACTERS]
+    return name
+
+
+def _sentence(kind: str, location: Sequence[int | str], value: object, context: dict[str, Any]) -> str:
+    if kind == REFUSED:
+        return str(context["said"])
+    if IDS in location and isinstance(location[-1], int):
+        return f"must be a token id, got {shown(value)}"
+    match kind:
+        case "literal_error" | "missing" if location[-1] == "type":
+            expected = next(types for tag, types in EXPECTED_TYPES.items() if tag in location)
+            return f"must be {expected}, got {shown(value)}"
+        case "greater_than_equal" | "less_than_equal":
+            return "must be a number of ordinary size"
+        case "float_type" if isinstance(value, int) and not isinstance(value, bool):
+            return "must be a number of ordinary size"
+    field = next((part for part in reversed(location) if part not in TAGS), "")
+    expected = EXPECTED_OF_FIELD.get(str(field)) or EXPECTED.get(kind, "a text")
+    return f"must be {expected}, got {kind_of(value)}"

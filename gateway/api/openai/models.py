@@ -1,0 +1,149 @@
+"""The bodies that clients send, as typed models. `null` is an absent field everywhere.
+
+`request` refuses fields of a body that are not here and would change the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from gateway.api.openai.field_errors import FORMAT, PARTS, SCHEMA, TEXT
+from gateway.api.openai.field_types import (
+    AtMost,
+    Biases,
+    Count,
+    GuidedJson,
+    Logprobs,
+    Number,
+    Positive,
+    Priority,
+    Prompt,
+    Seed,
+    Stop,
+    Text,
+    TopK,
+    UnixMs,
+    Unsupported,
+)
+from gateway.api.openai.limits import MAX_ITEMS
+
+__all__ = ["Body", "ChatBody", "CompletionBody", "Message", "ResponseFormat", "SchemaFormat", "StreamOptions"]
+
+
+class Model(BaseModel):
+    """Strict: a text is no number, and true is none either."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class TextPart(Model):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _kind_of_content(value: object) -> str:
+    return PARTS if isinstance(value, list) else TEXT
+
+
+Content = Annotated[
+    Annotated[Text, Tag(TEXT)]
+    | Annotated[list[TextPart], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
+    Discriminator(_kind_of_content),
+]
+
+
+class Message(Model):
+    """A message of a chat."""
+
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    tool_call_id: Unsupported = None
+    audio: Unsupported = None
+    refusal: Unsupported = None
+    role: Text
+    content: Content | None = None
+
+
+class NamedSchema(Model):
+    """A JSON schema. It is always followed strictly."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class SchemaFormat(Model):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class PlainFormat(Model):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+def _kind_of_format(value: object) -> str:
+    return SCHEMA if isinstance(value, dict) and value.get("type") == "json_schema" else FORMAT
+
+
+ResponseFormat = Annotated[
+    Annotated[PlainFormat, Tag(FORMAT)] | Annotated[SchemaFormat, Tag(SCHEMA)], Discriminator(_kind_of_format)
+]
+
+
+class StreamOptions(Model):
+    """What a stream contains besides its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(Model):
+    """The fields of both endpoints."""
+
+    stop: Stop | None = None
+    seed: Seed | None = None
+    model: Text | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: TopK | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: Biases | None = None
+    ignore_eos: bool | None = None
+    priority: Priority | None = None
+    time_limit_ms: Count | None = None
+    deadline_unix_ms: UnixMs | None = None
+    expected_output_tokens: Count | None = None
+    workload_class: Text | None = None
+    n: Count | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: GuidedJson | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
+    max_tokens: Positive | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(Body):
+    """The body of a chat completion."""
+
+    top_logprobs: Count | None = None
+    logprobs: bool | None = None
+    max_completion_tokens: Positive | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True), AtMost(MAX_ITEMS)]
+
+
+class CompletionBody(Body):
+    """The body of a completion of texts or token ids."""
+
+    logprobs: Logprobs = None
+    prompt: Prompt

@@ -1,0 +1,254 @@
+"""Answers in OpenAI's JSON: whole, in chunks of server-sent events, and the list of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gateway.api.openai.body import Json
+from gateway.api.openai.request import ParsedRequest
+from gateway.calls.calls import Event
+from gateway.model.detokenizer import TokenDecoder
+from gateway.model.tokenizer import ModelFiles
+from laps_sd.errors import Cancelled, LapsSdError
+from laps_sd.v1 import inference_pb2
+from laps_sd.v1.inference_pb2 import FinishReason
+
+__all__ = ["DONE", "Reply", "model_json", "models_json", "sse"]
+
+DONE = b"data: [DONE]\n\n"
+
+FINISH_REASONS = {
+    FinishReason.FINISH_REASON_STOP: "stop",
+    FinishReason.FINISH_REASON_STOP_SEQUENCE: "stop",
+    FinishReason.FINISH_REASON_LENGTH: "length",
+    # The text is cut off at this point, as it is by a limit of tokens.
+    FinishReason.FINISH_REASON_TIME_LIMIT: "length",
+}
+
+
+@dataclass(slots=True)
+class _Choice:
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[tuple[int, inference_pb2.TokenLogprobs]] = field(default_factory=list)
+    """Tokens whose log probabilities have not been sent."""
+    text: TokenDecoder | None = None
+    characters: int = 0
+    """Characters of the text of the tokens whose log probabilities have been sent."""
+    tokens: int = 0
+    end: inference_pb2.Ended | None = None
+
+
+class Reply:
+    """One answer: in chunks (`opening`, `chunks`, `closing`), or whole (`add` every event, then `whole`)."""
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        accepted: Sequence[inference_pb2.Accepted],
+        *,
+        created_unix_s: int,
+        model: ModelFiles,
+    ) -> None:
+        self._parsed = parsed
+        self._files = model
+        self._chat = parsed.kind == "chat"
+        self._model = accepted[0].model
+        self._created = created_unix_s
+        self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: parsed.choices_per_prompt])
+        self._choices = [_Choice() for _ in accepted]
+        self.id = accepted[0].request_id
+        """Request id of the first choice; every other call of LAPS-SD accepts it."""
+
+    def add(self, choice: int, event: Event) -> None:
+        """Add an event of a choice. Raises the failure of a failed choice."""
+        kept = self._choices[choice]
+        if isinstance(event, inference_pb2.Delta):
+            kept.tokens += len(event.token_ids)
+            kept.logprobs.extend(zip(event.token_ids, event.logprobs, strict=False))
+            if not self._parsed.stream:
+                kept.texts.append(event.text)
+            return
+        if event.finish_reason == FinishReason.FINISH_REASON_CANCELLED:
+            raise Cancelled(f"request {event.request_id} was cancelled")
+        if event.finish_reason not in FINISH_REASONS:
+            raise LapsSdError(event.error or "the request failed")
+        kept.end = event
+
+    def whole(self) -> Json:
+        """Return the answer of a call without stream; every choice has ended."""
+        choices = []
+        for index, choice in enumerate(self._choices):
+            text = "".join(choice.texts)
+            content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append(
+                {
+                    "index": index,
+                    **content,
+                    "logprobs": self._logprobs(choice),
+                    "finish_reason": _finish(choice),
+                }
+            )
+        return {
+            **self._envelope("chat.completion" if self._chat else "text_completion"),
+            "choices": choices,
+            "usage": self._usage(),
+            "metrics": self._metrics(),
+        }
+
+    def opening(self) -> Iterator[Json]:
+        """Return the chunks before any output has arrived."""
+        if self._chat:
+            for index in range(len(self._choices)):
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
+
+    def chunks(self, choice: int, event: Event) -> Iterator[Json]:
+        """Return the chunks of one event, and add the event."""
+        self.add(choice, event)
+        if isinstance(event, inference_pb2.Delta):
+            if event.text:
+                yield self._chunk(
+                    choice, {"delta": {"content": event.text}} if self._chat else {"text": event.text}, None
+                )
+        else:
+            yield self._chunk(
+                choice, {"delta": {}} if self._chat else {"text": ""}, _finish(self._choices[choice])
+            )
+
+    def closing(self) -> Iterator[Json]:
+        """Return the last chunk, if it was requested."""
+        if self._parsed.include_usage:
+            yield {
+                **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
+                "choices": [],
+                "usage": self._usage(),
+                "metrics": self._metrics(),
+            }
+
+    def _chunk(self, index: int, content: Json, finish_reason: str | None) -> Json:
+        chunk = {
+            **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
+            "choices": [
+                {
+                    "index": index,
+                    **content,
+                    "logprobs": self._logprobs(self._choices[index]),
+                    "finish_reason": finish_reason,
+                }
+            ],
+        }
+        if self._parsed.include_usage:
+            chunk["usage"] = self._usage() if self._parsed.continuous_usage else None
+        return chunk
+
+    def _logprobs(self, choice: _Choice) -> Json | None:
+        """Return the log probabilities that have not been sent; None if there are none. Unknown ones are
+        null, as OpenAI writes the first token's."""
+        if not self._parsed.requests[0].HasField("logprobs"):
+            return None
+        told, choice.logprobs = choice.logprobs, []
+        if self._chat:
+            return {
+                "content": [
+                    {
+                        **self._token(token, one.logprob, known=not one.unknown),
+                        "top_logprobs": [self._token(each.token_id, each.logprob) for each in one.top],
+                    }
+                    for token, one in told
+                ]
+            }
+        if choice.text is None:
+            choice.text = TokenDecoder(self._files.decode, self._files.silent_ids)
+        offsets = []
+        for token, _ in told:
+            offsets.append(choice.characters)
+            choice.characters += len(choice.text.feed([token]))
+        return {
+            "tokens": [self._name(token, "bytes:") for token, _ in told],
+            "token_logprobs": [None if one.unknown else one.logprob for _, one in told],
+            "top_logprobs": [
+                {self._name(each.token_id, "bytes:"): each.logprob for each in one.top} for _, one in told
+            ],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, logprob: float, *, known: bool = True) -> Json:
+        return {
+            "token": self._name(token),
+            "logprob": logprob if known else None,
+            "bytes": list(self._files.pieces.bytes_of(token)),
+        }
+
+    def _name(self, token: int, before: str = "") -> str:
+        """Return a token's text. Part of a character is written as its bytes, as OpenAI does: `\\xe2\\x82`,
+        in completions after `bytes:`."""
+        octets = self._files.pieces.bytes_of(token)
+        try:
+            return octets.decode()
+        except UnicodeDecodeError:
+            return before + "".join(f"\\x{octet:02x}" for octet in octets)
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+
+    def _usage(self) -> Json:
+        completion_tokens = sum(choice.tokens for choice in self._choices)
+        cached = sum(choice.end.usage.cached_prompt_tokens for choice in self._choices if choice.end)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _metrics(self) -> Json:
+        """Return the speculation metrics under vLLM's names, and the times, which vLLM does not have."""
+        ends = [choice.end for choice in self._choices if choice.end is not None]
+        rounds = sum(end.speculation.rounds for end in ends)
+        drafted = sum(end.speculation.drafted for end in ends)
+        accepted = sum(end.speculation.accepted for end in ends)
+        metrics: Json = {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+                "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+                "num_spec_steps": rounds,
+                "num_draft_tokens": drafted,
+                "num_accepted_draft_tokens": accepted,
+            }
+        }
+        if len(ends) == 1:
+            timing = ends[0].timing
+            metrics["timing"] = {
+                "queued_s": timing.queued_s,
+                "first_token_s": timing.first_token_s,
+                "total_s": timing.total_s,
+                "preemptions": timing.preemptions,
+            }
+        return metrics
+
+
+def _finish(choice: _Choice) -> str:
+    assert choice.end is not None, "only what has ended has a reason"
+    return FINISH_REASONS[choice.end.finish_reason]
+
+
+def sse(value: Json) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def models_json(model: ModelFiles, created_unix_s: int) -> Json:
+    """Return the list of models."""
+    return {"object": "list", "data": [model_json(model, created_unix_s)]}
+
+
+def model_json(model: ModelFiles, created_unix_s: int) -> Json:
+    """Return the entry of one model."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created_unix_s,
+        "owned_by": "laps-sd",
+        "max_model_len": model.context_tokens,
+    }

@@ -1,0 +1,213 @@
+"""Bodies of chat completions and completions, as the messages that all protocols share.
+
+Fields that the engine supports are used; fields that merely label a request are accepted and ignored; every
+other field is refused by name, unless its value requests nothing (`null`, `tools: []`, `n: 1` …). An answer
+never silently leaves out a requested feature.
+
+The models check only shapes, and numbers of items against the largest possible settings; bounds are those of
+`gateway.calls.validation`, which gets the same message from every protocol.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import ValidationError
+
+from gateway.api.openai.body import Json
+from gateway.api.openai.field_errors import invalid_argument
+from gateway.api.openai.models import Body, ChatBody, CompletionBody, Message, SchemaFormat, StreamOptions
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["Kind", "ParsedRequest", "read_chat", "read_completion"]
+
+Kind = Literal["chat", "text"]
+
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (False, True),
+    "prediction": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields that the engine does not support, with the values (besides null) that do not request them."""
+
+IGNORED_FIELDS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+"""Fields that label a request and have no effect on it."""
+
+GUIDED_FIELDS = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "grammar"}
+"""vLLM's names for output formats that OpenAI does not have, with ours."""
+
+ROLES = {"developer": "system"}
+"""Roles that a template has under another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """The parsed content of a body."""
+
+    kind: Kind
+    requests: Sequence[inference_pb2.GenerateRequest]
+    """One request per prompt; they differ only in the prompt."""
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Return the number of outputs for each prompt."""
+        return self.requests[0].n if self.requests[0].HasField("n") else 1
+
+
+def read_chat(body: Json) -> ParsedRequest:
+    """Parse the body of a chat completion. Raises InvalidArgument."""
+    try:
+        chat = ChatBody.model_validate(body)
+    except ValidationError as error:
+        raise invalid_argument(error) from None
+    request = _common(chat)
+    if chat.logprobs:
+        request.logprobs = chat.top_logprobs or 0
+    elif chat.top_logprobs:
+        raise InvalidArgument("top_logprobs", "needs logprobs: true")
+    max_tokens = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
+    if max_tokens is not None:
+        request.sampling.max_tokens = max_tokens
+    request.messages.SetInParent()
+    request.messages.messages.extend(map(_message, chat.messages))
+    _check_other_fields(body, ChatBody)
+    return _parsed("chat", chat, [request])
+
+
+def read_completion(body: Json) -> ParsedRequest:
+    """Parse the body of a completion of text or token ids; each of several prompts becomes a request. Raises
+    InvalidArgument."""
+    try:
+        completion = CompletionBody.model_validate(body)
+    except ValidationError as error:
+        raise invalid_argument(error) from None
+    request = _common(completion)
+    if completion.logprobs is not None:
+        request.logprobs = completion.logprobs
+    if completion.max_tokens is not None:
+        request.sampling.max_tokens = completion.max_tokens
+    requests = []
+    for prompt in _prompts(completion.prompt):
+        one = inference_pb2.GenerateRequest()
+        one.CopyFrom(request)
+        if isinstance(prompt, str):
+            one.text = prompt
+        else:
+            one.token_ids.ids.extend(prompt)
+        requests.append(one)
+    _check_other_fields(body, CompletionBody)
+    return _parsed("text", completion, requests)
+
+
+def _prompts(prompt: str | list[int] | list[str | list[int]]) -> Sequence[str | list[int]]:
+    """Return each prompt of a body."""
+    if isinstance(prompt, str):
+        return [prompt]
+    # The model has checked that all items are as the first.
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return prompt
+
+
+def _parsed(kind: Kind, body: Body, requests: Sequence[inference_pb2.GenerateRequest]) -> ParsedRequest:
+    options = body.stream_options or StreamOptions()
+    return ParsedRequest(
+        kind,
+        requests,
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+    )
+
+
+def _check_other_fields(body: Json, model: type[Body]) -> None:
+    """Raise InvalidArgument for fields that would change the answer and are not supported."""
+    options = body.get("stream_options") or {}
+    if options and not body.get("stream"):
+        raise InvalidArgument("stream_options", "needs stream: true")
+    for name, value in options.items():
+        if name not in StreamOptions.model_fields and value is not None and value is not False:
+            raise InvalidArgument(f"stream_options.{name[:40]}", "is not known here; leave it out")
+    for name, value in body.items():
+        if value is None or name in model.model_fields or name in IGNORED_FIELDS:
+            continue
+        if name not in UNSUPPORTED_FIELDS:
+            raise InvalidArgument(name[:80], "is not a field that this server knows; leave it out")
+        if value not in UNSUPPORTED_FIELDS[name]:
+            raise InvalidArgument(name, "is not supported: the engine does not have it; leave it out")
+
+
+def _common(body: Body) -> inference_pb2.GenerateRequest:
+    """Return the fields that both endpoints have; absent fields stay absent."""
+    return inference_pb2.GenerateRequest(
+        model=body.model or "",
+        sampling=inference_pb2.SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            # vLLM's -1 for "all" is our 0.
+            top_k=0 if body.top_k == -1 else body.top_k,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=body.logit_bias,
+            # OpenAI's seeds are signed.
+            seed=None if body.seed is None else body.seed % 2**64,
+            stop=body.stop,
+            ignore_eos=body.ignore_eos,
+        ),
+        priority=body.priority,
+        time_limit_ms=body.time_limit_ms,
+        deadline_unix_ms=body.deadline_unix_ms,
+        expected_output_tokens=body.expected_output_tokens,
+        workload_class=body.workload_class or "",
+        n=body.n,
+        output_format=_output_format(body),
+    )
+
+
+def _output_format(body: Body) -> inference_pb2.OutputFormat | None:
+    """Return the format in OpenAI's `response_format`, or in one of vLLM's `guided_json`, `guided_regex`,
+    `guided_grammar`."""
+    guided = {name: text for name in GUIDED_FIELDS if (text := getattr(body, name)) is not None}
+    wanted = body.response_format
+    if wanted is not None and wanted.type == "text":
+        wanted = None
+    if len(guided) + (wanted is not None) > 1:
+        raise InvalidArgument(next(iter(guided)), "cannot be used beside another output format")
+    for name, text in guided.items():
+        return inference_pb2.OutputFormat(**{GUIDED_FIELDS[name]: text})
+    if wanted is None:
+        return None
+    if isinstance(wanted, SchemaFormat):
+        # The order of properties is the order of output. `strict` is not needed: it always holds here.
+        return inference_pb2.OutputFormat(json_schema=json.dumps(wanted.json_schema.schema_))
+    return inference_pb2.OutputFormat(json_object=True)
+
+
+def _message(message: Message) -> inference_pb2.ChatMessage:
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    return inference_pb2.ChatMessage(role=ROLES.get(message.role, message.role), content=content or "")
