@@ -5,6 +5,7 @@
     GET  /health                                    200 while a new request would be accepted, else 503 and why
     GET  /live                                      200 while the process answers at all
     GET  /metrics                                   Prometheus, the same as at the metrics port
+    GET  /openapi.json                              all of this as an OpenAPI description
 
 aiohttp cancels the handler of a client that disconnects; the handler's attachments are then closed, without
 code here. Until a request is accepted an error is a status with OpenAI's error object; after the first chunk
@@ -29,6 +30,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.api.http_connections import HEADERS_S, HttpConnections
 from gateway.api.openai.body import Json, read_body
+from gateway.api.openai.description import openapi_json
 from gateway.api.openai.errors import error_json, http_status, retry_headers
 from gateway.api.openai.headers import read_header, read_ttl_s
 from gateway.api.openai.reply import DONE, Reply, model_json, models_json, sse
@@ -91,6 +93,8 @@ class HttpServer:
         routes.router.add_get("/health", self._health)
         routes.router.add_get("/live", self._live)
         routes.router.add_get("/metrics", self._metrics)
+        routes.router.add_get("/openapi.json", self._openapi)
+        self.routes = routes.router
         self._runner = web.AppRunner(
             routes, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
         )
@@ -210,6 +214,9 @@ class HttpServer:
         self._tenants.of(request.headers.items())
         body = prometheus_client.generate_latest(REGISTRY)
         return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.Response(body=openapi_json(), content_type="application/json")
 
     # ---- generation
 

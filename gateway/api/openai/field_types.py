@@ -180,7 +180,7 @@ OnePrompt = Annotated[
     Discriminator(_kind_of_one_prompt),
 ]
 Prompts = Annotated[
-    list[OnePrompt], Field(fail_fast=True), BeforeValidator(_check_total), AtMost(MAX_PROMPTS)
+    list[OnePrompt], Field(min_length=1, fail_fast=True), BeforeValidator(_check_total), AtMost(MAX_PROMPTS)
 ]
 Prompt = Annotated[
     Annotated[Text, Tag(TEXT)] | Annotated[TokenIds, Tag(IDS)] | Annotated[Prompts, Tag(SEVERAL)],

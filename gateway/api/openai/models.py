@@ -84,7 +84,7 @@ class SchemaFormat(Model):
 class PlainFormat(Model):
     """Any text, or any JSON object."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object"]
 
 
 def _kind_of_format(value: object) -> str:

@@ -893,6 +893,25 @@ class TestTheServer:
 
         assert 'laps_sd_gateway_link_up{shard="s0"} 1.0' in text
 
+    async def test_describes_every_path_that_it_serves(self, served: Served) -> None:
+        assert served.running.gateway.http is not None
+        routes = served.running.gateway.http.routes.routes()
+        async with served.session.get(served.url + "/openapi.json") as response:
+            assert (response.status, response.content_type) == (200, "application/json")
+            description = await response.json()
+        described = {
+            (method, path)
+            for path, methods in description["paths"].items()
+            for method in methods
+            if method != "parameters"
+        }
+
+        assert described == {
+            (route.method.lower(), route.resource.canonical)
+            for route in routes
+            if route.method != "HEAD" and route.resource is not None
+        }
+
     @pytest.mark.parametrize(("given", "kept"), [("mine-7", True), ("x" * 200, False)])
     async def test_gives_a_request_id_back(self, served: Served, given: str, kept: bool) -> None:
         status, headers, _ = await served.post(

@@ -497,5 +497,6 @@ class TestOverTheWire:
             for path in ("/v1/models", "/metrics"):
                 async with session.get(path) as response:
                     assert (response.status == 401) == (status == 401)
-            async with session.get("/health") as response:
-                assert response.status == 200
+            for path in ("/health", "/openapi.json"):
+                async with session.get(path) as response:
+                    assert response.status == 200

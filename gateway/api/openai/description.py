@@ -1,0 +1,166 @@
+"""The OpenAPI description of the HTTP port: its paths, and the bodies as the models read them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+from pydantic.json_schema import models_json_schema
+
+import laps_sd
+from gateway.api.openai.body import Json
+from gateway.api.openai.models import ChatBody, CompletionBody
+
+__all__ = ["openapi_json"]
+
+ERROR: Json = {
+    "description": "An error.",
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+                "param": {"type": ["string", "null"], "description": "The field or header at fault."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+MODEL: Json = {
+    "description": "A model.",
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by", "max_model_len"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "max_model_len": {"type": "integer", "description": "Tokens of prompt and output together."},
+    },
+}
+STATUS: Json = {
+    "description": "Whether the gateway works, and if not, why.",
+    "type": "object",
+    "required": ["status"],
+    "properties": {
+        "status": {"enum": ["live", "ready", "not ready"]},
+        "workers": {"type": "integer", "description": "Connected workers of all shards."},
+        "reason": {"type": "string"},
+    },
+}
+KEY: Json = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "The key of a tenant, where keys are configured.",
+}
+NO_KEY: list[Json] = []
+
+
+@cache
+def openapi_json() -> bytes:
+    """Return the description as JSON. It is the same for each gateway of a version."""
+    _, bodies = models_json_schema(
+        [(ChatBody, "validation"), (CompletionBody, "validation")],
+        ref_template="#/components/schemas/{model}",
+    )
+    description = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "LAPS-SD",
+            "version": laps_sd.__version__,
+            "description": "OpenAI's API as a gateway of LAPS-SD serves it. A field that is not here is "
+            "refused, unless its value requests nothing (null, false, an empty list) or it labels the request.",
+        },
+        "security": [{}, {"key": []}],
+        "paths": {
+            "/v1/chat/completions": {"post": _generation("A chat completion", ChatBody.__name__)},
+            "/v1/completions": {
+                "post": _generation("Completions of texts or token ids", CompletionBody.__name__)
+            },
+            "/v1/models": {
+                "get": _page(
+                    "The list of models",
+                    {"type": "object", "properties": {"data": {"type": "array", "items": _ref("Model")}}},
+                    errors=("401", "403"),
+                )
+            },
+            "/v1/models/{name}": {
+                "parameters": [
+                    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+                ],
+                "get": _page("One model", _ref("Model"), errors=("401", "403", "404")),
+            },
+            "/health": {
+                "get": _page(
+                    "Whether a new request would be accepted",
+                    _ref("Status"),
+                    other={"503": _answer("It would not, and why", _ref("Status"))},
+                    security=NO_KEY,
+                )
+            },
+            "/live": {"get": _page("Whether the process answers", _ref("Status"), security=NO_KEY)},
+            "/metrics": {
+                "get": _page(
+                    "Metrics for Prometheus",
+                    {"type": "string"},
+                    media="text/plain",
+                    errors=("401", "403"),
+                )
+            },
+            "/openapi.json": {"get": _page("This description", {"type": "object"}, security=NO_KEY)},
+        },
+        "components": {
+            "schemas": bodies["$defs"] | {"Error": ERROR, "Model": MODEL, "Status": STATUS},
+            "securitySchemes": {"key": KEY},
+        },
+    }
+    return json.dumps(description, ensure_ascii=False).encode()
+
+
+def _generation(summary: str, body: str) -> Json:
+    """Return the description of an endpoint that generates text."""
+    whole = {"application/json": {"schema": {"type": "object"}}}
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
+        "responses": {
+            "200": {"description": "The output, whole or as server-sent events", "content": whole | stream},
+            "default": _answer("An error", _ref("Error")),
+        },
+    }
+
+
+def _page(
+    summary: str,
+    schema: Json,
+    *,
+    media: str = "application/json",
+    errors: tuple[str, ...] = (),
+    other: Json | None = None,
+    security: list[Json] | None = None,
+) -> Json:
+    """Return the description of an endpoint without a body."""
+    page: Json = {
+        "summary": summary,
+        "responses": {
+            "200": _answer(summary, schema, media),
+            **{status: _answer("An error", _ref("Error")) for status in errors},
+            **(other or {}),
+        },
+    }
+    if security is not None:
+        page["security"] = security
+    return page
+
+
+def _answer(description: str, schema: Json, media: str = "application/json") -> Json:
+    return {"description": description, "content": {media: {"schema": schema}}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
