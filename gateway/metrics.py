@@ -7,7 +7,7 @@ from laps_sd.service.metrics import SECONDS, TOKENS, counter, gauge, histogram
 
 REQUESTS = counter(
     "laps_sd_gateway_requests_total",
-    "Client streams that ended: by finish reason, gone (the client left), or error status.",
+    "Client streams that ended: by finish reason, client_disconnected, or error status.",
     ("end",),
 )
 HTTP_CONNECTIONS_REFUSED = counter(

@@ -35,7 +35,8 @@ from gateway.api.openai.errors import error_json, http_status, retry_headers
 from gateway.api.openai.headers import read_header, read_ttl_s
 from gateway.api.openai.reply import DONE, Reply, model_json, models_json, sse
 from gateway.api.openai.request import ParsedRequest, read_chat, read_completion
-from gateway.calls.calls import Caller, Calls, Event, Generation
+from gateway.calls.calls import Caller, Calls
+from gateway.calls.generation import Event, Generation
 from gateway.calls.validation import check_model
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, LapsSdError, StartupError, Unauthenticated, Unavailable

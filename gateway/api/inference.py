@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from gateway.calls.calls import Caller, Calls, Generation
+from gateway.calls.calls import Caller, Calls
+from gateway.calls.generation import Generation
 from gateway.links.link import deadline_of
 from gateway.tenants import Tenants
 from laps_sd.service.tracing import valid_traceparent

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from gateway import metrics
 from gateway.api.ends import VLLM
+from gateway.calls.stream_metrics import CLIENT_DISCONNECTED
 from gateway.links.shards import Shards
 
 __all__ = ["SAME", "VllmMetrics"]
@@ -42,7 +43,9 @@ SAME: dict[str, MetricWrapperBase] = {
     "vllm:spec_decode_num_accepted_tokens": metrics.ACCEPTED,
 }
 """Our metrics with the same meaning, by the name of vLLM's metric, without the `_total` of a counter."""
-FINISHED = {end.value: reason for end, reason in VLLM.items() if reason is not None} | {"gone": "abort"}
+FINISHED = {end.value: reason for end, reason in VLLM.items() if reason is not None} | {
+    CLIENT_DISCONNECTED: "abort"
+}
 """vLLM's reason by our metric's label of an end. Other labels are errors, and not successes."""
 
 

@@ -19,10 +19,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from gateway import metrics
+from gateway.calls.generation import Attachment, Generation
 from gateway.calls.output import Output, accepted_event
+from gateway.calls.prompts import Prompts
+from gateway.calls.stream_metrics import StreamMetrics
 from gateway.calls.validation import (
     check_ids,
     check_model,
@@ -33,27 +35,19 @@ from gateway.calls.validation import (
 )
 from gateway.links.link import ShardLink, deadline_of
 from gateway.links.shards import Shards
-from gateway.links.streams import Accepted, ClientStream
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.formats import FormatJudge
-from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
+from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.service.advice import StreamTurns
-from laps_sd.service.ends import reason_text
 from laps_sd.service.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Caller", "Calls", "Event", "Generation"]
-
-Event: TypeAlias = "inference_pb2.Delta | inference_pb2.Ended"
-
-LONG_PROMPTS_AT_ONCE = 2
-"""Maximum number of long prompts that are tokenized at the same time. Tokenizing a prompt of the largest size
-takes some hundred MiB."""
+__all__ = ["Caller", "Calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,7 @@ class Calls:
         self._tenants = tenants
         self._tracing = tracing
         self._shards = shards
-        self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
+        self._prompts = Prompts(model)
         self._formats = FormatJudge()
         self._refused = StreamTurns()
         """Retry times of calls refused by the limit of open streams."""
@@ -143,7 +137,7 @@ class Calls:
                 stream = link.attach(request_id, tenant=caller.tenant)
                 stack.callback(link.close, stream)
                 acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
-            attachment = _Attachment(link, stream, acceptance)
+            attachment = Attachment(link, stream, acceptance)
             async with self._opened(
                 stack, [attachment], began=began, tenant=tenant, cursor=cursor
             ) as generation:
@@ -165,7 +159,7 @@ class Calls:
         """Return the token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
         self._charge(caller)
         check_request(request, self.settings, self.model)
-        return await self._prompt_ids(request)
+        return await self._prompts.ids_of(request)
 
     def detokenize(self, model: str, ids: Sequence[int], caller: Caller) -> str:
         """Return the text of a whole output. Raises InvalidArgument, ResourceExhausted."""
@@ -215,7 +209,7 @@ class Calls:
         made: list[link_pb2.Submit] = []
         for request in requests:
             await self._check_format(request.output_format)
-            prompt_ids = await self._prompt_ids(request)
+            prompt_ids = await self._prompts.ids_of(request)
             seed = secrets.randbits(64)
             for choice in range(choices_of(request)):
                 submit = complete(
@@ -241,36 +235,11 @@ class Calls:
         if problem:
             raise InvalidArgument(f"output_format.{kind}", problem)
 
-    async def _prompt_ids(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        match request.WhichOneof("prompt"):
-            case "text":
-                return await self.encode(request.text, rendered=False)
-            case "messages":
-                return await self.encode(self.render(request.messages), rendered=True)
-            case _:
-                return list(request.token_ids.ids)
-
-    def render(self, messages: inference_pb2.ChatMessages) -> str:
-        """Return checked messages as the text that the model's chat template renders."""
-        assert self.model.template is not None, "messages are refused without a template"
-        plain = [{"role": message.role, "content": message.content} for message in messages.messages]
-        try:
-            return self.model.template.render(plain)
-        except TemplateRefused as error:
-            raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
-
-    async def encode(self, text: str, *, rendered: bool) -> list[int]:
-        """Return the token ids of a checked text."""
-        if len(text) < THREAD_FROM_CHARACTERS:
-            return await self.model.encode_off_loop(text, rendered=rendered)
-        async with self._long_prompts:
-            return await self.model.encode_off_loop(text, rendered=rendered)
-
     @asynccontextmanager
     async def _opened(
         self,
         stack: ExitStack,
-        attachments: Sequence[_Attachment],
+        attachments: Sequence[Attachment],
         *,
         began: float,
         tenant: str,
@@ -286,8 +255,8 @@ class Calls:
                 metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
             accepted.append(accepted_event(acceptance, self.model))
             attachment.output = Output(acceptance, self.model, cursor)
-            attachment.pace = stack.enter_context(
-                _Pace(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
+            attachment.metrics = stack.enter_context(
+                StreamMetrics(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
             )
             attachment.span = span
         if span is not None:
@@ -299,7 +268,7 @@ class Calls:
             self._refused.closed(_now() - began)
             await generation.close()
 
-    async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> _Attachment:
+    async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> Attachment:
         """Submit one request and wait until it is accepted; its stream is closed with the stack.
 
         The shard of each output of a call is chosen separately: each output has its own idempotency key, and
@@ -309,7 +278,7 @@ class Calls:
             submit, deadline=caller.deadline, wait_s=self.settings.scheduler_wait_s
         )
         stack.callback(link.close, stream)
-        return _Attachment(link, stream, acceptance)
+        return Attachment(link, stream, acceptance)
 
     def _no_room(self, count: int) -> str:
         """Return the reason why this gateway has no room for `count` more streams; empty if it has."""
@@ -326,122 +295,6 @@ class Calls:
     def _link_of(self, request_id: str) -> ShardLink:
         check_request_id(request_id)
         return self._shards.link_of(request_id)
-
-
-class _Attachment:
-    """One accepted choice: its stream, which the stack of the call closes, and its output."""
-
-    output: Output
-    pace: _Pace
-    span: CallSpan | None = None
-
-    def __init__(self, link: ShardLink, stream: ClientStream, acceptance: Accepted) -> None:
-        self.link = link
-        self.stream = stream
-        self.acceptance = acceptance
-        self.over = False
-
-    async def read(self) -> list[Event]:
-        """Wait for new output and return it, at least one event. Raises the stream's failure."""
-        batch = await self.link.read(self.stream)
-        self.pace.tokens(len(batch.token_ids))
-        if self.span is not None:
-            self.span.tokens(len(batch.token_ids))
-        events = list(self.output.messages(batch))
-        for event in events:
-            if isinstance(event, inference_pb2.Ended):
-                self.pace.ended(event)
-                if self.span is not None:
-                    self.span.ended(event)
-                self.over = True
-        return events
-
-
-class Generation:
-    """The choices of one call as they are generated. Only one task may read."""
-
-    def __init__(
-        self, accepted: Sequence[inference_pb2.Accepted], attachments: Sequence[_Attachment]
-    ) -> None:
-        self.accepted = accepted
-        """The first message of each choice, by choice."""
-        self._attachments = attachments
-        self._reading: dict[int, asyncio.Task[list[Event]]] = {}
-
-    @property
-    def over(self) -> bool:
-        """Return whether every choice has ended and `read` has returned all of its output."""
-        return not self._reading and all(attachment.over for attachment in self._attachments)
-
-    async def read(self) -> list[tuple[int, Event]]:
-        """Return all output since the last call, each event with its choice. Raises the failure of the first
-        choice that failed."""
-        if len(self._attachments) == 1:
-            return [(0, event) for event in await self._attachments[0].read()]
-        for choice, attachment in enumerate(self._attachments):
-            if not attachment.over and choice not in self._reading:
-                self._reading[choice] = asyncio.create_task(attachment.read(), name=f"choice {choice}")
-        await asyncio.wait(self._reading.values(), return_when=asyncio.FIRST_COMPLETED)
-        ready = sorted(choice for choice, task in self._reading.items() if task.done())
-        return [(choice, event) for choice in ready for event in self._reading.pop(choice).result()]
-
-    async def close(self) -> None:
-        """Cancel all pending reads. Nothing is read afterwards."""
-        for task in self._reading.values():
-            task.cancel()
-        await asyncio.gather(*self._reading.values(), return_exceptions=True)
-
-
-class _Pace:
-    """Metrics of one attachment: time to the first token, time per token, reason of the end."""
-
-    def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
-        self.end = ""
-        self._tenant = tenant
-        self._billed = billed  # tokens of an attachment to an existing request are counted already
-        self._began = began
-        self._fresh = fresh  # a resumed stream replays tokens: its times do not measure the model
-        self._first: float | None = None
-        self._last = 0.0
-        self._count = 0
-
-    def __enter__(self) -> _Pace:
-        return self
-
-    def tokens(self, count: int) -> None:
-        """Count `count` tokens that arrived now."""
-        if count == 0:
-            return
-        self._last = _now()
-        self._count += count
-        if self._first is None:
-            self._first = self._last
-            if self._fresh:
-                metrics.FIRST_TOKEN.observe(self._first - self._began)
-
-    def ended(self, ended: inference_pb2.Ended) -> None:
-        """Record the end of the output."""
-        self.end = reason_text(ended.finish_reason)
-        if not (self._fresh and self._billed):  # the attachment that made the request counts it
-            return
-        metrics.REQUEST.observe(_now() - self._began)
-        metrics.REQUEST_OUTPUT.observe(ended.usage.completion_tokens)
-        metrics.QUEUE_WAIT.observe(ended.timing.queued_s)
-        metrics.PREEMPTIONS.inc(ended.timing.preemptions)
-        metrics.ROUNDS.inc(ended.speculation.rounds)
-        metrics.DRAFTS.inc(ended.speculation.drafts)
-        metrics.DRAFTED.inc(ended.speculation.drafted)
-        metrics.ACCEPTED.inc(ended.speculation.accepted)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not self.end:  # without another recorded reason, the client disconnected
-            self.end = error.code.name.lower() if isinstance(error, LapsSdError) else "gone"
-        metrics.REQUESTS.labels(self.end).inc()
-        metrics.OUTPUT_TOKENS.inc(self._count)
-        if self._billed:
-            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self._count)
-        if self._fresh and self._first is not None and self._count > 1:
-            metrics.TOKEN_TIME.observe((self._last - self._first) / (self._count - 1))
 
 
 def _deadline_of(

@@ -6,26 +6,21 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from gateway.api.ends import OPENAI
 from gateway.api.openai.body import Json
 from gateway.api.openai.request import ParsedRequest
-from gateway.calls.calls import Event
+from gateway.calls.generation import Event
 from gateway.model.detokenizer import TokenDecoder
 from gateway.model.tokenizer import ModelFiles
+from laps_sd.contract.acceptance import mean_acceptance_length
+from laps_sd.contract.ends import End
 from laps_sd.errors import Cancelled, LapsSdError
+from laps_sd.service.ends import end_of_reason
 from laps_sd.v1 import inference_pb2
-from laps_sd.v1.inference_pb2 import FinishReason
 
 __all__ = ["DONE", "Reply", "model_json", "models_json", "sse"]
 
 DONE = b"data: [DONE]\n\n"
-
-FINISH_REASONS = {
-    FinishReason.FINISH_REASON_STOP: "stop",
-    FinishReason.FINISH_REASON_STOP_SEQUENCE: "stop",
-    FinishReason.FINISH_REASON_LENGTH: "length",
-    # The text is cut off at this point, as it is by a limit of tokens.
-    FinishReason.FINISH_REASON_TIME_LIMIT: "length",
-}
 
 
 @dataclass(slots=True)
@@ -70,9 +65,10 @@ class Reply:
             if not self._parsed.stream:
                 kept.texts.append(event.text)
             return
-        if event.finish_reason == FinishReason.FINISH_REASON_CANCELLED:
+        end = end_of_reason(event.finish_reason)
+        if end is End.CANCELLED:
             raise Cancelled(f"request {event.request_id} was cancelled")
-        if event.finish_reason not in FINISH_REASONS:
+        if OPENAI[end] is None:
             raise LapsSdError(event.error or "the request failed")
         kept.end = event
 
@@ -205,14 +201,14 @@ class Reply:
     def _metrics(self) -> Json:
         """Return the speculation metrics under vLLM's names, and the times, which vLLM does not have."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
-        rounds = sum(end.speculation.rounds for end in ends)
+        drafts = sum(end.speculation.drafts for end in ends)
         drafted = sum(end.speculation.drafted for end in ends)
         accepted = sum(end.speculation.accepted for end in ends)
         metrics: Json = {
             "speculative_decoding": {
-                "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+                "mean_acceptance_length": mean_acceptance_length(accepted, drafts),
                 "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-                "num_spec_steps": rounds,
+                "num_spec_steps": drafts,
                 "num_draft_tokens": drafted,
                 "num_accepted_draft_tokens": accepted,
             }
@@ -228,9 +224,9 @@ class Reply:
         return metrics
 
 
-def _finish(choice: _Choice) -> str:
+def _finish(choice: _Choice) -> str | None:
     assert choice.end is not None, "only what has ended has a reason"
-    return FINISH_REASONS[choice.end.finish_reason]
+    return OPENAI[end_of_reason(choice.end.finish_reason)]
 
 
 def sse(value: Json) -> bytes:

@@ -18,6 +18,7 @@ import pytest
 from gateway.api import http_connections
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import StartupError
+from laps_sd.service.metrics import REGISTRY
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 from laps_sd.v1.inference_pb2 import OutputFormat, SpeculationSummary, Timing
@@ -233,12 +234,18 @@ class TestAStream:
         assert chunks[-1]["error"]["type"] == "server_error"
 
     async def test_a_client_that_leaves_is_detached_and_forgotten(self, served: Served) -> None:
+        def disconnected() -> float:
+            ends = {"end": "client_disconnected"}
+            return REGISTRY.get_sample_value("laps_sd_gateway_requests_total", ends) or 0.0
+
+        before = disconnected()
         response = await served.session.post(served.url + "/v1/completions", json=TEXT | {"stream": True})
         request_id = await served.scheduler.submitted()
         response.close()
 
         assert (await served.scheduler.wait_heard("detach")).request_id == request_id
         await nobody_left(served)
+        assert disconnected() == before + 1
 
     async def test_a_client_that_leaves_before_any_answer_is_detached_too(self, served: Served) -> None:
         call = asyncio.create_task(served.post("/v1/completions", TEXT))

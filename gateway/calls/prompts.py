@@ -1,0 +1,49 @@
+"""The token ids of a request's prompt: the chat template, and the tokenizer away from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["Prompts"]
+
+LONG_PROMPTS_AT_ONCE = 2
+"""Maximum number of long prompts that are tokenized at the same time. Tokenizing a prompt of the largest size
+takes some hundred MiB."""
+
+
+class Prompts:
+    """Renders and tokenizes the prompts of one model."""
+
+    def __init__(self, model: ModelFiles) -> None:
+        self._model = model
+        self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
+
+    async def ids_of(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """Return the token ids of a checked request's prompt. Raises InvalidArgument for messages that the
+        chat template refuses."""
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await self._encode(request.text, rendered=False)
+            case "messages":
+                return await self._encode(self._render(request.messages), rendered=True)
+            case _:
+                return list(request.token_ids.ids)
+
+    def _render(self, messages: inference_pb2.ChatMessages) -> str:
+        """Return messages as the text that the model's chat template renders."""
+        assert self._model.template is not None, "messages are refused without a template"
+        plain = [{"role": message.role, "content": message.content} for message in messages.messages]
+        try:
+            return self._model.template.render(plain)
+        except TemplateRefused as error:
+            raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
+
+    async def _encode(self, text: str, *, rendered: bool) -> list[int]:
+        if len(text) < THREAD_FROM_CHARACTERS:
+            return await self._model.encode_off_loop(text, rendered=rendered)
+        async with self._long_prompts:
+            return await self._model.encode_off_loop(text, rendered=rendered)

@@ -1,0 +1,72 @@
+"""The metrics of one client's stream."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway import metrics
+from laps_sd.errors import LapsSdError
+from laps_sd.service.ends import reason_text
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["StreamMetrics"]
+
+CLIENT_DISCONNECTED = "client_disconnected"
+"""Why a stream ended that has no other recorded reason."""
+
+
+class StreamMetrics:
+    """A context in which one attachment is counted: time to the first token, time per token, reason of the
+    end."""
+
+    def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
+        self.end = ""
+        self._tenant = tenant
+        self._billed = billed  # tokens of an attachment to an existing request are counted already
+        self._began = began
+        self._fresh = fresh  # a resumed stream replays tokens: its times do not measure the model
+        self._first: float | None = None
+        self._last = 0.0
+        self._count = 0
+
+    def __enter__(self) -> StreamMetrics:
+        return self
+
+    def tokens(self, count: int) -> None:
+        """Count `count` tokens that arrived now."""
+        if count == 0:
+            return
+        self._last = _now()
+        self._count += count
+        if self._first is None:
+            self._first = self._last
+            if self._fresh:
+                metrics.FIRST_TOKEN.observe(self._first - self._began)
+
+    def ended(self, ended: inference_pb2.Ended) -> None:
+        """Record the end of the output."""
+        self.end = reason_text(ended.finish_reason)
+        if not (self._fresh and self._billed):  # the attachment that made the request counts it
+            return
+        metrics.REQUEST.observe(_now() - self._began)
+        metrics.REQUEST_OUTPUT.observe(ended.usage.completion_tokens)
+        metrics.QUEUE_WAIT.observe(ended.timing.queued_s)
+        metrics.PREEMPTIONS.inc(ended.timing.preemptions)
+        metrics.ROUNDS.inc(ended.speculation.rounds)
+        metrics.DRAFTS.inc(ended.speculation.drafts)
+        metrics.DRAFTED.inc(ended.speculation.drafted)
+        metrics.ACCEPTED.inc(ended.speculation.accepted)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not self.end:
+            self.end = error.code.name.lower() if isinstance(error, LapsSdError) else CLIENT_DISCONNECTED
+        metrics.REQUESTS.labels(self.end).inc()
+        metrics.OUTPUT_TOKENS.inc(self._count)
+        if self._billed:
+            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self._count)
+        if self._fresh and self._first is not None and self._count > 1:
+            metrics.TOKEN_TIME.observe((self._last - self._first) / (self._count - 1))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
