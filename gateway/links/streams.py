@@ -24,22 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gateway import metrics
-from laps_sd.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    InvalidArgument,
-    LapsSdError,
-    NotFound,
-    ResourceExhausted,
-    Unavailable,
-)
+from gateway.links.refusals import PASSING_REASONS, refusal_error
+from gateway.links.stream_state import StreamAction, StreamEvent, StreamState, step
+from laps_sd.errors import LapsSdError, NotFound, Unavailable
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
 __all__ = ["Accepted", "Batch", "ClientStream", "Streams"]
 
 Message = link_pb2.GatewayMessage
-Refusal = link_pb2.SubmitRefused
 
 ASK_AGAIN_S = 5.0  # an Attach that is not answered for this long is sent again
 LONGEST_MS = 10 * 365 * 86_400_000  # ten years: a scheduler accepts no longer deadline
@@ -79,6 +72,7 @@ class ClientStream:
         link_pb2.Submit | None
     )  # None: attached to a request of another call, whose submission is unknown here
     deadline: float | None  # deadline of the client's call, in the caller's clock
+    state: StreamState
     acceptance: Accepted | None = None
     failure: LapsSdError | None = None
     refused: link_pb2.SubmitRefused | None = None  # the scheduler's reason why the submission failed
@@ -88,8 +82,6 @@ class ClientStream:
     asked_at: float = 0.0
     retry_at: float | None = None
     lost_since: float | None = None  # time since which the scheduler has not known the request
-    restoring: bool = False  # True if submitted again, because the record lost the request
-    paused: bool = False  # True if the buffer was full; deliveries are discarded until the client has read
     received: array[int] = field(
         default_factory=lambda: array("I")
     )  # all tokens, if the request may have to be restored
@@ -99,7 +91,33 @@ class ClientStream:
     @property
     def over(self) -> bool:
         """Return whether nothing more will arrive."""
-        return self.end is not None or self.failure is not None
+        return self.state in (StreamState.ENDED, StreamState.FAILED)
+
+    @property
+    def paused(self) -> bool:
+        """Return whether deliveries are discarded until the client has read."""
+        return self.state in (StreamState.PAUSED, StreamState.RESTORING_PAUSED)
+
+    @property
+    def restoring(self) -> bool:
+        """Return whether the request was submitted again, because the record lost it."""
+        return self.state in (StreamState.RESTORING, StreamState.RESTORING_PAUSED)
+
+    @property
+    def receives(self) -> bool:
+        """Return whether tokens are taken as they arrive. Before acceptance a stream cannot know its stop
+        strings; tokens that arrive too early are requested again."""
+        return self.state in (StreamState.OPEN, StreamState.RESTORING)
+
+    @property
+    def submits(self) -> bool:
+        """Return whether a submission is not answered yet, so that it must be sent again to a new leader."""
+        return self.state is StreamState.SUBMITTING or self.restoring
+
+    def step(self, event: StreamEvent) -> StreamAction:
+        """Enter the state that follows; return what to do."""
+        self.state, action = step(self.state, event)
+        return action
 
 
 class Streams:
@@ -138,7 +156,9 @@ class Streams:
         """Return the stream of a new request, and the message that submits it."""
         submit.submission_id = self.new_id()
         submit.attachment_id = attachment_id
-        stream = ClientStream(attachment_id, submit.tenant, submit.request_id, submit, deadline)
+        stream = ClientStream(
+            attachment_id, submit.tenant, submit.request_id, submit, deadline, StreamState.SUBMITTING
+        )
         self._add(stream)
         self._submissions[submit.submission_id] = stream
         return stream, self._submission(stream, now)
@@ -147,7 +167,7 @@ class Streams:
         self, request_id: str, *, tenant: str, attachment_id: str, now: float
     ) -> tuple[ClientStream, Message]:
         """Return a stream of an existing request, from its first token."""
-        stream = ClientStream(attachment_id, tenant, request_id, None, None)
+        stream = ClientStream(attachment_id, tenant, request_id, None, None, StreamState.ATTACHING)
         self._add(stream)
         return stream, self._attachment(stream, now)
 
@@ -161,8 +181,7 @@ class Streams:
             stream.news.set()
         if not batch.token_ids and stream.failure is not None:
             raise stream.failure
-        if stream.paused and not stream.over:
-            stream.paused = False
+        if stream.step(StreamEvent.READ) is StreamAction.ATTACH:
             return batch, [self._attachment(stream, now)]
         if stream.failure is None:
             batch.end = stream.end
@@ -174,7 +193,7 @@ class Streams:
             return []
         detach = link_pb2.Detach(request_id=stream.request_id, attachment_id=stream.attachment_id)
         if not stream.over:
-            if stream.submit is not None and (stream.acceptance is None or stream.restoring):
+            if stream.submits and stream.submit is not None:
                 self._left[stream.submit.submission_id] = detach
             if stream.attach_id:
                 self._left[stream.attach_id] = detach
@@ -194,10 +213,7 @@ class Streams:
         for stream in self:
             if stream.over or stream.paused:
                 continue
-            if stream.submit is not None and (stream.acceptance is None or stream.restoring):
-                messages.append(self._submission(stream, now))
-            else:
-                messages.append(self._attachment(stream, now))
+            messages.append(self._question(stream, now))
         return messages
 
     def tick(self, now: float) -> list[Message]:
@@ -209,8 +225,7 @@ class Streams:
                 self._retries.add(stream)
         due = [stream for stream in self._retries if stream.retry_at is not None and stream.retry_at <= now]
         return [
-            self._submission(stream, now) if stream.restoring else self._attachment(stream, now)
-            for stream in sorted(due, key=lambda stream: stream.attachment_id)
+            self._question(stream, now) for stream in sorted(due, key=lambda stream: stream.attachment_id)
         ]
 
     def on_submit_reply(self, reply: link_pb2.SubmitReply, now: float) -> list[Message]:
@@ -220,45 +235,31 @@ class Streams:
             left.request_id = reply.accepted.request_id or left.request_id
             return [Message(detach=left)] if reply.HasField("accepted") else []
         stream = self._submissions.get(reply.submission_id)
-        if stream is None or stream.over:
+        if stream is None:
             return []
-        submit = stream.submit
-        assert submit is not None, "only submissions have a submission id"
         if reply.WhichOneof("result") == "accepted":
-            accepted = reply.accepted
-            stream.restoring = False
-            stream.lost_since = None
-            if stream.acceptance is None:
-                self._rename(stream, accepted.request_id or submit.request_id)
-                # A submission that was sent twice finds itself; that is not an earlier request.
-                existing = accepted.attached_to_existing and stream.request_id != submit.request_id
-                stream.acceptance = Accepted(
-                    request_id=stream.request_id,
-                    prompt_tokens=accepted.prompt_tokens
-                    if existing
-                    else len(submit.specification.prompt_ids),
-                    seed=accepted.seed if existing else submit.specification.seed,
-                    stop=tuple(submit.specification.stop),
-                    attached=existing,
-                    model=submit.model,
-                )
-                stream.news.set()
-            elif accepted.request_id not in ("", stream.request_id):
-                # While the record was empty another client used the idempotency key for a request of its own.
-                self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
-            return []
-        refused = reply.refused
-        if stream.acceptance is not None and refused.reason in (
-            Refusal.REASON_QUEUE_FULL,
-            Refusal.REASON_TENANT_FULL,
-            Refusal.REASON_STORE_UNAVAILABLE,
-        ):
-            # The request was accepted once: it waits for room instead of being refused.
-            self._retry(stream, now)
+            self._on_accepted(stream, reply.accepted)
         else:
-            stream.refused = refused
-            self._fail(stream, _refusal(refused))
+            self._on_refused(stream, reply.refused, now)
         return []
+
+    def _on_accepted(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted) -> None:
+        same = accepted.request_id in ("", stream.request_id)
+        stream.lost_since = None
+        match stream.step(StreamEvent.ACCEPTED if same else StreamEvent.ACCEPTED_ELSEWHERE):
+            case StreamAction.ACCEPT:
+                self._accept_submission(stream, accepted)
+            case StreamAction.FAIL:
+                self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
+
+    def _on_refused(self, stream: ClientStream, refused: link_pb2.SubmitRefused, now: float) -> None:
+        passes = refused.reason in PASSING_REASONS
+        match stream.step(StreamEvent.NO_ROOM if passes else StreamEvent.REFUSED):
+            case StreamAction.RETRY:
+                self._retry(stream, now)
+            case StreamAction.FAIL:
+                stream.refused = refused
+                self._fail(stream, refusal_error(refused))
 
     def on_attach_reply(self, reply: link_pb2.AttachReply, now: float) -> list[Message]:
         """Handle the answer to an Attach. Only the newest Attach of a stream counts."""
@@ -266,30 +267,23 @@ class Streams:
         if left is not None:
             return [Message(detach=left)] if reply.result == link_pb2.AttachReply.RESULT_ATTACHED else []
         stream = self._attaches.pop(reply.attach_id, None)
-        if stream is None or stream.over or stream.attach_id != reply.attach_id:
+        if stream is None or stream.attach_id != reply.attach_id:
             return []
         stream.attach_id = 0
-        match reply.result:
-            case link_pb2.AttachReply.RESULT_ATTACHED:
-                stream.lost_since = None
-                if stream.acceptance is None:
-                    if reply.HasField("submission"):
-                        self._can_restore(stream, reply.submission, now)
-                    stream.acceptance = Accepted(
-                        request_id=stream.request_id,
-                        prompt_tokens=reply.prompt_tokens,
-                        seed=reply.seed,
-                        stop=tuple(filter(None, reply.stop)),
-                        attached=True,
-                        model=reply.model,
-                    )
-                    stream.news.set()
-            case link_pb2.AttachReply.RESULT_NOT_FOUND:
-                return self._lost(stream, now)
-            case link_pb2.AttachReply.RESULT_NOT_FOUND_YET if stream.acceptance is not None:
-                return self._lost(stream, now)
-            case _:
+        event = _attach_event(reply, can_restore=stream.submit is not None)
+        if event is StreamEvent.ATTACHED:
+            stream.lost_since = None
+        match stream.step(event):
+            case StreamAction.ACCEPT:
+                self._accept_attachment(stream, reply, now)
+            case StreamAction.RESUBMIT:
+                return [self._submission(stream, now)]
+            case StreamAction.RETRY:
                 self._retry(stream, now)
+            case StreamAction.AWAIT:
+                self._await_others(stream, now)
+            case StreamAction.FAIL:
+                self._fail(stream, NotFound(f"there is no request {stream.request_id!r}"))
         return []
 
     def on_delivery(self, delivery: link_pb2.Delivery, now: float) -> list[Message]:
@@ -307,9 +301,7 @@ class Streams:
     # ---- internals
 
     def _receive(self, stream: ClientStream, delivery: link_pb2.Delivery, now: float) -> list[Message]:
-        # Before acceptance, a stream cannot know its stop strings; tokens that arrive too early are requested
-        # again.
-        if stream.over or stream.paused or stream.acceptance is None:
+        if not stream.receives:
             return []
         known = stream.next_token - delivery.first_token
         if known < 0:
@@ -322,7 +314,7 @@ class Streams:
         fits = len(token_ids) <= room
         if not fits:
             token_ids = token_ids[:room]
-            stream.paused = True
+            stream.step(StreamEvent.OVERFLOWED)
             metrics.PAUSES.inc()
         stream.waiting.token_ids.extend(token_ids)
         stream.waiting.logprobs.extend(delivery.logprobs[known : known + len(token_ids)])
@@ -331,27 +323,50 @@ class Streams:
             stream.received.extend(token_ids)
         if fits and delivery.HasField("end"):
             stream.end = delivery.end
+            stream.step(StreamEvent.ENDED)
             self._forget_questions(stream)
         if stream.waiting.token_ids or stream.over:
             stream.news.set()
         return []
 
-    def _lost(self, stream: ClientStream, now: float) -> list[Message]:
-        """Handle a request that the scheduler does not know (any more)."""
-        if stream.acceptance is None:
-            self._fail(stream, NotFound(f"there is no request {stream.request_id!r}"))
-            return []
-        if stream.submit is not None:
-            stream.restoring = True
-            return [self._submission(stream, now)]
-        # Another process has the data to restore the request: its worker, or the gateway that submitted it.
+    def _accept_submission(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted) -> None:
+        submit = stream.submit
+        assert submit is not None, "only submissions have a submission id"
+        self._rename(stream, accepted.request_id or submit.request_id)
+        # A submission that was sent twice finds itself; that is not an earlier request.
+        existing = accepted.attached_to_existing and stream.request_id != submit.request_id
+        stream.acceptance = Accepted(
+            request_id=stream.request_id,
+            prompt_tokens=accepted.prompt_tokens if existing else len(submit.specification.prompt_ids),
+            seed=accepted.seed if existing else submit.specification.seed,
+            stop=tuple(submit.specification.stop),
+            attached=existing,
+            model=submit.model,
+        )
+        stream.news.set()
+
+    def _accept_attachment(self, stream: ClientStream, reply: link_pb2.AttachReply, now: float) -> None:
+        if reply.HasField("submission"):
+            self._can_restore(stream, reply.submission, now)
+        stream.acceptance = Accepted(
+            request_id=stream.request_id,
+            prompt_tokens=reply.prompt_tokens,
+            seed=reply.seed,
+            stop=tuple(filter(None, reply.stop)),
+            attached=True,
+            model=reply.model,
+        )
+        stream.news.set()
+
+    def _await_others(self, stream: ClientStream, now: float) -> None:
+        """Wait until the process submits the request again that can: its worker, or the gateway that
+        submitted it."""
         if stream.lost_since is None:
             stream.lost_since = now
-        if now - stream.lost_since >= self._restore_s:
-            self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
-        else:
+        if now - stream.lost_since < self._restore_s:
             self._retry(stream, now)
-        return []
+        elif stream.step(StreamEvent.GIVEN_UP) is StreamAction.FAIL:
+            self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
 
     def _can_restore(self, stream: ClientStream, submit: link_pb2.Submit, now: float) -> None:
         """Make the stream able to submit a request again that another gateway submitted. The stream must have
@@ -362,6 +377,10 @@ class Streams:
             stream.deadline = now + min(submit.deadline_in_ms, LONGEST_MS) / 1000
         stream.submit = submit
         self._submissions[submit.submission_id] = stream
+
+    def _question(self, stream: ClientStream, now: float) -> Message:
+        """Return the message whose answer brings the stream on."""
+        return self._submission(stream, now) if stream.submits else self._attachment(stream, now)
 
     def _submission(self, stream: ClientStream, now: float) -> Message:
         assert stream.submit is not None, "an attachment has nothing to submit"
@@ -438,25 +457,13 @@ class Streams:
         self._by_request.setdefault(request_id, {})[stream.attachment_id] = stream
 
 
-def _refusal(refused: link_pb2.SubmitRefused) -> LapsSdError:
-    """Return the error that the client of a refused submission gets."""
-    retry_after_s = refused.retry_after_ms / 1000 if refused.retry_after_ms else None
-    match refused.reason:
-        case Refusal.REASON_QUEUE_FULL:
-            return ResourceExhausted(
-                refused.detail or "the queue is full", retry_after_s=retry_after_s or 1.0
-            )
-        case Refusal.REASON_TENANT_FULL:
-            return ResourceExhausted(
-                refused.detail or "the tenant has too many requests", retry_after_s=retry_after_s or 1.0
-            )
-        case Refusal.REASON_KEY_CONFLICT:
-            return AlreadyExists(refused.detail or "the idempotency key was used with another body")
-        case Refusal.REASON_EXPIRED:
-            return DeadlineExceeded(refused.detail or "the deadline passed before the request was accepted")
-        case Refusal.REASON_INVALID:
-            return InvalidArgument("", refused.detail or "the request is out of the shard's bounds")
+def _attach_event(reply: link_pb2.AttachReply, *, can_restore: bool) -> StreamEvent:
+    match reply.result:
+        case link_pb2.AttachReply.RESULT_ATTACHED:
+            return StreamEvent.ATTACHED
+        case link_pb2.AttachReply.RESULT_NOT_FOUND:
+            return StreamEvent.LOST if can_restore else StreamEvent.MISSING
+        case link_pb2.AttachReply.RESULT_NOT_FOUND_YET:
+            return StreamEvent.LOST if can_restore else StreamEvent.MISSING_YET
         case _:
-            return Unavailable(
-                refused.detail or "the record cannot be reached", retry_after_s=retry_after_s or 1.0
-            )
+            return StreamEvent.UNAVAILABLE
