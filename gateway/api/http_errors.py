@@ -1,0 +1,60 @@
+"""Errors as responses of the HTTP port, in OpenAI's shape, and which of them are logged."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from http import HTTPStatus
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from gateway.api.openai.errors import error_json, http_status, retry_headers
+from laps_sd.errors import LapsSdError, Unauthenticated
+from laps_sd.service.log import get_logger
+
+__all__ = ["HTTP_LOGGER", "incident", "is_news", "refusal_response", "response_of_aiohttp"]
+
+log = get_logger(__name__)
+
+HTTP_LOGGER = "aiohttp.server"
+"""Logger in which aiohttp reports bytes that are not HTTP, each with its traceback."""
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Return False for client input that is not HTTP: the client gets an error, and the log stays
+    free of it."""
+    error = record.exc_info[1] if record.exc_info else None
+    # UnicodeEncodeError: aiohttp tried to repeat bytes that are not text. Our own errors never get here, see
+    # `HttpServer._guarded`.
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | UnicodeEncodeError)
+
+
+def refusal_response(error: LapsSdError) -> web.Response:
+    """Return one of our errors as a response."""
+    headers = retry_headers(error)
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"  # RFC 9110, section 15.5.2
+    return web.json_response(error_json(error), status=http_status(error), headers=headers)
+
+
+def response_of_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:
+    """Return an error of aiohttp (unknown path, wrong method, body too large …) in OpenAI's shape."""
+    message = error.text or HTTPStatus(error.status).phrase
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        message = f"the body must be at most {max_bytes} bytes"
+    refusal = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    response = web.json_response({"error": refusal}, status=error.status)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    if error.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+        response.force_close()  # the rest of the body is not worth reading
+    return response
+
+
+def incident(error: Exception, path: str) -> LapsSdError:
+    """Return the error for a bug in the gateway: the traceback is logged here, the client gets an id to find
+    it by."""
+    name = secrets.token_hex(4)
+    log.error("call failed", path=path, incident=name, exc_info=error)
+    return LapsSdError(f"internal error, incident {name}")

@@ -1,0 +1,64 @@
+"""What a request of the HTTP port consists of: its body as bytes, and its headers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from gateway.api.http_errors import response_of_aiohttp
+from laps_sd.errors import InvalidArgument
+
+__all__ = ["REQUEST_ID_HEADER", "expect_continue", "own_request_id", "read_bytes", "single_header"]
+
+REQUEST_ID_HEADER = "x-request-id"
+MAX_REQUEST_ID_CHARACTERS = 128
+BODY_S = 30.0
+"""Seconds after which a request is refused whose body has not arrived."""
+
+
+async def read_bytes(request: web.Request) -> bytes:
+    """Return the bytes of a body; its size is checked before it is read."""
+    # A web page may post plain text to any address; for JSON the browser first sends a preflight request,
+    # which is not granted.
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise web.HTTPUnsupportedMediaType(text="the body must not be compressed")
+    most = request.client_max_size
+    if request.content_length is not None and request.content_length > most:
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=request.content_length)
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_S:g} s") from None
+
+
+async def expect_continue(request: web.Request) -> web.StreamResponse | None:
+    """Send 100 Continue (RFC 9110, section 10.1.1). aiohttp's own handler fails on an Expect header that is
+    not text."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return response_of_aiohttp(
+            web.HTTPExpectationFailed(text="the only expectation that is met is 100-continue"), 0
+        )
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # no part of the answer is sent yet
+    return None
+
+
+def single_header(request: web.Request, name: str) -> str:
+    """Return the one value of a header, empty without one. Raises InvalidArgument."""
+    given = request.headers.getall(name, [])
+    if len(given) > 1:
+        raise InvalidArgument(name, "must be sent once at most, got it twice")
+    return given[0] if given else ""
+
+
+def own_request_id(request: web.Request) -> str:
+    """Return the client's id for its request if it is valid in a header and a log; otherwise an
+    empty text."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return (
+        given if len(given) <= MAX_REQUEST_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
+    )
