@@ -21,6 +21,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from gateway import metrics
+from gateway.calls.completion import complete
 from gateway.calls.generation import Attachment, Generation
 from gateway.calls.output import Output, accepted_event
 from gateway.calls.prompts import Prompts
@@ -29,11 +30,10 @@ from gateway.calls.validation import (
     check_ids,
     check_model,
     check_request,
-    check_request_id,
     choices_of,
-    complete,
 )
 from gateway.links.link import ShardLink, deadline_of
+from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.formats import FormatJudge

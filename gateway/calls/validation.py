@@ -1,17 +1,15 @@
-"""The checks of client input, and the completion of requests with defaults. Pure: no clock, no randomness, no
-I/O.
+"""The checks of client input. Pure: no clock, no randomness, no I/O.
 
 Two steps, because a prompt must be tokenized and an output format compiled in between (`formats.py`):
 
 1. `check_request`: everything that can be checked in the message alone. Cheap; bounds the cost of tokenizing.
-2. `complete`: with the prompt's token ids, the submission that the scheduler gets.
+2. `completion.complete`: with the prompt's token ids, the submission that the scheduler gets.
 
 Each problem is an InvalidArgument that names the field, as a path from the request, and the limit.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 
@@ -28,18 +26,15 @@ from laps_sd.contract.limits import (
     MAX_TEMPERATURE,
 )
 from laps_sd.errors import InvalidArgument
-from laps_sd.v1 import gateway_link_pb2, inference_pb2
+from laps_sd.v1 import inference_pb2
 
 __all__ = [
     "ROLES",
-    "body_hash",
     "check_ids",
     "check_model",
     "check_request",
-    "check_request_id",
     "choices_of",
-    "complete",
-    "shard_of",
+    "prompt_too_long",
 ]
 
 ROLES = ("system", "user", "assistant")
@@ -48,13 +43,11 @@ FIRST_MS, LAST_MS = 10**12, 10**13
 for milliseconds."""
 MAX_KEY_CHARACTERS = 128
 MAX_CLASS_CHARACTERS = 64
-MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CHARACTERS_PER_TOKEN = 64
 """Maximum number of characters of a prompt for each token of the context; a longer prompt cannot fit.
 Tokenizing takes a hundred bytes and more for each resulting token, so a prompt that cannot fit is refused
 before."""
 CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
-REQUEST_ID = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9]+)")
 
 SpeculationMode = inference_pb2.Speculation.Mode
 Drafter = inference_pb2.Speculation.Drafter
@@ -138,7 +131,7 @@ def _check_prompt(
             if not ids:
                 raise InvalidArgument("token_ids.ids", "must not be empty")
             if len(ids) >= model.context_tokens:  # before each id is checked: there may be millions
-                raise _too_long("token_ids.ids", len(ids), model)
+                raise prompt_too_long("token_ids.ids", len(ids), model)
             check_ids("token_ids.ids", ids, model)
 
 
@@ -281,115 +274,13 @@ def _check_format(request: inference_pb2.GenerateRequest) -> None:
         )
 
 
-def complete(
-    request: inference_pb2.GenerateRequest,
-    prompt_ids: Sequence[int],
-    *,
-    settings: GatewaySettings,
-    model: ModelFiles,
-    tenant: str,
-    fallback_seed: int,
-    choice: int = 0,
-) -> gateway_link_pb2.Submit:
-    """Return the submission of a checked request, with defaults filled in; the id is added with the shard.
-
-    Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
-    seed is increased by the choice's number (our choice); the first choice equals the request with n = 1.
-    """
-    prompt = request.WhichOneof("prompt") or "prompt"
-    if not prompt_ids:
-        raise InvalidArgument(prompt, "must make at least one token, got none")
-    left = model.context_tokens - len(prompt_ids)
-    if left < 1:
-        raise _too_long(prompt, len(prompt_ids), model)
-    sampling = request.sampling
-    if sampling.max_tokens > left:
-        raise InvalidArgument(
-            "sampling.max_tokens",
-            f"must be at most {left} behind a prompt of {len(prompt_ids)} tokens in a context of "
-            f"{model.context_tokens}, got {sampling.max_tokens}",
-        )
-    max_tokens = (
-        sampling.max_tokens
-        if sampling.HasField("max_tokens")
-        else min(left, settings.default_max_tokens, settings.max_output_tokens)
-    )
-    specification = gateway_link_pb2.Specification(
-        prompt_ids=prompt_ids,
-        max_tokens=max_tokens,
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k,
-        seed=((sampling.seed if sampling.HasField("seed") else fallback_seed) + choice) % 2**64,
-        stop=sampling.stop,
-        ignore_eos=sampling.ignore_eos,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        drafter=request.speculation.drafter,
-    )
-    if request.output_format.WhichOneof("format"):
-        specification.output_format.CopyFrom(request.output_format)
-    if request.speculation.mode == SpeculationMode.MODE_OFF:
-        specification.max_draft_tokens = 0
-    elif request.speculation.HasField("max_draft_tokens"):
-        specification.max_draft_tokens = request.speculation.max_draft_tokens
-    if request.HasField("logprobs"):
-        specification.logprobs = request.logprobs
-
-    submit = gateway_link_pb2.Submit(
-        tenant=tenant,
-        specification=specification,
-        idempotency_key=request.idempotency_key,
-        body_hash=body_hash(request),
-        priority=request.priority,
-        workload_class=request.workload_class,
-        keep=request.keep,
-        grace_ms=round(settings.grace_with_key_s * 1000) if request.idempotency_key else 0,
-        model=model.name,
-    )
-    if request.HasField("time_limit_ms"):
-        submit.time_limit_ms = request.time_limit_ms
-    if request.HasField("expected_output_tokens"):
-        submit.expected_output_tokens = request.expected_output_tokens
-    return submit
-
-
-def _too_long(field: str, tokens: int, model: ModelFiles) -> InvalidArgument:
+def prompt_too_long(field: str, tokens: int, model: ModelFiles) -> InvalidArgument:
+    """Return the error for a prompt that leaves no room for output."""
     return InvalidArgument(
         field,
         f"must be at most {model.context_tokens - 1} tokens, so that one fits behind it in the context of "
         f"{model.context_tokens}, got {tokens}",
     )
-
-
-def body_hash(request: inference_pb2.GenerateRequest) -> bytes:
-    """Return the hash of the request that an idempotency key identifies: the request as sent, without the key
-    itself and without the deadline. A retry has another deadline, but needs the same result."""
-    body = inference_pb2.GenerateRequest()
-    body.CopyFrom(request)
-    body.ClearField("idempotency_key")
-    body.ClearField("deadline_unix_ms")
-    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
-
-
-def check_request_id(request_id: str) -> None:
-    """Raise InvalidArgument unless this could be an id that some gateway issued."""
-    if not request_id:
-        raise InvalidArgument("request_id", "must not be empty")
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
-        raise InvalidArgument(
-            "request_id", f"must be at most {MAX_REQUEST_ID_CHARACTERS} characters, got {len(request_id)}"
-        )
-    if not REQUEST_ID.fullmatch(request_id):
-        raise InvalidArgument("request_id", f"must be an id that `accepted` told, got {_shown(request_id)}")
-
-
-def shard_of(request_id: str) -> str:
-    """Return the shard of a request."""
-    return request_id.partition(".")[0]
 
 
 def _shown(text: str) -> str:

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gateway.calls.calls import Caller
-from gateway.calls.validation import body_hash
+from gateway.calls.completion import body_hash
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import retry_after_s
 from laps_sd.service import metrics

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.calls.validation import body_hash, check_request, complete, shard_of
+from gateway.calls.completion import body_hash, complete
+from gateway.calls.validation import check_request
+from gateway.links.request_ids import shard_of
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.errors import InvalidArgument

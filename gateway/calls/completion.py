@@ -1,0 +1,101 @@
+"""The submission of a checked request: defaults filled in, and what needs the prompt's token ids checked.
+Pure: no clock, no randomness, no I/O."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from gateway.calls.validation import SpeculationMode, prompt_too_long
+from gateway.model.tokenizer import ModelFiles
+from gateway.settings import GatewaySettings
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import gateway_link_pb2, inference_pb2
+
+__all__ = ["body_hash", "complete"]
+
+
+def complete(
+    request: inference_pb2.GenerateRequest,
+    prompt_ids: Sequence[int],
+    *,
+    settings: GatewaySettings,
+    model: ModelFiles,
+    tenant: str,
+    fallback_seed: int,
+    choice: int = 0,
+) -> gateway_link_pb2.Submit:
+    """Return the submission of a checked request, with defaults filled in; the id is added with the shard.
+
+    Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
+    seed is increased by the choice's number (our choice); the first choice equals the request with n = 1.
+    """
+    prompt = request.WhichOneof("prompt") or "prompt"
+    if not prompt_ids:
+        raise InvalidArgument(prompt, "must make at least one token, got none")
+    left = model.context_tokens - len(prompt_ids)
+    if left < 1:
+        raise prompt_too_long(prompt, len(prompt_ids), model)
+    sampling = request.sampling
+    if sampling.max_tokens > left:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"must be at most {left} behind a prompt of {len(prompt_ids)} tokens in a context of "
+            f"{model.context_tokens}, got {sampling.max_tokens}",
+        )
+    max_tokens = (
+        sampling.max_tokens
+        if sampling.HasField("max_tokens")
+        else min(left, settings.default_max_tokens, settings.max_output_tokens)
+    )
+    specification = gateway_link_pb2.Specification(
+        prompt_ids=prompt_ids,
+        max_tokens=max_tokens,
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k,
+        seed=((sampling.seed if sampling.HasField("seed") else fallback_seed) + choice) % 2**64,
+        stop=sampling.stop,
+        ignore_eos=sampling.ignore_eos,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        drafter=request.speculation.drafter,
+    )
+    if request.output_format.WhichOneof("format"):
+        specification.output_format.CopyFrom(request.output_format)
+    if request.speculation.mode == SpeculationMode.MODE_OFF:
+        specification.max_draft_tokens = 0
+    elif request.speculation.HasField("max_draft_tokens"):
+        specification.max_draft_tokens = request.speculation.max_draft_tokens
+    if request.HasField("logprobs"):
+        specification.logprobs = request.logprobs
+
+    submit = gateway_link_pb2.Submit(
+        tenant=tenant,
+        specification=specification,
+        idempotency_key=request.idempotency_key,
+        body_hash=body_hash(request),
+        priority=request.priority,
+        workload_class=request.workload_class,
+        keep=request.keep,
+        grace_ms=round(settings.grace_with_key_s * 1000) if request.idempotency_key else 0,
+        model=model.name,
+    )
+    if request.HasField("time_limit_ms"):
+        submit.time_limit_ms = request.time_limit_ms
+    if request.HasField("expected_output_tokens"):
+        submit.expected_output_tokens = request.expected_output_tokens
+    return submit
+
+
+def body_hash(request: inference_pb2.GenerateRequest) -> bytes:
+    """Return the hash of the request that an idempotency key identifies: the request as sent, without the key
+    itself and without the deadline. A retry has another deadline, but needs the same result."""
+    body = inference_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("idempotency_key")
+    body.ClearField("deadline_unix_ms")
+    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
