@@ -35,10 +35,11 @@ from bench.report import Interval, finish, ratio_interval
 from scheduler_svc.core.estimates.errors import Basis, EstimateErrors, Moment
 from scheduler_svc.core.policies import POLICIES, Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
-from simulator.cluster import Cluster, Outcome
+from simulator.cluster import Cluster
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
+from simulator.outcome import Outcome
 from simulator.workload import AcceptanceModel, Arrivals, Predictor, Workload, described, draw
 
 REGIMES = Path(__file__).parent / "regimes"

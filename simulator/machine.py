@@ -25,6 +25,8 @@ class Machine:
     draft_len: int = 5
     round_s: float = 0.030
     """Fixed part of a round: drafting and one pass of the target."""
+    draft_s: float = 0.0
+    """The part of `round_s` that a report counts as drafting."""
     sequence_s: float = 0.0
     verified_token_s: float = 0.09e-3
     context_token_s: float = 3e-7
@@ -94,8 +96,8 @@ class Machine:
         return left + (sum(job.drafts[rounds:]) if job.drafts else left * self.draft_len)
 
     def facts(self, worker_id: str) -> WorkerFacts:
-        """Return the facts of such a worker."""
+        """Return the facts of such a worker. It has no draft pool: the draft's cache is cheap to drop, so only
+        the target's counts.
+        """
         blocks = ENDLESS_BLOCKS if self.kv_tokens is None else max(1, self.kv_tokens // self.block_size)
-        return WorkerFacts(
-            worker_id, self.slots, blocks, blocks, self.block_size, self.max_length, self.draft_len
-        )
+        return WorkerFacts(worker_id, self.slots, blocks, 0, self.block_size, self.max_length, self.draft_len)

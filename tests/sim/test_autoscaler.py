@@ -12,9 +12,10 @@ from bench.autoscale import devices_for, frontier, main
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import Autoscaler, Look, Pods, Scaling, average_wish, utilisation_wish
-from simulator.cluster import Cluster, Outcome
+from simulator.cluster import Cluster
 from simulator.jobs import Job
 from simulator.machine import Machine
+from simulator.outcome import Outcome
 
 BACKLOG = Scaling(signal="backlog", target=30.0)
 BUSY = Scaling(signal="utilisation", target=0.6)

@@ -10,10 +10,11 @@ import pytest
 from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
-from simulator.cluster import Cluster, Outcome
+from simulator.cluster import Cluster
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
+from simulator.outcome import Outcome
 from simulator.workload import Arrivals, Kind, Lengths, Workload, draw
 from tests.core.learned import tokens_by_draft_length
 
