@@ -1,4 +1,4 @@
-"""A small simulated cluster: the core, and workers that run `choose` in virtual time.
+"""A small simulated cluster: the core, and virtual workers.
 
 Zero-latency messages; the time of a round grows with its sequences and their context. Everything is
 deterministic.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field
 
-from laps_sd.contract.choose import NEW_CLOCK, Candidate, ReserveClock, Residency, WorkerState, choose
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import (
     Assign,
-    AssignEntry,
     Command,
     Commit,
     Drained,
@@ -28,10 +25,6 @@ from scheduler_svc.core.events import (
     Arrived,
     EndRequested,
     Event,
-    Held,
-    Progress,
-    RequestFacts,
-    ResidencyChange,
     RoundReported,
     WorkerDraining,
     WorkerFacts,
@@ -41,103 +34,9 @@ from scheduler_svc.core.events import (
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-
-DRAFT_LEN = 5
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request of the simulation, with its true length."""
-
-    request_id: str
-    arrival_s: float
-    prompt: int
-    output: int
-    pace: tuple[int, ...] = (3,)
-    """Tokens per round, repeated."""
-    priority: int = 0
-    workload_class: str = ""
-    hint: int | None = None
-    max_tokens: int | None = None
-    tenant: str = "t"
-
-    def facts(self, sequence: int) -> RequestFacts:
-        return RequestFacts(
-            request_id=self.request_id,
-            sequence=sequence,
-            arrival_s=self.arrival_s,
-            tenant=self.tenant,
-            priority=self.priority,
-            workload_class=self.workload_class,
-            prompt_tokens=self.prompt,
-            max_tokens=self.max_tokens or self.output,
-            expected_output_tokens=self.hint,
-        )
-
-
-def facts(
-    worker_id: str, slots: int = 1, blocks: int = 1000, block_size: int = 16, max_length: int = 10_000
-) -> WorkerFacts:
-    return WorkerFacts(worker_id, slots, blocks, blocks, block_size, max_length, DRAFT_LEN)
-
-
-@dataclass
-class Kept:
-    """State of a request on a worker."""
-
-    lease_epoch: int
-    emitted: int
-    rounds: int
-    residency: Residency = Residency.NONE
-    blocks: int = 0
-    ended: bool = False
-
-
-@dataclass
-class SimWorker:
-    facts: WorkerFacts
-    entries: tuple[AssignEntry, ...] = ()
-    kept: dict[str, Kept] = field(default_factory=dict)
-    ran: tuple[str, ...] = ()
-    round_number: int = 0
-    latched: bool = False
-    reserve_clock: ReserveClock = NEW_CLOCK
-    busy: bool = False
-    evictions: int = 0
-
-    def place(self) -> WorkerState:
-        f = self.facts
-        return WorkerState(
-            slots=f.slots,
-            block_size=f.block_size,
-            target_blocks=f.target_blocks,
-            draft_blocks=f.draft_blocks,
-            max_growth_tokens=f.max_draft_len + 1,
-            kv_latched=self.latched,
-            reserve_clock=self.reserve_clock,
-        )
-
-    def candidates(self, jobs: dict[str, Job]) -> list[Candidate]:
-        listed = [
-            (entry, self.kept[entry.request_id]) for entry in self.entries if entry.request_id in self.kept
-        ]
-        return [
-            Candidate(
-                request_id=entry.request_id,
-                rank_class=entry.rank_class,
-                index_s=entry.index_s,
-                resume_cost_s=entry.resume_cost_s,
-                reserved=entry.reserved,
-                pinned=entry.pinned,
-                running=entry.request_id in self.ran,
-                residency=kept.residency,
-                tokens=jobs[entry.request_id].prompt + kept.emitted,
-                target_blocks=kept.blocks,
-                draft_blocks=kept.blocks,
-            )
-            for entry, kept in listed
-            if not kept.ended
-        ]
+from simulator import jobs as simulator
+from simulator.worker import Specification, VirtualWorker
+from tests.core.jobs import MACHINE, Job, Worker
 
 
 class Cluster:
@@ -153,8 +52,11 @@ class Cluster:
         settings = settings or CoreSettings()
         self.priors = Priors()
         self.scheduler = Scheduler(policy_named(policy, settings), settings, self.priors)
-        self.workers: dict[str, SimWorker] = {}
+        self.workers: dict[str, VirtualWorker] = {}
         self.jobs: dict[str, Job] = {}
+        self._futures: dict[str, simulator.Job] = {}
+        self._rounds: Counter[str] = Counter()
+        """Rounds whose tokens are committed."""
         self.committed: dict[str, list[int]] = {}
         self.lease: dict[str, tuple[str | None, int]] = {}
         self.ended: dict[str, End] = {}
@@ -186,6 +88,7 @@ class Cluster:
     def submit(self, jobs: list[Job]) -> None:
         for job in jobs:
             self.jobs[job.request_id] = job
+            self._futures[job.request_id] = job.future()
             self.at(job.arrival_s, "job", job)
 
     def run(self, until_s: float = float("inf")) -> None:
@@ -195,18 +98,19 @@ class Cluster:
 
     def _happen(self, what: str, subject: object, ticket: int) -> None:
         match what, subject:
-            case "up", WorkerFacts() as worker:
-                self.workers[worker.worker_id] = SimWorker(worker)
-                self.step([WorkerUp(worker, ())])
+            case "up", WorkerFacts() as found:
+                self.workers[found.worker_id] = Worker(found, MACHINE)
+                self.step([WorkerUp(found, ())])
             case "job", Job() as job:
                 self.committed[job.request_id] = []
                 self.lease[job.request_id] = (None, 0)
                 self.step([Arrived(job.facts(ticket))])
-            case "report", (str() as worker_id, SimWorker() as sim, RoundReported() as report):
-                if self.workers.get(worker_id) is sim:  # else it died with its report
-                    sim.busy = False
+            case "report", (str() as worker_id, VirtualWorker() as worker, RoundReported() as report):
+                if self.workers.get(worker_id) is worker:  # else it died with its report
+                    worker.busy = False
                     self._count_service(report)
                     self.step([report])
+                    worker.acknowledge(report)
             case "lost", str() as worker_id:
                 if self.workers.pop(worker_id, None) is not None:
                     self.step([WorkerLost(worker_id)])
@@ -216,10 +120,7 @@ class Cluster:
                 if worker_id not in self.workers:
                     return
                 worker = self.workers[worker_id]
-                held = tuple(
-                    Held(i, k.lease_epoch, k.residency) for i, k in worker.kept.items() if not k.ended
-                )
-                self.step([WorkerUp(worker.facts, held)])
+                self.step([WorkerUp(worker.facts, worker.held_now())])
             case "tick", None:
                 self._ticking = False
                 self.step([])
@@ -266,6 +167,7 @@ class Cluster:
                     return
                 assert command.position == len(tokens), "nothing lost, nothing twice"
                 tokens.extend(command.tokens)
+                self._rounds[command.request_id] += bool(command.tokens)
                 if command.end is not None:
                     self._end(command.request_id, command.end)
             case Finish(request_id, end):
@@ -279,24 +181,15 @@ class Cluster:
                 self.lease[request_id] = (None, lease_epoch)
             case Drop(worker_id, requests):
                 if worker_id in self.workers:
-                    worker = self.workers[worker_id]
                     for request_id, lease_epoch in requests:
-                        kept = worker.kept.get(request_id)
-                        if kept is not None and kept.lease_epoch <= lease_epoch:
-                            del worker.kept[request_id]
+                        self.workers[worker_id].drop(request_id, lease_epoch)
             case Assign(worker_id, entries):
                 for entry in entries:
                     assert self.lease[entry.request_id] == (worker_id, entry.lease_epoch), (
                         "leased before listed"
                     )
                 if worker_id in self.workers:
-                    worker = self.workers[worker_id]
-                    worker.entries = entries
-                    for entry in entries:
-                        kept = worker.kept.get(entry.request_id)
-                        if kept is None or kept.lease_epoch < entry.lease_epoch:
-                            emitted = len(self.committed[entry.request_id])
-                            worker.kept[entry.request_id] = Kept(entry.lease_epoch, emitted, emitted)
+                    self.workers[worker_id].assign(entries, self._specification)
             case Drained(worker_id):
                 self.drained.append(worker_id)
 
@@ -304,65 +197,17 @@ class Cluster:
         self.ended[request_id] = end
         self.finished_s[request_id] = self.now_s
 
-    def _round(self, worker: SimWorker) -> None:
-        candidates = worker.candidates(self.jobs)
-        choice = choose(candidates, worker.place())
-        worker.latched = choice.kv_latched
-        worker.reserve_clock = choice.reserve_clock
-        changes = []
-        for request_id in choice.evict:
-            kept = worker.kept[request_id]
-            kept.residency, kept.blocks = Residency.NONE, 0
-            changes.append(ResidencyChange(request_id, kept.lease_epoch, Residency.NONE))
-            worker.evictions += 1
-        worker.ran = choice.run
-        if not choice.run:
-            return
-        block_size, growth = worker.facts.block_size, worker.facts.max_draft_len + 1
-        progress = []
-        context = prefilled = 0
-        for request_id in choice.run:
-            job, kept = self.jobs[request_id], worker.kept[request_id]
-            tokens = job.prompt + kept.emitted
-            fresh = tokens if kept.residency is not Residency.DEVICE else 0
-            count = min(job.pace[kept.rounds % len(job.pace)], job.output - kept.emitted)
-            context += tokens
-            prefilled += fresh
-            position = kept.emitted
-            kept.emitted += count
-            kept.rounds += 1
-            kept.residency = Residency.DEVICE
-            kept.blocks = max(kept.blocks, -(-(tokens - 1 + growth) // block_size))
-            end = End.STOP if kept.emitted == job.output else None
-            kept.ended = end is not None
-            kept.blocks = 0 if kept.ended else kept.blocks
-            ids = tuple(range(position, position + count))
-            progress.append(
-                Progress(request_id, kept.lease_epoch, position, ids, DRAFT_LEN, count - 1, fresh, end, 0, "")
-            )
-        worker.round_number += 1
-        held = sum(kept.blocks for kept in worker.kept.values())
-        assert held <= worker.facts.target_blocks
-        draft_s = 0.010
-        verify_s = 0.020 + 0.09e-3 * growth * len(choice.run) + 3e-7 * context
-        prefill_s = 0.09e-3 * prefilled
-        total_s = draft_s + verify_s + prefill_s
-        free = worker.facts.target_blocks - held
-        report = RoundReported(
-            worker.facts.worker_id,
-            tuple(progress),
-            tuple(changes),
-            draft_s,
-            verify_s,
-            prefill_s,
-            0.0,
-            0.0,
-            total_s,
-            free,
-            free,
+    def _round(self, worker: VirtualWorker) -> None:
+        done = worker.run_round()
+        if done is not None:
+            worker.busy = True
+            report = (worker.facts.worker_id, worker, done.report)
+            self.at(self.now_s + done.report.total_s, "report", report)
+
+    def _specification(self, request_id: str) -> Specification:
+        return Specification(
+            self._futures[request_id], self._rounds[request_id], len(self.committed[request_id])
         )
-        worker.busy = True
-        self.at(self.now_s + total_s, "report", (worker.facts.worker_id, worker, report))
 
     def latencies(self) -> list[float]:
         return [self.finished_s[i] - job.arrival_s for i, job in self.jobs.items()]

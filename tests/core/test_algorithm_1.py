@@ -19,7 +19,8 @@ from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import STABLE_ROUNDS
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 from tests.core.ranks import experienced, live, make
 from tests.core.test_scheduler import W, did, report, request
 

@@ -33,6 +33,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS, QUIET_S, SURVIVED_ROUNDS
 from scheduler_svc.core.views import RequestState
 from tests.core.cluster import Cluster, Job, facts
+from tests.core.jobs import Job, facts
 from tests.core.test_properties import QUICK
 from tests.core.test_scheduler import did, request
 
@@ -481,7 +482,7 @@ class DeadlyCluster(Cluster):
         self.deaths = 0
 
     def _round(self, worker):  # type: ignore[no-untyped-def]
-        listed = {entry.request_id for entry in worker.entries} & set(worker.kept)
+        listed = {entry.request_id for entry in worker.entries} & set(worker.held)
         dies = any(self.deadly.get(request_id) == "listed" for request_id in listed)
         if not dies:
             super()._round(worker)

@@ -19,7 +19,8 @@ from scheduler_svc.core.estimates.errors import (
 )
 from scheduler_svc.core.events import Arrived, EndRequested, Recovered, WorkerUp
 from scheduler_svc.core.scheduler import Scheduler
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 from tests.core.test_scheduler import W, core, did, report, request
 
 

@@ -21,7 +21,8 @@ from scheduler_svc.core.rank import AHEAD, pack_rank_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state import tenants
 from scheduler_svc.core.state.tenants import Account, Accounts
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 
 FAIR = CoreSettings(tenant_fairness=True)
 ANY_POLICY = pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from laps_sd.contract.choose import reserved_slots
 from scheduler_svc.core.policies import POLICIES
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 
 PACE = 3
 HANDOVER_ROUNDS = 2

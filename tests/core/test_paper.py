@@ -15,7 +15,8 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.settings import CoreSettings
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 from tests.core.ranks import SETTINGS, experienced, make, rank
 
 

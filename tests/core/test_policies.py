@@ -21,7 +21,8 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.settings import SchedulerSettings
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 from tests.core.ranks import SETTINGS, experienced, live, make, rank
 from tests.core.script import play
 

@@ -16,7 +16,8 @@ from laps_sd.contract.ends import End
 from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import MOST_DEATHS
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 
 pytestmark = pytest.mark.parametrize("policy", sorted(POLICIES))
 
@@ -178,7 +179,7 @@ def test_lists_stay_bounded_when_better_ones_keep_arriving(policy: str) -> None:
         cluster.run(until_s=tenth * 0.05)
         longest = max(longest, *(view.listed for view in cluster.scheduler.workers()), 0)
     # 4 = 2 × 2 slots, 2 of margin, 1 reserved, and the requests paused on the device.
-    paused = sum(kept.blocks > 0 for kept in cluster.workers["w"].kept.values())
+    paused = sum(held.blocks > 0 for held in cluster.workers["w"].held.values())
     assert longest <= 7 + paused
 
 
@@ -207,7 +208,7 @@ def test_a_low_priority_is_served_through_the_reserved_share(policy: str, slots:
     cluster.submit([*older, low, *stream])
     while "low" not in cluster.ended:
         cluster.run(until_s=cluster.now_s + 0.05)
-        ran = cluster.workers["w"].round_number
+        ran = cluster.workers["w"].rounds
         if slots == 1 and not all(job.request_id in cluster.ended for job in older):
             allowed = ran + 2
         assert ran <= allowed + share
