@@ -40,9 +40,10 @@ from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling
 from simulator.cluster import Cluster
+from simulator.draw import draw
 from simulator.jobs import Job
 from simulator.machine import Machine
-from simulator.workload import AcceptanceModel, Arrivals, Kind, Predictor, Workload, draw
+from simulator.workload import AcceptanceModel, Arrivals, Kind, Predictor, Workload
 
 TRACE = "traces/azure2023_conv.csv.gz"
 OURS = "backlog"

@@ -36,11 +36,12 @@ from scheduler_svc.core.estimates.errors import Basis, EstimateErrors, Moment
 from scheduler_svc.core.policies import POLICIES, Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.cluster import Cluster
+from simulator.draw import draw
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
 from simulator.outcome import Outcome
-from simulator.workload import AcceptanceModel, Arrivals, Predictor, Workload, described, draw
+from simulator.workload import AcceptanceModel, Arrivals, Predictor, Workload, described
 
 REGIMES = Path(__file__).parent / "regimes"
 ALWAYS = ("fcfs", "oracle", "srpt-length", "sd-index", "laps-sd")

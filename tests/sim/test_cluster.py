@@ -11,6 +11,7 @@ from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.cluster import Cluster
+from simulator.draw import draw
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle

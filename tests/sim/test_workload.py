@@ -10,6 +10,7 @@ import statistics
 
 import pytest
 
+from simulator.draw import draw
 from simulator.machine import Machine
 from simulator.traces import (
     TracedRequest,
@@ -27,7 +28,6 @@ from simulator.workload import (
     Predictor,
     Workload,
     described,
-    draw,
 )
 
 MACHINE = Machine()

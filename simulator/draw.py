@@ -1,0 +1,214 @@
+"""Jobs drawn from the description of a workload. Seeded; equal seeds give equal jobs."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from simulator.jobs import Job
+from simulator.machine import Machine
+from simulator.samples import (
+    client_quantiles,
+    code_tokens,
+    column,
+    predictions,
+    read_trace_cached,
+    recordings,
+)
+from simulator.traces import SERVEGEN_LEVELS
+from simulator.workload import AcceptanceModel, Kind, Lengths, Predictor, Workload
+
+MOST_TOKENS_PER_ROUND = 255
+
+
+def draw(workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None) -> list[Job]:
+    """Return the jobs of one seed. `data` is the folder that each `file` is relative to."""
+    return _Draw(workload, machine, workers, seed, data).jobs()
+
+
+class _Draw:
+    def __init__(
+        self, workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None
+    ) -> None:
+        self.workload = workload
+        self.machine = machine
+        self.workers = workers
+        self.data = data
+        self.random = random.Random(seed)  # a simulation
+
+    def jobs(self) -> list[Job]:
+        workload, rng = self.workload, self.random
+        kinds = rng.choices(workload.kinds, [kind.share for kind in workload.kinds], k=workload.requests)
+        traced = None
+        if workload.arrivals.process == "trace":
+            rows = read_trace_cached(self._path(workload.arrivals.file))
+            if workload.arrivals.every > 1:
+                rows = rows[rng.randrange(workload.arrivals.every) :: workload.arrivals.every]
+            first = rng.randrange(max(1, len(rows) - workload.requests))
+            traced = rows[first : first + workload.requests]
+            kinds = kinds[: len(traced)]
+        tenants = [
+            (f"{group.name}-{number}", group.predictor)
+            for group in workload.tenants
+            for number in range(group.count)
+        ]
+        drawn = []
+        for number, kind in enumerate(kinds):
+            tenant, predictor = rng.choice(tenants) if tenants else ("", workload.predictor)
+            output, predicted = self._output(kind, predictor)
+            prompt = self._length(kind.prompt)
+            if traced is not None:
+                prompt, output = max(1, traced[number].input_tokens), traced[number].output_tokens
+                output = min(output, workload.max_tokens)
+                predicted = self._predict(output, predictor)
+            task, paces, uncut_last = self._paces(kind.acceptance, output)
+            drawn.append(
+                Job(
+                    request_id=f"r{number:06d}",
+                    arrival_s=0.0,
+                    prompt_tokens=prompt,
+                    paces=paces,
+                    max_tokens=workload.max_tokens,
+                    predicted_tokens=predicted,
+                    workload_class="/".join(part for part in (kind.name, task) if part),
+                    tenant=tenant,
+                    uncut_last=uncut_last,
+                )
+            )
+        times = self._times(drawn, None if traced is None else [row.arrival_s for row in traced])
+        return [
+            dataclasses.replace(job, arrival_s=arrival_s) for job, arrival_s in zip(drawn, times, strict=True)
+        ]
+
+    def _path(self, name: str) -> Path:
+        if self.data is None and not Path(name).is_absolute():
+            raise FileNotFoundError(f"{name} is recorded data: say where it lies with --data FOLDER")
+        return (self.data or Path()) / name
+
+    # Lengths and predictions.
+
+    def _output(self, kind: Kind, predictor: Predictor) -> tuple[int, int | None]:
+        lengths = kind.output
+        if predictor.kind == "recorded" and lengths.kind == "column" and lengths.file == predictor.file:
+            output, predicted = self.random.choice(predictions(self._path(predictor.file)))
+            return min(output, self.workload.max_tokens), predicted
+        output = min(self._length(lengths), self.workload.max_tokens)
+        return output, self._predict(output, predictor)
+
+    def _predict(self, output: int, predictor: Predictor) -> int | None:
+        match predictor.kind:
+            case "noisy":
+                return max(1, round(output * math.exp(predictor.sigma * self.random.gauss(0, 1))))
+            case "inverse":
+                mirrored = predictor.pivot**2 / output
+                return max(1, round(mirrored * math.exp(predictor.sigma * self.random.gauss(0, 1))))
+            case "constant":
+                self.random.gauss(0, 1)  # keeps the rest of the draw equal for all predictors of a tenant
+                return predictor.value
+            case "recorded":
+                truth, predicted = self.random.choice(predictions(self._path(predictor.file)))
+                return max(1, round(output * predicted / truth))
+            case "none":
+                if self.workload.tenants:
+                    self.random.gauss(0, 1)
+                return None
+        raise ValueError(
+            f"predictor.kind must be noisy, inverse, constant, recorded or none, not {predictor.kind!r}"
+        )
+
+    def _length(self, lengths: Lengths) -> int:
+        rng = self.random
+        match lengths.kind:
+            case "lognormal":
+                drawn = math.exp(rng.gauss(math.log(lengths.median), lengths.sigma))
+            case "constant":
+                drawn = lengths.value
+            case "column":
+                drawn = rng.choice(column(self._path(lengths.file), lengths.column))
+            case "quantiles":
+                rates, quantiles = client_quantiles(self._path(lengths.file), lengths.column)
+                chosen = rng.choices(quantiles, cum_weights=rates)[0]
+                drawn = _at_quantile(chosen, rng.random())
+            case "code":
+                drawn = rng.choice(code_tokens(self._path(lengths.file)))
+            case _:
+                raise ValueError(
+                    f"lengths.kind must be lognormal, constant, column, quantiles or code, not {lengths.kind!r}"
+                )
+        return min(lengths.most, max(1, round(drawn * lengths.times)))
+
+    # AcceptanceModel.
+
+    def _paces(self, acceptance: AcceptanceModel, output: int) -> tuple[str, bytes, int]:
+        """Return the recorded task, the tokens of each round, and those of the last round before its cut."""
+        match acceptance.kind:
+            case "process":
+                rounds = self._process(acceptance)
+                task = ""
+            case "recorded":
+                recording = self.random.choice(recordings(self._path(acceptance.file), acceptance))
+                longest = min(self.machine.draft_len + 1, MOST_TOKENS_PER_ROUND)
+                rounds = (min(pace, longest) for pace in itertools.cycle(recording.paces))
+                task = recording.task
+            case _:
+                raise ValueError(f"acceptance.kind must be process or recorded, not {acceptance.kind!r}")
+        paces = bytearray()
+        left, gained = output, 0
+        while left:
+            gained = next(rounds)
+            pace = min(gained, left)
+            paces.append(pace)
+            left -= pace
+        return task, bytes(paces), gained
+
+    def _process(self, acceptance: AcceptanceModel) -> Iterator[int]:
+        rng, most = self.random, self.machine.draft_len
+        k, mean = acceptance.concentration, acceptance.mean
+        own = rng.betavariate(mean * k, (1 - mean) * k)
+        drift, noise = rng.gauss(0, acceptance.drift), 0.0
+        for number in itertools.count():
+            noise = acceptance.noise_keeps * noise + rng.gauss(0, acceptance.noise)
+            chance = own + noise + drift * math.exp(-number / acceptance.settle_rounds)
+            chance = min(0.98, max(0.02, chance))
+            accepted = int(math.log(1 - rng.random()) / math.log(chance))
+            yield 1 + min(most, accepted)
+
+    # Arrivals.
+
+    def _times(self, jobs: Sequence[Job], traced_s: Sequence[float] | None) -> list[float]:
+        arrivals, rng = self.workload.arrivals, self.random
+        if arrivals.process == "burst":
+            return [0.0] * len(jobs)
+        if arrivals.process == "trace" and not arrivals.load:
+            assert traced_s is not None
+            return [time_s - traced_s[0] for time_s in traced_s]
+        mean_s = statistics.fmean(self.machine.service_s(job) for job in jobs)
+        gap_s = mean_s / (arrivals.load * self.workers)
+        match arrivals.process:
+            case "poisson":
+                gaps = (rng.expovariate(1 / gap_s) for _ in jobs)
+            case "gamma":
+                shape = arrivals.cv**-2
+                gaps = (rng.gammavariate(shape, gap_s / shape) for _ in jobs)
+            case "trace":
+                assert traced_s is not None
+                stretch = gap_s * (len(traced_s) - 1) / (traced_s[-1] - traced_s[0])
+                return [(time_s - traced_s[0]) * stretch for time_s in traced_s]
+            case _:
+                raise ValueError(
+                    f"arrivals.process must be poisson, gamma, burst or trace, not {arrivals.process!r}"
+                )
+        return list(itertools.accumulate(gaps))
+
+
+def _at_quantile(quantiles: Sequence[float], level: float) -> float:
+    above = min(max(1, bisect.bisect_left(SERVEGEN_LEVELS, level)), len(SERVEGEN_LEVELS) - 1)
+    low, high = SERVEGEN_LEVELS[above - 1], SERVEGEN_LEVELS[above]
+    part = (level - low) / (high - low)
+    return quantiles[above - 1] + part * (quantiles[above] - quantiles[above - 1])
