@@ -22,9 +22,11 @@ from typing import Any
 
 from bench._markdown import spread, table, verdict_of
 from bench._measured import carried, deciding, engine, engine_again, memory_bound, policy_rows, served
-from bench._policy_tables import expected_text
+from bench._policy.judge import WORK_SHARE
+from bench._policy.regime import OURS, RIVALS
+from bench._policy.rows import SWEEP_SHARE
+from bench._policy.tables import expected_text
 from bench.figures import draw_overview, draw_regime, named, ratios
-from bench.policy import OURS, RIVALS, SWEEP_SHARE, WORK_SHARE
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench._policy.run import quantile
 from bench._replay import digest, draw_requests, poisson_times, stretched, traced_requests
 from bench._served import (
     Calibration,
@@ -53,7 +54,6 @@ from bench._served import (
     make_jobs,
     simulated_latencies,
 )
-from bench.policy import quantile
 from bench.report import Interval, about, finish, progress, ratio_interval, table
 from laps_sd.errors import StartupError
 from laps_sd.v1 import inference_pb2 as pb

@@ -6,7 +6,10 @@ import json
 
 import pytest
 
-from bench.policy import REGIMES, Regime, levels_at_work, main, pooled_estimates, read_regime, settings_of
+from bench._policy.judge import levels_at_work
+from bench._policy.regime import REGIMES, Regime, read_regime, settings_of
+from bench._policy.rows import pooled_estimates
+from bench.policy import main
 from scheduler_svc.core.policies import POLICIES
 
 SMALL = """

@@ -11,7 +11,9 @@ import dataclasses
 
 import pytest
 
-from bench.policy import REGIMES, Regime, judged, read_regime, simulate
+from bench._policy.judge import judged
+from bench._policy.regime import REGIMES, Regime, read_regime
+from bench._policy.run import simulate
 
 SLACK = 0.10
 SEEDS = (1, 2)

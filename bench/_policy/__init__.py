@@ -1,0 +1,1 @@
+"""Parts of `laps-sd bench policy`: regimes, runs, rows of results, verdicts, tables."""

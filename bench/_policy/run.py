@@ -1,0 +1,147 @@
+"""Simulations of regimes, and the figures of each run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from bench._policy.regime import Regime, make_policy, settings_of
+from bench._simulations import run_all
+from scheduler_svc.core.estimates.errors import Basis, EstimateErrors, Moment
+from simulator.cluster import Cluster
+from simulator.draw import draw
+from simulator.jobs import Job
+from simulator.machine import Machine
+from simulator.outcome import Outcome
+from simulator.workload import Workload
+
+DISTRIBUTION_POINTS = 200
+LEARNED_FROM = 50
+"""Requests of each tenant that its means leave out: until then the error of its predictions is not known."""
+
+
+@lru_cache(maxsize=1)
+def _jobs(workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None) -> list[Job]:
+    return draw(workload, machine, workers, seed, data)
+
+
+def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[str, Any]:
+    """Run one policy on the jobs of one seed. Return plain figures, in seconds unless their name has another
+    unit.
+    """
+    machine = regime.machine
+    jobs = _jobs(regime.workload, machine, regime.workers, seed, data)
+    began_s = time.process_time()
+    outcome = Cluster(
+        jobs,
+        machine,
+        regime.workers,
+        lambda by_id, settings: make_policy(spec, by_id, machine, settings),
+        settings_of(spec, regime.settings),
+    ).run()
+    return {**figures(outcome, machine, regime.workers), "cpu_s": time.process_time() - began_s}
+
+
+def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
+    """Return the reported figures of a run."""
+    fates = outcome.fates
+    latencies = sorted(fate.latency_s for fate in fates)
+    after = sorted(fate.perceptible_after for fate in fates if fate.perceptible_after is not None)
+    return {
+        "mean_s": statistics.fmean(latencies),
+        "p50_s": quantile(latencies, 0.50),
+        "p90_s": quantile(latencies, 0.90),
+        "p99_s": quantile(latencies, 0.99),
+        "mean_slowdown": statistics.fmean(fate.latency_s / machine.alone_s(fate.job) for fate in fates),
+        "longest_wait_s": max(fate.waited_s for fate in fates),
+        "first_token_s": statistics.fmean(fate.first_token_s - fate.job.arrival_s for fate in fates),
+        "preemptions": statistics.fmean(fate.preemptions for fate in fates),
+        "evictions": statistics.fmean(fate.evictions for fate in fates),
+        "utilisation": outcome.busy_s / outcome.end_s / workers,
+        "perceptible_share": len(after) / len(fates),
+        "perceptible_at_arrival_share": after.count(0) / len(fates),
+        **{
+            f"perceptible_after_rounds{name}": found if after else None
+            for name, found in (
+                ("", statistics.fmean(after or [0])),
+                ("_p50", quantile(after or [0], 0.5)),
+                ("_p90", quantile(after or [0], 0.9)),
+            )
+        },
+        "level_s": {str(level): outcome.level_s[level] for level in sorted(outcome.level_s)},
+        "level_requests": {
+            str(level): len(outcome.level_requests[level]) for level in sorted(outcome.level_s)
+        },
+        **tenant_means(outcome),
+        "estimates": estimates(outcome.estimate_errors),
+        "latencies_s": [
+            quantile(latencies, (point + 0.5) / DISTRIBUTION_POINTS) for point in range(DISTRIBUTION_POINTS)
+        ],
+    }
+
+
+def tenant_means(outcome: Outcome) -> dict[str, float]:
+    """Return the mean latency of each group of tenants, `mean_s_NAME`, without the first `LEARNED_FROM` of each tenant."""
+    latencies: dict[str, list[float]] = defaultdict(list)
+    seen: Counter[str] = Counter()
+    for fate in sorted(outcome.fates, key=lambda fate: fate.job.arrival_s):
+        tenant = fate.job.tenant
+        seen[tenant] += 1
+        if tenant and seen[tenant] > LEARNED_FROM:
+            latencies[tenant.rpartition("-")[0]].append(fate.latency_s)
+    return {f"mean_s_{group}": statistics.fmean(found) for group, found in latencies.items()}
+
+
+def estimates(errors: EstimateErrors) -> list[dict[str, Any]]:
+    """Return actual over predicted remaining service, by the moment of the estimate and the basis of its
+    length.
+    """
+    return [
+        {
+            "moment": moment.value,
+            "basis": basis.value,
+            "requests": found.count,
+            "predicted_s": found.predicted_s,
+            "actual_s": found.actual_s,
+            "log_rms": found.rms,
+            "ratio_p10": math.exp(found.quantile(0.1)),
+            "ratio_p50": math.exp(found.quantile(0.5)),
+            "ratio_p90": math.exp(found.quantile(0.9)),
+        }
+        for moment in Moment
+        for basis in Basis
+        if (found := errors.by.get((moment, basis))) is not None
+    ]
+
+
+def quantile(ordered: Sequence[float], level: float) -> float:
+    """Return the smallest of the values, given in ascending order, that at least this
+    share does not exceed.
+    """
+    return ordered[min(len(ordered) - 1, int(level * len(ordered)))]
+
+
+Runs = dict[tuple[str, str], list[dict[str, Any]]]
+"""Figures of each seed, in order, by (regime, policy)."""
+
+
+def run_regimes(regimes: Sequence[Regime], seeds: int, data: Path | None, processes: int) -> Runs:
+    """Run every policy of every regime on every seed, in that number of processes."""
+    tasks = {
+        (regime.name, spec, seed): (regime, spec, seed, data)
+        for regime in regimes
+        for seed in range(1, seeds + 1)
+        for spec in regime.runs
+    }
+    found: Runs = defaultdict(list)
+    for (name, spec, _), figures in run_all(
+        simulate, tasks, processes, lambda key: f"{key[0]}: {key[1]}"
+    ).items():
+        found[name, spec].append(figures)
+    return dict(found)
