@@ -8,8 +8,10 @@ import re
 
 import pytest
 
-from bench._measured import carried, deciding, engine, engine_again, memory_bound, served
-from bench.evidence import FIGURES, MEASURED, PAGE, Results, draw, main, newest, page, source_of
+from bench._evidence.engines import engine, engine_again, memory_bound
+from bench._evidence.results import Results, newest, source_of
+from bench._evidence.services import carried, deciding, served
+from bench.evidence import FIGURES, MEASURED, PAGE, draw, main, page
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
 

@@ -1,0 +1,70 @@
+"""The head of docs/evidence.md: what is compared, and the results in short."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from bench._evidence.results import Results
+from bench._markdown import verdict_of
+
+GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`, `serve`, `control`, `engine` and `gateway`. Run them again to change it. -->"
+
+
+def head(results: Results, *, on_processes: bool) -> Iterator[str]:
+    about = results.about
+    strongest = [
+        (regime, found)
+        for regime in results.regimes
+        if (rival := results.strongest_length_only(regime)) and (found := results.ratio(regime, rival))
+    ]
+    fcfs = [found for regime in results.regimes if (found := results.ratio(regime, "fcfs"))]
+    yield from (GENERATED, "# Evidence: what LAPS-SD gains, and where it gains nothing", "")
+    yield "What is compared are orders of the same requests on the same virtual machines: the scheduling core of production runs in"
+    yield "virtual time ([simulator](../simulator)), with the same estimates, memory rules and costs for every policy"
+    yield "([policies.md](policies.md)). These are simulations; what they leave out is [at the end](#limits-of-the-simulation)."
+    if on_processes:
+        yield "The same policies on real processes: [below](#the-same-on-the-real-system)."
+    yield ""
+    yield f"Run on {about['date']}, {about['seeds']} seeds of each regime ([results](../bench/results/{results.name})):"
+    yield from ("", "```", about["command"], "```", "")
+    yield "To do it again, with the recordings of [the last but one section](#on-what-data) in a folder:"
+    yield from ("", "```", f"{about['command']} --data FOLDER --json bench/results/DATE-policy.json")
+    yield from ("python -m bench.evidence", "```", "")
+    yield "Ratios are mean latencies divided, paired by seed (each seed draws the same jobs for every policy), geometric mean over seeds"
+    yield "with the 95 % interval (Student's t on the logarithm). Below 1 `laps-sd` is the faster one. **Bold**: the whole interval is below 1;"
+    yield "*italic*: all of it is above; otherwise no difference is shown."
+    if results.reduced:
+        yield ""
+        yield "**This is a reduced run: its regimes are not those of [bench/regimes](../bench/regimes), and its figures show nothing but the form of this page.**"
+    yield from ("", "## In short", "")
+    if fcfs:
+        middles = [found[0] for found in fcfs]
+        yield f"- Against `fcfs`: {_count(fcfs)}; ratios from {min(middles):.2f} to {max(middles):.2f}."
+    if strongest:
+        middles = [found[0] for _, found in strongest]
+        best = min(strongest, key=lambda each: each[1][0])[0]
+        yield (
+            f"- Against the strongest policy that knows predicted lengths and nothing of acceptance: "
+            f"{_count([found for _, found in strongest])}; ratios from {min(middles):.2f} (`{best}`) to {max(middles):.2f}, "
+            f"median {statistics.median(middles):.2f}."
+        )
+        alone = statistics.median(
+            float(row["ratio_fcfs"])
+            for regime, _ in strongest
+            if (row := results.row(regime, results.strongest_length_only(regime) or ""))
+            and "ratio_fcfs" in row
+        )
+        yield (
+            f"- That policy is itself at a median of {alone:.2f} of `fcfs`: this part of the first line comes from putting short requests first, and only "
+            "the second line from knowing acceptance."
+        )
+    yield ""
+
+
+def _count(found: Sequence[Sequence[float]]) -> str:
+    words = [verdict_of(each) for each in found]
+    counts = [f"{word} in {words.count(word)}" for word in ("faster", "slower") if word in words]
+    if "no difference shown" in words:
+        counts.append(f"no difference shown in {words.count('no difference shown')}")
+    return f"{', '.join(counts)} of {len(words)} regimes"

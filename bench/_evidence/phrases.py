@@ -1,0 +1,62 @@
+"""Figures and descriptions of regimes as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench._evidence.results import Row
+
+
+def against(ratio: float) -> str:
+    """Return a ratio of means as a phrase."""
+    return f"{abs(1 - ratio):.0%} {'below' if ratio < 1 else 'above'}".replace("%", " %")
+
+
+def share(value: float) -> str:
+    """Return a percentage, with a decimal if it is small."""
+    return (
+        f"{value:.0%}".replace("%", " %")
+        if value >= 0.0995 or not value
+        else f"{value:.1%}".replace("%", " %")
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the names of regimes as part of a sentence."""
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def lengths_text(lengths: Row) -> str:
+    """Return the description of lengths as text."""
+    match lengths["kind"]:
+        case "constant":
+            text = f"{lengths['value']}"
+        case "lognormal":
+            text = f"lognormal, median {lengths['median']:g}, σ {lengths['sigma']:g}"
+        case "code":
+            text = "reference programs"
+        case kind:
+            text = f"recorded ({kind})"
+    return text + (f", × {lengths['times']:g}" if lengths["times"] != 1 else "")
+
+
+def acceptance_text(acceptance: Row) -> str:
+    """Return the description of acceptance as text."""
+    if acceptance["kind"] == "process":
+        return f"Beta, mean {acceptance['mean']:g}, concentration {acceptance['concentration']:g}"
+    return "replayed " + ", ".join(acceptance["runs"])
+
+
+def predictor_text(predictor: Row) -> str:
+    """Return the description of the length prediction as text."""
+    return {"noisy": f"σ {predictor['sigma']:g}", "recorded": "recorded classifier", "none": "none"}[
+        predictor["kind"]
+    ]
+
+
+def arrivals_text(arrivals: Row) -> str:
+    """Return the description of arrivals as text."""
+    process = {"poisson": "Poisson", "gamma": f"gamma, CV {arrivals['cv']:g}", "trace": "recorded"}
+    if arrivals["process"] == "burst":
+        return "all at once"
+    return f"{process[arrivals['process']]}, load {arrivals['load']:g}"
