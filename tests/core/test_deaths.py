@@ -32,7 +32,7 @@ from scheduler_svc.core.scheduler import MOST_LOST, Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS, QUIET_S, SURVIVED_ROUNDS
 from scheduler_svc.core.views import RequestState
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
 from tests.core.jobs import Job, facts
 from tests.core.test_properties import QUICK
 from tests.core.test_scheduler import did, request

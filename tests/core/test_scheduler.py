@@ -30,7 +30,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import MAX_STORY_LINES, Request
 from scheduler_svc.core.views import Ahead, RequestState, Totals
-from tests.core.cluster import Cluster, Job, facts
+from tests.core.cluster import Cluster
 from tests.core.jobs import Job, facts
 from tests.core.learned import tokens_by_draft_length
 

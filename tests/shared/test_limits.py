@@ -8,14 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.calls.validation import check_request, complete
+from gateway.calls.completion import complete
+from gateway.calls.validation import check_request
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract import limits
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1.gateway_link_pb2 import Specification, Submit
-from scheduler_svc.wire.translate import check_submission
+from scheduler_svc.wire.checks import check_submission
 from worker_svc.engine.interface import Capacity, FormatKind, OutputFormat, Sampling, check_specification
 from worker_svc.engine.interface import Specification as EngineSpecification
 

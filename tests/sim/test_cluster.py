@@ -16,7 +16,7 @@ from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
 from simulator.outcome import Outcome
-from simulator.workload import Arrivals, Kind, Lengths, Workload, draw
+from simulator.workload import Arrivals, Kind, Lengths, Workload
 from tests.core.learned import tokens_by_draft_length
 
 NO_RESERVE = CoreSettings(reserved_share=False)
