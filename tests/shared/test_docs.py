@@ -197,3 +197,19 @@ def test_the_index_of_decisions_has_each_of_them_by_its_title() -> None:
     }
 
     assert index == titles
+
+
+def test_the_glossary_is_short_and_readers_find_it() -> None:
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| \*\*(.+?)\*\*.* \| .+ \|$", page, re.MULTILINE)
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line != "| term | meaning |"]
+
+    assert len(terms) == len(rows) == len(set(terms))
+    assert 20 <= len(terms) <= 40, "a new term takes the place of an old one"
+    for name, target in (
+        ("README.md", "docs/glossary.md"),
+        ("CONTRIBUTING.md", "docs/glossary.md"),
+        ("ARCHITECTURE.md", "docs/glossary.md"),
+        ("docs/README.md", "glossary.md"),
+    ):
+        assert f"]({target})" in (ROOT / name).read_text(encoding="utf-8"), name
