@@ -43,7 +43,7 @@ USUAL_BUCKETS = {tuple(map(float, SECONDS)): "seconds", tuple(map(float, TOKENS)
 
 
 def pages() -> dict[str, str]:
-    """Path in the repository to text."""
+    """Return the text of each page by its path in the repository."""
     return {
         "docs/settings.md": settings_page(),
         "docs/metrics.md": metrics_page(),
@@ -52,17 +52,18 @@ def pages() -> dict[str, str]:
 
 
 def settings_page() -> str:
-    """Every field of the three settings classes."""
+    """Return the page of every field of the three settings classes."""
     lines = [
         GENERATED,
         "# Settings",
         "",
-        "A setting is an environment variable and a flag of the service; the flag wins. `--show-settings` prints the values in",
-        "force and where each comes from, for example `laps-sd scheduler --show-settings`. A value out of bounds stops the",
-        "service with exit code 2 and a sentence that names the variable. An empty variable stands for *none*.",
+        "A setting is an environment variable and a flag of the service; the flag wins. `--show-settings` prints the",
+        "values in force and where each comes from, for example `laps-sd scheduler --show-settings`. A value out of",
+        "bounds stops the service with exit code 2 and a message that names the variable. An empty variable means",
+        "*none*.",
         "",
-        "`laps-sd up` hands every `LAPS_SD_…` variable of its shell to all three services; what it decides itself (addresses,",
-        "ports, names, models) wins.",
+        "`laps-sd up` passes every `LAPS_SD_…` variable of its shell to all three services; the values that it sets",
+        "itself (addresses, ports, names, models) win.",
     ]
     for title, command, cls, _ in SERVICES:
         lines += ["", f"## {title}", "", f"`laps-sd {command}`", ""]
@@ -74,7 +75,7 @@ def settings_page() -> str:
 
 
 def setting_row(cls: type[config.Settings], field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """One field as cells."""
+    """Return one field as cells of a table."""
     hint, _ = config.without_none(config.field_types(cls)[field.name])
     flag = config.flag(field.name)
     if field.metadata.get("secret"):
@@ -95,7 +96,7 @@ def setting_row(cls: type[config.Settings], field: dataclasses.Field[Any]) -> tu
 
 
 def bounds(hint: Any, field: dataclasses.Field[Any]) -> str:
-    """What values are taken."""
+    """Return the allowed values of a field."""
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
@@ -107,7 +108,7 @@ def bounds(hint: Any, field: dataclasses.Field[Any]) -> str:
 
 
 def variables_module() -> str:
-    """The names of all variables that a program of the project reads, as a module that each of them can import."""
+    """Return a module with the names of all variables that a program of the project reads."""
     fields = (field for _, _, cls, _ in SERVICES for field in dataclasses.fields(cls))
     names = {config.variable(field.name) for field in fields} | command_line_variables() | {*OF_A_CHECKOUT}
     lines = [
@@ -123,7 +124,7 @@ def variables_module() -> str:
 
 
 def command_line_variables() -> set[str]:
-    """The variables that stand for flags of `laps-sd` itself."""
+    """Return the variables that set flags of `laps-sd` itself."""
     command = typer.main.get_command(app)
     context = command.make_context("laps-sd", [], resilient_parsing=True)
     commands = [command.get_command(context, name) for name in command.list_commands(context)]  # type: ignore[attr-defined]
@@ -132,14 +133,15 @@ def command_line_variables() -> set[str]:
 
 
 def metrics_page() -> str:
-    """Every metric of the three services."""
+    """Return the page of every metric of the three services."""
     lines = [
         GENERATED,
         "# Metrics",
         "",
-        "Each process serves its own at `http://HOST:METRICS_PORT/metrics` (`LAPS_SD_METRICS_PORT`), with those of the Python process",
-        "(`process_…`, `python_…`) beside them. A histogram `x` is scraped as `x_bucket`, `x_sum` and `x_count`. No label is a request",
-        "id, and a tenant is one only where [the file of keys](how-to/tenants.md) names it.",
+        "Each process serves its own metrics at `http://HOST:METRICS_PORT/metrics` (`LAPS_SD_METRICS_PORT`), together",
+        "with those of the Python process (`process_…`, `python_…`). A histogram `x` is scraped as `x_bucket`, `x_sum`",
+        "and `x_count`. No label is a request id, and a tenant is a label only if",
+        "[the file of keys](how-to/tenants.md) names it.",
     ]
     for title, _, _, module in SERVICES:
         lines += ["", f"## {title}", ""]
@@ -153,7 +155,7 @@ def metrics_page() -> str:
 
 
 def vllm_names() -> list[str]:
-    """What a gateway serves under other names, if it is told to."""
+    """Return the section on the metrics under vLLM's names."""
     rows = [
         (f"`{name}_total`" if isinstance(metric, Counter) else f"`{name}`", f"`{family_name(metric)}`")
         for name, metric in SAME.items()
@@ -168,35 +170,36 @@ def vllm_names() -> list[str]:
         ("`vllm:num_requests_waiting`", "requests of this gateway that have no output yet"),
         (
             "`vllm:kv_cache_usage_perc`, `vllm:gpu_cache_usage_perc`",
-            "`laps_sd_scheduler_kv_usage_ratio`, as the leaders said last",
+            "`laps_sd_scheduler_kv_usage_ratio`, as last reported by the leaders",
         ),
     ]
     return [
         "",
         "## Under vLLM's names",
         "",
-        "With `LAPS_SD_VLLM_METRICS=true` a gateway serves these too, with vLLM's labels `model_name` and `engine`: at its metrics port, and",
-        "at `/metrics` of its HTTP port, where endpoint pickers look. Running and waiting are those of one gateway, so the sum over all is the",
-        "whole; KV usage is that of all workers. Times between tokens are the mean of a request, observed once when it ends.",
+        "With `LAPS_SD_VLLM_METRICS=true` a gateway serves these too, with vLLM's labels `model_name` and `engine`: at",
+        "its metrics port, and at `/metrics` of its HTTP port, where endpoint pickers read. Running and waiting count",
+        "the requests of one gateway, so the sum over all gateways is the total; KV usage is that of all workers. Times",
+        "between tokens are the mean of a request, observed once when it ends.",
         "",
         *table(("vLLM's metric", "ours"), iter(rows)),
     ]
 
 
 def family_name(metric: MetricWrapperBase) -> str:
-    """As it is scraped."""
+    """Return the name of a metric as it is scraped."""
     family = next(iter(metric.describe()))
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 def metrics_of(module: ModuleType) -> list[MetricWrapperBase]:
-    """The metrics that a module names, in the order of the file; a private name is one label set of another."""
+    """Yield the metrics that a module names, in the order of the file; a private name is one label set of another."""
     named = ((name, thing) for name, thing in vars(module).items() if not name.startswith("_"))
     return [thing for _, thing in named if isinstance(thing, MetricWrapperBase)]
 
 
 def metric_row(metric: MetricWrapperBase) -> tuple[str, ...]:
-    """One metric as cells. Labels and buckets have no public name in the library."""
+    """Return one metric as cells of a table. Labels and buckets have no public name in the library."""
     family = next(iter(metric.describe()))
     name = family_name(metric)
     kind = family.type
@@ -208,7 +211,7 @@ def metric_row(metric: MetricWrapperBase) -> tuple[str, ...]:
 
 
 def table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    """A table of Markdown."""
+    """Return the lines of a Markdown table."""
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
     for row in rows:
@@ -216,7 +219,7 @@ def table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Iterator[str]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes or checks; the exit code."""
+    """Write or check the pages; return the exit code."""
     stale = []
     for name, text in pages().items():
         path = ROOT / name

@@ -7,16 +7,16 @@ from laps_sd.service.metrics import SECONDS, TOKENS, counter, gauge, histogram
 
 REQUESTS = counter(
     "laps_sd_gateway_requests_total",
-    "Client streams that ended: by finish reason, client_disconnected, or error status.",
+    "Client streams that ended, by finish reason, client_disconnected, or error status.",
     ("end",),
 )
 HTTP_CONNECTIONS_REFUSED = counter(
     "laps_sd_gateway_http_connections_refused_total",
-    "Connections to the HTTP port that were closed since LAPS_SD_MAX_HTTP_CONNECTIONS were open.",
+    "Connections to the HTTP port that were closed because LAPS_SD_MAX_HTTP_CONNECTIONS were open.",
 )
 REFUSED = counter(
     "laps_sd_gateway_refused_total",
-    "Calls refused before a request was accepted, those without a known key included, by gRPC status.",
+    "Calls refused before a request was accepted, including those without a known key, by gRPC status.",
     ("code",),
 )
 PROMPT_TOKENS = histogram(
@@ -25,34 +25,36 @@ PROMPT_TOKENS = histogram(
 OUTPUT_TOKENS = counter("laps_sd_gateway_output_tokens_total", "Output tokens passed to clients.")
 FIRST_TOKEN = histogram(
     "laps_sd_gateway_first_token_seconds",
-    "Arrival of a request until its first output tokens.",
+    "Time from the arrival of a request to its first output tokens.",
     buckets=SECONDS,
 )
 TOKEN_TIME = histogram(
     "laps_sd_gateway_time_per_output_token_seconds",
-    "First to last output token, per token after the first.",
+    "Time from the first to the last output token, divided by the tokens after the first.",
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
 )
 REQUEST = histogram(
     "laps_sd_gateway_request_seconds",
-    "Arrival of a request until its last message, of streams that came to the request's end.",
+    "Time from the arrival of a request to its last message, for streams that reached the request's end.",
     buckets=SECONDS,
 )
 REQUEST_OUTPUT = histogram(
-    "laps_sd_gateway_request_output_tokens", "Output tokens of a request, as above.", buckets=TOKENS
+    "laps_sd_gateway_request_output_tokens",
+    "Output tokens of a request, for the same streams.",
+    buckets=TOKENS,
 )
 QUEUE_WAIT = histogram(
     "laps_sd_gateway_queue_wait_seconds",
-    "Acceptance until the first round, as its scheduler said at the end of a request.",
+    "Time from acceptance to the first round, reported by the scheduler when a request ends.",
     buckets=SECONDS,
 )
 ROUNDS = counter(
-    "laps_sd_gateway_rounds_total", "Rounds that requests took, counted when they end; as are the next four."
+    "laps_sd_gateway_rounds_total", "Rounds of requests, counted when a request ends, like the next four."
 )
-DRAFTS = counter("laps_sd_gateway_drafts_total", "Rounds in which the draft proposed tokens.")
-DRAFTED = counter("laps_sd_gateway_drafted_tokens_total", "Tokens proposed by the draft.")
-ACCEPTED = counter("laps_sd_gateway_accepted_tokens_total", "Proposed tokens that the target kept.")
-PREEMPTIONS = counter("laps_sd_gateway_preemptions_total", "Times that requests gave way to others.")
+DRAFTS = counter("laps_sd_gateway_drafts_total", "Rounds with at least one draft token.")
+DRAFTED = counter("laps_sd_gateway_drafted_tokens_total", "Draft tokens.")
+ACCEPTED = counter("laps_sd_gateway_accepted_tokens_total", "Draft tokens that the target accepted.")
+PREEMPTIONS = counter("laps_sd_gateway_preemptions_total", "Times that requests were paused for others.")
 TENANT_REQUESTS = counter(
     "laps_sd_gateway_tenant_requests_total",
     "Requests of a tenant that were accepted; others: tenants that the file of keys does not name.",
@@ -66,20 +68,20 @@ TENANT_PROMPT_TOKENS = counter(
 )
 TENANT_OUTPUT_TOKENS = counter(
     "laps_sd_gateway_tenant_output_tokens_total",
-    "Output tokens passed to whoever made the request.",
+    "Output tokens passed to the tenant's clients.",
     ("tenant",),
 )
 STREAMS = gauge("laps_sd_gateway_streams", "Client streams that are open.")
 PAUSES = counter(
-    "laps_sd_gateway_slow_reader_pauses_total", "Times a client read so slowly that its buffer was full."
+    "laps_sd_gateway_slow_reader_pauses_total", "Times that a client read so slowly that its buffer was full."
 )
 REATTACHED = counter(
     "laps_sd_gateway_reattached_total", "Streams attached again after a broken link or a gap."
 )
 LINK_UP = gauge("laps_sd_gateway_link_up", "1 while a leader of the shard is connected.", ("shard",))
 LINK_GREETINGS = counter(
-    "laps_sd_gateway_link_greetings_total", "Times that a leader of the shard was greeted.", ("shard",)
+    "laps_sd_gateway_link_greetings_total", "Times that a leader of the shard sent its hello.", ("shard",)
 )
 LINK_STALE = counter(
-    "laps_sd_gateway_link_stale_messages_total", "Messages refused for their leader epoch.", ("shard",)
+    "laps_sd_gateway_link_stale_messages_total", "Messages refused because of their leader epoch.", ("shard",)
 )

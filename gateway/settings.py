@@ -29,7 +29,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     drain_s: float = field(
         30.0,
-        help="Time between the first signal and the end for calls in progress",
+        help="Time that calls in progress get to finish after the first signal",
         minimum=0.0,
         maximum=86400.0,
     )
@@ -42,8 +42,9 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     max_message_fields: int = field(
         65_536,
-        help="Fields of one request, those of messages in it included (over HTTP: lists, objects and their fields); more are refused before they"
-        " are decoded, since a field of two bytes takes forty and more once it is",
+        help="Fields of one request, including those of nested messages (over HTTP: lists, objects and their "
+        "fields). A request with more is refused before it is decoded, because a field of two bytes takes"
+        " forty or more bytes of memory afterwards",
         minimum=1024,
         maximum=2**31 - 1,
     )
@@ -51,8 +52,8 @@ class GatewaySettings(LinkSettings, ServingSettings):
     shard: str = field("s0", help="Shard that this gateway submits to; request ids start with it.")
     shards_file: Path | None = field(
         None,
-        help="Several shards instead of LAPS_SD_SHARD and LAPS_SD_SCHEDULER_SEEDS: a file with a line"
-        " NAME HOST:PORT[,HOST:PORT …] [draining] for each. It is read again when it changes.",
+        help="File of shards, instead of LAPS_SD_SHARD and LAPS_SD_SCHEDULER_SEEDS, with one line NAME "
+        "HOST:PORT[,HOST:PORT …] [draining] for each shard. It is read again when it changes.",
     )
     model: str = field("laps-sd-demo", help="Name under which the model is served.")
     tokenizer_dir: Path | None = field(
@@ -62,78 +63,89 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     context_tokens: int | None = field(
         None,
-        help="Prompt and output together, at most; default: what the model's config.json says, at most 8192. Workers must have the same.",
+        help="Largest sum of prompt and output tokens of a request; default: the value in the model's "
+        "config.json, at most 8192. Workers must have the same value.",
         minimum=2,
     )
     trust_tenant_metadata: bool = field(
         False,
-        help="Take the tenant from the metadata or header laps-sd-tenant of a call, else x-llm-d-inference-fairness-id;"
-        " only behind a proxy that sets it.",
+        help="Take the tenant from the metadata or header laps-sd-tenant of a call, or from "
+        "x-llm-d-inference-fairness-id if that is missing; set it only if a proxy in front of the gateway"
+        " sets these.",
     )
 
     vllm_metrics: bool = field(
         False,
-        help="Serve the metrics under vLLM's names too (vllm:num_requests_running …), for what reads those",
+        help="Serve the metrics under vLLM's names too (vllm:num_requests_running …), for programs that read "
+        "those",
     )
     api_keys_file: Path | None = field(
         None,
-        help="File of tenants with their keys' digests and limits (TOML, see docs/how-to/tenants.md); read again when it changes",
+        help="File of tenants with the digests of their keys and their limits (TOML, see "
+        "docs/how-to/tenants.md); it is read again when it changes",
     )
     anonymous: Literal["auto", "yes", "no"] = field(
         "auto",
-        help="Whether calls without a key are served; auto: while there is no file of keys and the gateway listens to"
-        " this machine only",
+        help="Serve calls without a key; auto: only while there is no file of keys and the gateway listens on "
+        "loopback",
     )
 
     max_streams: int = field(
         10_000,
-        help="Calls that may have a request open at once; more are told to come back later.",
+        help="Largest number of calls that have a request open at once; further calls get RESOURCE_EXHAUSTED "
+        "with a time to retry.",
         minimum=1,
     )
     max_http_connections: int = field(
         10_000,
-        help="Connections that the HTTP port has open at once; further ones are closed. Each takes a file (ulimit -n)",
+        help="Largest number of open connections of the HTTP port; further ones are closed. Each takes a file "
+        "descriptor (ulimit -n)",
         minimum=1,
     )
     max_prompt_characters: int = field(
         1_000_000,
-        help="Characters of text or of all messages together; a longer prompt is refused before tokenizing.",
+        help="Largest number of characters in the text or in all messages together; a longer prompt is refused"
+        " before tokenizing.",
         minimum=1,
         unit="characters",
     )
-    max_messages: int = field(1024, help="Chat messages in one request, at most.", minimum=1)
+    max_messages: int = field(1024, help="Largest number of chat messages in one request.", minimum=1)
     max_output_tokens: int = field(32_768, help="Largest max_tokens that is accepted.", minimum=1)
     default_max_tokens: int = field(
-        1024, help="max_tokens of a request that gives none (less where the context leaves less).", minimum=1
+        1024, help="max_tokens of a request that sets none (less if the context leaves less).", minimum=1
     )
     max_choices: int = field(
-        16, help="Outputs that one call may ask for: prompts times n.", minimum=1, maximum=1024
+        16, help="Largest number of outputs of one call: prompts times n.", minimum=1, maximum=1024
     )
     max_priority: int = field(
-        100, help="Priorities from minus this to this are accepted.", minimum=0, maximum=2**31 - 1
+        100, help="Largest absolute value of a priority that is accepted.", minimum=0, maximum=2**31 - 1
     )
     max_draft_tokens: int = field(
         64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
     )
     max_logprobs: int | None = field(
         20,
-        help="Alternatives per token that may be asked for; none: who asks for log probabilities is refused.",
+        help="Largest number of log-probability alternatives per token; none: requests for log probabilities "
+        "are refused.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
 
     grace_with_key_s: float = field(
-        30.0, help="How long a request with an idempotency key goes on with nobody attached.", minimum=0
+        30.0,
+        help="How long a request with an idempotency key continues while no client is attached.",
+        minimum=0,
     )
     scheduler_wait_s: float = field(
         30.0,
-        help="How long a call waits for a scheduler that cannot be reached; its deadline may be sooner.",
+        help="How long a call waits for a scheduler that cannot be reached; its deadline may end it earlier.",
         minimum=0,
     )
     stream_buffer_tokens: int = field(
         4096,
-        help="Tokens kept for a client that reads slowly; beyond, they are read from the record again.",
+        help="Tokens buffered for a client that reads slowly; further tokens are read from the record again "
+        "later.",
         minimum=1,
     )
     heartbeat_s: float = field(
@@ -141,22 +153,24 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     silence_s: float = field(
         5.0,
-        help="A scheduler that has not been heard for this long is given up.",
+        help="A scheduler that has sent nothing for this long is given up.",
         minimum=0.05,
         maximum=600.0,
     )
     dial_timeout_s: float = field(
-        2.0, help="A scheduler that has not greeted by then is left for the next seed.", minimum=0.05
+        2.0,
+        help="If a scheduler has not sent its hello after this time, the next seed is dialled.",
+        minimum=0.05,
     )
     backoff_min_s: float = field(
-        BACK_OFF_FIRST_S, help="First pause between two rounds of dialling.", minimum=0.001
+        BACK_OFF_FIRST_S, help="First pause between two attempts to dial all seeds.", minimum=0.001
     )
     backoff_max_s: float = field(
-        BACK_OFF_LONGEST_S, help="Longest pause between two rounds of dialling.", minimum=0.001
+        BACK_OFF_LONGEST_S, help="Longest pause between two attempts to dial all seeds.", minimum=0.001
     )
     restore_s: float = field(
         10.0,
-        help="How long a stream whose request is nowhere to be found waits for it to be restored.",
+        help="How long a stream whose request cannot be found waits until it is restored.",
         minimum=0,
     )
 

@@ -14,7 +14,7 @@ from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS
 SUBMISSIONS = counter(
     "laps_sd_scheduler_submissions_total", "Submissions by outcome: accepted, attached, refused.", ["outcome"]
 )
-ENDS = counter("laps_sd_scheduler_requests_ended_total", "Requests that ended, by how.", ["end"])
+ENDS = counter("laps_sd_scheduler_requests_ended_total", "Requests that ended, by kind of end.", ["end"])
 REFUSED = counter(
     "laps_sd_scheduler_refused_transitions_total",
     "Transitions that the record refused, by kind and reason.",
@@ -22,8 +22,9 @@ REFUSED = counter(
 )
 DEATHS = counter(
     "laps_sd_scheduler_requests_with_dead_workers_total",
-    "Requests that may have been in the batch of a worker that died, each time, by what follows: again (it goes on), alone (it "
-    "gets a worker of its own), given_up (it ends with an error).",
+    "Requests that may have been in the batch of a worker that died, counted each time, by "
+    "consequence: again (it continues), alone (it gets a worker of its own), given_up (it ends with "
+    "an error).",
     ["then"],
 )
 STORE_DOWN = gauge(
@@ -37,44 +38,46 @@ STORE_FAULTS = counter(
 )
 WRITTEN_BACK = counter(
     "laps_sd_scheduler_requests_written_back_total",
-    "Requests that the record had lost, or the last of them, and that came back: from the leader, or a gateway.",
+    "Requests that the record had lost, entirely or their last part, and that were restored, by "
+    "source: the leader or a gateway.",
     ["source"],
 )
 LEADING = gauge("laps_sd_scheduler_leading", "1 while this process leads its shard.")
 QUEUE_DEPTH = gauge(
     "laps_sd_scheduler_queue_depth",
-    "Requests that wait (queued, or on a list and not running) by level; read every second.",
+    "Requests that wait (queued, or assigned and not running), by level; read every second.",
     ["level"],
 )
 KV_USAGE = gauge(
     "laps_sd_scheduler_kv_usage_ratio",
     "Share of the workers' KV blocks (of the target) that is in use, 0 to 1; read every second.",
 )
-WORKERS = gauge("laps_sd_scheduler_workers", "Workers that are up or awaited back; read every second.")
+WORKERS = gauge(
+    "laps_sd_scheduler_workers", "Workers that are connected or may still reconnect; read every second."
+)
 BACKLOG = gauge(
-    "laps_sd_scheduler_backlog_seconds", "Machine seconds of work left, by the estimates; read every second."
+    "laps_sd_scheduler_backlog_seconds",
+    "Machine seconds of remaining work, by the estimates; read every second.",
 )
 POOL_BACKLOG = gauge(
     "laps_sd_backlog_seconds",
-    "Machine seconds of work left per worker of the pool, by the estimates (with no worker: as if there were one); read every "
-    "second. What autoscaling keeps near its target.",
+    "Machine seconds of remaining work per worker of the pool, by the estimates (without a worker: as"
+    " if there were one); read every second. Autoscaling keeps this near its target.",
     ["pool"],
 )
 ROUNDS = counter(
     "laps_sd_scheduler_rounds_total",
-    "Rounds reported by workers; as in the next three, a report offered again counts again.",
+    "Rounds reported by workers. A report that is sent again counts again, here and in the next three.",
 )
-DRAFTED = counter(
-    "laps_sd_scheduler_drafted_tokens_total", "Tokens proposed by the draft, by the workers' reports."
-)
+DRAFTED = counter("laps_sd_scheduler_drafted_tokens_total", "Draft tokens in the workers' reports.")
 ACCEPTED = counter(
     "laps_sd_scheduler_accepted_tokens_total",
-    "Proposed tokens that the target kept, by the workers' reports.",
+    "Draft tokens that the target accepted, in the workers' reports.",
 )
 TOKENS = counter("laps_sd_scheduler_output_tokens_total", "Output tokens reported by workers.")
 ACCEPTANCE_LENGTH = histogram(
     "laps_sd_scheduler_acceptance_length_tokens",
-    "Tokens that a request gained in one round: accepted ones and the one the target adds itself.",
+    "Tokens that a request gained in one round: the accepted ones and the bonus token.",
     buckets=(1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
 )
 COMMIT = histogram(
@@ -90,25 +93,25 @@ ROUND_SECONDS = counter(
 _PARTS = {part: ROUND_SECONDS.labels(part) for part in ("draft", "verify", "prefill", "swap", "idle")}
 WAIT = histogram(
     "laps_sd_scheduler_queue_wait_seconds",
-    "Acceptance until the first round, of requests that ended.",
+    "Time from acceptance to the first round, of requests that ended.",
     buckets=SECONDS,
 )
 FIRST_TOKEN = histogram(
     "laps_sd_scheduler_first_token_seconds",
-    "Acceptance until the first committed token, of requests that ended.",
+    "Time from acceptance to the first committed token, of requests that ended.",
     buckets=SECONDS,
 )
-TOTAL = histogram("laps_sd_scheduler_request_seconds", "Acceptance until the end.", buckets=SECONDS)
+TOTAL = histogram("laps_sd_scheduler_request_seconds", "Time from acceptance to the end.", buckets=SECONDS)
 TOKEN_TIME = histogram(
     "laps_sd_scheduler_output_token_seconds",
-    "First committed token until the end, per token after the first.",
+    "Time from the first committed token to the end, divided by the tokens after the first.",
     buckets=SECONDS,
 )
 ESTIMATE_ERROR = histogram(
     "laps_sd_scheduler_estimate_error_ratio",
-    "Machine seconds that a request took after a moment, over those predicted then: 1 is right, 2 is twice as long. Of "
-    "requests that came to their own end; when: arrival, first_round, perceptible, round_32; basis of the length: class, "
-    "client, worker.",
+    "Machine seconds that a request took after a point in time, divided by those predicted then: 1 is"
+    " right, 2 is twice as long. For requests that ended by themselves; when: arrival, first_round, "
+    "perceptible, round_32; basis of the length: class, client, worker.",
     ["when", "basis"],
     buckets=(0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10),
 )

@@ -19,45 +19,48 @@ class SchedulerSettings(ServingSettings):
 
     redis_url: str = field(
         "redis://127.0.0.1:6379/0",
-        help="Where the record lies (Redis 7.0 or newer, or Valkey): redis://HOST:PORT[,HOST:PORT …]/DB, also nodes of a"
-        " cluster; redis+sentinel://HOST:PORT[,…]/NAME/DB; rediss and rediss+sentinel with TLS; unix://PATH.",
+        help="Server of the record (Redis 7.0 or newer, or Valkey): redis://HOST:PORT[,HOST:PORT …]/DB, also "
+        "nodes of a cluster; redis+sentinel://HOST:PORT[,…]/NAME/DB; rediss and rediss+sentinel with TLS;"
+        " unix://PATH.",
     )
     redis_password_file: Path | None = field(
         None, help="File with the password of the user in LAPS_SD_REDIS_URL; read for each connection."
     )
-    redis_sentinel_user: str = field(
-        "", help="User that the sentinels know the scheduler by; empty: their default user."
-    )
+    redis_sentinel_user: str = field("", help="User name for the sentinels; empty: their default user.")
     redis_sentinel_password_file: Path | None = field(
-        None, help="File with the password for the sentinels; read for each question. None: they want none."
+        None,
+        help="File with the password for the sentinels; read for each query. None: they require no password.",
     )
     redis_tls_ca: Path | None = field(
         None, help="CA file that verifies the Redis server, and sentinels; none: the system's roots."
     )
     redis_tls_cert: Path | None = field(
-        None, help="Certificate that the scheduler shows to Redis (mutual TLS)."
+        None, help="Certificate that the scheduler presents to Redis (mutual TLS)."
     )
     redis_tls_key: Path | None = field(None, help="Key of LAPS_SD_REDIS_TLS_CERT.")
     redis_wait_replicas: int = field(
         0,
-        help="Replicas that must have what was written before it counts (WAIT); with fewer the record is unavailable.",
+        help="Number of replicas that must have a write before it counts (WAIT); with fewer replicas the "
+        "record is unavailable.",
         minimum=0,
         maximum=16,
     )
     shard: str = field(
-        "s0", help="The shard this process leads or stands by for; part of every key and request id."
+        "s0", help="The shard of which this process is a scheduler; part of every key and request id."
     )
     pool: str = field("demo", help="The pool of workers (one model pair) that the shard serves.")
     policy: Literal[
         "laps-sd", "laps-sd-paper", "sd-index", "srpt-length", "sjf-length", "las", "mlfq", "fcfs"
-    ] = field("laps-sd", help="How requests are ordered; docs/policies.md says what each does.")
+    ] = field("laps-sd", help="The order of requests; docs/policies.md describes each policy.")
     perceived_levels: bool = field(
         False,
-        help="Of laps-sd-paper: a request whose acceptance has settled goes to the level of its remaining time.",
+        help="With laps-sd-paper: a request whose acceptance has settled goes to the level of its remaining "
+        "time.",
     )
     tenant_fairness: bool = field(
         False,
-        help="Keep backlogged tenants of one priority within the service of the longest request of each other.",
+        help="Fairness between tenants: the service of backlogged tenants of one priority differs by at most "
+        "that of the longest request.",
     )
     grpc_port: int = field(
         50052, help="Port for gateways, workers and operators; 0 takes a free one", minimum=0, maximum=65535
@@ -70,15 +73,17 @@ class SchedulerSettings(ServingSettings):
     )
     client_roles: tuple[str, ...] = field(
         (),
-        help="Who may do what on this port, by DNS names and URIs in the client's certificate: gateway=NAME,worker=NAME,"
-        "operator=NAME …; empty: whoever has a certificate of LAPS_SD_TLS_CLIENT_CA may do everything",
+        help="Roles on this port, by DNS names and URIs in the client's certificate: "
+        "gateway=NAME,worker=NAME,operator=NAME …; empty: any certificate of LAPS_SD_TLS_CLIENT_CA "
+        "permits everything",
     )
     advertise_address: str = field(
         "", help="host:port at which peers reach this process; empty: the address it listens on."
     )
     lease_s: float = field(
         3.0,
-        help="How long leadership lasts without a renewal. Shorter: faster takeover; longer: calmer when Redis is slow.",
+        help="How long leadership lasts without a renewal. Shorter: faster takeover; longer: fewer takeovers "
+        "while Redis is slow.",
         minimum=0.5,
         maximum=60.0,
     )
@@ -89,11 +94,11 @@ class SchedulerSettings(ServingSettings):
         maximum=600.0,
     )
     silence_s: float = field(
-        5.0, help="A peer that has not been heard for this long is given up.", minimum=1.5, maximum=600.0
+        5.0, help="A peer that has sent nothing for this long is given up.", minimum=1.5, maximum=600.0
     )
     watchdog_s: float = field(
         60.0,
-        help="A connected worker with listed work and no report for this long is given up.",
+        help="A connected worker with assigned work that sends no report for this long is given up.",
         minimum=1.0,
         maximum=3600.0,
     )
@@ -103,21 +108,26 @@ class SchedulerSettings(ServingSettings):
         minimum=0.0,
         maximum=600.0,
     )
-    max_requests: int = field(100_000, help="Unfinished requests in the shard at most.", minimum=1)
+    max_requests: int = field(100_000, help="Largest number of unfinished requests in the shard.", minimum=1)
     max_queued_tokens: int = field(
-        200_000_000, help="Prompt and output tokens that unfinished requests may need in all.", minimum=1
+        200_000_000,
+        help="Largest number of prompt and output tokens that all unfinished requests may need together.",
+        minimum=1,
     )
     max_requests_per_tenant: int = field(
-        100_000, help="Unfinished requests of one tenant at most.", minimum=1
+        100_000, help="Largest number of unfinished requests of one tenant.", minimum=1
     )
     max_context_tokens: int = field(
-        1_048_576, help="Prompt and output tokens of one request at most.", minimum=2, maximum=16_777_216
+        1_048_576,
+        help="Largest number of prompt and output tokens of one request.",
+        minimum=2,
+        maximum=16_777_216,
     )
     finished_ttl_s: float = field(
         900.0, help="How long an ended request can be read back (Resume, Explain).", minimum=1.0
     )
     priors_save_s: float = field(
-        10.0, help="How often what was learnt is written to the record.", minimum=0.1
+        10.0, help="Interval at which learnt estimates are written to the record.", minimum=0.1
     )
 
     @property

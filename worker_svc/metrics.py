@@ -10,16 +10,16 @@ from worker_svc.runner.messages import Round
 log = get_logger(__name__)
 
 ROUNDS = counter("laps_sd_worker_rounds_total", "Rounds run with at least one request.")
-DRAFTED = counter("laps_sd_worker_drafted_tokens_total", "Tokens proposed by the draft model.")
-ACCEPTED = counter("laps_sd_worker_accepted_tokens_total", "Proposed tokens that the target kept.")
+DRAFTED = counter("laps_sd_worker_drafted_tokens_total", "Draft tokens.")
+ACCEPTED = counter("laps_sd_worker_accepted_tokens_total", "Draft tokens that the target accepted.")
 TESTED_AT = counter(
     "laps_sd_worker_tested_tokens_total",
-    "Proposed tokens that were compared with the target's choice, by place in the draft (1 is the first).",
+    "Draft tokens that were compared with the target's choice, by position in the draft (1 is the first).",
     ["position"],
 )
 ACCEPTED_AT = counter(
     "laps_sd_worker_accepted_tokens_by_position_total",
-    "Of these, the ones that the target kept.",
+    "Draft tokens that the target accepted, by position in the draft.",
     ["position"],
 )
 ACCEPTANCE = gauge(
@@ -28,46 +28,46 @@ ACCEPTANCE = gauge(
 )
 COLLAPSES = counter(
     "laps_sd_worker_acceptance_collapses_total",
-    "Times that this ratio fell below 0.1: the draft does not fit the traffic, or the target. With chosen draft lengths "
-    "drafting stops by itself, and is tried again now and then.",
+    "Times that this ratio fell below 0.1: the draft does not fit the traffic or the target. If the "
+    "worker chooses draft lengths, it then stops drafting and tries it again from time to time.",
 )
 OUT_OF_MEMORY = counter(
     "laps_sd_worker_out_of_memory_total",
-    "Times that the device had no memory for a round; fewer requests run for a while then.",
+    "Times that the device had no memory for a round; after that fewer requests run for a while.",
 )
 GENERATED = counter("laps_sd_worker_tokens_total", "Output tokens.")
 PREFILLED = counter(
     "laps_sd_worker_prefilled_tokens_total",
-    "Context tokens computed: prompts, and what is computed again after its KV was thrown away.",
+    "Context tokens computed: prompts, and context whose KV was discarded and is computed again.",
 )
 CACHED = counter(
     "laps_sd_worker_cached_tokens_total",
-    "Prompt tokens that needed no computing, because KV of the same start of a prompt was there. "
-    "Hit rate: cached / (cached + prefilled).",
+    "Prompt tokens that were found in the prefix cache and not computed. Hit rate: cached / (cached +"
+    " prefilled).",
 )
 SECONDS = counter(
     "laps_sd_worker_seconds_total",
-    "Where the time went: draft, verify, prefill, swap, other; idle: between two rounds; waiting: nothing to run.",
+    "Time by phase: draft, verify, prefill, swap, other; idle: between two rounds; waiting: nothing to run.",
     ["phase"],
 )
-ROUND = histogram("laps_sd_worker_round_seconds", "Duration of a round with something in it.")
+ROUND = histogram("laps_sd_worker_round_seconds", "Duration of a round with at least one request.")
 PREEMPTIONS = counter("laps_sd_worker_preemptions_total", "Requests paused in favour of others.")
 MOVES = counter(
     "laps_sd_worker_residency_changes_total",
-    "Times that KV of a request came to lie on device, host or nowhere (none).",
+    "Times that the KV of a request moved to device, host or nowhere (none).",
     ["to"],
 )
 ENDS = counter(
     "laps_sd_worker_ended_requests_total",
-    "Requests whose generation ended here, by finish reason.",
+    "Requests whose generation ended on this worker, by finish reason.",
     ["reason"],
 )
 
-SLOTS = gauge("laps_sd_worker_slots", "Requests in one round at most.")
-SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests of the last round that go on; 0 when idle.")
+SLOTS = gauge("laps_sd_worker_slots", "Largest number of requests in one round.")
+SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests of the last round that continue; 0 when idle.")
 FREE_BLOCKS = gauge(
     "laps_sd_worker_free_blocks",
-    "KV blocks that a request could have after the last round; KV kept for prompts that begin alike counts as free.",
+    "KV blocks that a request could get after the last round; blocks of the prefix cache count as free.",
     ["model"],
 )
 UNACKNOWLEDGED_TOKENS = gauge(
@@ -76,10 +76,14 @@ UNACKNOWLEDGED_TOKENS = gauge(
 UNACKNOWLEDGED_REPORTS = gauge(
     "laps_sd_worker_unacknowledged_reports", "Reports that no leader has acknowledged."
 )
-CONNECTED = gauge("laps_sd_worker_connected", "1 while a leader has greeted this worker and is heard.")
-CONNECTIONS = counter("laps_sd_worker_connections_total", "Times that a leader greeted this worker.")
+CONNECTED = gauge(
+    "laps_sd_worker_connected", "1 while a leader that has sent its hello is connected and not silent."
+)
+CONNECTIONS = counter(
+    "laps_sd_worker_connections_total", "Times that a leader sent its hello to this worker."
+)
 IGNORED = counter(
-    "laps_sd_worker_ignored_messages_total", "Messages of a leader that is no longer the newest known."
+    "laps_sd_worker_ignored_messages_total", "Messages ignored because they came from an older leader."
 )
 
 _DRAFT, _VERIFY, _PREFILL, _SWAP, _OTHER, _IDLE, _WAITING = (

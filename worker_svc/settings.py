@@ -36,15 +36,16 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     drain_s: float = field(
         60.0,
-        help="Time between the first signal and the end for its requests to move elsewhere; "
-        "what is still held then is run again by others from its committed tokens",
+        help="Time that requests get to move to other workers after the first signal; other workers then "
+        "continue the rest from their committed tokens",
         minimum=0.0,
         maximum=86400.0,
     )
 
     # -- the model pair
     engine: Literal["auto", "demo", "fake"] = field(
-        "auto", help="auto: LAPS_SD_TARGET if it is set, else the demo pair; fake: no model, scripted tokens"
+        "auto",
+        help="auto: LAPS_SD_TARGET if it is set, otherwise the demo pair; fake: no model, scripted tokens",
     )
     target: Path | None = field(
         None,
@@ -52,12 +53,13 @@ class WorkerSettings(ServingSettings, LinkSettings):
         "none: the demo pair that ships with LAPS-SD",
     )
     draft: Path | None = field(
-        None, help="The same for the draft model; none beside LAPS_SD_TARGET: there is no draft model"
+        None, help="The same for the draft model; none with LAPS_SD_TARGET set: no draft model"
     )
     drafter: Literal["auto", "model", "lookup", "none"] = field(
         "auto",
-        help="Where proposals come from: model is the draft model, lookup what followed the same tokens earlier in the "
-        "context; auto: the draft model, without one lookup; none: plain decoding",
+        help="Source of draft tokens: model is the draft model; lookup is prompt lookup, the tokens that "
+        "followed the same tokens earlier in the context; auto: the draft model if there is one, "
+        "otherwise lookup; none: plain decoding",
     )
     trust_remote_code: bool = field(
         False, help="Run Python code that comes with a model directory; it can do whatever this process can"
@@ -68,22 +70,24 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     deterministic: bool | None = field(
         None,
-        help="Text independent of batch and preemption, bit for bit; empty: in float32. In bfloat16 it is possible with one thread of an x86 CPU",
+        help="Make the text independent of batch and preemption, bit for bit; empty: in float32 only. In "
+        "bfloat16 it is possible with one thread of an x86 CPU",
     )
     threads: int = field(
-        1, help="Threads of one operation on the CPU; more than the free cores makes it slower", minimum=1
+        1, help="Threads of one operation on the CPU; more threads than free cores are slower", minimum=1
     )
 
     # -- its size
     slots: int = field(
         8,
-        help="Requests in one round at most; more raises throughput and the time of a round",
+        help="Largest number of requests in one round; more slots raise throughput and the time of a round",
         minimum=1,
         maximum=65536,
     )
     kv_blocks: int | None = field(
         None,
-        help="Blocks of either KV pool; none: from LAPS_SD_KV_MEMORY_BYTES, else room for every slot",
+        help="Blocks of each KV pool; none: computed from LAPS_SD_KV_MEMORY_BYTES, or if that is not set, "
+        "enough for every slot",
         minimum=1,
     )
     kv_memory_bytes: int | None = field(
@@ -92,29 +96,33 @@ class WorkerSettings(ServingSettings, LinkSettings):
     block_size: int = field(16, help="Tokens in a KV block", minimum=1, maximum=4096)
     host_bytes: int = field(
         2 * 2**30,
-        help="Host memory for KV that was swapped out; when it is full, KV is thrown away",
+        help="Host memory for KV that was swapped out; when it is full, KV is discarded",
         minimum=0,
     )
     context_tokens: int | None = field(
         None,
-        help="Prompt and output together, at most; default: what the model's config.json says, at most 8192. "
-        "Gateways must have the same",
+        help="Largest sum of prompt and output tokens of a request; default: the value in the model's "
+        "config.json, at most 8192. Gateways must have the same value",
         minimum=2,
     )
-    max_draft_len: int = field(6, help="Tokens drafted per request and round at most", minimum=0, maximum=64)
+    max_draft_len: int = field(
+        6, help="Largest number of tokens drafted per request and round", minimum=0, maximum=64
+    )
     draft_len: int | None = field(
         None, help="Tokens drafted in every round; none: chosen by acceptance and cost", minimum=0, maximum=64
     )
     prefill_chunk: int = field(
         512,
-        help="Context tokens computed in one round at most; smaller: shorter pauses for the others",
+        help="Largest number of context tokens computed in one round; smaller: shorter pauses for other "
+        "requests",
         minimum=1,
     )
 
     prefix_reuse_tokens: int = field(
         64,
-        help="KV of an earlier request is reused where a prompt begins with at least so many of the same tokens; smaller: more "
-        "to look up for less; 0: never, so that nobody can tell by times or by cached_prompt_tokens what others asked",
+        help="KV of an earlier request is reused if a prompt begins with at least this many of the same "
+        "tokens. Smaller: more lookups for less gain. 0: never, so that no tenant can infer from times or"
+        " from cached_prompt_tokens what others sent",
         minimum=0,
     )
 
@@ -128,23 +136,26 @@ class WorkerSettings(ServingSettings, LinkSettings):
     # -- the link
     max_unacknowledged_tokens: int = field(
         256,
-        help="Tokens of one request that no leader has acknowledged; at the bound it pauses. "
-        "Smaller: less is lost with this worker; larger: longer work through an outage",
+        help="Largest number of tokens of one request that no leader has acknowledged; at the limit the "
+        "request pauses. Smaller: less is lost with this worker; larger: longer work through an outage",
         minimum=1,
     )
     max_unacknowledged_reports: int = field(
-        1024, help="Round reports that no leader has acknowledged; at the bound the worker pauses", minimum=1
+        1024,
+        help="Largest number of round reports that no leader has acknowledged; at the limit the worker pauses",
+        minimum=1,
     )
     heartbeat_s: float = field(
         1.0, help="Interval of heartbeats to the scheduler", minimum=0.01, maximum=60.0
     )
     silence_s: float = field(
-        5.0, help="A scheduler that has not been heard for this long is given up", minimum=0.05, maximum=600.0
+        5.0, help="A scheduler that has sent nothing for this long is given up", minimum=0.05, maximum=600.0
     )
     engine_silence_s: float = field(
         120.0,
-        help="An engine that has not come to the end of a round for this long, when a new stream asks what it holds, hangs: the "
-        "worker ends with an error, so that it is started again. Must be longer than any round",
+        help="If the engine has not finished a round for this long when a new stream needs its state, the "
+        "worker takes it as hanging and ends with an error, so that it is started again. Must be longer "
+        "than any round",
         minimum=1.0,
         maximum=86400.0,
     )
@@ -155,9 +166,9 @@ class WorkerSettings(ServingSettings, LinkSettings):
         help="Speed of the fake engine: seconds slept per second of its cost model; 0 does not sleep",
         minimum=0.0,
     )
-    fake_round_s: float = field(0.020, help="Fake engine: a round with nothing in it", minimum=0.0)
+    fake_round_s: float = field(0.020, help="Fake engine: duration of an empty round", minimum=0.0)
     fake_acceptance: float = field(
-        0.68, help="Fake engine: mean chance of a proposal", minimum=0.0, maximum=1.0
+        0.68, help="Fake engine: mean probability that a draft token is accepted", minimum=0.0, maximum=1.0
     )
     fake_output_tokens: int | None = field(
         None, help="Fake engine: median output length; none: every request runs to max_tokens", minimum=1

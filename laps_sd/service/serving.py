@@ -86,32 +86,33 @@ class ServingSettings(Settings):
     )
     health_port: int | None = field(
         None,
-        help="Port of a plain-text gRPC server with health alone, for probes that speak no TLS; "
-        "0 takes a free one, empty serves none",
+        help="Port of a plain-text gRPC server for health checks only, for probes without TLS; 0 takes a free "
+        "one, empty serves none",
         minimum=0,
         maximum=65535,
     )
-    log_level: logging.LogLevel = field("info", help="Least severity that is logged")
+    log_level: logging.LogLevel = field("info", help="Lowest severity that is logged")
     log_style: logging.LogStyle = field(
-        "auto", help="Log lines as JSON, for a console, or whichever fits stderr"
+        "auto", help="Format of log lines: JSON, console, or auto to choose by whether stderr is a terminal"
     )
     max_message_bytes: int = field(
         MAX_MESSAGE_BYTES, help="Largest gRPC message in either direction", minimum=65536, maximum=2**31 - 1
     )
     drain_s: float = field(
         10.0,
-        help="Time between the first signal and the end for calls in progress",
+        help="Time that calls in progress get to finish after the first signal",
         minimum=0.0,
         maximum=86400.0,
     )
     otlp_endpoint: str = field(
         "",
-        help="Where spans go, as http://host:4317 (OTLP over gRPC, needs laps-sd[otel]); the same for all services. Empty: nowhere",
+        help="Collector that receives spans, as http://host:4317 (OTLP over gRPC, needs laps-sd[otel]); the "
+        "same for all services. Empty: no spans are sent",
     )
     tls_cert: Path | None = field(None, help="Certificate file of the gRPC server; none: plain text")
     tls_key: Path | None = field(None, help="Key of LAPS_SD_TLS_CERT")
     tls_client_ca: Path | None = field(
-        None, help="CA file; callers must show a certificate of it (mutual TLS)"
+        None, help="CA file; callers must present a certificate of this CA (mutual TLS)"
     )
 
     def problems(self) -> Iterator[str]:

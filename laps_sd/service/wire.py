@@ -137,7 +137,7 @@ class LinkSettings(Settings):
         None, help="CA file that verifies the scheduler; none: the system's roots"
     )
     link_tls_cert: Path | None = field(
-        None, help="Certificate this service shows to the scheduler (mutual TLS)"
+        None, help="Certificate that this service presents to the scheduler (mutual TLS)"
     )
     link_tls_key: Path | None = field(None, help="Key of LAPS_SD_LINK_TLS_CERT")
 

@@ -114,7 +114,7 @@ def test_one_thing_has_one_name_in_all_services() -> None:
         for field in dataclasses.fields(cls):
             kind = str(config.field_types(cls)[field.name])
             meant.setdefault(field.name, set()).add((kind, config.unit(field)))
-            if "not been heard for this long" in field.metadata["help"]:
+            if "has sent nothing for this long" in field.metadata["help"]:
                 silences.add((field.name, field.default))
 
     assert {name: kinds for name, kinds in meant.items() if len(kinds) > 1} == {}
