@@ -50,7 +50,7 @@ class ListQueueRequest(_message.Message):
 
     LIMIT_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """At most this many; 0: 100. No more than 10,000."""
+    """Largest number of entries; 0: 100. At most 10,000."""
     def __init__(
         self,
         *,
@@ -74,7 +74,7 @@ class ListQueueResponse(_message.Message):
     RECORD_OUTAGE_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     policy: _builtins.str
-    """What orders it."""
+    """The policy that orders it."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueEntry]: ...
     @_builtins.property
@@ -118,7 +118,7 @@ class QueueEntry(_message.Message):
     priority: _builtins.int
     state: _inference_pb2.Explanation.State.ValueType
     level: _builtins.int
-    """As in Explanation: absent where the policy has none."""
+    """As in Explanation: absent if the policy has no levels."""
     index_s: _builtins.float
     perceptible: _builtins.bool
     waiting_s: _builtins.float
@@ -126,7 +126,7 @@ class QueueEntry(_message.Message):
     emitted_tokens: _builtins.int
     worker_id: _builtins.str
     ordered_by: _builtins.str
-    """What its place rests on, a phrase."""
+    """The reason for its place, a phrase."""
     def __init__(
         self,
         *,
@@ -225,13 +225,13 @@ class WorkerStatus(_message.Message):
     slots: _builtins.int
     running: _builtins.int
     listed: _builtins.int
-    """Requests on its list."""
+    """Requests that are assigned to it."""
     target_blocks: _builtins.int
     free_target_blocks: _builtins.int
     rounds: _builtins.int
     tokens: _builtins.int
     acceptance: _builtins.float
-    """Accepted tokens over drafted ones, of late."""
+    """Accepted tokens divided by draft tokens, recently."""
     tokens_per_s: _builtins.float
     def __init__(
         self,
@@ -372,7 +372,7 @@ class GetShardResponse(_message.Message):
     queued: _builtins.int
     listed: _builtins.int
     backlog_s: _builtins.float
-    """Machine seconds of work that wait, by the estimates."""
+    """Machine seconds of waiting work, by the estimates."""
     workers: _builtins.int
     software_version: _builtins.str
     @_builtins.property
@@ -438,7 +438,7 @@ Global___GetRecordResponse: _TypeAlias = GetRecordResponse  # noqa: Y015
 
 @_typing.final
 class RecordOutage(_message.Message):
-    """The record cannot be written: nothing is admitted, and nothing more is shown, until it can be."""
+    """The record cannot be written: until it can be, no request is admitted and no further token is shown."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -448,7 +448,7 @@ class RecordOutage(_message.Message):
     fault: _builtins.str
     """Kind of the latest fault: unreachable, slow, loading, full, read_only or other."""
     error: _builtins.str
-    """The record's own words, or those of the connection to it."""
+    """Error text of the record's server, or of the connection to it."""
     lasts_s: _builtins.float
     """Seconds since the first fault of this outage."""
     def __init__(

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Read and steer one shard.
+    """Inspects and controls one shard.
     """
 
     def __init__(self, channel):
@@ -74,11 +74,11 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Read and steer one shard.
+    """Inspects and controls one shard.
     """
 
     def ExplainRequest(self, request, context):
-        """Of one request; `tenant` empty means an operator asks.
+        """Explains one request; an empty `tenant` means that the caller is an operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,35 +92,35 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """The workers of the shard, with what they carry.
+        """The workers of the shard, with their load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Asks a worker to leave: no new work, its requests move or finish. Idempotent.
+        """Drains a worker: it gets no new work, and its requests move or finish. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NominateVictim(self, request, context):
-        """Which worker is cheapest to lose.
+        """Returns the worker that is cheapest to remove.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetShard(self, request, context):
-        """The shard itself: who leads, which policy, how much waits.
+        """The shard itself: its leader, policy and backlog.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRecord(self, request, context):
-        """Whether this scheduler can write the record. A standby answers too: without a record nobody leads.
+        """Returns whether this scheduler can write the record. A standby answers too, because without a record there is no leader.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +173,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Read and steer one shard.
+    """Inspects and controls one shard.
     """
 
     @staticmethod

@@ -30,49 +30,49 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminStub:
-    """Read and steer one shard."""
+    """Inspects and controls one shard."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     ExplainRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminExplainRequest, _inference_pb2.ExplainResponse]
-    """Of one request; `tenant` empty means an operator asks."""
+    """Explains one request; an empty `tenant` means that the caller is an operator."""
     ListQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]
     """The queue, best first."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
-    """The workers of the shard, with what they carry."""
+    """The workers of the shard, with their load."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
-    """Asks a worker to leave: no new work, its requests move or finish. Idempotent."""
+    """Drains a worker: it gets no new work, and its requests move or finish. Idempotent."""
     NominateVictim: _grpc.UnaryUnaryMultiCallable[_admin_pb2.NominateVictimRequest, _admin_pb2.NominateVictimResponse]
-    """Which worker is cheapest to lose."""
+    """Returns the worker that is cheapest to remove."""
     GetShard: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardRequest, _admin_pb2.GetShardResponse]
-    """The shard itself: who leads, which policy, how much waits."""
+    """The shard itself: its leader, policy and backlog."""
     GetRecord: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRecordRequest, _admin_pb2.GetRecordResponse]
-    """Whether this scheduler can write the record. A standby answers too: without a record nobody leads."""
+    """Returns whether this scheduler can write the record. A standby answers too, because without a record there is no leader."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
-    """Read and steer one shard."""
+    """Inspects and controls one shard."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ExplainRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Of one request; `tenant` empty means an operator asks."""
+    """Explains one request; an empty `tenant` means that the caller is an operator."""
     ListQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListQueueRequest, _admin_pb2.ListQueueResponse]  # type: ignore[assignment]
     """The queue, best first."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """The workers of the shard, with what they carry."""
+    """The workers of the shard, with their load."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """Asks a worker to leave: no new work, its requests move or finish. Idempotent."""
+    """Drains a worker: it gets no new work, and its requests move or finish. Idempotent."""
     NominateVictim: _aio.UnaryUnaryMultiCallable[_admin_pb2.NominateVictimRequest, _admin_pb2.NominateVictimResponse]  # type: ignore[assignment]
-    """Which worker is cheapest to lose."""
+    """Returns the worker that is cheapest to remove."""
     GetShard: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardRequest, _admin_pb2.GetShardResponse]  # type: ignore[assignment]
-    """The shard itself: who leads, which policy, how much waits."""
+    """The shard itself: its leader, policy and backlog."""
     GetRecord: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRecordRequest, _admin_pb2.GetRecordResponse]  # type: ignore[assignment]
-    """Whether this scheduler can write the record. A standby answers too: without a record nobody leads."""
+    """Returns whether this scheduler can write the record. A standby answers too, because without a record there is no leader."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
-    """Read and steer one shard."""
+    """Inspects and controls one shard."""
 
     @_abc_1.abstractmethod
     def ExplainRequest(
@@ -80,7 +80,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.AdminExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
-        """Of one request; `tenant` empty means an operator asks."""
+        """Explains one request; an empty `tenant` means that the caller is an operator."""
 
     @_abc_1.abstractmethod
     def ListQueue(
@@ -96,7 +96,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListWorkersResponse, _abc.Awaitable[_admin_pb2.ListWorkersResponse]]:
-        """The workers of the shard, with what they carry."""
+        """The workers of the shard, with their load."""
 
     @_abc_1.abstractmethod
     def DrainWorker(
@@ -104,7 +104,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
-        """Asks a worker to leave: no new work, its requests move or finish. Idempotent."""
+        """Drains a worker: it gets no new work, and its requests move or finish. Idempotent."""
 
     @_abc_1.abstractmethod
     def NominateVictim(
@@ -112,7 +112,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.NominateVictimRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.NominateVictimResponse, _abc.Awaitable[_admin_pb2.NominateVictimResponse]]:
-        """Which worker is cheapest to lose."""
+        """Returns the worker that is cheapest to remove."""
 
     @_abc_1.abstractmethod
     def GetShard(
@@ -120,7 +120,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetShardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetShardResponse, _abc.Awaitable[_admin_pb2.GetShardResponse]]:
-        """The shard itself: who leads, which policy, how much waits."""
+        """The shard itself: its leader, policy and backlog."""
 
     @_abc_1.abstractmethod
     def GetRecord(
@@ -128,6 +128,6 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetRecordRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetRecordResponse, _abc.Awaitable[_admin_pb2.GetRecordResponse]]:
-        """Whether this scheduler can write the record. A standby answers too: without a record nobody leads."""
+        """Returns whether this scheduler can write the record. A standby answers too, because without a record there is no leader."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,11 +3,11 @@
 isort:skip_file
 The link between a gateway and the scheduler of one shard (internal contract).
 
-A gateway dials, one bidirectional stream per gateway and shard. Hello first, heartbeats both ways every
-second. Every scheduler message carries the leader epoch; a gateway refuses any epoch but the newest
-it has seen in a SchedulerHello. When the stream breaks, the gateway dials the shard's seeds until one
-leads, says hello and attaches all its live streams again from the token it had shown: its clients
-notice a pause. Between services everything is token ids.
+The gateway dials; there is one bidirectional stream per gateway and shard. It starts with a hello, and both sides send
+heartbeats every second. Every scheduler message carries the leader epoch; a gateway refuses any epoch but the newest
+it has seen in a SchedulerHello. When the stream breaks, the gateway dials the shard's seeds until it finds the leader,
+sends its hello, and attaches all its live streams again after the tokens it has shown: its clients
+notice a pause. Services exchange token ids, no text. Terms: docs/glossary.md.
 """
 
 from collections import abc as _abc
@@ -104,7 +104,7 @@ class GatewayLinkReply(_message.Message):
     def cancel_reply(self) -> Global___CancelReply: ...
     @_builtins.property
     def load(self) -> Global___ShardLoad:
-        """Beside a heartbeat: how much the shard has to do."""
+        """With a heartbeat: the load of the shard."""
 
     def __init__(
         self,
@@ -142,13 +142,13 @@ class ShardLoad(_message.Message):
     KV_USAGE_FIELD_NUMBER: _builtins.int
     REFUSES_FIELD_NUMBER: _builtins.int
     backlog_s: _builtins.float
-    """Machine seconds of work that is left, by the scheduler's estimates."""
+    """Machine seconds of remaining work, by the scheduler's estimates."""
     requests: _builtins.int
     """Unfinished requests."""
     workers: _builtins.int
-    """Connected workers; without one everything waits."""
+    """Connected workers; without one all requests wait."""
     gateways: _builtins.int
-    """Connected gateways, which all hear this and act on it until the next heartbeat."""
+    """Connected gateways, which all receive this and act on it until the next heartbeat."""
     kv_usage: _builtins.float
     """Share of the connected workers' KV blocks (of the target) that is in use, 0 to 1."""
     @_builtins.property
@@ -188,7 +188,7 @@ class GatewayHello(_message.Message):
     """Release of the software, for logs."""
     @_builtins.property
     def protocol_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Versions this peer speaks, newest first; the scheduler picks the newest that it speaks too."""
+        """Versions that this peer supports, newest first; the scheduler picks the newest that it supports too."""
 
     def __init__(
         self,
@@ -238,13 +238,13 @@ Global___SchedulerHello: _TypeAlias = SchedulerHello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent by both sides every second; a side that has heard nothing for `LAPS_SD_SILENCE_S` (5 s) gives the stream up."""
+    """Sent by both sides every second; a side that has received nothing for `LAPS_SD_SILENCE_S` (5 s) gives the stream up."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SENT_MS_FIELD_NUMBER: _builtins.int
     sent_ms: _builtins.int
-    """Sender's monotonic milliseconds; the receiver may assume nothing but that it grows."""
+    """Sender's monotonic milliseconds; the receiver may only assume that it grows."""
     def __init__(
         self,
         *,
@@ -318,20 +318,20 @@ class Submit(_message.Message):
     workload_class: _builtins.str
     expected_output_tokens: _builtins.int
     deadline_in_ms: _builtins.int
-    """What is left of the hard deadline when this message is sent, milliseconds. Absent: none."""
+    """Milliseconds until the hard deadline, as of this message. Absent: no deadline."""
     time_limit_ms: _builtins.int
     """Soft limit from acceptance, milliseconds."""
     keep: _builtins.bool
     grace_ms: _builtins.int
-    """How long the request lives with nobody attached, milliseconds."""
+    """How long the request continues without an attachment, milliseconds."""
     model: _builtins.str
     traceparent: _builtins.str
     """W3C traceparent of the client's span, empty if none."""
     attachment_id: _builtins.str
     """Names the attachment that this submission is, as in Attach."""
     restores: _builtins.bool
-    """It was accepted before, and the scheduler knows it no more: it goes on behind `shown_ids`, and a scheduler that
-    cannot answer now has not turned it away.
+    """The request was accepted before, and the scheduler has lost it: generation continues after `shown_ids`. A scheduler that
+    cannot answer now has not refused it.
     """
     @_builtins.property
     def specification(self) -> Global___Specification: ...
@@ -429,7 +429,7 @@ class Specification(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
-    """Outputs in all, at most; filled in."""
+    """Largest number of output tokens, with the default filled in."""
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -439,7 +439,7 @@ class Specification(_message.Message):
     """Longest draft of a round. Absent: the worker's choice. 0: plain decoding."""
     logprobs: _builtins.int
     origin: _builtins.bytes
-    """A serialized Origin. Workers keep it and give it back with what they hold; it means nothing to them."""
+    """A serialized Origin. Workers do not read it; they return it in HeldRequest."""
     min_p: _builtins.float
     """As in SamplingParams; 0 is off for all of them."""
     repetition_penalty: _builtins.float
@@ -447,14 +447,14 @@ class Specification(_message.Message):
     frequency_penalty: _builtins.float
     drafter: _inference_pb2.Speculation.Drafter.ValueType
     traceparent: _builtins.str
-    """W3C traceparent that the spans of whoever has this lie below, empty if none. A scheduler takes it from the submission and
-    keeps it on the record; to a worker it tells the span of the lease.
+    """W3C traceparent of the parent span for the receiver's spans, empty if none. A scheduler takes it from the submission and
+    keeps it in the record; to a worker it sends the span of the lease.
     """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def committed_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Outputs on the record so far (migration, restart)."""
+        """Output tokens that the record has so far (migration, restart)."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -504,7 +504,7 @@ Global___Specification: _TypeAlias = Specification  # noqa: Y015
 
 @_typing.final
 class Origin(_message.Message):
-    """The rest of a request, carried by its workers for a scheduler that has lost it together with the record."""
+    """The rest of a request, which its workers keep for a scheduler that has lost it together with the record."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -514,7 +514,7 @@ class Origin(_message.Message):
     written_unix_ms: _builtins.int
     """When this was written, Unix milliseconds: durations in `submit` count from here."""
     incarnation: _builtins.str
-    """Of the record that held the request."""
+    """Incarnation of the record that held the request."""
     @_builtins.property
     def submit(self) -> Global___Submit:
         """As it was accepted, without its specification, which the worker gives back itself. Schedulers of earlier releases put the
@@ -567,7 +567,7 @@ Global___SubmitReply: _TypeAlias = SubmitReply  # noqa: Y015
 
 @_typing.final
 class SubmitAccepted(_message.Message):
-    """The request is on the record, and the gateway's attachment receives its tokens from 0."""
+    """The record has the request, and the gateway's attachment receives its tokens from 0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -649,7 +649,7 @@ class SubmitRefused(_message.Message):
     retry_after_ms: _builtins.int
     """When a retry makes sense, milliseconds; 0: no advice."""
     shard: _builtins.str
-    """Of REASON_KEY_ELSEWHERE."""
+    """Set with REASON_KEY_ELSEWHERE."""
     def __init__(
         self,
         *,
@@ -668,7 +668,7 @@ Global___SubmitRefused: _TypeAlias = SubmitRefused  # noqa: Y015
 
 @_typing.final
 class Attach(_message.Message):
-    """Send committed tokens of a request to this stream, from `from_token` on. Answered by AttachReply."""
+    """Requests the committed tokens of a request on this stream, from `from_token` on. Answered by AttachReply."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -684,11 +684,11 @@ class Attach(_message.Message):
     """Checked against the request's tenant; another tenant's request is NOT_FOUND."""
     from_token: _builtins.int
     attachment_id: _builtins.str
-    """Names this attachment of a client across reconnects of the gateway; a Detach names it too, so that a
-    late Detach cannot cut off somebody else's attachment.
+    """Identifies this attachment of a client across reconnects of the gateway. A Detach names it too, so that a
+    late Detach cannot end another attachment.
     """
     wants_submission: _builtins.bool
-    """The gateway does not have what the request was submitted with, and would like to: see AttachReply.submission."""
+    """The gateway does not have the submission of the request and needs it: see AttachReply.submission."""
     def __init__(
         self,
         *,
@@ -724,8 +724,8 @@ class AttachReply(_message.Message):
         RESULT_UNAVAILABLE: AttachReply._Result.ValueType  # 3
         """The record cannot be read now; try again."""
         RESULT_NOT_FOUND_YET: AttachReply._Result.ValueType  # 4
-        """Unknown to a record that was empty when this leader came. Workers and gateways may still bring it back: whoever can
-        submits it again now, everybody else tries again.
+        """Unknown to a record that was empty when this leader took over. Workers and gateways may still restore it: a gateway
+        that has the submission sends it again now, other gateways retry.
         """
 
     class Result(_Result, metaclass=_ResultEnumTypeWrapper): ...
@@ -736,8 +736,8 @@ class AttachReply(_message.Message):
     RESULT_UNAVAILABLE: AttachReply.Result.ValueType  # 3
     """The record cannot be read now; try again."""
     RESULT_NOT_FOUND_YET: AttachReply.Result.ValueType  # 4
-    """Unknown to a record that was empty when this leader came. Workers and gateways may still bring it back: whoever can
-    submits it again now, everybody else tries again.
+    """Unknown to a record that was empty when this leader took over. Workers and gateways may still restore it: a gateway
+    that has the submission sends it again now, other gateways retry.
     """
 
     ATTACH_ID_FIELD_NUMBER: _builtins.int
@@ -759,7 +759,7 @@ class AttachReply(_message.Message):
     @_builtins.property
     def submission(self) -> Global___Submit:
         """With this and the tokens it has shown the gateway can submit the request again when scheduler and record have lost it.
-        Only for an unfinished request, and where the Attach wants it. What is left of its times is as of this message.
+        Only for an unfinished request, and only if the Attach wants it. Remaining times are as of this message.
         """
 
     def __init__(
@@ -783,7 +783,7 @@ Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
 
 @_typing.final
 class Detach(_message.Message):
-    """The client of this attachment is gone. With no attachment left the request's grace starts.
+    """The client of this attachment has left. When no attachment is left, the request's grace starts.
     Found by `attachment_id` alone: a client may leave before its gateway knows under which request it was accepted.
     """
 
@@ -894,7 +894,7 @@ class Delivery(_message.Message):
     ATTACHMENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     first_token: _builtins.int
-    """Position in the output of the first of `token_ids`. The receiver drops what it has seen already."""
+    """Position in the output of the first of `token_ids`. The receiver drops tokens that it already has."""
     attachment_id: _builtins.str
     """The attachment this is for; empty: every attachment of this gateway to the request."""
     @_builtins.property
@@ -925,7 +925,7 @@ Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
 
 @_typing.final
 class RequestEnd(_message.Message):
-    """How a request ended, in the record's words."""
+    """How a request ended, with the kinds that the record distinguishes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

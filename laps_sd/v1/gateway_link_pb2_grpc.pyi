@@ -3,11 +3,11 @@
 isort:skip_file
 The link between a gateway and the scheduler of one shard (internal contract).
 
-A gateway dials, one bidirectional stream per gateway and shard. Hello first, heartbeats both ways every
-second. Every scheduler message carries the leader epoch; a gateway refuses any epoch but the newest
-it has seen in a SchedulerHello. When the stream breaks, the gateway dials the shard's seeds until one
-leads, says hello and attaches all its live streams again from the token it had shown: its clients
-notice a pause. Between services everything is token ids.
+The gateway dials; there is one bidirectional stream per gateway and shard. It starts with a hello, and both sides send
+heartbeats every second. Every scheduler message carries the leader epoch; a gateway refuses any epoch but the newest
+it has seen in a SchedulerHello. When the stream breaks, the gateway dials the shard's seeds until it finds the leader,
+sends its hello, and attaches all its live streams again after the tokens it has shown: its clients
+notice a pause. Services exchange token ids, no text. Terms: docs/glossary.md.
 """
 
 from collections import abc as _abc

@@ -47,7 +47,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The soft time limit passed; the text is what existed by then."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 5
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 6
-    """The request failed; `Ended.error` says why."""
+    """The request failed; `Ended.error` has the reason."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -62,7 +62,7 @@ FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 4
 """The soft time limit passed; the text is what existed by then."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
 FINISH_REASON_ERROR: FinishReason.ValueType  # 6
-"""The request failed; `Ended.error` says why."""
+"""The request failed; `Ended.error` has the reason."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -90,30 +90,30 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Name from ListModels. Empty: the gateway's only model."""
     text: _builtins.str
-    """Plain text, tokenized as it stands."""
+    """Plain text, tokenized unchanged."""
     idempotency_key: _builtins.str
     """The client's own key, unique per tenant. The same key with the same body attaches to the
     request that exists; with another body it is refused (ALREADY_EXISTS). The body is compared
-    before defaults are filled in, and without its deadline: a request that its deadline ended lets its key go, and one that
-    is still unfinished gets the time of the newest attempt if that is more.
+    before defaults are filled in, and without its deadline: a request that ended by its deadline releases its key, and one
+    that is still unfinished gets the deadline of the newest attempt if that is later.
     """
     priority: _builtins.int
     """Higher runs first; within the limits the tenant is allowed. Default 0."""
     time_limit_ms: _builtins.int
     """Soft limit in milliseconds from acceptance: generation stops, the reply holds what exists."""
     expected_output_tokens: _builtins.int
-    """A guess of the output length, in tokens. A hint for the scheduler, never trusted blindly."""
+    """A guess of the output length, in tokens. A hint; the scheduler corrects it by what it has learnt."""
     workload_class: _builtins.str
     """A name for this kind of work ("chat", "code"). Requests of one class share learnt estimates."""
     keep: _builtins.bool
-    """Go on without a client: the request lives until it ends, whoever is attached."""
+    """Continue without a client: the request runs to its end even if no client is attached."""
     logprobs: _builtins.int
     """Log probabilities to return per token: the chosen one and this many alternatives. Refused where the gateway allows none."""
     n: _builtins.int
     """Outputs of the one prompt. Default 1. Each is a request of its own, with an id, an end and the seed `seed + choice`."""
     deadline_unix_ms: _builtins.int
     """A hard deadline as a point in time, milliseconds since 1970: for callers whose protocol carries none, and for requests that outlive
-    their call. Of this and the gRPC deadline the earlier holds. It goes by the gateway's clock.
+    their call. The earlier of this and the gRPC deadline applies, by the gateway's clock.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -121,7 +121,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids of the model's tokenizer, used as they stand."""
+        """Token ids of the model's tokenizer, used unchanged."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
@@ -326,9 +326,9 @@ class SamplingParams(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Output tokens at most. Default: what the context leaves, within the gateway's limit."""
+    """Largest number of output tokens. Default: what the context leaves, within the gateway's limit."""
     temperature: _builtins.float
-    """0 is greedy, and so is what lies between it and 0.00001. Default 1."""
+    """0 is greedy, and so is any value between 0 and 0.00001. Default 1."""
     top_p: _builtins.float
     """Nucleus: the smallest set of tokens whose probability reaches this. Default 1 (off)."""
     top_k: _builtins.int
@@ -428,14 +428,14 @@ class Speculation(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """Draft length chosen per round from acceptance and cost."""
+        """The worker chooses the draft length of each round from acceptance and cost."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
         """Plain decoding."""
 
     class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """Draft length chosen per round from acceptance and cost."""
+    """The worker chooses the draft length of each round from acceptance and cost."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
     """Plain decoding."""
 
@@ -450,7 +450,9 @@ class Speculation(_message.Message):
         DRAFTER_MODEL: Speculation._Drafter.ValueType  # 1
         """The draft model."""
         DRAFTER_LOOKUP: Speculation._Drafter.ValueType  # 2
-        """What followed the last tokens where they occurred before in prompt or output; needs no second model."""
+        """Prompt lookup: the tokens that followed the last tokens where these occurred before in prompt or output; needs no second
+        model.
+        """
 
     class Drafter(_Drafter, metaclass=_DrafterEnumTypeWrapper): ...
     DRAFTER_UNSPECIFIED: Speculation.Drafter.ValueType  # 0
@@ -458,16 +460,18 @@ class Speculation(_message.Message):
     DRAFTER_MODEL: Speculation.Drafter.ValueType  # 1
     """The draft model."""
     DRAFTER_LOOKUP: Speculation.Drafter.ValueType  # 2
-    """What followed the last tokens where they occurred before in prompt or output; needs no second model."""
+    """Prompt lookup: the tokens that followed the last tokens where these occurred before in prompt or output; needs no second
+    model.
+    """
 
     MODE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     max_draft_tokens: _builtins.int
-    """Draft tokens per round at most. Default: the worker's limit."""
+    """Largest number of draft tokens per round. Default: the worker's limit."""
     drafter: Global___Speculation.Drafter.ValueType
-    """Where proposals come from. A worker without a draft model looks up."""
+    """Source of draft tokens. A worker without a draft model uses prompt lookup."""
     def __init__(
         self,
         *,
@@ -525,7 +529,7 @@ Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """The request is on the record: from here on it survives the crash of any process."""
+    """The record has the request: from here on it survives the crash of any process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -586,7 +590,7 @@ class Delta(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Per token, when asked for."""
+        """Per token, if requested."""
 
     def __init__(
         self,
@@ -642,7 +646,7 @@ class TokenLogprobs(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     unknown: _builtins.bool
-    """Not known any more: log probabilities are not on the record, and the scheduler changed since the token came."""
+    """No longer known: the record does not hold log probabilities, and the leader has changed since the token came."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(
@@ -760,15 +764,15 @@ class SpeculationSummary(_message.Message):
     rounds: _builtins.int
     """Verification rounds of the target."""
     drafted: _builtins.int
-    """Tokens proposed by the draft."""
+    """Draft tokens."""
     accepted: _builtins.int
-    """Proposed tokens the target kept."""
+    """Draft tokens that the target accepted."""
     mean_acceptance_length: _builtins.float
     """Tokens of a round with a draft, on average: 1 + accepted / drafts, as in vLLM; the 1 is the token that the
     target adds itself. 1 if there were no drafts.
     """
     drafts: _builtins.int
-    """Rounds in which the draft proposed tokens; the others of `rounds` were plain decoding."""
+    """Rounds with draft tokens; the others of `rounds` were plain decoding."""
     def __init__(
         self,
         *,
@@ -870,7 +874,7 @@ class ResumeRequest(_message.Message):
     request_id: _builtins.str
     @_builtins.property
     def cursor(self) -> Global___Cursor:
-        """Where to go on; absent: from the start."""
+        """Where to continue; absent: from the start."""
 
     def __init__(
         self,
@@ -966,7 +970,7 @@ Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
 class Explanation(_message.Message):
-    """Where a request stands, and why. Durations in seconds of machine time unless said otherwise."""
+    """The place of a request, and the reason. Durations are seconds of machine time unless noted otherwise."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -979,7 +983,7 @@ class Explanation(_message.Message):
         STATE_UNSPECIFIED: Explanation._State.ValueType  # 0
         STATE_QUEUED: Explanation._State.ValueType  # 1
         STATE_LISTED: Explanation._State.ValueType  # 2
-        """On a worker's list, not running."""
+        """Assigned to a worker, not running."""
         STATE_RUNNING: Explanation._State.ValueType  # 3
         STATE_ENDED: Explanation._State.ValueType  # 4
 
@@ -987,7 +991,7 @@ class Explanation(_message.Message):
     STATE_UNSPECIFIED: Explanation.State.ValueType  # 0
     STATE_QUEUED: Explanation.State.ValueType  # 1
     STATE_LISTED: Explanation.State.ValueType  # 2
-    """On a worker's list, not running."""
+    """Assigned to a worker, not running."""
     STATE_RUNNING: Explanation.State.ValueType  # 3
     STATE_ENDED: Explanation.State.ValueType  # 4
 
@@ -1024,18 +1028,18 @@ class Explanation(_message.Message):
     state: Global___Explanation.State.ValueType
     policy: _builtins.str
     level: _builtins.int
-    """Absent where the policy has no levels, like `perceptible` where it makes no such difference."""
+    """Absent if the policy has no levels. `perceptible` is absent if the policy does not use it."""
     ahead: _builtins.int
-    """Requests that come before it. Fields 24 to 26 say what puts them there; the rest is beside it in all of that, and sooner by
-    what `ordered_by` says.
+    """Number of requests that come before it. Fields 24 to 26 count them by reason; the others are equal to it in all of these,
+    and come before it by `ordered_by`.
     """
     perceptible: _builtins.bool
     remaining_s: _builtins.float
-    """Estimated remaining service, and the interval it is believed to lie in."""
+    """Estimated remaining service, and its interval."""
     remaining_low_s: _builtins.float
     remaining_high_s: _builtins.float
     basis: _builtins.str
-    """What the estimate rests on, a sentence."""
+    """The basis of the estimate, a sentence."""
     attained_s: _builtins.float
     rounds: _builtins.int
     drafted: _builtins.int
@@ -1047,21 +1051,21 @@ class Explanation(_message.Message):
     priority: _builtins.int
     worker_id: _builtins.str
     ordered_by: _builtins.str
-    """What its place rests on, a phrase: "about 0.5 s left (level 3)"."""
+    """The reason for its place, a phrase: "about 0.5 s left (level 3)"."""
     tenant_ahead: _builtins.bool
     """It waits for requests of other tenants, because its own tenant had more service (fairness between tenants)."""
     ahead_by_priority: _builtins.int
-    """Of those `ahead`: with a higher priority."""
+    """Number of those `ahead` with a higher priority."""
     ahead_by_tenant: _builtins.int
-    """Of its priority, and of tenants that had less service than its own."""
+    """Number of those with its priority, of tenants that had less service than its own."""
     ahead_by_level: _builtins.int
-    """Of its priority and turn, at a lower level."""
+    """Number of those with its priority and the same place by tenant, at a lower level."""
     waits_for: _builtins.str
     """What it needs before its place matters, a phrase: "a worker: none takes work now". Empty: nothing."""
     reserved: _builtins.bool
-    """It is among the oldest, which have a share of the slots whatever their rank."""
+    """It is among the oldest requests, which have the reserved share of the slots whatever their rank."""
     age_s: _builtins.float
-    """Seconds since it was accepted, when this was said; 0 once it has ended."""
+    """Seconds since it was accepted, as of this answer; 0 once it has ended."""
     @_builtins.property
     def story(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryLine]: ...
     def __init__(
@@ -1125,7 +1129,7 @@ class StoryLine(_message.Message):
     """Seconds since the request was accepted."""
     what: _builtins.str
     """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, ended …
-    left_out: one line for many in the middle of a long story; the detail says how many.
+    left_out: one line for many in the middle of a long timeline; the detail has their number.
     """
     detail: _builtins.str
     def __init__(
@@ -1289,7 +1293,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Special tokens have no text, nor has a character that is not whole at the end."""
+    """Special tokens and an incomplete character at the end have no text."""
     def __init__(
         self,
         *,

@@ -96,7 +96,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Attaches to a request that exists, replays committed tokens from the cursor, then goes on
+        """Attaches to an existing request, replays committed tokens from the cursor, then continues
         as GenerateStream does. Works at any gateway, also after the request has ended, until it expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -111,7 +111,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why the request is where it is: its level, rank, estimate and story. Never names other requests.
+        """Explains the place of the request: its level, rank, estimate and timeline. Never names other requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,13 +49,13 @@ class InferenceStub:
     GenerateStream: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]
     """Runs one request. The first message is `accepted`, then come `delta`s, the last is `end`."""
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateEvent]
-    """Attaches to a request that exists, replays committed tokens from the cursor, then goes on
+    """Attaches to an existing request, replays committed tokens from the cursor, then continues
     as GenerateStream does. Works at any gateway, also after the request has ended, until it expires.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Ends a request with CANCELLED. Idempotent: cancelling an ended request changes nothing."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
-    """Why the request is where it is: its level, rank, estimate and story. Never names other requests."""
+    """Explains the place of the request: its level, rank, estimate and timeline. Never names other requests."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this gateway serves."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -73,13 +73,13 @@ class InferenceAsyncStub(InferenceStub):
     GenerateStream: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]  # type: ignore[assignment]
     """Runs one request. The first message is `accepted`, then come `delta`s, the last is `end`."""
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateEvent]  # type: ignore[assignment]
-    """Attaches to a request that exists, replays committed tokens from the cursor, then goes on
+    """Attaches to an existing request, replays committed tokens from the cursor, then continues
     as GenerateStream does. Works at any gateway, also after the request has ended, until it expires.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a request with CANCELLED. Idempotent: cancelling an ended request changes nothing."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Why the request is where it is: its level, rank, estimate and story. Never names other requests."""
+    """Explains the place of the request: its level, rank, estimate and timeline. Never names other requests."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models this gateway serves."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -112,7 +112,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateEvent], _abc.AsyncIterator[_inference_pb2.GenerateEvent]]:
-        """Attaches to a request that exists, replays committed tokens from the cursor, then goes on
+        """Attaches to an existing request, replays committed tokens from the cursor, then continues
         as GenerateStream does. Works at any gateway, also after the request has ended, until it expires.
         """
 
@@ -130,7 +130,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
-        """Why the request is where it is: its level, rank, estimate and story. Never names other requests."""
+        """Explains the place of the request: its level, rank, estimate and timeline. Never names other requests."""
 
     @_abc_1.abstractmethod
     def ListModels(

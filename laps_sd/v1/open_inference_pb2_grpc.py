@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Served by a gateway beside laps_sd.v1.Inference, with the same tenants, limits and requests.
+    """Served by a gateway together with laps_sd.v1.Inference, with the same tenants, limits and requests.
     """
 
     def __init__(self, channel):
@@ -68,25 +68,25 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Served by a gateway beside laps_sd.v1.Inference, with the same tenants, limits and requests.
+    """Served by a gateway together with laps_sd.v1.Inference, with the same tenants, limits and requests.
     """
 
     def ServerLive(self, request, context):
-        """Whether the process answers.
+        """Returns whether the process answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerReady(self, request, context):
-        """Whether requests would be taken: a scheduler leads.
+        """Returns whether a request would be accepted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelReady(self, request, context):
-        """The same for one model.
+        """Returns the same for one model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +109,7 @@ class GRPCInferenceServiceServicer:
     def ModelInfer(self, request, context):
         """Generates one text for each element of the input `text_input` (BYTES, UTF-8). Parameters of the request are those of OpenAI's
         completions that have one value for all elements (max_tokens, temperature, top_p, seed, stop, guided_json, priority,
-        time_limit_ms …); any other is refused by name. Those of tensors, and versions of a model, mean nothing here.
+        time_limit_ms …); any other is refused by name. Parameters of tensors, and versions of a model, are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,7 +157,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Served by a gateway beside laps_sd.v1.Inference, with the same tenants, limits and requests.
+    """Served by a gateway together with laps_sd.v1.Inference, with the same tenants, limits and requests.
     """
 
     @staticmethod

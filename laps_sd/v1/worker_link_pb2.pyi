@@ -3,14 +3,15 @@
 isort:skip_file
 The link between a worker and the scheduler of its shard (internal contract).
 
-A worker dials, one bidirectional stream. "Current state up, desired state down": the worker says what it holds
-and did, the scheduler says what it wants run. The worker runs round after round on its latest
+The worker dials one bidirectional stream. "Current state up, desired state down": the worker reports what it holds
+and did, the scheduler sends what shall run. The worker runs round after round on its latest
 assignment and never waits for the scheduler; a new assignment replaces the old one between rounds. After any
-fault the next exchange repairs the picture:
- * Reports are numbered per worker process, from 1, and offered again until acknowledged.
- * Only the lease epoch judges a report: another one than the record's means "drop the request".
- * A specification is sent before its request is listed; a worker that lacks one says so.
- * While no leader is there the worker keeps running, up to a bound of tokens not acknowledged per request.
+fault the next exchange brings both sides to the same state:
+ * Reports are numbered per worker process, from 1, and sent again until acknowledged.
+ * Only the lease epoch decides whether a report counts: another epoch than the record's means "drop the request".
+ * A specification is sent before its request is assigned; a worker that lacks one sends SpecificationsMissing.
+ * While there is no leader the worker keeps running, up to a limit of unacknowledged tokens per request.
+Terms: docs/glossary.md.
 """
 
 from collections import abc as _abc
@@ -162,7 +163,7 @@ class WorkerHello(_message.Message):
     worker_id: _builtins.str
     """Unique per process: a worker that starts again has another id."""
     worker_name: _builtins.str
-    """The name that survives restarts (pod name); when it comes back under another id the old process is gone."""
+    """The name that survives restarts (pod name); when it appears under another id, the old process has ended."""
     pool: _builtins.str
     software_version: _builtins.str
     fingerprint: _builtins.str
@@ -173,20 +174,20 @@ class WorkerHello(_message.Message):
     draft_blocks: _builtins.int
     block_size: _builtins.int
     max_length: _builtins.int
-    """Context tokens of one request at most."""
+    """Largest context of one request, in tokens."""
     max_draft_tokens: _builtins.int
     vocab_size: _builtins.int
     draining: _builtins.bool
     """Draining already (SIGTERM while the link was down)."""
     last_report: _builtins.int
-    """Number of the last report it has ever issued."""
+    """Number of the last report that it has issued."""
     @_builtins.property
     def protocol_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def cost(self) -> Global___CostModel: ...
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
-        """Everything it holds."""
+        """All requests that it holds."""
 
     def __init__(
         self,
@@ -220,7 +221,7 @@ Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
 
 @_typing.final
 class CostModel(_message.Message):
-    """What a worker has measured about itself so far; zeros mean "not yet"."""
+    """Costs that a worker has measured so far; zero means "not measured yet"."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -284,10 +285,10 @@ class HeldRequest(_message.Message):
     lease_epoch: _builtins.int
     residency: Global___HeldRequest.Residency.ValueType
     emitted: _builtins.int
-    """Output tokens it has in all."""
+    """Total number of output tokens that the worker has."""
     @_builtins.property
     def unacknowledged_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The outputs that no leader has acknowledged, from position `emitted - len`."""
+        """The output tokens that no leader has acknowledged, from position `emitted - len`."""
 
     @_builtins.property
     def specification(self) -> _gateway_link_pb2.Specification:
@@ -313,7 +314,7 @@ Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
 
 @_typing.final
 class WorkerRefused(_message.Message):
-    """The scheduler will not work with this worker; the stream ends. A person must act."""
+    """The scheduler refuses this worker; the stream ends. An operator must act."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -356,7 +357,7 @@ Global___WorkerRefused: _TypeAlias = WorkerRefused  # noqa: Y015
 
 @_typing.final
 class RoundReports(_message.Message):
-    """Rounds since the last message, oldest first. Acknowledged by number once their tokens are on the record."""
+    """Rounds since the last message, oldest first. Acknowledged by number once the record has their tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -400,7 +401,7 @@ class RoundReport(_message.Message):
     prefill_s: _builtins.float
     swap_s: _builtins.float
     idle_s: _builtins.float
-    """Between the end of the round before and the start of this one."""
+    """Time between the end of the round before and the start of this one."""
     total_s: _builtins.float
     free_target_blocks: _builtins.int
     free_draft_blocks: _builtins.int
@@ -459,7 +460,7 @@ class RequestProgress(_message.Message):
     prefilled: _builtins.int
     """Context tokens computed for it this round."""
     cached: _builtins.int
-    """Context tokens found in a prefix cache."""
+    """Context tokens found in the prefix cache."""
     end: _gateway_link_pb2.RequestEnd.Kind.ValueType
     cut_characters: _builtins.int
     """With KIND_STOP_SEQUENCE: characters to cut from the end of the whole output text."""
@@ -472,7 +473,7 @@ class RequestProgress(_message.Message):
 
     @_builtins.property
     def tested_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """By draft position: proposals that were compared with the target's choice, and that were kept."""
+        """By draft position: draft tokens that were compared with the target's choice, and those that were accepted."""
 
     @_builtins.property
     def accepted_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -534,7 +535,7 @@ Global___ResidencyChanged: _TypeAlias = ResidencyChanged  # noqa: Y015
 
 @_typing.final
 class SpecificationsMissing(_message.Message):
-    """Listed, but not here: send the specification again."""
+    """Assigned requests whose specification the worker lacks; the scheduler sends it again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -556,7 +557,7 @@ Global___SpecificationsMissing: _TypeAlias = SpecificationsMissing  # noqa: Y015
 
 @_typing.final
 class DrainRequested(_message.Message):
-    """SIGTERM or an operator: the worker wants to leave. It goes on running until `drained`."""
+    """The worker leaves, because of SIGTERM or an operator. It keeps running until `drained`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -573,7 +574,7 @@ Global___DrainRequested: _TypeAlias = DrainRequested  # noqa: Y015
 
 @_typing.final
 class Specifications(_message.Message):
-    """Sent before the requests are listed, in chunks bounded by size. Replaces an older one of the same request."""
+    """Sent before the requests are assigned, in chunks of limited size. Replaces an older specification of the same request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -618,8 +619,8 @@ Global___LeasedSpecification: _TypeAlias = LeasedSpecification  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
-    """What the worker runs from its next round on: the best that fit, in this order. Replaces the assignment before.
-    A request the worker holds and that is not listed is not run; it goes when a DropRequests names it.
+    """The requests that the worker runs from its next round on: the first ones that fit, in this order. Replaces the assignment
+    before. A request that the worker holds and that is not listed does not run; the worker forgets it when a DropRequests names it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -750,7 +751,7 @@ Global___ReportsAcknowledged: _TypeAlias = ReportsAcknowledged  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
-    """An operator drains this worker: as if it had asked itself."""
+    """An operator drains this worker. It acts as after its own DrainRequested."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -767,7 +768,7 @@ Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class Drained(_message.Message):
-    """The worker holds nothing any more; it may leave."""
+    """The worker holds no request any more and may leave."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,14 +3,15 @@
 isort:skip_file
 The link between a worker and the scheduler of its shard (internal contract).
 
-A worker dials, one bidirectional stream. "Current state up, desired state down": the worker says what it holds
-and did, the scheduler says what it wants run. The worker runs round after round on its latest
+The worker dials one bidirectional stream. "Current state up, desired state down": the worker reports what it holds
+and did, the scheduler sends what shall run. The worker runs round after round on its latest
 assignment and never waits for the scheduler; a new assignment replaces the old one between rounds. After any
-fault the next exchange repairs the picture:
- * Reports are numbered per worker process, from 1, and offered again until acknowledged.
- * Only the lease epoch judges a report: another one than the record's means "drop the request".
- * A specification is sent before its request is listed; a worker that lacks one says so.
- * While no leader is there the worker keeps running, up to a bound of tokens not acknowledged per request.
+fault the next exchange brings both sides to the same state:
+ * Reports are numbered per worker process, from 1, and sent again until acknowledged.
+ * Only the lease epoch decides whether a report counts: another epoch than the record's means "drop the request".
+ * A specification is sent before its request is assigned; a worker that lacks one sends SpecificationsMissing.
+ * While there is no leader the worker keeps running, up to a limit of unacknowledged tokens per request.
+Terms: docs/glossary.md.
 """
 
 from collections import abc as _abc
