@@ -132,7 +132,7 @@ def _digests(name: str, keys: Any) -> list[str]:
     if not isinstance(keys, list):
         raise ValueError(f"tenants.{name}.keys must be a list")
     if keys and name == ANONYMOUS:
-        raise ValueError(f"tenants.{ANONYMOUS}.keys must be absent: it is who calls without one")
+        raise ValueError(f"tenants.{ANONYMOUS}.keys must be absent: this tenant is for calls without a key")
     for index, key in enumerate(keys):
         if not isinstance(key, str) or not HASH.fullmatch(key):
             # The invalid value may be a key that was entered by mistake: the message does not repeat it.

@@ -75,7 +75,7 @@ async def serve(settings: SchedulerSettings) -> None:
         leadership.address = f"{host}:{app.port}"
     if settings.open_to_strangers:
         log.warning(
-            "whoever reaches this port may act as a gateway, a worker or an operator: LAPS_SD_TLS_CLIENT_CA and "
+            "any caller that reaches this port may act as a gateway, a worker or an operator: LAPS_SD_TLS_CLIENT_CA and "
             "LAPS_SD_CLIENT_ROLES decide who may",
             host=settings.grpc_host,
             port=app.port,

@@ -183,4 +183,4 @@ class SchedulerSettings(ServingSettings):
         ):
             path: Path | None = getattr(self, name)
             if path is not None and not path.is_file():
-                yield f"LAPS_SD_{name.upper()} must be a file, and {path} is none."
+                yield f"LAPS_SD_{name.upper()} must name a file; {path} is not a file."

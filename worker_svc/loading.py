@@ -107,7 +107,7 @@ def _on_this_machine(named: Path) -> Path:
     except Exception as error:  # the library raises a dozen types; each means that the model is not available
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise StartupError(
-            f"There is no directory {named}, and the Hugging Face hub does not give a model of that name: {reason}"
+            f"There is no directory {named}, and the Hugging Face hub has no model of that name: {reason}"
         ) from error
     return Path(found)
 

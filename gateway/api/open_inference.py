@@ -143,7 +143,7 @@ def _split(raw: bytes) -> Iterator[bytes]:
         end = at + LENGTH_BYTES + int.from_bytes(raw[at : at + LENGTH_BYTES], "little")
         if end > len(raw):
             raise InvalidArgument(
-                "raw_input_contents[0]", "must be elements, each behind its length of 4 octets"
+                "raw_input_contents[0]", "must be elements, each after its length as 4 bytes"
             )
         yield raw[at + LENGTH_BYTES : end]
         at = end

@@ -40,7 +40,7 @@ def complete(
     if sampling.max_tokens > left:
         raise InvalidArgument(
             "sampling.max_tokens",
-            f"must be at most {left} behind a prompt of {len(prompt_ids)} tokens in a context of "
+            f"must be at most {left} after a prompt of {len(prompt_ids)} tokens in a context of "
             f"{model.context_tokens}, got {sampling.max_tokens}",
         )
     max_tokens = (

@@ -278,7 +278,7 @@ def prompt_too_long(field: str, tokens: int, model: ModelFiles) -> InvalidArgume
     """Return the error for a prompt that leaves no room for output."""
     return InvalidArgument(
         field,
-        f"must be at most {model.context_tokens - 1} tokens, so that one fits behind it in the context of "
+        f"must be at most {model.context_tokens - 1} tokens, so that one output token fits in the context of "
         f"{model.context_tokens}, got {tokens}",
     )
 

@@ -286,14 +286,14 @@ class ShardLink:
             await call.write(link_pb2.GatewayMessage(hello=hello))
             reply = await call.read()
         if not isinstance(reply, link_pb2.GatewayLinkReply):
-            raise LinkBroken("it closed the stream without a greeting")
+            raise LinkBroken("it closed the stream without a hello")
         match reply.WhichOneof("message"):
             case "hello":
                 return reply
             case "not_leader":
                 raise LinkBroken("it does not lead", reply.not_leader.leader_address)
             case other:
-                raise LinkBroken(f"it began with {other} instead of a greeting")
+                raise LinkBroken(f"it began with {other} instead of a hello")
 
     async def _read(
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply], liveness: Liveness
@@ -328,9 +328,11 @@ class ShardLink:
         if hello.shard != self.shard:
             raise LinkBroken(f"it serves shard {hello.shard!r}, not {self.shard!r}")
         if hello.protocol_version not in PROTOCOL_VERSIONS:
-            raise LinkBroken(f"it chose protocol version {hello.protocol_version}, which is not spoken here")
+            raise LinkBroken(
+                f"it chose protocol version {hello.protocol_version}, which this gateway does not support"
+            )
         if not reply.leader_epoch:
-            raise LinkBroken("it greeted without a leader epoch")
+            raise LinkBroken("its hello has no leader epoch")
         log.info(
             "greeted",
             address=address,
@@ -348,7 +350,7 @@ class ShardLink:
     def _on_reply(self, reply: link_pb2.GatewayLinkReply) -> None:
         kind = reply.WhichOneof("message")
         if kind == "not_leader":
-            raise LinkBroken("it leads no more", reply.not_leader.leader_address)
+            raise LinkBroken("it no longer leads", reply.not_leader.leader_address)
         if kind == "hello":
             self._on_hello(reply)
             return

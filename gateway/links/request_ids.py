@@ -22,7 +22,7 @@ def check_request_id(request_id: str) -> None:
         )
     if not REQUEST_ID.fullmatch(request_id):
         shown = request_id if len(request_id) <= 40 else request_id[:40] + "…"
-        raise InvalidArgument("request_id", f"must be an id that `accepted` told, got {shown!r}")
+        raise InvalidArgument("request_id", f"must be a request id from `accepted`, got {shown!r}")
 
 
 def shard_of(request_id: str) -> str:

@@ -124,7 +124,7 @@ def load_model(directory: Path, *, name: str, context_tokens: int | None = None)
     """
     tokenizer_path = directory / "tokenizer.json"
     if not tokenizer_path.is_file():
-        raise ModelFilesError(f"{tokenizer_path}: there is no such file; a tokenizer directory needs one")
+        raise ModelFilesError(f"{tokenizer_path}: the file is missing; a tokenizer directory must have it")
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
     except Exception as error:  # the library raises bare Exception

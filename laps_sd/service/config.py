@@ -307,8 +307,8 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
 def unknown_sentences(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the result of `unknown` as sentences for a person."""
     return [
-        f"{name} is no setting of any part of LAPS-SD and changes nothing"
-        + (f": is {near} meant?" if near else "; docs/settings.md lists them all.")
+        f"{name} is not a setting of LAPS-SD and has no effect"
+        + (f"; did you mean {near}?" if near else "; docs/settings.md lists all settings.")
         for name, near in unknown(environ).items()
     ]
 

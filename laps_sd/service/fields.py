@@ -64,7 +64,7 @@ def _count(data: bytes, nested: Nested, most: int) -> None:
             if length > 127:
                 length, at = _varint(data, at - 1)
             if at + length > end:
-                raise DecodeError("a field ends behind its message")
+                raise DecodeError("a field ends after its message")
             inner = nested.get(tag)
             if inner is None:
                 at += length
@@ -85,7 +85,7 @@ def _count(data: bytes, nested: Nested, most: int) -> None:
         else:
             raise DecodeError(f"a field of wire type {kind}")
         if at > end:
-            raise DecodeError("a field ends behind its message")
+            raise DecodeError("a field ends after its message")
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -222,7 +222,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 return await _first(context)
         except TimeoutError:
             raise ResourceExhausted(
-                f"no message had come when {MAX_OPEN_READS} later calls without identity waited for theirs",
+                f"the message of this call did not come, and {MAX_OPEN_READS} later calls without identity were waiting for theirs",
                 retry_after_s=1.0,
             ) from None
         finally:
@@ -304,7 +304,7 @@ def _end_of(error: Exception, method: str) -> End:
     """Return the status and metadata with which a call ends after this error."""
     if isinstance(error, grpc.aio.InternalError):
         # gRPC refused a read or a write: the call has ended before the event loop noticed.
-        log.debug("call gone", method=method, reason=str(error))
+        log.debug("the client has left the call", method=method, reason=str(error))
         return grpc.StatusCode.CANCELLED, "the call has ended", ()
     if isinstance(error, LapsSdError):
         log.debug("call refused", method=method, code=error.code.name)

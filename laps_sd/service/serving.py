@@ -400,7 +400,7 @@ def _run(
         settings = load(settings_type, overrides)
         logging.configure(service, level=settings.log_level, style=settings.log_style)
         if strangers := unknown():
-            log.warning("variables that nothing reads", nearest_known=strangers)
+            log.warning("unknown LAPS_SD variables, ignored", nearest_known=strangers)
         uvloop.run(serve(settings))
     except ConfigError as error:
         for problem in error.problems:

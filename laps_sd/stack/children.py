@@ -37,7 +37,7 @@ class ChildDied(StartupError):
         self.name = child.name
         self.returncode = child.returncode
         tail = child.log_tail()
-        said = f" Its last words:\n{tail}" if tail else " It said nothing."
+        said = f" Its log ends:\n{tail}" if tail else " Its log is empty."
         super().__init__(f"{child.name} {child.how_it_ended} {while_what}.{said}")
 
 

@@ -233,7 +233,7 @@ class Scheduler:
                 self._end_requested(request.request_id, End.ERROR, detail, ledger)
             else:
                 alone = f", alone: {request.deaths} workers died with it" if request.runs_alone else ""
-                why = f"worker {worker_id} was lost; goes on from its committed tokens{alone}"
+                why = f"worker {worker_id} was lost; continues from its committed tokens{alone}"
                 request.record_event(ledger.now_s, "requeued", why)
 
     def _count_death(self, worker: Worker, hung: bool, ledger: Ledger) -> None:

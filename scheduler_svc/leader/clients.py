@@ -461,7 +461,9 @@ class Clients:
                 checks.check_submission(submission.message, self._settings.max_context_tokens)
             except InvalidArgument as error:
                 log.warning(
-                    "a worker offers what cannot be", request_id=offer.request_id[:64], error=str(error)
+                    "a worker sent an invalid request in its hello",
+                    request_id=offer.request_id[:64],
+                    error=str(error),
                 )
                 continue
             new = requests.new_request(submission, unix_ms)

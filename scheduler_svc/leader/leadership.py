@@ -88,7 +88,7 @@ class Leadership:
             async with asyncio.timeout(2 * self.settings.lease_s):
                 await settled.wait()
         except TimeoutError:
-            log.warning("stopping without the record: what it has lost and only this leader holds is lost")
+            log.warning("stopping while the record is unavailable: data that only this leader holds is lost")
 
     async def resign(self) -> None:
         """Stop leading so that a standby takes over at once; part of a graceful stop."""
@@ -117,7 +117,7 @@ class Leadership:
             self._waits = self.store.waits_for_last_leader
             if self._waits:
                 log.info(
-                    "waiting for the last leader: the record may lack what it holds",
+                    "waiting for the last leader: it may hold data that the record lacks",
                     at_most_s=self.store.patience_s(self.settings.lease_s),
                 )
 

@@ -125,7 +125,7 @@ def _version(offered: Any) -> int | None:
 
 
 def _not_spoken(offered: Any) -> str:
-    return f"protocol versions {list(offered[:8])} are not spoken here, only {list(PROTOCOL_VERSIONS)}"
+    return f"protocol versions {list(offered[:8])} are not supported, only {list(PROTOCOL_VERSIONS)}"
 
 
 def _scheduler_hello(leadership: Leadership, version: int) -> gateway_pb.SchedulerHello:
@@ -278,7 +278,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     def _loop(self) -> Loop:
         loop = self._leadership.loop
         if loop is None:
-            where = self._leadership.leader_address or "nobody known"
+            where = self._leadership.leader_address or "none known"
             outage = self._leadership.outage.report()
             # Without the error's own text: callers look for the leader's address in this sentence.
             why = f"; it cannot use the record ({outage.fault}) for {outage.lasts_s:.0f} s" if outage else ""

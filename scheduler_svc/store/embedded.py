@@ -82,7 +82,7 @@ class EmbeddedServer:
         arguments, such as ("--maxmemory", "64mb").
         """
         if port is None and unix_socket is None:
-            raise ValueError("neither a port nor a unix socket: nobody could connect")
+            raise ValueError("a port or a unix socket is required: without both no client can connect")
         if unix_socket is not None and len(os.fsencode(unix_socket.absolute())) > _LONGEST_SOCKET_PATH:
             raise ValueError(
                 f"the path of the unix socket is longer than {_LONGEST_SOCKET_PATH} bytes: {unix_socket}"
@@ -378,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.port and _taken(given.port):
         parser.exit(1, f"error: {_port_taken(given.port)}\n")
     if not given.port and given.unix_socket is None:
-        parser.exit(2, "error: --port 0 needs --unix-socket: nobody could connect\n")
+        parser.exit(2, "error: --port 0 needs --unix-socket: without both no client can connect\n")
     try:
         binary = packaged_binary()
         os.set_inheritable(_lock(given.data_dir), True)

@@ -68,7 +68,7 @@ class PasswordFile(CredentialProvider):  # type: ignore[misc]  # redis-py has no
             with self._path.open("rb") as file:
                 password = file.read(MAX_PASSWORD_BYTES).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise redis_errors.ConnectionError(
                 f"the password file {self._path} cannot be read: {reason}"
             ) from None
@@ -209,7 +209,7 @@ class Servers:
                 self._order.append(address)
 
     async def _named_by_sentinels(self) -> Address:
-        error: Exception = redis_errors.ConnectionError("no sentinel was asked")
+        error: Exception = redis_errors.ConnectionError("no sentinel was queried")
         for host, port in list(self._order):
             client = redis_client.Redis(
                 host=host, port=port, retry=Retry(NoBackoff(), 0), **self._sentinel_options

@@ -878,7 +878,7 @@ class Store:
             raise _translated(reached)
         if reached < self._wait_replicas:
             raise StoreUnavailable(
-                f"{reached} replicas have what was written, and {self._wait_replicas} must", Fault.OTHER
+                f"only {reached} of {self._wait_replicas} required replicas have the write", Fault.OTHER
             )
 
 
@@ -1093,7 +1093,7 @@ def _limit(value: int | None) -> int:
 def _translated(error: Exception) -> StoreError:
     """Return the store's error for one of the client library, none of whose errors leaves this module."""
     if moved := moved_to(error):
-        return StoreUnavailable(f"the record's keys are said to be at {moved[0]}:{moved[1]} now", Fault.OTHER)
+        return StoreUnavailable(f"the record's keys have moved to {moved[0]}:{moved[1]}", Fault.OTHER)
     match error:
         case redis_errors.OutOfMemoryError():
             fault: Fault | None = Fault.FULL

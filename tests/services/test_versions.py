@@ -97,7 +97,7 @@ async def test_a_gateway_that_speaks_only_unknown_versions_is_refused_with_a_sen
         await gateway_greeting(scheduler.address, [8, 7])
 
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert refused.value.details() == "protocol versions [8, 7] are not spoken here, only [2, 1]"
+    assert refused.value.details() == "protocol versions [8, 7] are not supported, only [2, 1]"
 
 
 async def test_a_worker_that_speaks_only_unknown_versions_is_refused_with_a_sentence(
@@ -107,7 +107,7 @@ async def test_a_worker_that_speaks_only_unknown_versions_is_refused_with_a_sent
         refused = await gpu.next("refused")
 
     assert refused.reason == worker_pb.WorkerRefused.REASON_PROTOCOL
-    assert refused.detail == "protocol versions [8, 7] are not spoken here, only [2, 1]"
+    assert refused.detail == "protocol versions [8, 7] are not supported, only [2, 1]"
 
 
 async def ended(module: str, **settings: Any) -> tuple[int, str]:
@@ -141,7 +141,7 @@ async def test_a_worker_process_that_is_refused_ends_with_that_sentence(
     assert code == 1
     assert told.splitlines()[-1] == (
         "laps-sd worker: The scheduler of pool 'demo' refuses this worker: "
-        "protocol versions [1] are not spoken here, only [9, 8]"
+        "protocol versions [1] are not supported, only [9, 8]"
     )
     assert "Traceback" not in told
 

@@ -444,7 +444,7 @@ def test_config_names_a_mistyped_variable_and_the_one_that_was_meant():
 
     assert done.returncode == 0
     assert done.stderr == (
-        "laps-sd: LAPS_SD_LEASES is no setting of any part of LAPS-SD and changes nothing: is LAPS_SD_LEASE_S meant?\n"
+        "laps-sd: LAPS_SD_LEASES is not a setting of LAPS-SD and has no effect; did you mean LAPS_SD_LEASE_S?\n"
     )
     assert "LAPS_SD_SHARD" in done.stdout
 

@@ -132,7 +132,7 @@ def test_a_component_that_cannot_start_is_named_with_its_last_words(make_stack, 
         make_stack(workers=0, tokenizer_dir=tmp_path)
 
     message = str(caught.value)
-    assert message.startswith("gateway-0 ended with exit code 1 before it was ready. Its last words:")
+    assert message.startswith("gateway-0 ended with exit code 1 before it was ready. Its log ends:")
     assert str(tmp_path) in message
 
 

@@ -91,7 +91,7 @@ async def test_a_unix_socket_serves_without_any_port(tmp_path: Path) -> None:
 
 
 def test_nowhere_to_listen_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nobody could connect"):
+    with pytest.raises(ValueError, match="no client can connect"):
         EmbeddedServer(tmp_path, port=None)
 
 
@@ -373,6 +373,6 @@ class TestCommand:
         assert {
             "port": f"port {listener} on 127.0.0.1 is in use",
             "directory": "another server uses",
-            "neither wanted": "nobody could connect",
+            "neither wanted": "no client can connect",
         }[busy] in result.stderr
         assert "Traceback" not in result.stderr

@@ -180,7 +180,7 @@ def test_damaged_models_are_refused(damage: str, pair: tuple[Path, Path], tmp_pa
 
 
 def test_a_context_longer_than_the_model_is_refused(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(ModelError, match="has 1024 positions, max_length asks for 2000"):
+    with pytest.raises(ModelError, match="has 1024 positions, but max_length is 2000"):
         load_engine(pair[0], max_length=2000)
 
 

@@ -268,7 +268,7 @@ def test_a_format_goes_on_from_committed_tokens(lettered_pair: tuple[Path, Path]
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        (OutputFormat(FormatKind.JSON_SCHEMA, "{"), "format is no JSON"),
+        (OutputFormat(FormatKind.JSON_SCHEMA, "{"), "format is not valid JSON"),
         (OutputFormat(FormatKind.JSON_SCHEMA, '{"type": "nothing"}'), "format cannot be used"),
         (OutputFormat(FormatKind.REGEX, "(a"), "format cannot be used"),
         (OutputFormat(FormatKind.GRAMMAR, "start: nowhere"), "format cannot be used"),

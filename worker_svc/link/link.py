@@ -339,7 +339,7 @@ class SchedulerLink:
         if version not in PROTOCOL_VERSIONS:
             self._finish(
                 StartupError(
-                    f"The scheduler speaks protocol version {version}; this worker speaks "
+                    f"The scheduler chose protocol version {version}; this worker supports "
                     f"{', '.join(map(str, PROTOCOL_VERSIONS))}."
                 )
             )

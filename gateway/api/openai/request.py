@@ -153,7 +153,7 @@ def _check_other_fields(body: Json, model: type[Body]) -> None:
         if value is None or name in model.model_fields or name in IGNORED_FIELDS:
             continue
         if name not in UNSUPPORTED_FIELDS:
-            raise InvalidArgument(name[:80], "is not a field that this server knows; leave it out")
+            raise InvalidArgument(name[:80], "is not a known field; leave it out")
         if value not in UNSUPPORTED_FIELDS[name]:
             raise InvalidArgument(name, "is not supported: the engine does not have it; leave it out")
 
@@ -195,7 +195,7 @@ def _output_format(body: Body) -> inference_pb2.OutputFormat | None:
     if wanted is not None and wanted.type == "text":
         wanted = None
     if len(guided) + (wanted is not None) > 1:
-        raise InvalidArgument(next(iter(guided)), "cannot be used beside another output format")
+        raise InvalidArgument(next(iter(guided)), "cannot be used together with another output format")
     for name, text in guided.items():
         return inference_pb2.OutputFormat(**{GUIDED_FIELDS[name]: text})
     if wanted is None:

@@ -698,7 +698,7 @@ class TestARefusal:
             (
                 {"response_format": {"type": "json_object"}, "guided_regex": "a"},
                 "guided_regex",
-                "cannot be used beside",
+                "cannot be used together with",
             ),
             ({"logprobs": True, "top_logprobs": 21}, "logprobs", "at most 20"),
             ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),

@@ -210,7 +210,7 @@ class TestTheContext:
         left = CONTEXT - 10
         assert completed(sampling(max_tokens=left), 10).specification.max_tokens == left
         with pytest.raises(
-            InvalidArgument, match=f"sampling.max_tokens must be at most {left} behind a prompt of 10"
+            InvalidArgument, match=f"sampling.max_tokens must be at most {left} after a prompt of 10"
         ):
             completed(sampling(max_tokens=left + 1), 10)
 

@@ -263,7 +263,7 @@ async def test_a_leader_that_is_stopped_does_not_wait_for_ever_for_the_record(
     with structlog.testing.capture_logs() as lines:
         await leader.leadership.write_back()
 
-    assert any(line["event"].startswith("stopping without the record") for line in lines)
+    assert any(line["event"].startswith("stopping while the record is unavailable") for line in lines)
 
 
 async def test_a_request_whose_end_was_lost_long_ago_is_not_run_again(

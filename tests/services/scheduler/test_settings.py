@@ -21,7 +21,7 @@ from scheduler_svc.settings import SchedulerSettings
         ),
         (
             {"LAPS_SD_REDIS_SENTINEL_PASSWORD_FILE": "/none", "LAPS_SD_REDIS_URL": "redis+sentinel://s/main"},
-            "LAPS_SD_REDIS_SENTINEL_PASSWORD_FILE must be a file, and /none is none",
+            "LAPS_SD_REDIS_SENTINEL_PASSWORD_FILE must name a file; /none is not a file",
         ),
     ],
 )

@@ -305,7 +305,7 @@ class PackedModel:
             )
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and limit < max_length:
-            raise ModelError(f"the {self.role} model has {limit} positions, max_length asks for {max_length}")
+            raise ModelError(f"the {self.role} model has {limit} positions, but max_length is {max_length}")
         seen: dict[int, dict[str, Any]] = {}
         before = config._attn_implementation
         self.model.set_attn_implementation(PROBE)

@@ -37,7 +37,9 @@ class FormatState:
         """
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.problem = f"the output format cannot go on: {formats.first_line(self._matcher.get_error())}"
+            self.problem = (
+                f"the output format cannot continue: {formats.first_line(self._matcher.get_error())}"
+            )
             return None
         mask = torch.zeros(self._words, dtype=torch.int32)
         known = torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
@@ -46,7 +48,7 @@ class FormatState:
             for token in self._end_ids:  # a model may have several, and they mean the same
                 mask[token // 32] |= _bit(token)
         if not bool(mask.any()):
-            self.problem = "the output format allows no token of this model here"
+            self.problem = "the output format allows no token of this model at this position"
             return None
         return mask
 
@@ -126,7 +128,7 @@ def matcher_of(wanted: OutputFormat, tokenizer: Any) -> Any:
         try:
             what = json.loads(wanted.text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"format is no JSON: {error}") from None
+            raise ValueError(f"format is not valid JSON: {error}") from None
     try:
         return formats.matcher_of(kind, what, tokenizer)
     except ValueError as error:
