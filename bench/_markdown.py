@@ -1,4 +1,4 @@
-"""How generated pages say things in Markdown."""
+"""Markdown helpers for generated pages."""
 
 from __future__ import annotations
 

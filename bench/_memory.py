@@ -1,4 +1,4 @@
-"""Whether a process of a stack grows on and on."""
+"""Check that the memory of the processes of a stack does not keep growing."""
 
 from __future__ import annotations
 

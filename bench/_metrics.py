@@ -1,4 +1,4 @@
-"""What the processes of a stack say of themselves."""
+"""Metrics of the processes of a stack."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `bench serve` sends, when, and the open-loop client that sends it.
+"""Requests and send times of `bench serve`, and the open-loop client that sends them.
 
-Open loop: every send time is fixed before the first request goes out and no reply is ever waited for, so a slow server meets
+Open loop: every send time is fixed before the first request goes out and the client never waits for a reply, so a slow server meets
 the same arrivals as a fast one. A latency counts from the time at which its request was to be sent, so that a generator
-that falls behind hides nothing.
+that is late hides nothing.
 """
 
 from __future__ import annotations

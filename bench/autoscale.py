@@ -1,15 +1,15 @@
-"""What should workers be scaled on? The production core in virtual time, signal against signal. `laps-sd bench autoscale`
+"""Which signal should workers be scaled on? The production core in virtual time, signal against signal. `laps-sd bench autoscale`
 
 Windows of a recorded trace, at their recorded times, run through the core and virtual workers that come and go: a
-HorizontalPodAutoscaler asks for them by its own formula, every 15 s, and a new pod takes its time before it works. What
-differs is the metric, each with several targets, so that every signal is a curve of what it costs (devices held) against what
+HorizontalPodAutoscaler sets their number by its own formula, every 15 s, and a new pod needs time before it works. Only
+the metric differs, each with several targets, so that every signal is a curve of what it costs (devices held) against what
 it gives (latency):
 
-  backlog      machine seconds that all unfinished requests still need (`laps_sd_backlog_seconds`, what KEDA is told)
+  backlog      machine seconds that all unfinished requests still need (`laps_sd_backlog_seconds`, the metric for KEDA)
   requests     unfinished requests (the plain Redis trigger)
   queue        unfinished requests that do not run
   utilisation  share of the time in which ready workers compute
-  fixed        so many workers all the time
+  fixed        a constant number of workers
 
 The run fails when `backlog` needs more devices than another signal of a live pool for the same 99th percentile of latency.
 

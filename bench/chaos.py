@@ -2,7 +2,7 @@
 
 Two gateways, a leading and a standing-by scheduler, workers and a Valkey, each a process of its own; hundreds of seeded requests through
 resuming clients; and at seeded moments a fault: SIGKILL, SIGTERM, SIGSTOP until SIGCONT, a connection reset, a network that is silent in
-one direction or both or slow, a peer that is gone without a word, a record that is paused, restarted, killed or emptied, that lost its
+one direction or both or slow, a peer that disappears without closing, a record that is paused, restarted, killed or emptied, that lost its
 newest writes, its scripts, its disk space or its memory, a drained worker, a smaller and a larger pool, a request that ends each worker that
 runs it, a pair or everything at once. At the end the run fails unless
 
@@ -11,11 +11,11 @@ runs it, a pair or everything at once. At the end the run fails unless
   * tokens and text of each equal those of an undisturbed run of the same request;
   * no request ran twice under one idempotency key;
   * no process died by itself or logged an exception, none is left, and no key, slot, KV block or stream is still held;
-  * the memory of no process grew on and on;
-  * enough was done meanwhile: at least 80 % of the faults hit a component that carried requests, and as many requests as there
+  * the memory of no process kept growing;
+  * enough was done: at least 80 % of the faults hit a component that had requests, and as many requests as there
     were faults were completed, at least.
 
-What happens when is decided by --seed as far as a plan can; how processes interleave is not. A violation prints how to run its plan again.
+--seed decides what happens when, as far as a plan can; it does not decide how processes interleave. A violation prints how to run its plan again.
 """
 
 from __future__ import annotations
@@ -438,7 +438,7 @@ class Run:
         if share < SUCCESS_GOAL:
             self.violations.append(f"{share:.2%} ended successfully, the goal is {SUCCESS_GOAL:.1%}")
         if carried < CARRYING_GOAL:
-            self.violations.append(f"{carried:.0%} of the faults hit a component that carried requests")
+            self.violations.append(f"{carried:.0%} of the faults hit a component that had requests")
         if well < options.floor:
             self.violations.append(f"{well} requests completed, the floor is {options.floor}")
         self.violations += [
@@ -467,7 +467,7 @@ class Run:
         table("Faults", [{"kind": kind, "faults": count} for kind, count in sorted(by_kind.items())])
         table("Chaos", self.rows, width=160)
         self.summary = (
-            f"{len(hand.done)} faults, {carried:.0%} on what carried requests; {well} of {len(requests)} requests and {tokens} "
+            f"{len(hand.done)} faults, {carried:.0%} on what had requests; {well} of {len(requests)} requests and {tokens} "
             f"tokens completed (floor {options.floor} requests), {allowed} ended with an explicit error where that is allowed, "
             f"{len(self.violations)} violations"
         )

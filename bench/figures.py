@@ -1,4 +1,4 @@
-"""Figures of the benchmarks. matplotlib is needed by these alone, and only when a figure is asked for."""
+"""Figures of the benchmarks. Only these need matplotlib, and only when a figure is requested."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What does a round cost on a GPU, and how much of that must be? `laps-sd bench gpu`
+"""What does a round cost on a GPU, and how much of that is unavoidable? `laps-sd bench gpu`
 
-A random pair of the shape of real ones (8.0 B and 0.5 B weights in bfloat16), with proposals kept by a coin. For each batch size and context length: every
+A random pair of the shape of real ones (8.0 B and 0.5 B weights in bfloat16), with draft tokens accepted by a random draw. For each batch size and context length: every
 request is prefilled to that length, then rounds are timed. A round is compared with the roofline: what its forwards must at least take if
 all weights and keys and values cross the memory bus once per forward (bytes over bandwidth), or all products are done at the peak rate (operations
 over operations per second), whichever is longer. Its share that is not the draft's and the target's forwards is what the engine adds: choosing,

@@ -1,4 +1,4 @@
-"""What is gained when the start of a prompt is known, and what does it cost to read it where it is? `laps-sd bench prefix`
+"""What does the prefix cache gain, and what does it cost to read KV in place? `laps-sd bench prefix`
 
 The target of the demo pair alone, one thread, single precision, CPU time of the process. Prompts begin with the same `tokens` and differ in
 their last token. Two engines take turns:

@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: progress, a table, one summary line, JSON rows, an exit code."""
+"""Output of every benchmark: progress, a table, one summary line, JSON rows, an exit code."""
 
 from __future__ import annotations
 

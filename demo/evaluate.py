@@ -1,9 +1,9 @@
-"""How good the pair is: held-out loss, right answers, lengths, and how much of the draft the target accepts.
+"""Quality of the pair: held-out loss, right answers, lengths, and how much of the draft the target accepts.
 
 Acceptance is measured with coupled sampling and without an engine. At every position target and draft choose
 `argmax(log p + g)` with the same Gumbel noise `g`. A draft token is only tested when all before it were accepted, that
-is when the draft saw exactly the target's text; so one pass of the draft over the target's text tells for each position
-whether its proposal would have been taken, and the rounds follow from that.
+is when the draft saw exactly the target's text; so one pass of the draft over the target's text shows for each position
+whether its draft token would have been accepted, and the rounds follow from that.
 
     text      t0 t1 t2 t3 t4 t5 t6 ...
     agrees     +  +  -  +  +  +  +        gamma = 4
@@ -27,7 +27,7 @@ SAMPLE_BATCH: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the target wrote, and where the draft would have written the same."""
+    """Output of the target, and the positions at which the draft would have chosen the same."""
 
     prompt: Prompt
     prompt_ids: list[int]
@@ -101,7 +101,7 @@ def _agreement(
     noise: Tensor,
     temperature: float,
 ) -> list[list[bool]]:
-    """Whether the draft's own choice at each output position is the target's."""
+    """Return for each output position whether the draft's own choice is the target's."""
     rows = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     width = max(map(len, rows))
     logits = draft(

@@ -1,7 +1,7 @@
 """Generated tasks: a prompt and its answer, by kind. Standard library only, a pure function of the random generator.
 
 Vocabulary
-  kind    one word for what the prompt asks for ("count", "story", ...); acceptance differs mostly by kind
+  kind    one word for the task of the prompt ("count", "story", ...); acceptance differs mostly by kind
   exact   the answer is the only right one, so that a greedy reply can be checked against it
   closed  the kind has so few prompts that none can be kept out of the training corpus
 """
@@ -395,7 +395,7 @@ def _story_text(rng: random.Random, hero: str, is_name: bool, home: str) -> str:
 
 
 def story(rng: random.Random) -> Task:
-    """A tale, asked for or begun by the prompt."""
+    """Return a tale that the prompt requests or begins."""
     is_name = rng.random() < 0.5
     hero = rng.choice(w.NAMES if is_name else w.ANIMALS)
     home = rng.choice(w.PLACES)

@@ -360,7 +360,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Plain Hugging Face files in bf16; training goes on in float32, so the model itself stays as it is."""
+    """Write plain Hugging Face files in bf16. Training continues in float32, so the model itself does not change."""
     save_tokenizer(tokenizer, folder)
     half = LlamaForCausalLM(model.config).to(torch.bfloat16)
     half.load_state_dict(

@@ -178,7 +178,7 @@ def needed(texts: Sequence[str]) -> set[str]:
 
 
 def requires(name: str) -> Sequence[str]:
-    """What a package needs, as it says itself. One for older Pythons is not installed here, and needs nothing."""
+    """Return the requirements in a package's metadata. A package for older Pythons is not installed here, and has none."""
     try:
         return distribution(name).requires or ()
     except PackageNotFoundError:
@@ -186,9 +186,9 @@ def requires(name: str) -> Sequence[str]:
 
 
 PYTHONS: tuple[dict[str, str], ...] = ({}, {"python_version": "3.11", "python_full_version": "3.11.2"})
-"""That an image may have: this one, and the oldest, Debian 12's."""
+"""Python versions that an image may have: this one, and the oldest, Debian 12's."""
 TORCH_NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
-"""Of every build of torch 2.13 on Linux; the CUDA builds need packages of their own beside."""
+"""Requirements of every build of torch 2.13 on Linux; the CUDA builds need further packages."""
 
 
 def requirements(image: str) -> str:

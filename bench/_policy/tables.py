@@ -1,4 +1,4 @@
-"""What `laps-sd bench policy` prints: one table of each regime, details of it, the expectations."""
+"""Output of `laps-sd bench policy`: one table of each regime, details of it, the expectations."""
 
 from __future__ import annotations
 

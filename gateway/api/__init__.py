@@ -1,1 +1,1 @@
-"""What clients call: gRPC, the Open Inference Protocol, and OpenAI's API over HTTP."""
+"""Interfaces for clients: gRPC, the Open Inference Protocol, and OpenAI's API over HTTP."""

@@ -1,1 +1,1 @@
-"""What a gateway needs of a model: its tokenizer, its chat template, its output formats."""
+"""Parts of a model that a gateway needs: its tokenizer, its chat template, its output formats."""

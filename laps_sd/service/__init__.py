@@ -1,1 +1,1 @@
-"""What all services share: settings, logs, metrics, tracing, gRPC servers and channels."""
+"""Parts that all services share: settings, logs, metrics, tracing, gRPC servers and channels."""
