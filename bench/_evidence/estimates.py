@@ -29,7 +29,7 @@ def levels(results: Results) -> Iterator[str]:
         ("regime", *(f"level {level}" for level in levels)),
         ((f"`{regime}`", *(carried(regime, str(level)) for level in levels)) for regime in results.regimes),
     )
-    yield "A request is *perceptible* when its remaining service is known well enough to give it a level. How many are so at arrival, how many ever,"
+    yield "A request is *perceptible* when its remaining service is known well enough to give it a level. The table shows how many are perceptible at arrival, how many ever,"
     yield "and after how many rounds (of those that become so; at arrival counts as 0):"
     names = [name for name in RIVALS if name in (OURS, "laps-sd-paper")]
     found = [
@@ -65,7 +65,7 @@ def levels(results: Results) -> Iterator[str]:
 
 def errors_of_estimates(results: Results) -> Iterator[str]:
     yield from ("## How wrong the estimates are", "")
-    yield "Remaining service, in machine seconds: what was then charged over what had been said, at arrival, after the first round, when the request"
+    yield "Remaining service, in machine seconds: what was charged afterwards divided by the estimate, at arrival, after the first round, when the request"
     yield "became perceptible, and after 32 rounds. *All*: the sums divided, 1 if the mean is right. *p10 … p90*: of the requests. *Error*: the root mean"
     yield "square of the logarithm. The last column is the error of an estimate that knows the class's acceptance only (that of `srpt-length`)."
     shown: dict[str, str] = {}

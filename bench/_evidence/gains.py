@@ -25,7 +25,7 @@ def goals(results: Results) -> Iterator[str]:
         return
     met = sum(verdict["met"] for verdict in results.verdicts)
     everywhere = [verdict for verdict in results.verdicts if _is_everywhere(verdict)]
-    yield f"{met} of {len(results.verdicts)} are met. A goal is judged by the mean over seeds; the last column says whether the whole"
+    yield f"{met} of {len(results.verdicts)} are met. A goal is judged by the mean over seeds; the last column shows whether the whole"
     yield "interval is inside it too. The command exits with an error when one is missed."
     rows = [
         (
@@ -78,7 +78,7 @@ def against_rivals(results: Results) -> Iterator[str]:
         rival for rival in RIVALS if rival != OURS and any(results.row(r, rival) for r in results.regimes)
     ]
     yield from ("## Against each rival", "")
-    yield "Mean latency of `laps-sd`, divided by that of the rival. A dash: it did not run there."
+    yield "Mean latency of `laps-sd`, divided by that of the rival. A dash means that it did not run there."
     yield from table(
         ("regime", *(f"`{named(rival)}`" for rival in rivals)),
         (
@@ -104,8 +104,8 @@ def against_rivals(results: Results) -> Iterator[str]:
         ("rival", "regimes", "faster", "no difference shown", "slower", "ratio: least … median … greatest"),
         rows,
     )
-    yield "`oracle` knows the true remaining service of each request; nothing can be expected to beat it by much."
-    yield "`laps-sd-paper` is our reading of what is public of the paper's algorithm, *perceived levels* its kinder reading."
+    yield "`oracle` knows the true remaining service of each request; no policy can be expected to be much better."
+    yield "`laps-sd-paper` is our reading of what is public of the paper's algorithm, *perceived levels* its more favourable reading."
     yield ""
     if len(results.regimes) > 1:
         yield "![laps-sd by regime, with goals](figures/policy-overview.svg)"
@@ -120,7 +120,7 @@ def against_rivals(results: Results) -> Iterator[str]:
 
 def no_gain(results: Results) -> Iterator[str]:
     yield from ("## Where it gains nothing", "")
-    yield "The strongest rival that knows lengths only (of `srpt-length` and `sjf-length`, as far as they ran) beside `fcfs`, in every regime,"
+    yield "The strongest rival that knows lengths only (of `srpt-length` and `sjf-length`, as far as they ran) and `fcfs`, in every regime,"
     yield "the largest gain from acceptance first."
     judged: list[tuple[str, str, tuple[float, float, float]]] = []
     for regime in results.regimes:
@@ -161,8 +161,8 @@ def no_gain(results: Results) -> Iterator[str]:
 
 def tail(results: Results) -> Iterator[str]:
     yield from ("## What it costs: the tail", "")
-    yield "Shortest-first makes the longest wait longer. Ratios to `fcfs` and `srpt-length` of the 99th percentile of latency and of the longest time"
-    yield "that a request did not run. The reserved share (slots for the oldest requests) bounds it and is on except where the regime says so."
+    yield "Running short requests first makes the longest wait longer. Ratios to `fcfs` and `srpt-length` of the 99th percentile of latency and of the longest time"
+    yield "that a request did not run. The reserved share (slots for the oldest requests) bounds it; it is on unless the regime turns it off."
 
     def cells(regime: str) -> Iterator[str]:
         ours = results.ours(regime)

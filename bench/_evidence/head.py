@@ -20,7 +20,7 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
     ]
     fcfs = [found for regime in results.regimes if (found := results.ratio(regime, "fcfs"))]
     yield from (GENERATED, "# Evidence: what LAPS-SD gains, and where it gains nothing", "")
-    yield "What is compared are orders of the same requests on the same virtual machines: the scheduling core of production runs in"
+    yield "This page compares orders of the same requests on the same virtual machines: the production scheduling core runs in"
     yield "virtual time ([simulator](../simulator)), with the same estimates, memory rules and costs for every policy"
     yield "([policies.md](policies.md)). These are simulations; what they leave out is [at the end](#limits-of-the-simulation)."
     if on_processes:
@@ -28,11 +28,11 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
     yield ""
     yield f"Run on {about['date']}, {about['seeds']} seeds of each regime ([results](../bench/results/{results.name})):"
     yield from ("", "```", about["command"], "```", "")
-    yield "To do it again, with the recordings of [the last but one section](#on-what-data) in a folder:"
+    yield "To repeat it, with the recordings of [the last but one section](#on-what-data) in a folder:"
     yield from ("", "```", f"{about['command']} --data FOLDER --json bench/results/DATE-policy.json")
     yield from ("python -m bench.evidence", "```", "")
     yield "Ratios are mean latencies divided, paired by seed (each seed draws the same jobs for every policy), geometric mean over seeds"
-    yield "with the 95 % interval (Student's t on the logarithm). Below 1 `laps-sd` is the faster one. **Bold**: the whole interval is below 1;"
+    yield "with the 95 % interval (Student's t on the logarithm). Below 1, `laps-sd` is faster. **Bold**: the whole interval is below 1;"
     yield "*italic*: all of it is above; otherwise no difference is shown."
     if results.reduced:
         yield ""
@@ -45,7 +45,7 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
         middles = [found[0] for _, found in strongest]
         best = min(strongest, key=lambda each: each[1][0])[0]
         yield (
-            f"- Against the strongest policy that knows predicted lengths and nothing of acceptance: "
+            f"- Against the strongest policy that uses predicted lengths but not acceptance: "
             f"{_count([found for _, found in strongest])}; ratios from {min(middles):.2f} (`{best}`) to {max(middles):.2f}, "
             f"median {statistics.median(middles):.2f}."
         )
@@ -56,8 +56,8 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
             and "ratio_fcfs" in row
         )
         yield (
-            f"- That policy is itself at a median of {alone:.2f} of `fcfs`: this part of the first line comes from putting short requests first, and only "
-            "the second line from knowing acceptance."
+            f"- That policy is itself at a median of {alone:.2f} of `fcfs`: this part of the first line comes from running short requests first, and only "
+            "the second line from using acceptance."
         )
     yield ""
 

@@ -48,7 +48,7 @@ def paper(results: Results) -> Iterator[str]:
         row = results.row(regime, "srpt-length")
         if row and "ratio_fcfs" in row:
             yield f"`srpt-length`, which knows nothing of acceptance, is {against(row['ratio_fcfs'])} `fcfs` in the same regime. So a difference of the size"
-            yield "that the paper reports says little by itself: it depends on what it is measured against. Which part of it acceptance brings is the"
+            yield "that the paper reports means little by itself: it depends on the policy that it is compared with. The part that comes from acceptance is the"
             yield "column of `srpt-length`, and above all the table of [where it gains nothing](#where-it-gains-nothing)."
             yield ""
 
@@ -115,9 +115,9 @@ def _costs(regime: Row) -> dict[str, float]:
 def limits(results: Results) -> Iterator[str]:
     yield from ("## Limits of the simulation", "")
     yield from (
-        "- The cost of a round is the formula above, with a fixed draft length. Real workers choose the draft length anew for each round, and their",
+        "- The cost of a round is the formula above, with a fixed draft length. Real workers choose a new draft length for each round, and their",
         "  times scatter.",
-        "- Deciding costs no time, and messages take none unless a regime says so. What deciding costs is measured by `laps-sd bench control`.",
+        "- Deciding costs no time, and messages take none unless a regime sets it. `laps-sd bench control` measures the cost of decisions.",
         "- Acceptance is either a model (one value for each request, drifting, with noise) or replayed from greedy runs of one model at batch 1. A",
         "  replayed request that is longer than its recording starts it again.",
         "- Acceptance and length are drawn independently of each other and of the prompt's length, except what the class of a request has in common.",
@@ -125,7 +125,7 @@ def limits(results: Results) -> Iterator[str]:
         "  the request: the recorded classifier is the only real one here.",
         "- Predictions are made once, at arrival. No request is cancelled, no worker fails, no prompt shares a prefix with another.",
         "- A regime is stationary (but for bursts), and the learning starts with no history in each run: its cost is in the figures.",
-        "- Intervals are over seeds of the same regime. They say nothing of regimes that are not here.",
+        "- Intervals are over seeds of the same regime. They do not cover other regimes.",
         "",
         "That the simulator itself is right is tested: FCFS against the recursion of Lindley and the formula of Pollaczek and Khinchine, the oracle against",
         "exact SRPT, conservation of work for each policy, the same commands for the same jobs ([tests/sim](../tests/sim)).",

@@ -19,7 +19,7 @@ from laps_sd.service.config import unknown_sentences
 
 MODULES = {"gateway": "gateway", "scheduler": "scheduler_svc", "worker": "worker_svc"}
 
-# Runs in a process of its own, because laps_sd must not import a service.
+# Runs in a process of its own, because shared modules do not import a service.
 PROGRAM = """
 import dataclasses, importlib, json, sys
 from laps_sd.service.config import ConfigError, Settings, provenance
