@@ -278,12 +278,12 @@ class Admin(admin_pb2_grpc.AdminServicer):
     def _loop(self) -> Loop:
         loop = self._leadership.loop
         if loop is None:
-            where = self._leadership.leader_address or "none known"
+            where = self._leadership.leader_address or "unknown"
             outage = self._leadership.outage.report()
             # Without the error's own text: callers look for the leader's address in this sentence.
             why = f"; it cannot use the record ({outage.fault}) for {outage.lasts_s:.0f} s" if outage else ""
             raise FailedPrecondition(
-                f"this scheduler does not lead shard {self._leadership.settings.shard}: ask {where}{why}"
+                f"this scheduler does not lead shard {self._leadership.settings.shard}; the leader is {where}{why}"
             )
         return loop
 
