@@ -190,7 +190,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
             yield "LAPS_SD_MODEL must not be empty."
         if not self.allows_anonymous and self.api_keys_file is None and not self.trust_tenant_metadata:
             yield (
-                "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS be yes, since other machines"
+                "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS must be yes, because other machines"
                 f" can call a gateway at {self.grpc_host}."
             )
         if self.heartbeat_s >= self.silence_s:

@@ -18,9 +18,9 @@ def engine(path: Path) -> Iterator[str]:
     rows, source, about = read_rows(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
     cpu = f", on a CPU with {about['cpu']}" if "cpu" in about else ""
-    yield from ("## The engine beside others", "")
+    yield from ("## The engine compared with others", "")
     yield f"The same pair, prompts, precision ({about['dtype']}) and number of threads ({about['threads']}); tokens per second of CPU time, all kinds of prompts in"
-    yield f"equal parts, temperature 0, up to so many at a time; {versions}{cpu}. {source}."
+    yield f"equal parts, temperature 0, with up to this number of requests at a time; {versions}{cpu}. {source}."
     yield from _speeds(rows, texts=True)
     yield "Ratios of our engine with speculation, paired by turn, with their 95 % intervals; against several modes of one engine, to the best of them."
     yield from _ratios(
@@ -34,7 +34,7 @@ def engine(path: Path) -> Iterator[str]:
     exact = about["dtype"] == "float32" and about["acceptance"] is None
     yield from _goals(
         goals(rows, exact=exact),
-        "Most of them ask that speculation is never slower than 0.97 of our own plain decoding, for every kind of prompt alone, at every batch size",
+        "Most of them require that speculation is never slower than 0.97 of our own plain decoding, for every kind of prompt alone, at every batch size",
     )
 
 
@@ -49,8 +49,8 @@ def engine_again(path: Path) -> Iterator[str]:
     least = min(
         (row for row in rows if row["config"] == SPECULATIVE), key=lambda row: float(row["ratio_plain_low"])
     )
-    yield from ("### Speculation beside plain decoding, once more", "")
-    yield f"Without others and with {about['turns']} turns, at batch {batches}, where speculation gains least and what it loses is soonest seen. {source}."
+    yield from ("### Speculation compared with plain decoding, again", "")
+    yield f"Without other engines and with {about['turns']} turns, at batch {batches}, where speculation gains least and a loss shows first. {source}."
     yield ""
     yield from _goals(
         goals(rows, exact=about["dtype"] == "float32"),
@@ -65,7 +65,7 @@ def memory_bound(path: Path) -> Iterator[str]:
     rows, source, about = read_rows(path)
     yield from ("### Where weights come from memory", "")
     yield "A pair of random weights, 287 M and 15 M, larger than any cache, as real ones are on a GPU: there a forward of one token takes nearly as long as one of five. The text"
-    yield f"is nonsense, and {about['acceptance']:g} of the proposals are kept by a coin; peers that have no such coin run without speculation. {about['dtype']}, {about['threads']} thread; tokens per second of CPU"
+    yield f"is nonsense, and {about['acceptance']:g} of the proposals are accepted by a random draw; peers that cannot do this run without speculation. {about['dtype']}, {about['threads']} thread; tokens per second of CPU"
     yield f"time, temperature 0. {source}."
     yield from _speeds(rows, texts=False)
     yield "Ratios, paired by turn; the last row compares one forward of a full batch, plain decoding, of ours with vLLM's shortest."
@@ -126,7 +126,7 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
         return told_ratio(row, name)
 
     yield from table(
-        ("beside", *(f"batch {batch}" for batch in batches)),
+        ("compared with", *(f"batch {batch}" for batch in batches)),
         ((words, *(ratio(name, batch) for batch in batches)) for name, words in labels.items()),
     )
 

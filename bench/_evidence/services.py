@@ -27,7 +27,7 @@ def served(path: Path) -> Iterator[str]:
     yield from ("## The same on the real system", "")
     yield "Gateway, scheduler, record and one worker with the demo pair, each a process; an open loop of requests through the public gRPC API, the"
     yield f"same for every policy of a seed. {source}."
-    yield "Ratios of mean latencies, paired by seed; *simulated* is what the simulator says of the very same arrivals, lengths and rounds."
+    yield "Ratios of mean latencies, paired by seed; *simulated* is the simulator's result for the same arrivals, lengths and rounds."
     for scenario in dict.fromkeys(row["config"] for row in policies):
         yield from ("", f"**{scenario}**")
         yield from table(
@@ -69,7 +69,7 @@ def deciding(path: Path) -> Iterator[str]:
     rows, source, _ = read_rows(path)
     core = [row for row in rows if "median_ms" in row]
     whole = [row for row in rows if "cpu_ms_per_report" in row]
-    yield from ("## What deciding costs", "")
+    yield from ("## What decisions cost", "")
     how = "compiled as in the scheduler's image" if core[0]["compiled"] else "not compiled"
     yield f"One report of {core[0]['slots']} requests through the core of the scheduler, {how}, which orders and answers it. {source}."
     yield from table(
@@ -88,13 +88,13 @@ def deciding(path: Path) -> Iterator[str]:
     )
     met = sum(row["median_ms"] <= GOAL_MS and row["ratio_shortest"] <= GOAL_GROWTH for row in core)
     yield (
-        f"Asked for are {GOAL_MS:g} ms in the median, and {GOAL_GROWTH:g} times the shortest queue's at most: {met} of {len(core)} rows meet both."
+        f"The goals are {GOAL_MS:g} ms in the median, and {GOAL_GROWTH:g} times the shortest queue's at most: {met} of {len(core)} rows meet both."
     )
     yield ""
     for row in whole:
         yield (
             f"The whole scheduler process (decode, core, commit to the record, publish; {row['config'].removeprefix('scheduler, ')}, "
-            f"{row['slots']} requests in a report): {row['cpu_ms_per_report']:.2f} ms of CPU time per report. One core so carries "
+            f"{row['slots']} requests in a report): {row['cpu_ms_per_report']:.2f} ms of CPU time per report. So one core carries "
             f"{row['workers_per_shard']} workers whose rounds take {row['at_round_s'] * 1e3:g} ms; more need another shard."
         )
     yield ""
@@ -126,7 +126,7 @@ def carried(path: Path) -> Iterator[str]:
         for row in rows
     )
     yield (
-        f"Asked for are {GOAL_MESSAGES_PER_CPU_S:,.0f} messages per CPU second and a p99 delay below {GOAL_P99_S * 1e3:g} ms: "
+        f"The goals are {GOAL_MESSAGES_PER_CPU_S:,.0f} messages per CPU second and a p99 delay below {GOAL_P99_S * 1e3:g} ms: "
         + ("met." if met else "missed.")
     )
     yield ""

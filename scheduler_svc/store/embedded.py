@@ -285,13 +285,13 @@ def _make_private(data_dir: Path) -> None:
         if was.st_uid != os.geteuid():
             raise EmbeddedServerError(
                 f"the data directory {data_dir} belongs to another user (uid {was.st_uid}), who could read every prompt: "
-                "give one of your own"
+                "name a directory of your own"
             )
         entries = list(data_dir.iterdir())
         foreign = sorted(entry.name for entry in entries if not OWN_FILES.fullmatch(entry.name))
         if was.st_mode & OTHERS and foreign:
             raise EmbeddedServerError(
-                f"other users may look into the data directory {data_dir}, and it holds more than the record "
+                f"other users can read the data directory {data_dir}, and it holds more than the record "
                 f"({foreign[0]}): give a directory of its own, or close this one yourself (chmod 700)"
             )
         data_dir.chmod(0o700)
@@ -300,8 +300,8 @@ def _make_private(data_dir: Path) -> None:
                 _close(entry)
         if data_dir.stat().st_mode & OTHERS:
             raise EmbeddedServerError(
-                f"the data directory {data_dir} lies on a file system that keeps no permissions: other users could read "
-                "every prompt. Give one elsewhere"
+                f"the data directory {data_dir} is on a file system without permissions: other users could read "
+                "every prompt. Name a directory on another file system"
             )
     except OSError as error:
         raise EmbeddedServerError(

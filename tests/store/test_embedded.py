@@ -324,7 +324,7 @@ class TestADirectoryThatCannotBePrivate:
     ) -> None:
         tmp_path.chmod(0o777)
         monkeypatch.setattr(Path, "chmod", lambda *_: None)
-        with pytest.raises(EmbeddedServerError, match="keeps no permissions"):
+        with pytest.raises(EmbeddedServerError, match="a file system without permissions"):
             EmbeddedServer(tmp_path).start()
 
     def test_is_refused_where_it_is_a_file(self, tmp_path: Path) -> None:

@@ -269,5 +269,5 @@ def test_a_directory_that_is_used_for_something_else_too_is_refused_in_a_sentenc
     )
 
     assert done.returncode == 1
-    assert f"other users may look into the data directory {tmp_path}, and it holds more than" in done.stderr
+    assert f"other users can read the data directory {tmp_path}, and it holds more than" in done.stderr
     assert "Traceback" not in done.stderr

@@ -139,7 +139,9 @@ class TestWhoCalls:
         assert GatewaySettings(**changes).allows_anonymous == allowed
 
     def test_a_gateway_that_anybody_could_call_does_not_start_by_mistake(self) -> None:
-        with pytest.raises(ConfigError, match=r"LAPS_SD_API_KEYS_FILE must .* or LAPS_SD_ANONYMOUS be yes"):
+        with pytest.raises(
+            ConfigError, match=r"LAPS_SD_API_KEYS_FILE must .* or LAPS_SD_ANONYMOUS must be yes"
+        ):
             GatewaySettings(grpc_host="0.0.0.0")
 
 
