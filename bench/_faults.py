@@ -123,8 +123,8 @@ def plan(seed: int, count: int, *, every_s: float, kinds: tuple[str, ...] = KIND
 
 
 @dataclass(slots=True)
-class Done:
-    """Result of a fault."""
+class InjectedFault:
+    """A fault that was injected, with its victims."""
 
     fault: Fault
     victims: tuple[str, ...]
@@ -137,7 +137,7 @@ class Done:
 
 
 @dataclass(slots=True)
-class Picture:
+class StackState:
     """Last known state of the stack."""
 
     leader: str = ""
@@ -150,8 +150,8 @@ class Picture:
     draining: set[str] = field(default_factory=set)
 
 
-class Hand:
-    """Executor of the plan: it runs each fault in a task of its own and repairs the damage afterwards."""
+class FaultInjector:
+    """Injector of the planned faults: it runs each fault in a task of its own and repairs the damage afterwards."""
 
     def __init__(
         self,
@@ -175,8 +175,8 @@ class Hand:
         """Workers that died while a deadly request was open; None while none is open."""
         self._kinds = kinds
         self._weights = [WEIGHTS[kind] for kind in kinds]
-        self.picture = Picture()
-        self.done: list[Done] = []
+        self.state = StackState()
+        self.injected: list[InjectedFault] = []
         self.down: set[str] = set()
         """Components that were hit and are not back yet."""
         self.expected_ends: set[str] = set()
@@ -194,7 +194,7 @@ class Hand:
     # -- watching -------------------------------------------------------------------------------------------------------
 
     async def watch(self, groups: set[int]) -> None:
-        """Keep `picture` up to date until cancelled; add every process of the run to `groups`."""
+        """Keep `state` up to date until cancelled; add every process of the run to `groups`."""
         while True:
             await self.look()
             for name, child in list(self._stack.children.items()):
@@ -229,8 +229,8 @@ class Hand:
         self._written = [entry for entry in self._written if now_s - entry[0] <= TAIL_S]
 
     async def look(self) -> None:
-        """Update `picture` once."""
-        picture = self.picture
+        """Update `state` once."""
+        state = self.state
         leader = ""
         for name in self.schedulers():
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.TimeoutError):
@@ -239,21 +239,21 @@ class Hand:
                     workers = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=1.0)
                     queue = await admin.ListQueue(admin_pb2.ListQueueRequest(limit=1), timeout=1.0)
                     leader = name
-                    picture.unfinished = queue.total
-                    picture.listed = {worker.worker_name: worker.listed for worker in workers.workers}
-                    picture.draining = {w.worker_name for w in workers.workers if w.draining}
-        picture.leader = leader
+                    state.unfinished = queue.total
+                    state.listed = {worker.worker_name: worker.listed for worker in workers.workers}
+                    state.draining = {w.worker_name for w in workers.workers if w.draining}
+        state.leader = leader
         now = self._now()
         if leader:
-            picture.leaderless_since_s = None
-            if picture.led_since_s is None:
-                picture.led_since_s = now
+            state.leaderless_since_s = None
+            if state.led_since_s is None:
+                state.led_since_s = now
             return
-        picture.led_since_s = None
-        if picture.leaderless_since_s is None:
-            picture.leaderless_since_s = now
+        state.led_since_s = None
+        if state.leaderless_since_s is None:
+            state.leaderless_since_s = now
         else:
-            picture.longest_leaderless_s = max(picture.longest_leaderless_s, now - picture.leaderless_since_s)
+            state.longest_leaderless_s = max(state.longest_leaderless_s, now - state.leaderless_since_s)
 
     def schedulers(self) -> list[str]:
         """Return the names of all schedulers."""
@@ -282,9 +282,9 @@ class Hand:
             if self._now() - began_s > (LONG_PATIENCE_S if fault.kind in DOUBLE else PATIENCE_S):
                 fault = dataclasses.replace(fault, kind=rng.choices(self._kinds, self._weights)[0])
         hits = any(self._carries(name) for name in victims) or fault.kind == "deadly request"
-        carried = bool(self.picture.unfinished) and hits
-        done = Done(fault, victims, self._now(), carried)
-        self.done.append(done)
+        carried = bool(self.state.unfinished) and hits
+        done = InjectedFault(fault, victims, self._now(), carried)
+        self.injected.append(done)
         self._record_lost_writes(done)
         self.down.update(victims)
         for name in victims:
@@ -293,7 +293,7 @@ class Hand:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _record_lost_writes(self, done: Done) -> None:
+    def _record_lost_writes(self, done: InjectedFault) -> None:
         """Spare what restores a record that lost writes, until some time after it is back."""
         if done.fault.kind.startswith(("empty", "lose")):
             self._emptied_at_s = float("inf") if done.over_s is None else done.over_s
@@ -306,22 +306,22 @@ class Hand:
 
     def _carries(self, name: str) -> bool:
         if name.startswith("worker-"):
-            return self.picture.listed.get(name, 0) > 0
+            return self.state.listed.get(name, 0) > 0
         if name.startswith("scheduler-"):
-            return name == self.picture.leader
+            return name == self.state.leader
         # Both gateways have streams while there are more of these than a few; the record has everything.
         return True
 
     def _victims(self, fault: Fault) -> tuple[str, ...] | None:
         """Return the victims of the fault, or None if there are none at the moment."""
         words = fault.kind.split()
-        leader = self.picture.leader
+        leader = self.state.leader
         workers = [
             name for name in self.workers() if name not in self.down and self._stack.children[name].alive
         ]
         # One stays up, so that requests continue.
         workers = workers if len(workers) > 1 else []
-        busy = [name for name in workers if self.picture.listed.get(name, 0)] or workers
+        busy = [name for name in workers if self.state.listed.get(name, 0)] or workers
         gateways = [] if any(name in self.down for name in self.gateways()) else self.gateways()
         schedulers_up = not any(name in self.down for name in self.schedulers())
         leaders = [leader] if leader and schedulers_up else []
@@ -334,7 +334,7 @@ class Hand:
         def spared(names: list[str]) -> bool:
             return all(now - self._hit_at_s.get(name, float("-inf")) >= RECOVERY_S for name in names)
 
-        led_since_s = self.picture.led_since_s
+        led_since_s = self.state.led_since_s
         led = led_since_s is not None and now - led_since_s >= RECOVERY_S
 
         def one(names: list[str]) -> str | None:
@@ -381,7 +381,7 @@ class Hand:
             return None
         return tuple(name for name in chosen if name is not None)
 
-    async def _carry_out(self, done: Done) -> None:
+    async def _carry_out(self, done: InjectedFault) -> None:
         fault, victims = done.fault, done.victims
         try:
             await self._break(done)
@@ -394,7 +394,7 @@ class Hand:
             done.over_s = self._now()
             self._record_lost_writes(done)
 
-    async def _break(self, done: Done) -> None:
+    async def _break(self, done: InjectedFault) -> None:
         fault, victims = done.fault, done.victims
         down_s = DOWN_S * fault.lasts_s / LONGEST_S
         match fault.kind.split():
@@ -504,7 +504,7 @@ class Hand:
         for proxy in proxies:
             proxy.release(pid)
 
-    async def _run_deadly(self, done: Done) -> None:
+    async def _run_deadly(self, done: InjectedFault) -> None:
         """Run a deadly request, which must end with an error that names the deaths, after a bounded number of
         them.
         """
@@ -521,7 +521,7 @@ class Hand:
         finally:
             await asyncio.sleep(2 * ASK_S)  # a death just before its end is still to be seen
             self._deaths = None
-        lost = any(other.loses and done.at_s <= other.at_s for other in self.done)
+        lost = any(other.loses and done.at_s <= other.at_s for other in self.injected)
         if "died in a row" not in outcome.error and not lost:
             end = outcome.end and outcome.end.finish_reason
             self.problems.append(
@@ -559,7 +559,7 @@ class Hand:
             await asyncio.sleep(fault.lasts_s)
             await record.config_set("maxmemory", 0)
 
-    # -- with hands -----------------------------------------------------------------------------------------------------
+    # -- processes --------------------------------------------------------------------------------------------------------
 
     def _kill(self, name: str) -> None:
         self.expected_ends.add(name)
@@ -612,7 +612,7 @@ class Hand:
         while time.monotonic() < deadline:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async with grpc.aio.insecure_channel(
-                    self._stack.address(self.picture.leader or "scheduler-0")
+                    self._stack.address(self.state.leader or "scheduler-0")
                 ) as channel:
                     await admin_pb2_grpc.AdminStub(channel).DrainWorker(
                         admin_pb2.DrainWorkerRequest(worker=name), timeout=1.0

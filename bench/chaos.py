@@ -39,7 +39,7 @@ import redis.asyncio as redis_client
 
 from bench import _faults
 from bench._clients import Load, Outcome, Piece
-from bench._faults import Done, Hand
+from bench._faults import FaultInjector, InjectedFault
 from bench._memory import GROWTH_MIB, Memory
 from bench._metrics import metric
 from bench._proxy import Proxy
@@ -133,19 +133,19 @@ def pieces(options: argparse.Namespace) -> list[Piece]:
 # -- afterwards -----------------------------------------------------------------------------------------------------------
 
 
-async def holders(stack: LocalStack, hand: Hand) -> list[str]:
+async def holders(stack: LocalStack, injector: FaultInjector) -> list[str]:
     """Return the components that still hold something although everything has ended."""
     found: list[str] = []
-    await hand.look()
-    if not hand.picture.leader:
+    await injector.look()
+    if not injector.state.leader:
         return ["nobody leads"]
     try:
-        async with grpc.aio.insecure_channel(stack.address(hand.picture.leader)) as channel:
+        async with grpc.aio.insecure_channel(stack.address(injector.state.leader)) as channel:
             admin = admin_pb2_grpc.AdminStub(channel)
             queue = await admin.ListQueue(admin_pb2.ListQueueRequest(limit=10), timeout=5.0)
             workers = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=5.0)
     except grpc.aio.AioRpcError as error:
-        return [f"{hand.picture.leader} does not answer: {error.code().name}"]
+        return [f"{injector.state.leader} does not answer: {error.code().name}"]
     if queue.total:
         found.append(f"the queue: {queue.total} requests, {[entry.request_id for entry in queue.entries]}")
     found += [
@@ -154,8 +154,8 @@ async def holders(stack: LocalStack, hand: Hand) -> list[str]:
         if worker.listed or worker.running
     ]
     known = {worker.worker_name for worker in workers.workers if worker.connected}
-    found += [f"{name}: not connected" for name in hand.workers() if name not in known]
-    for name in hand.workers():
+    found += [f"{name}: not connected" for name in injector.workers() if name not in known]
+    for name in injector.workers():
         used = await asyncio.to_thread(metric, stack, name, "laps_sd_worker_slots_used")
         waiting = await asyncio.to_thread(metric, stack, name, "laps_sd_worker_unacknowledged_reports")
         if used or waiting:
@@ -166,17 +166,19 @@ async def holders(stack: LocalStack, hand: Hand) -> list[str]:
     found += [
         f"{name}: {free} of {all_} KV blocks free" for name, (free, all_) in blocks.items() if free != all_
     ]
-    for name in hand.gateways():
+    for name in injector.gateways():
         streams = await asyncio.to_thread(metric, stack, name, "laps_sd_gateway_streams")
         if streams:
             found.append(f"{name}: {streams:g} streams open")
     return found
 
 
-async def record_problems(stack: LocalStack, outcomes: list[Outcome], hand: Hand, tokens: int) -> list[str]:
+async def record_problems(
+    stack: LocalStack, outcomes: list[Outcome], injector: FaultInjector, tokens: int
+) -> list[str]:
     """Return the differences between the record and the outcomes at the clients."""
     found: list[str] = []
-    loses = [(done.at_s, done.over_s or done.at_s) for done in hand.done if done.loses]
+    loses = [(done.at_s, done.over_s or done.at_s) for done in injector.injected if done.loses]
     by_id = {outcome.request_id: outcome for outcome in outcomes if outcome.request_id}
     by_key: dict[str, list[str]] = collections.defaultdict(list)
     async with redis_client.Redis.from_url(
@@ -252,7 +254,7 @@ class Run:
         self.proxies: dict[str, Proxy] = {}
         self.rows: list[dict[str, Any]] = []
         self.summary = ""
-        self.faults: list[Done] = []
+        self.faults: list[InjectedFault] = []
 
     def front(self, name: str, address: str) -> str:
         """Put a proxy before a component that others dial, and return its address."""
@@ -323,7 +325,7 @@ class Run:
         progress(
             f"  in {time.monotonic() - began:.0f} s; now {options.requests} at once, and {options.faults} faults"
         )
-        hand = Hand(
+        injector = FaultInjector(
             stack,
             self.proxies,
             now=load.now,
@@ -332,21 +334,21 @@ class Run:
             deadly=load.deadly,
             kinds=options.kinds,
         )
-        self.faults = hand.done
+        self.faults = injector.injected
         memory = Memory(stack)
         watching = [
-            asyncio.create_task(hand.watch(groups)),
+            asyncio.create_task(injector.watch(groups)),
             asyncio.create_task(memory.watch()),
-            asyncio.create_task(self._tell(load, hand, load.now())),
+            asyncio.create_task(self._report_progress(load, injector, load.now())),
         ]
         load.start(options.requests)
         started_s = load.now()
         try:
-            breaking = asyncio.create_task(self._break(hand))
+            breaking = asyncio.create_task(self._inject_faults(injector))
             done, _ = await asyncio.wait({breaking, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            await hand.all_over()
+            await injector.all_over()
             broken_s = load.now() - started_s
             progress("all faults are over; waiting for what is open")
             stuck = await load.finish(stuck_s=STUCK_S)
@@ -356,38 +358,40 @@ class Run:
                     f"open since {outcome.began_s:.0f} s"
                 )
             completed, tokens = list(load.done), load.tokens
-            # A last wave shows that the system is well, and makes every worker report again.
+            # A last wave shows that the system works, and makes every worker report again.
             await self._wave(load)
-            await self._settle(stack, hand)
+            await self._settle(stack, injector)
         finally:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
             await load.close()
         memory.sample()
-        self.violations += await record_problems(stack, completed, hand, load.tokens)
+        self.violations += await record_problems(stack, completed, injector, load.tokens)
         self.violations += log_problems(stack)
-        self.violations += hand.problems
-        self._judge(completed, tokens, hand, memory, broken_s)
+        self.violations += injector.problems
+        self._judge(completed, tokens, injector, memory, broken_s)
 
-    async def _break(self, hand: Hand) -> None:
+    async def _inject_faults(self, injector: FaultInjector) -> None:
         options = self.options
         for fault in _faults.plan(options.seed, options.faults, every_s=options.every_s, kinds=options.kinds):
             await asyncio.sleep(fault.after_s)
-            await hand.inject(fault)
+            await injector.inject(fault)
 
-    async def _tell(self, load: Load, hand: Hand, started_s: float) -> None:
+    async def _report_progress(self, load: Load, injector: FaultInjector, started_s: float) -> None:
         """Print the progress until cancelled."""
         while True:
             await asyncio.sleep(TELL_S)
             under_way = [
-                f"{done.fault.kind} {' '.join(done.victims)}" for done in hand.done if done.over_s is None
+                f"{done.fault.kind} {' '.join(done.victims)}"
+                for done in injector.injected
+                if done.over_s is None
             ]
             bad = sum(bool(outcome.error or outcome.problems) for outcome in load.done)
             progress(
-                f"{load.now() - started_s:5.0f} s  {len(hand.done)}/{self.options.faults} faults, "
-                f"leader {hand.picture.leader or 'none'}, {len(load.open)} open, {len(load.done)} completed, "
-                f"{load.tokens} tokens, {bad} not well; now: {', '.join(under_way) or 'nothing broken'}"
+                f"{load.now() - started_s:5.0f} s  {len(injector.injected)}/{self.options.faults} faults, "
+                f"leader {injector.state.leader or 'none'}, {len(load.open)} open, {len(load.done)} completed, "
+                f"{load.tokens} tokens, {bad} failed; now: {', '.join(under_way) or 'nothing broken'}"
             )
 
     async def _wave(self, load: Load) -> None:
@@ -398,11 +402,11 @@ class Run:
             if outcome.error or outcome.problems
         ]
 
-    async def _settle(self, stack: LocalStack, hand: Hand) -> None:
+    async def _settle(self, stack: LocalStack, injector: FaultInjector) -> None:
         deadline = time.monotonic() + SETTLE_S
         while True:
             try:
-                found = await holders(stack, hand)
+                found = await holders(stack, injector)
             except OSError as error:
                 found = [f"a process does not answer: {error}"]
             if not found:
@@ -413,10 +417,10 @@ class Run:
             await asyncio.sleep(0.5)
 
     def _judge(
-        self, outcomes: list[Outcome], tokens: int, hand: Hand, memory: Memory, broken_s: float
+        self, outcomes: list[Outcome], tokens: int, injector: FaultInjector, memory: Memory, broken_s: float
     ) -> None:
         options = self.options
-        loses = [done for done in hand.done if done.loses]
+        loses = [done for done in injector.injected if done.loses]
         allowed = 0
         for outcome in outcomes:
             who = f"request {outcome.number}, {outcome.request_id or outcome.key} ({outcome.began_s:.1f} to {outcome.over_s:.1f} s)"
@@ -431,35 +435,35 @@ class Run:
         requests = [
             outcome for outcome in outcomes if outcome.number >= 0
         ]  # without second calls for the same
-        well = sum(outcome.end is not None and not outcome.error for outcome in requests)
-        share = well / max(1, len(requests))
-        carried = sum(done.carried for done in hand.done) / max(1, len(hand.done))
+        successful = sum(outcome.end is not None and not outcome.error for outcome in requests)
+        share = successful / max(1, len(requests))
+        carried = sum(done.carried for done in injector.injected) / max(1, len(injector.injected))
         growth = memory.growth()
         if share < SUCCESS_GOAL:
             self.violations.append(f"{share:.2%} ended successfully, the goal is {SUCCESS_GOAL:.1%}")
         if carried < CARRYING_GOAL:
             self.violations.append(f"{carried:.0%} of the faults hit a component that had requests")
-        if well < options.floor:
-            self.violations.append(f"{well} requests completed, the floor is {options.floor}")
+        if successful < options.floor:
+            self.violations.append(f"{successful} requests completed, the floor is {options.floor}")
         self.violations += [
             f"a {kind} grew by {mib:.0f} MiB, allowed are {GROWTH_MIB:.0f}"
             for kind, mib in growth.items()
             if mib > GROWTH_MIB
         ]
-        by_kind = collections.Counter(done.fault.kind for done in hand.done)
+        by_kind = collections.Counter(done.fault.kind for done in injector.injected)
         self.rows = [
             {
                 "config": f"{options.engine}, {options.workers} workers, seed {options.seed}",
-                "faults": len(hand.done),
+                "faults": len(injector.injected),
                 "carried_ratio": carried,
                 "requests": len(requests),
                 "second_calls": len(outcomes) - len(requests),
-                "successful": well,
+                "successful": successful,
                 "tokens": tokens,
                 "explicit_errors": allowed,
                 "violations": len(self.violations),
                 "refused_calls": sum(outcome.refused for outcome in outcomes),
-                "longest_without_leader_s": hand.picture.longest_leaderless_s,
+                "longest_without_leader_s": injector.state.longest_leaderless_s,
                 "growth_mib": max(growth.values(), default=0.0),
                 "seconds": broken_s,
             }
@@ -467,7 +471,7 @@ class Run:
         table("Faults", [{"kind": kind, "faults": count} for kind, count in sorted(by_kind.items())])
         table("Chaos", self.rows, width=160)
         self.summary = (
-            f"{len(hand.done)} faults, {carried:.0%} on what had requests; {well} of {len(requests)} requests and {tokens} "
+            f"{len(injector.injected)} faults, {carried:.0%} on what had requests; {successful} of {len(requests)} requests and {tokens} "
             f"tokens completed (floor {options.floor} requests), {allowed} ended with an explicit error where that is allowed, "
             f"{len(self.violations)} violations"
         )

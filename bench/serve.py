@@ -44,7 +44,7 @@ from typing import Any
 
 from bench._policy.run import quantile
 from bench._replay import digest, draw_requests, poisson_times, stretched, traced_requests
-from bench._served import (
+from bench._serve_stack import (
     Calibration,
     Run,
     ServedStack,

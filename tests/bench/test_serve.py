@@ -14,8 +14,8 @@ import pytest
 
 import bench.serve
 from bench._replay import Reply, draw_requests, poisson_times, replay, stretched, traced_requests
-from bench._served import Reading as WorkerReading
-from bench._served import Run, Truth, hinted, truth_of
+from bench._serve_stack import Reading as WorkerReading
+from bench._serve_stack import Run, Truth, hinted, truth_of
 from bench.serve import (
     ALL_POLICIES,
     Figures,
