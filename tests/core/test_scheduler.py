@@ -708,25 +708,25 @@ class TestSteps:
         assert scheduler.step(1.0, [WorkerDraining("w"), WorkerDraining("w"), WorkerDraining("nobody")]) == []
 
     def test_a_long_story_keeps_its_beginning_and_its_end(self) -> None:
-        teller = Request(request("a"))
+        request_ = Request(request("a"))
         for i in range(200):
-            teller.tell(float(i), "resumed" if i % 4 else "paused", str(i))
-        details = [line.detail for line in teller.story]
+            request_.record_event(float(i), "resumed" if i % 4 else "paused", str(i))
+        details = [line.detail for line in request_.story]
         assert len(details) == MAX_STORY_LINES
         assert details[:8] == [str(i) for i in range(8)]
         assert details[9:] == [str(i) for i in range(200 - MAX_STORY_LINES + 9, 200)]
 
     def test_and_says_what_it_left_out_between(self) -> None:
-        teller = Request(request("a"))
+        request_ = Request(request("a"))
         for i in range(MAX_STORY_LINES + 1):
-            teller.tell(float(i), "resumed" if i % 4 else "paused", str(i))
-        first = teller.story[8]
+            request_.record_event(float(i), "resumed" if i % 4 else "paused", str(i))
+        first = request_.story[8]
         for i in range(MAX_STORY_LINES + 1, 200):
-            teller.tell(float(i), "resumed" if i % 4 else "paused", str(i))
+            request_.record_event(float(i), "resumed" if i % 4 else "paused", str(i))
         gone = range(8, 200 - MAX_STORY_LINES + 9)
         assert (first.at_s, first.what, first.detail) == (8.0, "left_out", "2 lines, 1 of them paused")
-        assert teller.story[8].at_s == 8.0
-        assert teller.story[8].detail == f"{len(gone)} lines, {sum(i % 4 == 0 for i in gone)} of them paused"
+        assert request_.story[8].at_s == 8.0
+        assert request_.story[8].detail == f"{len(gone)} lines, {sum(i % 4 == 0 for i in gone)} of them paused"
 
 
 def test_the_mean_latency_of_laps_sd_is_below_fcfs_with_real_preemption() -> None:
