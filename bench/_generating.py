@@ -104,20 +104,20 @@ class Ours:
 
     def __init__(self, options: argparse.Namespace, batch: int, modes: int = 2) -> None:
         """`modes` is the number of modes that the pool has room for; each of them runs `batch` requests."""
-        from worker_svc.engine.engine import load_engine
+        from bench._synthetic import synthetic
         from worker_svc.engine.interface import blocks_needed
+        from worker_svc.engine.load import load_engine
+        from worker_svc.engine.options import LoadOptions
 
-        self._engine = load_engine(
-            options.target,
-            options.draft,
+        sizes = LoadOptions(
             dtype=options.dtype,
             slots=batch,
             blocks=modes * batch * blocks_needed(MAX_LENGTH, MAX_DRAFT_LEN, BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             max_length=MAX_LENGTH,
             max_draft_len=MAX_DRAFT_LEN,
-            synthetic_acceptance=options.acceptance,
         )
+        self._engine = synthetic(load_engine(options.target, options.draft, sizes), options.acceptance)
         self._limit = options.tokens
         self._ends = options.ends
 

@@ -213,8 +213,10 @@ class Bench:
 
     def build_engine(self) -> None:
         """Make an engine of the models; transformers cannot use them any more."""
-        from worker_svc.engine.engine import EngineOptions, SpeculativeEngine
+        from bench._synthetic import synthetic
+        from worker_svc.engine.engine import SpeculativeEngine
         from worker_svc.engine.models.model import PackedModel
+        from worker_svc.engine.options import EngineOptions
 
         options = self._options
         packed = []
@@ -228,7 +230,7 @@ class Bench:
         )
         self.blocks = min(wanted, self._room() // self._block_bytes())
         self._target = packed[0]
-        self._engine = SpeculativeEngine(
+        engine = SpeculativeEngine(
             packed[0],
             packed[1],
             EngineOptions(
@@ -240,10 +242,9 @@ class Bench:
                 max_draft_len=MAX_DRAFT_LEN,
                 prefill_chunk=options.prefill_chunk,
                 draft_len=options.draft_len,
-                deterministic=False,
-                synthetic_acceptance=options.acceptance,
             ),
         )
+        self._engine = synthetic(engine, options.acceptance)
         if options.draft_len is None:
             self._engine.calibrate(2.0)
         self._stopwatch.watch(packed[0], VERIFY)

@@ -49,8 +49,9 @@ def main() -> int:
     options = arguments()
     import torch
 
-    from worker_svc.engine.engine import load_engine
     from worker_svc.engine.interface import Sampling, Specification
+    from worker_svc.engine.load import load_engine
+    from worker_svc.engine.options import LoadOptions
     from worker_svc.loading import DEMO
     from worker_svc.settings import WorkerSettings
 
@@ -63,12 +64,14 @@ def main() -> int:
     for way in WAYS:
         engines[way] = load_engine(
             DEMO / "target",
-            slots=options.batch,
-            blocks=4 * options.batch * -(-(longest + 64) // 16),
-            max_length=2048,
-            drafter="none",
-            prefill_chunk=4096,
-            prefix_reuse_tokens=0 if way == "computed" else 16,
+            options=LoadOptions(
+                slots=options.batch,
+                blocks=4 * options.batch * -(-(longest + 64) // 16),
+                max_length=2048,
+                drafter="none",
+                prefill_chunk=4096,
+                prefix_reuse_tokens=0 if way == "computed" else 16,
+            ),
         )
     draw = random.Random(0)
     rows = []

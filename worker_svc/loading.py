@@ -36,7 +36,8 @@ def _model_engine(settings: WorkerSettings) -> Engine:
         import torch
         from transformers.utils import logging as model_logging
 
-        from worker_svc.engine.engine import load_engine
+        from worker_svc.engine.load import load_engine
+        from worker_svc.engine.options import LoadOptions
     except ImportError as error:
         raise StartupError(
             f"The worker needs PyTorch and transformers ({error}): pip install 'laps-sd[worker]', "
@@ -46,9 +47,7 @@ def _model_engine(settings: WorkerSettings) -> Engine:
     model_logging.set_verbosity_error()
     model_logging.disable_progress_bar()
     try:
-        return load_engine(
-            target,
-            draft,
+        options = LoadOptions(
             device=settings.device,
             dtype=settings.dtype,
             slots=settings.slots,
@@ -57,14 +56,15 @@ def _model_engine(settings: WorkerSettings) -> Engine:
             block_size=settings.block_size,
             max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
             max_draft_len=settings.max_draft_len,
+            draft_len=settings.draft_len,
             deterministic=settings.deterministic,
             prefill_chunk=settings.prefill_chunk,
-            draft_len="auto" if settings.draft_len is None else settings.draft_len,
             host_bytes=settings.host_bytes,
             drafter=settings.drafter,
             prefix_reuse_tokens=settings.prefix_reuse_tokens,
             trust_remote_code=settings.trust_remote_code,
         )
+        return load_engine(target, draft, options)
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(f"The model pair cannot be served: {error}") from error
 

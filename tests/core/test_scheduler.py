@@ -726,7 +726,9 @@ class TestSteps:
         gone = range(8, 200 - MAX_STORY_LINES + 9)
         assert (first.at_s, first.what, first.detail) == (8.0, "left_out", "2 lines, 1 of them paused")
         assert request_.story[8].at_s == 8.0
-        assert request_.story[8].detail == f"{len(gone)} lines, {sum(i % 4 == 0 for i in gone)} of them paused"
+        assert (
+            request_.story[8].detail == f"{len(gone)} lines, {sum(i % 4 == 0 for i in gone)} of them paused"
+        )
 
 
 def test_the_mean_latency_of_laps_sd_is_below_fcfs_with_real_preemption() -> None:

@@ -9,6 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from worker_svc.engine.engine import SpeculativeEngine
+from worker_svc.engine.load import load_engine
+from worker_svc.engine.options import LoadOptions
+
 VOCAB = 128
 MAX_LENGTH = 256
 
@@ -56,3 +60,8 @@ def write_draft_of(target: Path, directory: Path, *, noise: float, seed: int) ->
             weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * noise)
     model.save_pretrained(directory)
     return directory
+
+
+def load_pair(target: Path, draft: Path | None = None, **options: Any) -> SpeculativeEngine:
+    """Return the engine of a model pair, or of a target alone."""
+    return load_engine(target, draft, LoadOptions(**options))

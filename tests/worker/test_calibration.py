@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.worker.pairs import load_pair
 from worker_svc.engine import calibration
 from worker_svc.engine.calibration import STEPS_IN_A_CALL, TURNS, measure_draft_steps, measure_rounds
-from worker_svc.engine.engine import load_engine
 from worker_svc.engine.models.model import PackedModel
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
@@ -22,11 +22,11 @@ SLOTS, DEEPEST, MAX_LENGTH = 6, 5, 64
 
 def models(pair: tuple[Path, Path], device: str, **options: Any) -> tuple[PackedModel, PackedModel]:
     """Return target and draft with their pools."""
-    engine = load_engine(
-        *pair, device=device, slots=SLOTS, max_draft_len=DEEPEST - 1, calibrate=False, **{"max_length": MAX_LENGTH, **options}
+    engine = load_pair(
+        *pair, device=device, slots=SLOTS, max_draft_len=DEEPEST - 1, draft_len=0, **{"max_length": MAX_LENGTH, **options}
     )  # fmt: skip
-    assert engine._draft is not None
-    return engine._target, engine._draft
+    assert engine._pair.draft is not None
+    return engine._pair.target, engine._pair.draft
 
 
 def seconds_by_reading(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_draft_steps_that_are_one_call_are_measured_together(
 def test_no_measurement_leaves_the_contexts_that_there_can_be(
     pair: tuple[Path, Path], device: str, max_length: int
 ) -> None:
-    engine = load_engine(*pair, device=device, slots=SLOTS, max_length=max_length, max_draft_len=2)
+    engine = load_pair(*pair, device=device, slots=SLOTS, max_length=max_length, max_draft_len=2)
     assert engine.lengths.plain(1) > 0 and engine.lengths.step(1) > 0
     engine.check()
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models
 
 from laps_sd.contract.ends import End
 from tests.worker.drive import finish_all, rotate
-from tests.worker.pairs import VOCAB, llama_config, write_draft_of, write_model
-from worker_svc.engine.engine import SpeculativeEngine, load_engine
+from tests.worker.pairs import VOCAB, llama_config, load_pair, write_draft_of, write_model
+from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
     DeviceFailed,
     Engine,
@@ -65,7 +65,7 @@ def make(request: pytest.FixtureRequest, spoken_pair: tuple[Path, Path], device:
                 options["host_bytes"] = (
                     host_tokens * 2 * 4 * 2 * 16 * (2 + 2)
                 )  # float32, 2 heads of 16, 2 layers in either model
-            return load_engine(*spoken_pair, device=device, **options)
+            return load_pair(*spoken_pair, device=device, **options)
         blocks = options.pop("blocks")
         return FakeEngine(target_blocks=blocks, vocab_size=VOCAB, eos_id=1, decode=decode, **options)
 
@@ -334,7 +334,7 @@ def test_a_stop_string_ends_the_text(make: Make) -> None:
 def test_eos_ends_the_text_unless_it_is_ignored(spoken_pair: tuple[Path, Path], device: str) -> None:
     """Token 1 is EOS. Of 40 seeds some meet it; their text is the beginning of the one that ignores it."""
     specs = [spec(f"r{n}", sampling=Sampling(1.2, seed=n), max_tokens=60) for n in range(40)]
-    engine = load_engine(*spoken_pair, device=device, slots=16, max_length=128, draft_len=4)
+    engine = load_pair(*spoken_pair, device=device, slots=16, max_length=128, draft_len=4)
     free, *_ = finish_all(engine, specs)
     ended, last, _ = finish_all(engine, [replace(s, ignore_eos=False) for s in specs])
     stopped = [name for name, report in last.items() if report.finish is End.STOP]
@@ -365,9 +365,9 @@ def test_nothing_is_proposed_behind_what_would_end_the_text(
         )
         for n in range(40)
     ]
-    engine = load_engine(target, target, device=device, slots=16, max_length=128, draft_len=4)
+    engine = load_pair(target, target, device=device, slots=16, max_length=128, draft_len=4)
     text, last, reports = finish_all(engine, specs)
-    plain, *_ = finish_all(load_engine(target, device=device, slots=16, max_length=128, draft_len=0), specs)
+    plain, *_ = finish_all(load_pair(target, device=device, slots=16, max_length=128, draft_len=0), specs)
 
     assert text == plain
     assert sum(report.finish is End.STOP for report in last.values()) > 5
@@ -387,20 +387,20 @@ def test_what_is_found_behind_an_end_is_not_proposed(
     request = spec(
         "a", prompt_ids=(9, 5, 1, 7, 8, 6) * 3, sampling=always, max_tokens=12, ignore_eos=ignore_eos
     )
-    engine = load_engine(pair[0], device=device, drafter="lookup", max_length=128, draft_len=4)
+    engine = load_pair(pair[0], device=device, drafter="lookup", max_length=128, draft_len=4)
     _, _, reports = finish_all(engine, [request])
     assert reports[1].drafted == drafted
 
 
 def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], device: str) -> None:
     """Not-a-number in one request's logits is its own error; the others never notice."""
-    engine = load_engine(*pair, device=device, slots=3, max_length=64, draft_len=2)
+    engine = load_pair(*pair, device=device, slots=3, max_length=64, draft_len=2)
     healthy = [spec("a", prompt_ids=(5, 6)), spec("b", prompt_ids=(7, 8, 9))]
     expected, *_ = finish_all(engine, healthy)
     poisoned = VOCAB - 1
     assert all(poisoned not in tokens for tokens in expected.values())
     with torch.no_grad():
-        engine._target.model.get_input_embeddings().weight[poisoned] = float("nan")
+        engine._pair.target.model.get_input_embeddings().weight[poisoned] = float("nan")
     output, last, _ = finish_all(
         engine, [healthy[0], spec("bad", prompt_ids=(4, poisoned, 3, 2)), healthy[1]]
     )
@@ -408,11 +408,11 @@ def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], devic
     assert last["bad"].error == "the target's logits are not finite"
     assert output["bad"] == []
     assert {name: output[name] for name in "ab"} == expected
-    assert all(pool._storage.isfinite().all() for pool in engine._pools)
+    assert all(pool._storage.isfinite().all() for pool in engine._pair.pools)
 
 
 def test_a_request_that_cannot_be_decoded_ends_alone(spoken_pair: tuple[Path, Path], device: str) -> None:
-    engine = load_engine(*spoken_pair, device=device, slots=2, max_length=64, draft_len=2)
+    engine = load_pair(*spoken_pair, device=device, slots=2, max_length=64, draft_len=2)
     engine.add(spec("bad", stop=("never",)))
     engine.add(spec("good"))
 
@@ -430,18 +430,18 @@ def test_running_out_of_memory_changes_nothing(pair: tuple[Path, Path], device: 
     with fewer requests.
     """
     specs = [spec(f"r{n}", prompt_ids=tuple(range(2, 80)), max_tokens=10) for n in range(4)]
-    expected, *_ = finish_all(load_engine(*pair, device=device, slots=4, max_length=128, draft_len=3), specs)
-    engine = load_engine(*pair, device=device, slots=4, max_length=128, draft_len=3)
-    forward, rows = engine._target.forward, 40
+    expected, *_ = finish_all(load_pair(*pair, device=device, slots=4, max_length=128, draft_len=3), specs)
+    engine = load_pair(*pair, device=device, slots=4, max_length=128, draft_len=3)
+    forward, rows = engine._pair.target.forward, 40
 
     def short_of_memory(ids: torch.Tensor, *more: Any) -> torch.Tensor:
         if ids.numel() > rows:
             raise torch.OutOfMemoryError("tried to allocate 20 GiB")
         return forward(ids, *more)
 
-    engine._target.forward = short_of_memory  # type: ignore[method-assign]
+    engine._pair.target.forward = short_of_memory  # type: ignore[method-assign]
     assert finish_all(engine, specs)[0] == expected
-    assert engine._prefill_chunk <= 40 < engine.options.prefill_chunk
+    assert engine.rounds.prefill.budget <= 40 < engine.options.prefill_chunk
     rows = 6
     for one in specs:
         engine.add(one)
@@ -457,28 +457,28 @@ def test_running_out_of_memory_changes_nothing(pair: tuple[Path, Path], device: 
 
 
 def test_a_device_that_is_gone_is_told_as_such(pair: tuple[Path, Path], device: str) -> None:
-    engine = load_engine(*pair, device=device, slots=1, max_length=64)
+    engine = load_pair(*pair, device=device, slots=1, max_length=64)
     engine.add(spec())
 
     def gone(*_: Any) -> torch.Tensor:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    engine._target.forward = gone  # type: ignore[method-assign, assignment]
+    engine._pair.target.forward = gone  # type: ignore[method-assign, assignment]
     with pytest.raises(DeviceFailed, match="device-side assert"):
         engine.round(["a"])
 
 
 def test_stop_strings_need_a_tokenizer(pair: tuple[Path, Path]) -> None:
-    engine = load_engine(pair[0], max_length=64)
+    engine = load_pair(pair[0], max_length=64)
     with pytest.raises(ValueError, match="stop needs a tokenizer"):
         engine.add(spec(stop=("x",)))
 
 
 def test_automatic_lengths_say_the_same(pair: tuple[Path, Path], device: str) -> None:
-    """draft_len "auto", with requests that come, pause and go."""
+    """No fixed draft length, with requests that come, pause and go."""
     texts = []
-    for draft_len in ("auto", 0):
-        engine = load_engine(*pair, device=device, slots=4, max_length=128, draft_len=draft_len)  # type: ignore[arg-type]
+    for draft_len in (None, 0):
+        engine = load_pair(*pair, device=device, slots=4, max_length=128, draft_len=draft_len)
         specs = [spec(f"r{n}", sampling=Sampling(0.7, seed=n), max_tokens=40) for n in range(10)]
         texts.append(finish_all(engine, specs, rotate("keep"))[0])
     assert texts[0] == texts[1]
@@ -488,7 +488,7 @@ def test_a_round_that_ends_requests_is_counted_with_all_its_rows(
     pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cost of rows is learnt from rounds, and a request has rows in its last round as in any other."""
-    engine = load_engine(*pair, device=device, slots=4, max_length=64, draft_len=0)
+    engine = load_pair(*pair, device=device, slots=4, max_length=64, draft_len=0)
     rows: list[int] = []
     monkeypatch.setattr(engine.lengths, "observe_costs", lambda count, *_, **__: rows.append(count))
     finish_all(engine, [spec(name, max_tokens=3) for name in "abcd"])
@@ -497,7 +497,7 @@ def test_a_round_that_ends_requests_is_counted_with_all_its_rows(
 
 def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
     """The KV that comes back is bit for bit the KV that left, also when it lies in other blocks."""
-    engine: SpeculativeEngine = load_engine(
+    engine: SpeculativeEngine = load_pair(
         *pair, device=device, slots=2, blocks=40, block_size=4, max_length=64, draft_len=2
     )
     for name in "ab":
@@ -506,15 +506,18 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
         engine.round(["a", "b"])
     sequence = engine._sequences["a"]
     before = [
-        pool.copy_out(place) for pool, place in zip(engine._pools, engine._places(sequence), strict=True)
+        pool.copy_out(place)
+        for pool, place in zip(engine._pair.pools, engine._pair.places(sequence), strict=True)
     ]
     held = list(sequence.target.blocks)
     assert engine.swap_out("a")
-    engine._pools[0].allocator.allocate(1)  # its old place is taken
-    engine._hold(steps := engine._steps([sequence], len(sequence.tokens)))
-    engine._swap_in(steps[0].sequence)
+    engine._pair.pools[0].allocator.allocate(1)  # its old place is taken
+    planner = engine.rounds.planner
+    planner.hold(planner.plan([sequence], len(sequence.tokens), engine.lengths))
+    engine._pair.swap_in(sequence)
     after = [
-        pool.copy_out(place) for pool, place in zip(engine._pools, engine._places(sequence), strict=True)
+        pool.copy_out(place)
+        for pool, place in zip(engine._pair.pools, engine._pair.places(sequence), strict=True)
     ]
     assert sequence.target.blocks != held
     for old, new in zip(before, after, strict=True):
@@ -539,7 +542,7 @@ def test_a_long_prompt_stalls_nobody(tmp_path: Path, device: str) -> None:
     """
     target = write_model(tmp_path / "target", llama_config(max_position_embeddings=8192), seed=0)
     draft = write_draft_of(target, tmp_path / "draft", noise=0.25, seed=1)
-    engine = load_engine(
+    engine = load_pair(
         target,
         draft,
         device=device,
@@ -550,7 +553,7 @@ def test_a_long_prompt_stalls_nobody(tmp_path: Path, device: str) -> None:
         prefill_chunk=512,
     )
     rows: dict[str, list[int]] = {"target": [], "draft": []}
-    for name, model in (("target", engine._target), ("draft", engine._draft)):
+    for name, model in (("target", engine._pair.target), ("draft", engine._pair.draft)):
         for call in ("forward", "propose"):
             setattr(model, call, counting(getattr(model, call), rows[name]))
     running = ["a", "b", "c"]

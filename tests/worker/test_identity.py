@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.worker.drive import Between, everybody, finish_all, rotate
-from tests.worker.pairs import MAX_LENGTH, VOCAB
+from tests.worker.pairs import MAX_LENGTH, VOCAB, load_pair
 from tests.worker.plain import MARGIN, PlainDecoder, PlainText
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.draft_lengths.drafting import Acceptance, DraftLengths, Outlook
-from worker_svc.engine.engine import SpeculativeEngine, load_engine
+from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.models.model import PackedModel
 
@@ -87,7 +87,7 @@ def engine_for(
     chunk: int = 64,
     dtype: str = "float32",
 ) -> SpeculativeEngine:
-    engine = load_engine(
+    engine = load_pair(
         pair[0],
         pair[1],
         device=device,
@@ -180,7 +180,7 @@ def test_proposals_may_stay_on_the_device_until_the_round_is_over(
     """Proposals stay on the device where reading them takes longer than it saves."""
     monkeypatch.setattr(PackedModel, "proposes", False)
     engine = engine_for(pair, device, 8, CHANGING)
-    engine._looks = False
+    engine.rounds.drafting.reads_tokens = False
     output, _, reports = finish_all(engine, specifications(), rotate("keep"))
     assert_same(output, plain)
     assert sum(report.accepted for report in reports) > 0
@@ -192,7 +192,7 @@ def test_the_draft_does_not_matter(pair: tuple[Path, Path], device: str) -> None
     """
     texts = []
     for draft in (None, pair[0]):
-        engine = load_engine(
+        engine = load_pair(
             pair[0], draft, device=device, slots=8, max_length=MAX_LENGTH, draft_len=0 if draft is None else 4
         )
         output, _, reports = finish_all(engine, specifications())
@@ -239,7 +239,7 @@ def test_contexts_beyond_one_tile_of_keys(pair: tuple[Path, Path], device: str) 
     expected = {spec.request_id: decoder.decode(spec) for spec in specs}
     outputs = []
     for slots, chunk, draft_len in ((5, 200, 4), (2, 512, 1), (1, 90, 0)):
-        engine = load_engine(
+        engine = load_pair(
             pair[0],
             pair[1],
             device=device,

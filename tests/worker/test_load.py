@@ -16,12 +16,12 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from tests.worker.drive import finish_all
-from tests.worker.pairs import VOCAB, llama_config, write_model
+from tests.worker.pairs import VOCAB, llama_config, load_pair, write_model
 from tests.worker.plain import MARGIN, PlainDecoder
 from worker_svc.engine.cpu import kernels
-from worker_svc.engine.engine import EngineOptions, load_engine
 from worker_svc.engine.interface import Engine, ModelError, Sampling, Specification
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.options import EngineOptions
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -73,7 +73,7 @@ WORKING = {
 def test_architectures_that_work(name: str, tmp_path: Path, device: str) -> None:
     """The self-check passes, and two requests come out as plain decoding has them."""
     directory = write_model(tmp_path, WORKING[name], seed=2, sharpen=2.0)
-    engine = load_engine(directory, directory, device=device, slots=2, max_length=128, draft_len=2)
+    engine = load_pair(directory, directory, device=device, slots=2, max_length=128, draft_len=2)
     rng = random.Random(2)
     specs = [
         Specification(
@@ -107,7 +107,7 @@ def test_architectures_that_are_refused(name: str, tmp_path: Path) -> None:
     config, words = REFUSED[name]
     directory = write_model(tmp_path, config, seed=0)
     with pytest.raises(ModelError, match=words) as caught:
-        load_engine(directory, max_length=128)
+        load_pair(directory, max_length=128)
     assert "\n" not in str(caught.value)
 
 
@@ -121,20 +121,18 @@ def test_a_pair_with_different_tokenizers_is_refused(pair: tuple[Path, Path], tm
     target, draft = (Path(shutil.copytree(source, tmp_path / source.name)) for source in pair)
     write_tokenizer(target, [f"w{i}" for i in range(VOCAB)])
     write_tokenizer(draft, [f"w{i}" for i in range(VOCAB)])
-    load_engine(target, draft, max_length=64, calibrate=False)
+    load_pair(target, draft, max_length=64)
     write_tokenizer(draft, [f"w{i}" for i in range(VOCAB - 2)] + ["<its own>", "<mark>"])
-    load_engine(
-        target, draft, max_length=64, calibrate=False
-    )  # two marks of another name cost nothing but proposals
+    load_pair(target, draft, max_length=64)  # two marks of another name cost nothing but proposals
     write_tokenizer(draft, [f"w{VOCAB - 1 - i}" for i in range(VOCAB)])
     with pytest.raises(ModelError, match="different tokenizers"):
-        load_engine(target, draft, max_length=64)
+        load_pair(target, draft, max_length=64)
 
 
 def test_a_pair_with_different_vocabularies_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     draft = write_model(tmp_path, llama_config(vocab_size=VOCAB + 1), seed=0)
     with pytest.raises(ModelError, match=f"{VOCAB} and {VOCAB + 1} tokens"):
-        load_engine(pair[0], draft, max_length=64)
+        load_pair(pair[0], draft, max_length=64)
 
 
 def test_one_tokenizer_may_come_with_padded_vocabularies(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -145,7 +143,7 @@ def test_one_tokenizer_may_come_with_padded_vocabularies(pair: tuple[Path, Path]
         draft = write_model(tmp_path / str(size), llama_config(vocab_size=size), seed=0)
         write_tokenizer(target, [f"w{i}" for i in range(VOCAB - 8)])
         write_tokenizer(draft, [f"w{i}" for i in range(VOCAB - 8)])
-        engine = load_engine(target, draft, slots=4, max_length=64, draft_len=3)
+        engine = load_pair(target, draft, slots=4, max_length=64, draft_len=3)
         specs = [
             Specification(f"r{n}", (VOCAB - 1, n), (), Sampling(1.5, seed=n), 20, ignore_eos=True)
             for n in range(4)
@@ -156,9 +154,9 @@ def test_one_tokenizer_may_come_with_padded_vocabularies(pair: tuple[Path, Path]
 
 def test_a_missing_directory_is_refused(tmp_path: Path, pair: tuple[Path, Path]) -> None:
     with pytest.raises(ModelError, match=r"no target model in .*nowhere: config.json is missing"):
-        load_engine(tmp_path / "nowhere")
+        load_pair(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="no draft model"):
-        load_engine(pair[0], tmp_path / "nowhere", max_length=64)
+        load_pair(pair[0], tmp_path / "nowhere", max_length=64)
 
 
 @pytest.mark.parametrize("damage", ["truncated weights", "missing weights", "bad config", "another shape"])
@@ -175,22 +173,22 @@ def test_damaged_models_are_refused(damage: str, pair: tuple[Path, Path], tmp_pa
     else:
         config.write_text("{")
     with pytest.raises(ModelError, match="target model in") as caught:
-        load_engine(directory, max_length=64)
+        load_pair(directory, max_length=64, draft_len=2)
     assert "\n" not in str(caught.value)
 
 
 def test_a_context_longer_than_the_model_is_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(ModelError, match="has 1024 positions, but max_length is 2000"):
-        load_engine(pair[0], max_length=2000)
+        load_pair(pair[0], max_length=2000)
 
 
 def test_devices_and_types_that_do_not_exist(pair: tuple[Path, Path]) -> None:
     with pytest.raises(ModelError, match="device 'nonsense'"):
-        load_engine(pair[0], device="nonsense")
+        load_pair(pair[0], device="nonsense")
     with pytest.raises(ValueError, match="dtype must be"):
-        load_engine(pair[0], dtype="int8")
+        load_pair(pair[0], dtype="int8")
     with pytest.raises(ValueError, match="deterministic needs"):
-        load_engine(pair[0], dtype="float16", deterministic=True, max_length=64)
+        load_pair(pair[0], dtype="float16", deterministic=True, max_length=64)
 
 
 def test_bfloat16_is_not_called_deterministic_where_it_is_not(
@@ -198,7 +196,7 @@ def test_bfloat16_is_not_called_deterministic_where_it_is_not(
 ) -> None:
     monkeypatch.setattr(kernels, "USABLE", False)
     with pytest.raises(ModelError, match="deterministic in bfloat16 needs"):
-        load_engine(pair[0], dtype="bfloat16", deterministic=True, max_length=64)
+        load_pair(pair[0], dtype="bfloat16", deterministic=True, max_length=64)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def test_bfloat16_runs(pair: tuple[Path, Path], device: str) -> None:
     """Not deterministic, but complete: right lengths, and a text that is the same when nothing changes."""
     texts = []
     for _ in range(2):
-        engine = load_engine(*pair, device=device, dtype="bfloat16", slots=4, max_length=64, draft_len=3)
+        engine = load_pair(*pair, device=device, dtype="bfloat16", slots=4, max_length=64, draft_len=3)
         specs = [
             Specification(f"r{n}", (n, 5, 6), (), Sampling(0.9, seed=n), 20, ignore_eos=True)
             for n in range(4)
@@ -238,14 +236,14 @@ def test_a_pair_has_computed_the_largest_round_before_its_first_request(
 
     monkeypatch.setattr(PackedModel, "forward", counted)
 
-    engine = load_engine(*pair, device=device, slots=6, max_length=64, max_draft_len=4, **options)
+    engine = load_pair(*pair, device=device, slots=6, max_length=64, max_draft_len=4, **options)
 
     assert max(rows) == 6 * (1 + engine.capacity.max_draft_len)
 
 
 def test_fingerprints_tell_models_apart(pair: tuple[Path, Path], tmp_path: Path) -> None:
     def name(target: Path, draft: Path | None, **options: object) -> str:
-        engine = load_engine(target, draft, max_length=64, calibrate=False, **options)  # type: ignore[arg-type]
+        engine = load_pair(target, draft, max_length=64, **{"draft_len": 2, **options})
         assert isinstance(engine, Engine)
         return engine.fingerprint
 
@@ -272,7 +270,7 @@ def test_the_self_check_finds_a_model_that_ignores_its_pool(
 
     monkeypatch.setattr(module, "attend", lambda query, *_: torch.zeros_like(query))
     with pytest.raises(ModelError, match="computes something else when packed"):
-        load_engine(pair[0], max_length=64, lean=False)
+        load_pair(pair[0], max_length=64, lean=False)
 
 
 def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
@@ -293,7 +291,7 @@ def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
         "class Own(LlamaForCausalLM):\n    config_class = Config\n"
     )
     with pytest.raises(ModelError, match="cannot be loaded"):
-        load_engine(directory, max_length=64, calibrate=False)
+        load_pair(directory, max_length=64, draft_len=2)
     assert not (tmp_path / "ran").exists()
-    load_engine(directory, max_length=64, calibrate=False, trust_remote_code=True)
+    load_pair(directory, max_length=64, draft_len=2, trust_remote_code=True)
     assert (tmp_path / "ran").exists()

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from laps_sd.contract.ends import End
 from tests.worker.drive import Between, everybody, finish_all, rotate
-from tests.worker.pairs import MAX_LENGTH, VOCAB
+from tests.worker.pairs import MAX_LENGTH, VOCAB, load_pair
 from tests.worker.plain import Allowed, PlainDecoder
 from tests.worker.test_identity import AnyLengths, assert_same
-from worker_svc.engine.engine import SpeculativeEngine, load_engine
+from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
     Drafter,
     FormatKind,
@@ -79,7 +79,7 @@ def specifications(sampling: Sampling) -> list[Specification]:
 def engine_for(
     pair: Sequence[Path], device: str, slots: int, draft_len: int | None, **more: Any
 ) -> SpeculativeEngine:
-    engine = load_engine(
+    engine = load_pair(
         *pair, device=device, slots=slots, blocks=PROMPTS * (MAX_LENGTH // 16), block_size=8, max_length=MAX_LENGTH,
         max_draft_len=5, draft_len=4 if draft_len is None else draft_len, prefill_chunk=64, **more,
     )  # fmt: skip

@@ -15,8 +15,8 @@ import torch
 from laps_sd.contract.ends import End
 from tests.worker.cache import cached_blocks
 from tests.worker.drive import Between, everybody, finish_all, rotate
-from tests.worker.pairs import VOCAB
-from worker_svc.engine.engine import SpeculativeEngine, load_engine
+from tests.worker.pairs import VOCAB, load_pair
+from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
     Engine,
     RequestRound,
@@ -42,7 +42,7 @@ def build(pair: tuple[Path, Path], device: str, **options: Any) -> SpeculativeEn
         "prefix_reuse_tokens": SIZE,
         **options,
     }
-    return load_engine(*pair, device=device, **options)
+    return load_pair(*pair, device=device, **options)
 
 
 def spec(name: str, prompt: Sequence[int] = PROMPT, **changes: Any) -> Specification:
@@ -85,7 +85,7 @@ def test_nothing_is_reused_unless_it_is_asked_for_and_long_enough(
     for least, cached in ((0, 0), (FOUND, FOUND), (FOUND + 1, 0)):
         engine = build(pair, device, prefix_reuse_tokens=least)
         _, _, reports = finish_all(engine, [spec("a")])
-        assert cached_blocks(engine._pools[0].allocator) == (0 if least == 0 else 11)
+        assert cached_blocks(engine._pair.pools[0].allocator) == (0 if least == 0 else 11)
         _, _, reports = finish_all(engine, [spec("b")])
         assert reports[0].cached == cached
 
@@ -183,7 +183,9 @@ def test_the_kv_is_bit_for_bit_that_of_another_way_to_compute_it(
     alone.add(spec("b", max_tokens=12))
     assert first_round(engine, "b").cached == FOUND
     first_round(alone, "b")
-    found, computed = (e._pools[0].copy_out(e._sequences["b"].target)[:, :FOUND] for e in (engine, alone))
+    found, computed = (
+        e._pair.pools[0].copy_out(e._sequences["b"].target)[:, :FOUND] for e in (engine, alone)
+    )
     assert torch.equal(found, computed)
 
 
@@ -227,7 +229,7 @@ def test_a_cache_never_costs_an_admission_or_a_return_from_the_host(
         finish_all(engine, [first, second])
         result = engine.round([])
         assert result.free_target_blocks == result.free_draft_blocks == blocks
-        assert cached_blocks(engine._pools[0].allocator) > 10
+        assert cached_blocks(engine._pair.pools[0].allocator) > 10
     kept, other = spec("kept"), spec("other", PROMPT[::-1])
     engine.add(kept)
     first_round(engine, "kept")
@@ -267,7 +269,7 @@ def test_who_shares_a_start_holds_the_same_blocks(pair: tuple[Path, Path], devic
     for name in "abc":
         engine.drop(name)
         engine.check()
-    assert cached_blocks(engine._pools[0].allocator) == 10
+    assert cached_blocks(engine._pair.pools[0].allocator) == 10
 
 
 def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: str) -> None:
@@ -294,7 +296,7 @@ def test_a_start_that_broke_is_not_found(pair: tuple[Path, Path], device: str, t
     assert poisoned not in expected["good"]
     engine = build(pair, device, prefill_chunk=20)
     with torch.no_grad():
-        engine._target.model.get_input_embeddings().weight[poisoned] = float("nan")
+        engine._pair.target.model.get_input_embeddings().weight[poisoned] = float("nan")
     for _ in range(2):
         engine.add(spec("bad", bad))
         engine.add(spec("good"))
@@ -310,7 +312,7 @@ def test_a_start_that_broke_is_not_found(pair: tuple[Path, Path], device: str, t
                     ended = report.finish
                     assert report.cached == 0 and not report.tokens
             turn += 1
-            assert all(pool._storage.isfinite().all() for pool in engine._pools)
+            assert all(pool._storage.isfinite().all() for pool in engine._pair.pools)
             engine.check()
         assert (ended, output) == (End.ERROR, expected["good"])
         engine.drop("bad")
@@ -320,17 +322,17 @@ def test_a_start_that_broke_is_not_found(pair: tuple[Path, Path], device: str, t
 def test_what_was_found_is_told_by_the_round_that_succeeds(pair: tuple[Path, Path], device: str) -> None:
     engine = build(pair, device)
     finish_all(engine, [spec("a")])
-    forward = engine._target.forward
+    forward = engine._pair.target.forward
 
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("not now")
 
     engine.add(spec("b", [*PROMPT, 4, 4, 4]))
-    engine._target.forward = fails  # type: ignore[method-assign, assignment]
+    engine._pair.target.forward = fails  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError, match="not now"):
         first_round(engine, "b")
     engine.check()
-    engine._target.forward = forward  # type: ignore[method-assign]
+    engine._pair.target.forward = forward  # type: ignore[method-assign]
     report = first_round(engine, "b")
     assert (report.cached, report.prefilled) == (FOUND, 4)
 

@@ -15,9 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.worker.drive import finish_all
-from tests.worker.pairs import llama_config, write_draft_of, write_model
+from tests.worker.pairs import llama_config, load_pair, write_draft_of, write_model
 from tests.worker.plain import choose
-from worker_svc.engine.engine import load_engine
 from worker_svc.engine.interface import LEAST_TEMPERATURE, Sampling, Specification
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import Noise
@@ -154,7 +153,7 @@ def test_speculative_output_has_the_distribution_of_the_target(tmp_path: Path, d
     first_three = torch.stack([p[torch.arange(512), i, index[:, i]] for i in range(3)], 1).prod(1)  # [512]
     fourth = (first_three[:, None] * p[:, 3]).sum(0)
 
-    engine = load_engine(target, draft, device=device, slots=100, max_length=16, max_draft_len=3, draft_len=3)
+    engine = load_pair(target, draft, device=device, slots=100, max_length=16, max_draft_len=3, draft_len=3)
     specs = [
         Specification(str(seed), prompt, (), Sampling(1.0, seed=seed), 4, ignore_eos=True)
         for seed in range(n)

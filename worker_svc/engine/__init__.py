@@ -2,5 +2,5 @@
 stopwatch.
 
 The rest of the worker uses `interface` (standard library only); `load_engine` is in
-`worker_svc.engine.engine`, which imports torch.
+`worker_svc.engine.load`, which imports torch.
 """

@@ -29,41 +29,48 @@ class _Member:
     """A request with a logits processor, and its choice rows in this round."""
 
     sequence: Sequence
-    first: int  # its first choice row
+    # Its first choice row, and the number of its choice rows.
+    first: int
     count: int
-    counted: int  # its first row of `Adjustments._counts`; -1 without penalties
-    steps: int = 0  # draft tokens that its format has taken in
-    lost: bool = False  # a draft token left its format: later rows do not matter
+    # Its first row of `Adjustments._counts`; -1 without penalties.
+    counted: int
+    # Draft tokens that its format has taken in.
+    steps: int = 0
+    # A draft token left its format: later rows do not matter.
+    lost: bool = False
 
 
 class Adjustments:
     """The logits processors of one round. Call `proposed` after each draft step, `close` after the last."""
 
     def __init__(
-        self, requests: Iterable[tuple[int, Sequence, int, int]], vocab_size: int, device: torch.device
+        self, requests: Iterable[tuple[Sequence, int, int]], vocab_size: int, device: torch.device
     ) -> None:
-        """`requests`: (index in the round, request, its first choice row, number of its choice rows)."""
+        """Prepare the processors of `requests`: (request, its first choice row, number of its choice rows)."""
         self._device = device
         self._vocab = vocab_size
-        self._members: dict[int, _Member] = {}
+        self._members: list[_Member] = []
         self._by_row: dict[int, _Member] = {}
-        self._masks: dict[int, torch.Tensor] = {}  # choice row -> packed bits of the tokens that are allowed
-        self.failed: dict[int, str] = {}  # requests whose format cannot continue, and the reason
-        self.usable: dict[int, int] = {}  # first choice row of a request at which its format allows nothing
+        # By choice row: packed bits of the tokens that are allowed.
+        self._masks: dict[int, torch.Tensor] = {}
+        # By first choice row of a request: the reason why its format cannot continue.
+        self.failed: dict[int, str] = {}
+        # The same: number of choice rows before the one at which its format allows nothing.
+        self.usable: dict[int, int] = {}
         counted: list[_Member] = []
         rows = 0
-        for index, sequence, first, count in requests:
+        for sequence, first, count in requests:
             sampling = sequence.spec.sampling
             if not count or not (sampling.penalises or sampling.logit_bias or sequence.format is not None):
                 continue
             member = _Member(sequence, first, count, rows if sampling.penalises else -1)
-            self._members[index] = member
+            self._members.append(member)
             self._by_row.update((row, member) for row in range(first, first + count))
             if sampling.penalises:
                 rows += count
                 counted.append(member)
             if sequence.format is not None:
-                self._mask(index, member, first, sequence.format)
+                self._mask(member, first, sequence.format)
         if rows:
             self._counts = torch.empty((rows, vocab_size), dtype=torch.float32, device=device)
             for member in counted:
@@ -104,17 +111,18 @@ class Adjustments:
                 adjusted[at] = _penalised(adjusted[at], counts, member.sequence, sampling, width)
         return adjusted
 
-    def proposed(self, members: SequenceOf[int], step: int, tokens: torch.Tensor) -> None:
-        """Take in `tokens` [members], proposed by draft step `step` for these requests of the round."""
+    def proposed(self, choice_rows: SequenceOf[int], tokens: torch.Tensor) -> None:
+        """Take in the draft `tokens` [rows] proposed for these choice rows: one step of some requests."""
         if not self.wanted:
             return
         at_rows: list[int] = []
         of_tokens: list[int] = []
         host: list[int] | None = None
-        for at, index in enumerate(members):
-            member = self._members.get(index)
+        for at, row in enumerate(choice_rows):
+            member = self._by_row.get(row)
             if member is None:
                 continue
+            step = row - member.first
             if member.counted >= 0:
                 behind = range(step + 1, member.count)
                 at_rows.extend(member.counted + j for j in behind)
@@ -125,7 +133,7 @@ class Adjustments:
                 if state.advance(host[at]):
                     member.steps += 1
                     if step + 1 < member.count:
-                        self._mask(index, member, member.first + step + 1, state)
+                        self._mask(member, row + 1, state)
                 else:
                     member.lost = True
         if at_rows:
@@ -137,20 +145,20 @@ class Adjustments:
 
     def close(self) -> None:
         """Remove the draft tokens from the formats: the commit adds the committed tokens to them."""
-        for member in self._members.values():
+        for member in self._members:
             if member.sequence.format is not None and member.steps:
                 member.sequence.format.rollback(member.steps)
                 member.steps = 0
 
-    def _mask(self, index: int, member: _Member, row: int, state: FormatState) -> None:
+    def _mask(self, member: _Member, row: int, state: FormatState) -> None:
         mask = state.mask()
         if mask is not None:
             self._masks[row] = mask
             return
         member.lost = True
-        self.usable[index] = row - member.first
+        self.usable[member.first] = row - member.first
         if row == member.first:
-            self.failed[index] = state.problem
+            self.failed[row] = state.problem
 
     def _tally(self, sequence: Sequence) -> Tally:
         if sequence.tally is None:

@@ -1,0 +1,148 @@
+"""Loading of a model pair into an engine."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from worker_svc.engine.cpu import kernels
+from worker_svc.engine.engine import SpeculativeEngine
+from worker_svc.engine.interface import Drafter, ModelError
+from worker_svc.engine.models.model import (
+    PackedModel,
+    Tokenizer,
+    check_pair,
+    end_of_sequence_ids,
+    fingerprint,
+    load_packed,
+    load_tokenizer,
+)
+from worker_svc.engine.options import EngineOptions, LoadOptions
+from worker_svc.engine.sampling.formats import Formats
+
+# Enters the fingerprint: change it with `sampling.counter`.
+NOISE_VERSION = "gumbel-1"
+# Wall clock, at most about this, that loading spends on measuring the cost of rows and draft steps.
+CALIBRATION_S = 1.0
+
+
+def load_engine(
+    target_dir: str | Path, draft_dir: str | Path | None = None, options: LoadOptions | None = None
+) -> SpeculativeEngine:
+    """Load a model pair and return its engine, which has measured its costs.
+
+    Raises ModelError in one sentence, or ValueError for a bad option.
+    """
+    options = options or LoadOptions()
+    if options.dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, not {options.dtype!r}")
+    device = _device(options.device)
+    if options.drafter == "model" and draft_dir is None:
+        raise ValueError("drafter model needs a draft model")
+    if options.drafter in ("lookup", "none"):
+        draft_dir = None  # it would not be used
+    target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
+    deterministic = options.deterministic
+    if deterministic is None:
+        deterministic = options.dtype == "float32"
+    elif deterministic and options.dtype == "float16":
+        raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
+    target = _model(target_path, "target", device, options, deterministic=deterministic)
+    if deterministic and options.dtype != "float32" and not (target.all_by_kernels and target.independent):
+        raise ModelError(
+            f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are multiples of "
+            f"{kernels.PANEL}, on one thread of an x86 CPU with AVX2 and without AMX; leave the setting out, or use float32"
+        )
+    draft = None
+    tokenizer = load_tokenizer(target_path)
+    if draft_path is not None:
+        # The draft's tokens are only guesses: its arithmetic may differ from batch to batch.
+        draft = _model(draft_path, "draft", device, options, deterministic=False)
+        check_pair(target, draft, tokenizer, load_tokenizer(draft_path))
+    engine = SpeculativeEngine(
+        target,
+        draft,
+        _engine_options(options, target, draft),
+        tokenizer=tokenizer,
+        eos_ids=end_of_sequence_ids(target.model),
+        formats=_formats(target_path, target, tokenizer),
+        fingerprint=_fingerprint(target_path, draft_path, options.dtype, deterministic=deterministic),
+    )
+    engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
+    return engine
+
+
+def _device(name: str) -> torch.device:
+    """Return a device that tensors can be made on. Raises ModelError."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _model(
+    path: Path, role: str, device: torch.device, options: LoadOptions, *, deterministic: bool
+) -> PackedModel:
+    return load_packed(
+        path,
+        role=role,
+        dtype=getattr(torch, options.dtype),
+        device=device,
+        max_length=options.max_length,
+        deterministic=deterministic,
+        lean=options.lean,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _engine_options(options: LoadOptions, target: PackedModel, draft: PackedModel | None) -> EngineOptions:
+    """Return the options of an engine of these models, with the size of its pools."""
+    blocks = options.blocks
+    if blocks is None and options.memory_bytes is not None:
+        token_bytes = sum(_bytes_per_token(model) for model in (target, draft) if model is not None)
+        blocks = options.memory_bytes // (token_bytes * options.block_size)
+    elif blocks is None:
+        blocks = options.slots * -(-(options.max_length + options.max_draft_len) // options.block_size)
+    drafter = Drafter.LOOKUP if draft is None else Drafter.MODEL
+    return EngineOptions(
+        slots=options.slots,
+        target_blocks=blocks,
+        draft_blocks=blocks if draft is not None else 0,
+        block_size=options.block_size,
+        max_length=options.max_length,
+        max_draft_len=options.max_draft_len,
+        prefill_chunk=options.prefill_chunk,
+        draft_len=options.draft_len,
+        host_bytes=options.host_bytes,
+        drafter=None if options.drafter == "none" else drafter,
+        prefix_reuse_tokens=options.prefix_reuse_tokens,
+    )
+
+
+def _formats(target_path: Path, target: PackedModel, tokenizer: Tokenizer | None) -> Formats | None:
+    """Return the compiler of output formats, which needs a tokenizer."""
+    if tokenizer is None:
+        return None
+    ends = end_of_sequence_ids(target.model)
+    return Formats(target_path / "tokenizer.json", target.shape.vocab_size, ends)
+
+
+def _fingerprint(target: Path, draft: Path | None, dtype: str, *, deterministic: bool) -> str:
+    """Return a hash of all that decides the text of an engine."""
+    names = [
+        NOISE_VERSION,
+        dtype,
+        str(deterministic),
+        fingerprint(target),
+        fingerprint(draft) if draft else "-",
+    ]
+    return hashlib.blake2b(":".join(names).encode(), digest_size=16).hexdigest()
+
+
+def _bytes_per_token(model: PackedModel) -> int:
+    shape = model.shape
+    return 2 * shape.layers * shape.kv_heads * shape.head_size * model.dtype.itemsize

@@ -1,0 +1,85 @@
+"""Options of an engine: what a caller may choose (`LoadOptions`), and what an engine is made with (`EngineOptions`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from worker_svc.engine.interface import Drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The options of `load_engine`."""
+
+    # cpu, cuda or cuda:N
+    device: str = "cpu"
+    # float32, bfloat16 or float16
+    dtype: str = "float32"
+    # Requests per round, at most.
+    slots: int = 8
+    # Size of each KV pool. None: as many as `memory_bytes` hold for target and draft together; if that is
+    # None too, enough for every slot to hold a context of `max_length`.
+    blocks: int | None = None
+    memory_bytes: int | None = None
+    # Tokens per block.
+    block_size: int = 16
+    # Longest context, tokens.
+    max_length: int = 1024
+    # Draft tokens per request and round, at most.
+    max_draft_len: int = 8
+    # Fixed number of draft tokens; None: by goodput.
+    draft_len: int | None = None
+    # Equal seeds give equal text, whatever the batch. None: in float32; in bfloat16 it needs `kernels`.
+    deterministic: bool | None = None
+    # Context tokens prefilled per round, all requests together.
+    prefill_chunk: int = 512
+    # Swapped-out KV, at most.
+    host_bytes: int = 2 * 2**30
+    # False: models of the Llama family are run by transformers too.
+    lean: bool = True
+    # auto: the draft model, or prompt lookup without one.
+    drafter: Literal["auto", "model", "lookup", "none"] = "auto"
+    # Shortest equal context start, in tokens, whose KV is reused; 0: never.
+    prefix_reuse_tokens: int = 0
+    # Run Python code that comes with a model directory.
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Sizes and modes. Derived numbers are not stored here."""
+
+    # Requests per round, at most.
+    slots: int = 8
+    # KV blocks of the target's pool, and of the draft's.
+    target_blocks: int = 1024
+    draft_blocks: int = 1024
+    # Tokens per block.
+    block_size: int = 16
+    # Longest context, tokens.
+    max_length: int = 1024
+    # Draft tokens per request and round, at most.
+    max_draft_len: int = 8
+    # Context tokens prefilled per round, all requests together: a larger value means fewer, longer rounds.
+    prefill_chunk: int = 512
+    # Fixed number of draft tokens; None: by goodput.
+    draft_len: int | None = None
+    # Swapped-out KV, at most.
+    host_bytes: int = 2 * 2**30
+    # For requests that name none; None: no speculation at all.
+    drafter: Drafter | None = Drafter.MODEL
+    # Shortest equal context start, in tokens, whose KV is reused; 0: never.
+    prefix_reuse_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("draft_blocks", "max_draft_len", "host_bytes", "prefix_reuse_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.draft_len is not None and not 0 <= self.draft_len <= self.max_draft_len:
+            raise ValueError(
+                f"draft_len must be from 0 to max_draft_len ({self.max_draft_len}), not {self.draft_len}"
+            )

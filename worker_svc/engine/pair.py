@@ -1,0 +1,113 @@
+"""The model pair of an engine on its device: target and draft, and the KV pool of each."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from worker_svc.engine.cache.kv import KV_TILE, BlockTable, KVPool
+from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.options import EngineOptions
+from worker_svc.engine.sequence import Sequence
+
+
+class ModelPair:
+    """Target and draft model, which may be missing, and their KV pools, the target's first."""
+
+    def __init__(
+        self,
+        target: PackedModel,
+        draft: PackedModel | None,
+        options: EngineOptions,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.target, self.draft = target, draft
+        self.device = target.device
+        self.eos_ids = eos_ids
+        self.vocab_size = target.shape.vocab_size
+        # Number of tokens that both models have.
+        self.draft_vocab = 0 if draft is None else min(draft.shape.vocab_size, target.shape.vocab_size)
+        # A region holds a whole context where the pool is large enough for one per slot; then sequences stay
+        # in one piece.
+        regions = options.target_blocks * options.block_size // KV_TILE
+        region_tokens = KV_TILE if regions >= options.slots else options.block_size
+        self.pools: list[KVPool] = []
+        for model, blocks in ((target, options.target_blocks), (draft, options.draft_blocks)):
+            if model is not None:
+                pool = model.new_pool(
+                    blocks=blocks, block_size=options.block_size, region_tokens=region_tokens
+                )
+                model.attach(pool)
+                self.pools.append(pool)
+
+    # -- the KV of a request ----------------------------------------------------------------------------------
+
+    def places(self, sequence: Sequence) -> list[BlockTable]:
+        """Return the block tables of a request, in the order of the pools."""
+        return [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
+
+    def release(self, sequence: Sequence) -> None:
+        """Discard the KV of a request, on the device and in host memory, and what is derived from it."""
+        for pool, place in zip(self.pools, self.places(sequence), strict=True):
+            pool.release(place)
+        sequence.swapped = []
+        sequence.tally = None
+        sequence.reused = 0
+
+    def swap_out(self, sequence: Sequence, room: int) -> bool:
+        """Move the KV of a request to host memory, the draft's only if `room` bytes hold that too.
+
+        Returns False, and changes nothing, if they do not hold the target's.
+        """
+        places = self.places(sequence)
+        if not any(place.blocks for place in places):
+            return True
+        copies: list[torch.Tensor | None] = []
+        for place, pool in zip(places, self.pools, strict=True):
+            size = place.length * pool.bytes_per_token()
+            if size > room and not copies:
+                return False
+            copies.append(pool.copy_out(place) if 0 < size <= room else None)
+            room -= size
+        self.release(sequence)
+        # The draft's KV without the target's is useless, and the target's without the draft's is still HOST.
+        sequence.swapped = [*copies, None][:2] if copies[0] is not None else []
+        return True
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Bring the KV of a request back from host memory; its places hold enough blocks."""
+        for pool, place, copy in zip(self.pools, self.places(sequence), sequence.swapped, strict=False):
+            if copy is not None:
+                pool.copy_in(place, copy)
+        sequence.swapped = []
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """Assert that every block is free, cached or held by `sequences`, and that a writable block has a single holder."""
+        for at, pool in enumerate(self.pools):
+            places = [self.places(sequence)[at] for sequence in sequences]
+            pool.allocator.check(place.blocks for place in places)
+            for place in places:
+                assert place.first_writable <= place.length
+                assert [pool.allocator.is_named(block) for block in place.blocks] == [
+                    number < place.named for number in range(len(place.blocks))
+                ]
+
+    # -- time -------------------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """Return seconds of computing, for decisions.
+
+        On the CPU they are this thread's own, so that other processes do not count.
+        """
+        if self.device.type == "cpu":
+            return time.thread_time()
+        return time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that the draft's time is not counted as verification.
+
+        The CPU needs no waiting.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

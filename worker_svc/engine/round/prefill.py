@@ -1,0 +1,94 @@
+"""Prefill of a round: the budget of context tokens, and the KV that the prefix cache has already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from worker_svc.engine.cache.blocks import name_blocks
+from worker_svc.engine.cache.kv import KVPool
+from worker_svc.engine.options import EngineOptions
+from worker_svc.engine.sequence import Sequence
+
+# Prefill tokens of a round, at least, however short memory is.
+LEAST_CHUNK = 16
+# Rounds without running out of memory after which the budget doubles, up to its usual size.
+CHUNK_GROWS_AFTER = 256
+
+
+class Prefill:
+    """The prefill budget of an engine's rounds, and its prefix cache."""
+
+    def __init__(self, options: EngineOptions, pool: KVPool) -> None:
+        """`pool`: the target's."""
+        self._pool = pool
+        self._usual = options.prefill_chunk
+        self._block_size = options.block_size
+        self._least_reuse = options.prefix_reuse_tokens
+        # Context tokens per round; less than usual while memory is short.
+        self.budget = options.prefill_chunk
+        self._rounds_with_budget = 0
+
+    def shrink(self, longest: int) -> bool:
+        """Lower the budget after a shortage of memory; `longest`: most tokens that a context lacks.
+
+        Returns False, and changes nothing, if less prefill cannot help.
+        """
+        budget = min(self.budget, longest) // 2
+        self._rounds_with_budget = 0
+        if longest <= 1 or budget < LEAST_CHUNK:
+            return False
+        self.budget = budget
+        return True
+
+    def grow(self) -> None:
+        """Count a round, and raise the budget towards its usual size again after a shortage of memory."""
+        if self.budget < self._usual:
+            self._rounds_with_budget += 1
+            if self._rounds_with_budget >= CHUNK_GROWS_AFTER:
+                self.budget = min(2 * self.budget, self._usual)
+                self._rounds_with_budget = 0
+
+    def find_prefixes(self, sequences: SequenceOf[Sequence]) -> None:
+        """Look up cached KV of the context of each request that has none.
+
+        The last token is left out, because its logits are needed. Only the target's KV is looked up: the
+        draft's costs a small fraction of it to compute, and no first token waits for it.
+        """
+        if not self._least_reuse:
+            return
+        for sequence in sequences:
+            name_blocks(sequence.block_names, sequence.tokens, self._block_size)
+            if sequence.kv_length == 0 and not sequence.target.blocks:
+                names = sequence.block_names[: (len(sequence.tokens) - 1) // self._block_size]
+                self._pool.find(sequence.target, names, self._least_reuse)
+
+    def remember(self, sequence: Sequence) -> None:
+        """Add the KV that is final to the prefix cache, for requests with the same context start."""
+        if self._least_reuse:
+            name_blocks(sequence.block_names, sequence.tokens, self._block_size)
+            self._pool.remember(sequence.target, sequence.block_names)
+
+    def chunks(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Return the context tokens to prefill for each request: first come, first served from the budget.
+
+        A request without KV gets none while another one, ahead of it, computes the same tokens: it finds them
+        in the next round.
+        """
+        left, size, least = self.budget, self._block_size, self._least_reuse
+        coming: set[bytes] = set()  # names of the blocks that this round fills
+        chunks = []
+        for sequence in sequences:
+            known, missing = sequence.kv_length, len(sequence.tokens) - sequence.kv_length
+            chunk = min(missing, left) if missing > 1 or known == 0 else 0
+            if least and chunk:
+                names = sequence.block_names
+                if not sequence.target.blocks and not sequence.swapped:
+                    after = known // size
+                    while after < (len(sequence.tokens) - 1) // size and names[after] in coming:
+                        after += 1
+                    if after * size - known >= least:
+                        chunk = 0
+                coming.update(names[known // size : (known + chunk) // size])
+            left -= chunk
+            chunks.append(chunk)
+        return chunks

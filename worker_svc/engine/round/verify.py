@@ -1,0 +1,157 @@
+"""Third phase of the round: one forward of the target over all requests, and its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from worker_svc.engine.cpu import kernels
+from worker_svc.engine.interface import TokenLogprobs
+from worker_svc.engine.models.attention import Piece, Plan
+from worker_svc.engine.pair import ModelPair
+from worker_svc.engine.round.choices import Choices
+from worker_svc.engine.round.request import RoundRequest
+
+NOT_FINITE = "the target's logits are not finite"
+
+# Draft tokens on the device, by draft step: its requests, and their tokens [requests].
+OnDevice = SequenceOf[tuple[SequenceOf[RoundRequest], torch.Tensor]]
+
+
+class Verification:
+    """The target's part of a round: prefill chunks and draft tokens of all requests share one forward."""
+
+    def __init__(self, pair: ModelPair) -> None:
+        self.pair = pair
+
+    def verify(self, requests: SequenceOf[RoundRequest], choices: Choices, on_device: OnDevice) -> None:
+        """Add the target's choices to the requests, and the draft tokens that are still on the device."""
+        if not self._forward(requests, choices, on_device):
+            self._verify_one_by_one(requests, choices)
+
+    def _forward(self, requests: SequenceOf[RoundRequest], choices: Choices, on_device: OnDevice) -> bool:
+        """Run the target's forward, and take in its choices.
+
+        Returns False if a choice, or the end of a chunk without one, has logits that are not finite: their
+        choices mean nothing.
+        """
+        fed = [request for request in requests if request.fed]
+        if not fed:
+            return True
+        device = self.pair.device
+        pieces = [Piece(request.sequence.target, request.start, request.fed) for request in fed]
+        plan = self.pair.target.planner.plan(pieces)
+        host_ids = [0] * plan.total
+        logit_rows: list[int] = []
+        # Rows without a choice. NaN and infinity must be detected there too, before another request reads the
+        # KV.
+        watched: list[int] = []
+        choice_rows: list[int] = []
+        for request, (_, start, count), row in zip(fed, pieces, plan.first_row, strict=True):
+            known = request.sequence.tokens[start : start + count]
+            known += request.draft_tokens  # empty where they are on the device
+            host_ids[row : row + len(known)] = known
+            chosen = request.choices
+            logit_rows.extend(range(row + count - chosen, row + count))
+            choice_rows.extend(range(request.first_choice, request.first_choice + chosen))
+            if not chosen:
+                watched.append(row + count - 1)
+        ids = kernels.int64s(host_ids).to(device)
+        guesses = _fill_in(ids, fed, plan, on_device)
+        # [choice rows and watched rows, vocab]
+        logits = self.pair.target.forward(ids, plan, kernels.int64s(logit_rows + watched).to(device))
+        count = len(choice_rows)
+        if guesses is None and choices.by_kernels and kernels.choose_of(logits):
+            picked = kernels.choose(logits, choice_rows + [0] * len(watched), choices.for_kernels)
+            finite = min(picked) >= 0
+        else:
+            sound = logits.sum(-1, dtype=torch.float32).isfinite().long()
+            chosen_ids = choices.choose(logits[:count], choice_rows)
+            parts = [chosen_ids, sound] if guesses is None else [chosen_ids, sound, guesses]
+            picked = torch.cat(parts).tolist()  # the round's only transfer to the host
+            finite = all(picked[count : count + len(sound)])
+            _take_back(picked[count + len(sound) :], on_device)
+        at = 0
+        for request in fed:
+            after = at + request.choices
+            request.chosen = picked[at:after][: request.allowed]
+            at = after
+        _add_logprobs(logits, picked, fed)
+        return finite
+
+    def _verify_one_by_one(self, requests: SequenceOf[RoundRequest], choices: Choices) -> None:
+        """Repeat a verification with non-finite logits, and find out which requests fail.
+
+        One request's inf or nan reaches others through the masked part of a slice of the pool (0 * nan). So a
+        request fails if its own KV is not finite; then the pools are cleaned, and each other request is run
+        alone: it fails if its logits are still not finite.
+        """
+        target = self.pair.pools[0]
+        sound: list[RoundRequest] = []
+        for request in requests:
+            if request.fed and not target.is_finite(request.sequence.target):
+                request.problem = NOT_FINITE
+            elif request.fed:
+                sound.append(request)
+        for request in sound:
+            self._clean_pools()
+            if not self._forward([request], choices, ()):
+                request.problem = NOT_FINITE
+        self._clean_pools()
+
+    def _clean_pools(self) -> None:
+        for pool in self.pair.pools:
+            pool.zero_what_is_not_finite()
+
+
+def _fill_in(
+    ids: torch.Tensor, fed: SequenceOf[RoundRequest], plan: Plan, on_device: OnDevice
+) -> torch.Tensor | None:
+    """Put draft tokens that are on the device in their places in `ids`; return all of them, one step after the other."""
+    if not on_device:
+        return None
+    guesses = torch.cat([tokens for _, tokens in on_device])
+    first_row = dict(zip(fed, plan.first_row, strict=True))
+    ids[[first_row[request] + 1 + j for j, (members, _) in enumerate(on_device) for request in members]] = (
+        guesses
+    )
+    return guesses
+
+
+def _take_back(tokens: SequenceOf[int], on_device: OnDevice) -> None:
+    """Add the draft tokens that were on the device, `tokens`, to their requests."""
+    at = 0
+    for members, _ in on_device:
+        for request in members:
+            request.draft_tokens.append(tokens[at])
+            at += 1
+
+
+def _add_logprobs(logits: torch.Tensor, chosen: SequenceOf[int], fed: SequenceOf[RoundRequest]) -> None:
+    """Add log probabilities to the requests that want them. `logits` [rows, vocab], `chosen` [rows]."""
+    wanted: list[tuple[RoundRequest, range, int]] = []
+    at = 0
+    for request in fed:
+        after = at + request.choices
+        alternatives = request.sequence.spec.logprobs
+        if alternatives is not None and request.choices:
+            wanted.append((request, range(at, after), alternatives))
+        at = after
+    if not wanted:
+        return
+    rows = [row for _, own, _ in wanted for row in own]
+    # -1: not finite.
+    ids = torch.tensor([[max(0, chosen[row])] for row in rows], device=logits.device)
+    all_logprobs = logits[torch.tensor(rows, device=logits.device)].float().log_softmax(-1)
+    of_chosen = all_logprobs.gather(-1, ids)[:, 0].tolist()
+    most = min(max(count for _, _, count in wanted), logits.shape[-1])
+    best = all_logprobs.topk(most, dim=-1)
+    values, tokens = best.values.tolist(), best.indices.tolist()
+    at = 0
+    for request, own, count in wanted:
+        request.logprobs = [
+            TokenLogprobs(of_chosen[n], tuple(zip(tokens[n][:count], values[n][:count], strict=True)))
+            for n in range(at, at + len(own))
+        ]
+        at += len(own)
