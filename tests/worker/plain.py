@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tests.worker.margins import margin
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import Noise
-from worker_svc.engine.sampling.sampling import margin
 
 Allowed = Callable[[list[int]], AbstractSet[int]]
 MARGIN = 1e-4  # below this, two arithmetics may disagree about which token is best

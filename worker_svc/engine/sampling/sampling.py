@@ -21,10 +21,10 @@ import torch
 
 from worker_svc.engine.interface import Sampling
 
-ALIKE_KEPT = 64  # settings whose rows are kept from round to round
-NUCLEUS_CANDIDATES = (
-    1024  # the nucleus is looked for among this many largest scores before everything is sorted
-)
+# Settings whose rows are kept from round to round.
+ALIKE_KEPT = 64
+# The nucleus is looked for among this many largest scores before everything is sorted.
+NUCLEUS_CANDIDATES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,39 +191,3 @@ def _kept(
         return ordered, ids, keep, True
     beyond = (top_k > candidates) & (reached[:, -1:] < top_p)
     return ordered, ids, keep, not bool(beyond.any())
-
-
-@dataclass(frozen=True, slots=True)
-class Margin:
-    """Distance of a choice from another one. For tests and for the margin rule of numerical identity."""
-
-    gap: float  # between the two best perturbed scores among the kept tokens; inf if only one is kept
-    boundary: float  # distance, in probability or score, to a different set of kept tokens; inf where nothing truncates
-
-
-def margin(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None) -> Margin:
-    """Return the margin of one row: `logits` [vocab], `noise` [vocab]."""
-    vocab = logits.shape[-1]
-    if sampling.temperature == 0:
-        best = logits.float().topk(2).values
-        return Margin(float(best[0] - best[1]), torch.inf)
-    assert noise is not None
-    scores = logits.float() / sampling.temperature
-    rows = rows_for([sampling], vocab, logits.device)
-    ordered, ids, keep, _ = _kept(scores[None], rows.top_k, rows.top_p, vocab)
-    boundary = torch.inf
-    if 0 < sampling.top_k < vocab:
-        boundary = min(boundary, float(ordered[0, sampling.top_k - 1] - ordered[0, sampling.top_k]))
-    if sampling.top_p < 1:
-        in_top_k = torch.arange(vocab, device=logits.device) < rows.top_k[0]
-        reached = ordered[0].masked_fill(~in_top_k, -torch.inf).softmax(-1).cumsum(-1)
-        boundary = min(boundary, float((reached - sampling.top_p).abs().min()))
-        kept = int(keep[0].sum())
-        if kept < vocab:  # two equal scores at the edge of the nucleus may change places
-            boundary = min(boundary, float(ordered[0, kept - 1] - ordered[0, kept]))
-    if sampling.min_p > 0:
-        least = ordered[0, 0] + math.log(sampling.min_p)
-        boundary = min(boundary, float((ordered[0] - least).abs().min()))
-        keep = keep & (ordered >= least)
-    best = (ordered[0] + noise[ids[0]]).masked_fill(~keep[0], -torch.inf).topk(2).values
-    return Margin(float(best[0] - best[1]), boundary)
