@@ -14,12 +14,9 @@ __all__ = ["Chooser"]
 
 
 class Chooser:
-    """Calls `choose` on the newest assignment, and carries out its evictions.
+    """Calls `choose` on the newest assignment, and carries out its evictions."""
 
-    With `reuse_choices` off, `choose` is called in every round; its results are the same.
-    """
-
-    def __init__(self, engine: Engine, requests: HeldRequests, *, reuse_choices: bool = True) -> None:
+    def __init__(self, engine: Engine, requests: HeldRequests) -> None:
         self.assignment: tuple[Listed, ...] = ()
         self.free_blocks = (engine.capacity.target_blocks, engine.capacity.draft_blocks)
         """Free blocks of the two pools after the last round."""
@@ -27,8 +24,9 @@ class Chooser:
         self._requests = requests
         self._capacity = engine.capacity
         self._growth = engine.capacity.max_draft_len + 1
-        # With one slot the number of the round matters.
-        self._reuse_choices = reuse_choices and engine.capacity.slots > 1
+        # The last choice is repeated where `choose` would return it again. With one slot the number of the
+        # round matters.
+        self._reuse_choices = engine.capacity.slots > 1
         self._reserve_clock = NEW_CLOCK
         """The clock of `laps_sd.contract.choose`."""
         self._reserve_clock_then = NEW_CLOCK

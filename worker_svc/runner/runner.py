@@ -53,13 +53,12 @@ class Runner:
         *,
         max_unacknowledged_tokens: int = 256,
         max_unacknowledged_reports: int = 1024,
-        reuse_choices: bool = True,
     ) -> None:
         self._inbox = inbox
         self._deliver = deliver
         self._max_reports = max_unacknowledged_reports
         self._requests = HeldRequests(engine, max_unacknowledged_tokens=max_unacknowledged_tokens)
-        self._chooser = Chooser(engine, self._requests, reuse_choices=reuse_choices)
+        self._chooser = Chooser(engine, self._requests)
         self._rounds = GuardedRounds(engine, self._requests, self._report_part)
         self._round_ended_s: float | None = None
         self._waited_s = 0.0

@@ -426,7 +426,9 @@ def _churned(
         host_tokens=host_tokens,
         prefill_chunk=24,
     )
-    desk = Desk(fake, max_unacknowledged_tokens=bound, reuse_choices=reuse)
+    desk = Desk(fake, max_unacknowledged_tokens=bound)
+    if not reuse:
+        desk.runner._chooser._reuse_choices = False
     wanted: dict[str, Specification] = {
         name: spec(name, prompt=10 + 12 * i, max_tokens=20 + 11 * i) for i, name in enumerate(NAMES)
     }
