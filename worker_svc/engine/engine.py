@@ -87,7 +87,7 @@ class SpeculativeEngine:
     def lengths(self, lengths: DraftLengths) -> None:
         self.rounds.lengths = lengths
 
-    # -- requests ---------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------
 
     def add(self, spec: Specification) -> None:
         """Make a request known. Raises ValueError naming the field and its limit."""
@@ -157,7 +157,7 @@ class SpeculativeEngine:
         except KeyError:
             raise UnknownRequest(request_id) from None
 
-    # -- rounds -----------------------------------------------------------------------------------------------
+    # -- rounds ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def round(self, run: SequenceOf[str]) -> RoundResult:

@@ -136,17 +136,24 @@ class Sampling:
     min_p keep; argmax(log p + noise).
     """
 
-    temperature: float = 0.0  # 0 = greedy: the largest, lowest id on a tie; top_k, top_p, min_p and seed are then without effect
-    top_p: float = (
-        1.0  # keep the smallest set of most probable tokens that reaches this probability; 1.0 = off
-    )
-    top_k: int = 0  # keep the k most probable tokens; 0 = off
-    seed: int = 0  # unsigned, 64 bits
-    min_p: float = 0.0  # keep tokens at least this probable in relation to the most probable one; 0.0 = off
-    repetition_penalty: float = 1.0  # logits of tokens in the prompt or output are divided by it (negative ones multiplied); 1.0 = off
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output; 0.0 = off
-    frequency_penalty: float = 0.0  # subtracted once for each time that a token is in the output; 0.0 = off
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    # 0 = greedy: the largest, lowest id on a tie; top_k, top_p, min_p and seed are then without effect.
+    temperature: float = 0.0
+    # Keep the smallest set of most probable tokens that reaches this probability; 1.0 = off.
+    top_p: float = 1.0
+    # Keep the k most probable tokens; 0 = off.
+    top_k: int = 0
+    # Unsigned, 64 bits.
+    seed: int = 0
+    # Keep tokens at least this probable in relation to the most probable one; 0.0 = off.
+    min_p: float = 0.0
+    # Logits of tokens in the prompt or output are divided by it (negative ones multiplied); 1.0 = off.
+    repetition_penalty: float = 1.0
+    # Subtracted from the logits of tokens in the output; 0.0 = off.
+    presence_penalty: float = 0.0
+    # Subtracted once for each time that a token is in the output; 0.0 = off.
+    frequency_penalty: float = 0.0
+    # (token id, what is added to its logit).
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def penalises(self) -> bool:
@@ -194,10 +201,10 @@ class Capacity:
 class TokenLogprobs:
     """Log probabilities of the target at one position, before any setting of `Sampling` applies."""
 
-    logprob: float  # of the token that was chosen
-    top: tuple[
-        tuple[int, float], ...
-    ] = ()  # (token id, log probability) of the most probable ones, best first
+    # Of the token that was chosen.
+    logprob: float
+    # (token id, log probability) of the most probable ones, best first.
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +221,11 @@ class RequestRound:
     # [i] = 1 if the i-th draft token was accepted; same length as tested_by_position.
     accepted_by_position: tuple[int, ...] = ()
     prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
-    cached: int = 0  # prompt tokens that needed no computing because KV of the same start was there: another request's, or its own
-    finish: End | None = None  # an engine ends a request with STOP, LENGTH, STOP_SEQUENCE or ERROR
+    # Prompt tokens that needed no computing because KV of the same start was there: another request's, or its
+    # own.
+    cached: int = 0
+    # An engine ends a request with STOP, LENGTH, STOP_SEQUENCE or ERROR.
+    finish: End | None = None
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if the request wants them
@@ -229,14 +239,18 @@ class RoundResult:
     """
 
     requests: tuple[RequestRound, ...]
-    draft_s: float = 0.0  # proposing, the draft's own prefill included
-    verify_s: float = (
-        0.0  # the target's forward, choosing and accepting; the decode rows' share when chunks ride along
-    )
-    prefill_s: float = 0.0  # the prefill chunks' share of that forward, by tokens
-    swap_s: float = 0.0  # bringing KV back from host memory
-    total_s: float = 0.0  # all of it, bookkeeping included
-    free_target_blocks: int = 0  # after the round
+    # Proposing, the draft's own prefill included.
+    draft_s: float = 0.0
+    # The target's forward, choosing and accepting; the decode rows' share when chunks ride along.
+    verify_s: float = 0.0
+    # The prefill chunks' share of that forward, by tokens.
+    prefill_s: float = 0.0
+    # Bringing KV back from host memory.
+    swap_s: float = 0.0
+    # All of it, bookkeeping included.
+    total_s: float = 0.0
+    # Free blocks of the pools after the round.
+    free_target_blocks: int = 0
     free_draft_blocks: int = 0
 
 

@@ -41,7 +41,7 @@ class ModelPair:
                 model.attach(pool)
                 self.pools.append(pool)
 
-    # -- the KV of a request ----------------------------------------------------------------------------------
+    # -- the KV of a request ---------------------------------------------------------------------------------
 
     def places(self, sequence: Sequence) -> list[BlockTable]:
         """Return the block tables of a request, in the order of the pools."""
@@ -93,7 +93,7 @@ class ModelPair:
                     number < place.named for number in range(len(place.blocks))
                 ]
 
-    # -- time -------------------------------------------------------------------------------------------------
+    # -- time ------------------------------------------------------------------------------------------------
 
     def clock(self) -> float:
         """Return seconds of computing, for decisions.

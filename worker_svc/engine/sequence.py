@@ -44,23 +44,27 @@ class Sequence:
     """One known request."""
 
     spec: Specification
-    tokens: list[int]  # prompt, then output
+    # Prompt, then output.
+    tokens: list[int]
     target: BlockTable
     draft: BlockTable | None
     stop_text: StopText | None
     acceptance: Acceptance
-    seed_key: int  # mix64(seed): the part of a row key that does not change
-    swapped: list[torch.Tensor | None] = field(
-        default_factory=list
-    )  # host copies of (target, draft) KV; empty = not swapped out
+    # mix64(seed): the part of a row key that does not change.
+    seed_key: int
+    # Host copies of (target, draft) KV; empty = not swapped out.
+    swapped: list[torch.Tensor | None] = field(default_factory=list)
     finished: bool = False
-    lookup: Lookup | None = None  # prompt lookup, if the draft model does not propose
-    format: FormatState | None = None  # follows the output
-    tally: Tally | None = None  # made when a round needs it
-    block_names: list[bytes] = field(
-        default_factory=list
-    )  # of the full blocks of its context; see blocks.name_blocks
-    reused: int = 0  # tokens of its context found in the prefix cache; reported with its next round
+    # Prompt lookup, if the draft model does not propose.
+    lookup: Lookup | None = None
+    # Follows the output.
+    format: FormatState | None = None
+    # Made when a round needs it.
+    tally: Tally | None = None
+    # Names of the full blocks of its context; see `blocks.name_blocks`.
+    block_names: list[bytes] = field(default_factory=list)
+    # Tokens of its context found in the prefix cache; reported with its next round.
+    reused: int = 0
 
     @property
     def output_length(self) -> int:
