@@ -49,7 +49,7 @@ class Rounds:
     def run(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
         """Run one round over exactly these requests, which began at `started` of `time.perf_counter`.
 
-        Tokens and the target's lengths change in the commit only, which raises nothing.
+        Tokens and the target's lengths change in the commit only.
         """
         pair = self._pair
         round_clock = pair.clock()

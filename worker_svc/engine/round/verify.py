@@ -130,12 +130,15 @@ def _take_back(tokens: SequenceOf[int], on_device: OnDevice) -> None:
 
 def _add_logprobs(logits: torch.Tensor, chosen: SequenceOf[int], fed: SequenceOf[RoundRequest]) -> None:
     """Add log probabilities to the requests that want them. `logits` [rows, vocab], `chosen` [rows]."""
+    if all(request.sequence.spec.logprobs is None for request in fed):
+        return
+    # (request, its rows, number of alternatives)
     wanted: list[tuple[RoundRequest, range, int]] = []
     at = 0
     for request in fed:
         after = at + request.choices
         alternatives = request.sequence.spec.logprobs
-        if alternatives is not None and request.choices:
+        if alternatives is not None and after > at:
             wanted.append((request, range(at, after), alternatives))
         at = after
     if not wanted:
