@@ -31,7 +31,7 @@ def synthetic(engine: SpeculativeEngine, acceptance: float | None) -> Speculativ
 
 
 class _ByCoin(Verification):
-    """A verification in which a coin decides about draft tokens, and the target about the token after them."""
+    """A verification in which a coin accepts draft tokens, and the target chooses the token after them."""
 
     def __init__(self, pair: ModelPair, acceptance: float) -> None:
         super().__init__(pair)

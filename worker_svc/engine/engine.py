@@ -191,10 +191,11 @@ class SpeculativeEngine:
                 )
 
     def calibrate(self, budget_s: float) -> None:
-        """Measure forwards of every size that rounds have, before any `add`, in about `budget_s` of wall clock.
+        """Measure forwards of every size that rounds have, before any `add`.
 
-        The first request finds a warm device, and the first draft lengths rest on measured costs of verified
-        rows and draft steps. Each size is measured at least twice, however small the budget.
+        It takes about `budget_s` of wall clock, but each size is measured at least twice. The first request
+        finds a warm device, and the first draft lengths rest on measured costs of verified rows and draft
+        steps.
         """
         pair, slots, length = self._pair, self.options.slots, self.options.max_length
         deadline = time.monotonic() + budget_s

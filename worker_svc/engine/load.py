@@ -52,8 +52,9 @@ def load_engine(
     target = _model(target_path, "target", device, options, deterministic=deterministic)
     if deterministic and options.dtype != "float32" and not (target.all_by_kernels and target.independent):
         raise ModelError(
-            f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are multiples of "
-            f"{kernels.PANEL}, on one thread of an x86 CPU with AVX2 and without AMX; leave the setting out, or use float32"
+            f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
+            f"multiples of {kernels.PANEL}, on one thread of an x86 CPU with AVX2 and without AMX; "
+            "leave the setting out, or use float32"
         )
     draft = None
     tokenizer = load_tokenizer(target_path)

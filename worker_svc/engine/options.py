@@ -1,4 +1,4 @@
-"""Options of an engine: what a caller may choose (`LoadOptions`), and what an engine is made with (`EngineOptions`)."""
+"""Options: what a caller of `load_engine` may choose, and what an engine is made with."""
 
 from __future__ import annotations
 

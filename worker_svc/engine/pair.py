@@ -83,7 +83,7 @@ class ModelPair:
         sequence.swapped = []
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Assert that every block is free, cached or held by `sequences`, and that a writable block has a single holder."""
+        """Assert that each block is free, cached or held by `sequences`, and has one holder if writable."""
         for at, pool in enumerate(self.pools):
             places = [self.places(sequence)[at] for sequence in sequences]
             pool.allocator.check(place.blocks for place in places)

@@ -1,1 +1,1 @@
-"""The round: plan, draft, verify, commit, over one `RoundRequest` per request. `step` runs them in this order."""
+"""The round: plan, draft, verify, commit, over one `RoundRequest` for each request. `step` runs them."""

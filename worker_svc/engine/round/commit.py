@@ -26,7 +26,7 @@ def accepted_of(draft_tokens: SequenceOf[int], chosen: SequenceOf[int]) -> int:
 
 
 class Commit:
-    """Changes requests by the outcome of verification: tokens, lengths, acceptance, and the end if there is one."""
+    """Changes requests by the outcome of verification: tokens, lengths, acceptance, and the end, if any."""
 
     def __init__(self, pair: ModelPair, prefill: Prefill, output_lengths: OutputLengths) -> None:
         self._pair = pair

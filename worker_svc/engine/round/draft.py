@@ -1,8 +1,8 @@
 """Second phase of the round: the draft model proposes tokens.
 
-The draft token of a request at draft step j is chosen with the noise and the adjustments of its choice row j,
-which are also the target's. Draft tokens of prompt lookup are there already: they are found while the round is
-planned.
+The draft token of a request at draft step j is chosen with the noise and the adjustments of its choice row
+j, which are also the target's. Draft tokens of prompt lookup are there already: they are found while the
+round is planned.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ class Drafting:
         choices: Choices,
         steps: DraftSteps,
     ) -> None:
-        """Run the draft steps one by one. `members` propose, in packed order; `last`: the last row of each."""
+        """Run the draft steps one by one.
+
+        `members`: the requests that propose, in packed order; `last`: the last row of each.
+        """
         pair = self._pair
         began = pair.clock()
         logits = draft.forward(ids, plan, torch.tensor(last, dtype=torch.int64, device=pair.device))
@@ -156,7 +159,10 @@ class Drafting:
         choices: Choices,
         steps: DraftSteps,
     ) -> torch.Tensor:
-        """Return the draft tokens [members] of step `j`, and add them to the requests or to the step's record."""
+        """Return the draft tokens [members] of step `j`.
+
+        They are added to the requests, or to `steps` if they stay on the device.
+        """
         choice_rows = [request.first_choice + j for request in members]
         tokens = choices.choose(logits[:, : self._pair.draft_vocab], choice_rows)
         choices.adjustments.proposed(choice_rows, tokens)
@@ -177,7 +183,10 @@ class Drafting:
 
 
 def _feed(request: RoundRequest) -> Piece:
-    """Return the tokens that the draft model reads first: up to the last one if it proposes, else as budgeted."""
+    """Return the tokens that the draft model reads first.
+
+    They end at the last token of the context if it proposes, else at the end of the budget.
+    """
     place, feed = _draft_place(request), request.catch_up
     start = request.context - feed if request.draft_len else place.length
     place.length = start + feed

@@ -1,4 +1,4 @@
-"""First phase of the round: what is fed for each request, how many tokens are drafted for it, and its blocks."""
+"""First phase of the round: what each request is fed, the length of its draft, and its blocks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RoundPlanner:
         return max(0, min(cap, sequence.spec.max_tokens - sequence.output_length - 1))
 
     def _look_up(self, sequence: Sequence, cap: int) -> list[int]:
-        """Return at most `cap` draft tokens found in the context: those that its format allows, up to an end."""
+        """Return at most `cap` draft tokens found in the context, up to an end, that its format allows."""
         assert sequence.lookup is not None
         found = sequence.lookup.propose(sequence.tokens, cap)
         if sequence.format is not None:
@@ -129,7 +129,8 @@ class RoundPlanner:
             missing = sum([pool.missing(place, needed) for place, needed, _ in places])
             if missing > pool.allocator.free_blocks:
                 raise OutOfBlocks(
-                    f"the {name} pool has {pool.allocator.free_blocks} free KV blocks and this round needs {missing}"
+                    f"the {name} pool has {pool.allocator.free_blocks} free KV blocks "
+                    f"and this round needs {missing}"
                 )
         for request in requests:
             if request.fed and request.sequence.target.found:

@@ -108,7 +108,7 @@ class Verification:
 def _fill_in(
     ids: torch.Tensor, fed: SequenceOf[RoundRequest], plan: Plan, on_device: OnDevice
 ) -> torch.Tensor | None:
-    """Put draft tokens that are on the device in their places in `ids`; return all of them, one step after the other."""
+    """Put the draft tokens that are on the device into `ids`; return them, one step after the other."""
     if not on_device:
         return None
     guesses = torch.cat([tokens for _, tokens in on_device])
