@@ -221,7 +221,7 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     assert "compiled as in the scheduler's image" in text
     assert "1 of 2 rows meet both" in text
     assert "100 workers, 5000 queued" in text
-    assert "2.50 ms of CPU time per report. One core so carries 20 workers whose rounds take 50 ms" in text
+    assert "2.50 ms of CPU time per report. So one core carries 20 workers whose rounds take 50 ms" in text
 
 
 def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
@@ -281,7 +281,10 @@ def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
     assert "| ours, speculative | 700 | – | 100% |" in text
     assert "| vllm, compiled, plain | 1,368 | 2,000 | 75% |" in text
     assert "| vLLM, temperature 0 | 1.50 [1.45, 1.60] | – |" in text
-    assert "temperature 0, up to so many at a time; torch 2.0, vllm 0.1, on a CPU with AVX2." in text
+    assert (
+        "temperature 0, with up to this number of requests at a time; torch 2.0, vllm 0.1, on a CPU with AVX2."
+        in text
+    )
     assert "- batch 1: 2.30 [2.10, 2.50] of assisted (goal 2.2)" in text
     assert "4 of 5 goals are met" in text
 

@@ -705,7 +705,7 @@ class TestARefusal:
             ({"frequency_penalty": 2.5}, "frequency_penalty", "from -2 to 2"),
             ({"logit_bias": {"five": 1}}, "logit_bias", "must name token ids"),
             ({"logit_bias": {"5": 101}}, "logit_bias[5]", "from -100 to 100"),
-            ({"colour": "red"}, "colour", "not a field"),
+            ({"colour": "red"}, "colour", "is not a known field"),
         ],
     )
     async def test_names_the_field_and_the_limit(

@@ -76,9 +76,13 @@ def fault_of(read: Callable[[Json], ParsedRequest], body: Json) -> tuple[str, st
         ),
         ({"stream_options": {"x": True}}, "stream_options", "needs stream: true"),
         ({"stream": True, "stream_options": {"x": 0}}, "stream_options.x", "is not known here"),
-        ({"{said}": 1}, "{said}", "is not a field that this server knows"),
-        ({"\ud800": 1}, "\ud800", "is not a field that this server knows"),
-        ({"guided_json": "{said}", "guided_regex": "a"}, "guided_json", "cannot be used beside another"),
+        ({"{said}": 1}, "{said}", "is not a known field"),
+        ({"\ud800": 1}, "\ud800", "is not a known field"),
+        (
+            {"guided_json": "{said}", "guided_regex": "a"},
+            "guided_json",
+            "cannot be used together with another",
+        ),
     ],
 )
 def test_a_fault_of_a_chat_names_its_field(change: Json, name: str, said: str) -> None:

@@ -62,7 +62,7 @@ class TestModelFiles:
     @pytest.mark.parametrize(
         ("name", "content", "problem"),
         [
-            ("tokenizer.json", None, "there is no such file"),
+            ("tokenizer.json", None, "the file is missing"),
             ("tokenizer.json", "{}", "not a tokenizer"),
             ("config.json", "{", "not valid JSON"),
             ("config.json", "[]", "JSON object"),
