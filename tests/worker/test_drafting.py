@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
+from itertools import pairwise
 
 import pytest
 
-from worker_svc.engine.draft_lengths.drafting import (
-    ADVANTAGE,
-    ENDED_KEPT,
+from worker_svc.engine.draft_lengths.acceptance import PRIOR_STRENGTH, Acceptance
+from worker_svc.engine.draft_lengths.chooser import (
     EXPLORED_SHARE,
-    FEW_IN,
-    FEW_WHILE_NONE_IN,
-    FIRST_STEP_ROWS,
-    HELD_AT_FIRST,
-    HELD_AT_MOST,
-    MOST_PROBES,
-    PLAIN_AFTER,
-    PROBE_AFTER,
-    PROBE_MISSES,
-    TOKENS_TO_COME,
+    HOLD_ROUNDS,
+    MARGIN,
     UNEVEN,
-    Acceptance,
-    CostTable,
     DraftLengths,
-    Outlook,
-    OutputLengths,
 )
+from worker_svc.engine.draft_lengths.cost_table import CostTable
+from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
+from worker_svc.engine.draft_lengths.outlook import RECENT, Outlook, OutputLengths
 
 
 def lengths_for(*, plain: CostTable, step: CostTable, **more: int | None) -> DraftLengths:
@@ -90,7 +82,7 @@ def by_asking_each(
 
     another_s = (step(len(drafting)) - step(1)) / (len(drafting) - 1) if len(drafting) > 1 else 0.0
     plain_s = chooser.plain(count, keys)
-    best, lengths = (1 + ADVANTAGE) * count / plain_s, [0] * count
+    best, lengths = (1 + MARGIN) * count / plain_s, [0] * count
     for depth in range(1, max(caps) + 1):
         price = best
         row_s = (round_s(count * depth) - round_s(0)) / (count * depth)
@@ -143,71 +135,52 @@ def test_what_rides_along_makes_no_proposal_cheap() -> None:
     assert lengths_for(**costs).lengths(requests, caps, other_rows=900) == alone
 
 
-def test_an_answer_that_stays_the_same_is_asked_for_more_and_more_seldom() -> None:
-    chooser = lengths_for(**COMPUTE_BOUND)
-    requests, caps = [experienced(70, 100)] * 4, [8] * 4
-    rounds, held = 0, HELD_AT_FIRST
-    while held < HELD_AT_MOST:
-        rounds, held = rounds + held, 2 * held
-    for _ in range(rounds + HELD_AT_MOST + 1):  # the last of them is chosen
-        assert chooser.lengths(requests, caps) == [0] * 4
-    chooser.set_plain(MEMORY_BOUND["plain"])
-    answers = [max(chooser.lengths(requests, caps)) for _ in range(HELD_AT_MOST)]
-    assert answers[:-1] == [0] * (HELD_AT_MOST - 1) and answers[-1] > 0
-    chooser.set_plain(COMPUTE_BOUND["plain"])
-    answers = [max(chooser.lengths(requests, caps)) for _ in range(HELD_AT_FIRST)]
-    assert min(answers[:-1]) > 0 == answers[-1], "another answer is asked for again soon"
-
-
-def test_a_choice_holds_for_some_rounds_and_nobody_begins_meanwhile() -> None:
+def test_a_choice_holds_for_some_rounds_and_no_silent_request_begins_meanwhile() -> None:
     """A choice takes as long as many rows, and its inputs change more slowly."""
     chooser = lengths_for(**MEMORY_BOUND)
-    requests, caps = [experienced(90, 100) for _ in range(FEW_IN)], [8] * FEW_IN
+    requests, caps = [experienced(90, 100) for _ in range(4)], [8] * 4
     first = chooser.lengths(requests, caps)
     assert min(first) > 0
     requests[0].observe(0, 0)  # drafted nothing, for some reason of its own
     costly = CostTable([1, 1000], [1.0, 1000.0])
     chooser.set_plain(costly)  # from now on a row costs what a token is worth
-    held = [chooser.lengths(requests, caps) for _ in range(HELD_AT_FIRST - 1)]
-    assert held == [[0, *first[1:]]] * (HELD_AT_FIRST - 1)
+    held = [chooser.lengths(requests, caps) for _ in range(HOLD_ROUNDS - 1)]
+    assert held == [[0, *first[1:]]] * (HOLD_ROUNDS - 1)
     assert chooser.lengths(requests, caps) != held[0]
 
 
-def test_one_of_many_that_came_drafts_by_the_last_choice_if_it_earns_what_its_draft_must_read() -> None:
+def test_a_new_request_drafts_by_the_last_choice_if_it_pays_for_what_its_draft_must_read() -> None:
     chooser = lengths_for(**COSTLY_ROWS)
-    requests, caps = [experienced(90, 100) for _ in range(FEW_IN)], [8] * FEW_IN
+    requests, caps = [experienced(90, 100) for _ in range(8)], [8] * 8
     chosen = chooser.lengths(requests, caps)
     assert min(chosen) > 0
     chooser.set_plain(COMPUTE_BOUND["plain"])  # from now on a row costs what a token is worth
     late, early = Acceptance(), Acceptance()
-    ahead = [Outlook()] * FEW_IN
-    assert chooser.lengths([*requests, late], [*caps, 8], 0, [*ahead, Outlook(10, 1000)].__getitem__) == [
-        *chosen,
-        0,
-    ]
-    *others, its = chooser.lengths([*requests, early], [*caps, 8], 0, [*ahead, Outlook(10)].__getitem__)
+    outlooks = [Outlook()] * 8
+    with_late = chooser.lengths([*requests, late], [*caps, 8], 0, [*outlooks, Outlook(10, 1000)].__getitem__)
+    assert with_late == [*chosen, 0]
+    *others, its = chooser.lengths([*requests, early], [*caps, 8], 0, [*outlooks, Outlook(10)].__getitem__)
     assert others == chosen and 0 < its <= max(chosen)
-    asked = chooser.lengths([*requests, late, Acceptance()], [*caps, 8, 8])
-    assert max(asked[:FEW_IN]) == 0, "two came"
 
 
-def test_where_others_came_or_many_went_it_is_asked_at_once() -> None:
-    requests, caps = [experienced(70, 100) for _ in range(4)], [8] * 4
-    for others in ([experienced(70, 100) for _ in range(4)], requests[3:]):
+@pytest.mark.parametrize("change", ["replaced", "left"])
+def test_a_choice_ages_as_fast_as_its_requests_change(change: str) -> None:
+    def rounds_held(changed: int) -> int:
+        """Return the rounds until the new costs are noticed if `changed` of eight requests change at once."""
+        requests, caps = [experienced(70, 100) for _ in range(8)], [8] * 8
         chooser = lengths_for(**COMPUTE_BOUND)
-        assert chooser.lengths(requests, caps) == [0] * 4
+        assert not any(chooser.lengths(requests, caps))
         chooser.set_plain(MEMORY_BOUND["plain"])
-        assert min(chooser.lengths(others, caps[: len(others)])) > 0
+        others = [experienced(70, 100) for _ in range(changed if change == "replaced" else 0)]
+        now = [*requests[changed:], *others]
+        held = 1
+        while not any(chooser.lengths(now, caps[: len(now)])):
+            held += 1
+        return held
 
-
-def test_while_nobody_drafts_one_of_many_more_changes_nothing() -> None:
-    chooser = lengths_for(**COMPUTE_BOUND)
-    requests = [experienced(70, 100) for _ in range(2 * FEW_WHILE_NONE_IN)]
-    assert not any(chooser.lengths(requests, [8] * len(requests)))
-    chooser.set_plain(MEMORY_BOUND["plain"])
-    some = requests[: len(requests) - len(requests) // FEW_WHILE_NONE_IN]
-    assert not any(chooser.lengths(some, [8] * len(some)))
-    assert min(chooser.lengths(some[1:], [8] * len(some[1:]))) > 0, "too many went"
+    assert rounds_held(0) == HOLD_ROUNDS
+    assert rounds_held(4) == HOLD_ROUNDS // 2
+    assert rounds_held(7 if change == "left" else 8) <= 2
 
 
 def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> None:
@@ -242,9 +215,9 @@ def test_nobody_to_draft_for() -> None:
     assert lengths_for(**MEMORY_BOUND).lengths([], []) == []
 
 
-def silent() -> Acceptance:
+def silent(rounds: int = 64) -> Acceptance:
     found = experienced(1, 200)
-    for _ in range(PROBE_AFTER):
+    for _ in range(rounds):
         found.observe(0, 0)
     found.met = True
     return found
@@ -263,95 +236,99 @@ def one_round(chooser: DraftLengths, requests: list[Acceptance]) -> list[int]:
     return lengths
 
 
-def test_silent_requests_are_probed_one_after_the_other_each_until_it_was_refused() -> None:
+def rounds_until_the_next_probe(chooser: DraftLengths, requests: list[Acceptance]) -> tuple[int, list[int]]:
+    """Return how many rounds have no draft token, and the first that has one."""
+    waited = 0
+    while not any(lengths := one_round(chooser, requests)):
+        waited += 1
+        for request in requests:
+            chooser.observe_acceptance(request, 0, 0)
+    return waited, lengths
+
+
+def test_silent_requests_are_probed_one_after_the_other_each_until_a_token_is_rejected() -> None:
     chooser = lengths_for(**COMPUTE_BOUND)
-    first, second, other = silent(), silent(), experienced(1, 200)
-    first.observe(0, 0)
+    first, second, other = silent(66), silent(65), silent(1)
     requests = [second, first, other]
 
     assert one_round(chooser, requests) == [0, 1, 0]
     assert one_round(chooser, requests) == [0, 1, 0], "its draft may still be reading"
-    for _ in range(PROBE_MISSES):
-        assert one_round(chooser, requests) == [0, 1, 0]
-        chooser.observe_acceptance(first, 0, 1)
-    waits = PROBE_MISSES + 2
-    while one_round(chooser, requests) == [0, 0, 0]:
-        waits += 1
-    assert one_round(chooser, requests) == [1, 0, 0]
+    chooser.observe_acceptance(first, 0, 1)
+    waited, lengths = rounds_until_the_next_probe(chooser, requests)
+    assert lengths == [1, 0, 0]
     plain_s = chooser.plain(3)
-    longer_s = chooser.drafted(4) + chooser.step(1) - plain_s
-    probe_s = (PROBE_MISSES + 2) * longer_s
-    assert EXPLORED_SHARE * plain_s * waits == pytest.approx(probe_s, rel=0.3), (
-        "what a probe takes is a small share of the time to the next"
-    )
+    probe_s = 2 * (chooser.drafted(4) + chooser.step(1) - plain_s)
+    assert EXPLORED_SHARE * plain_s * waited >= 0.9 * probe_s, "probes take at most a small share of the time"
+    assert EXPLORED_SHARE * plain_s * (waited - HOLD_ROUNDS) <= 1.1 * probe_s, "and are not forgotten"
 
 
-def test_the_one_that_has_least_to_read_is_probed() -> None:
+def test_of_equally_silent_requests_the_one_with_the_least_to_read_is_probed() -> None:
     chooser = lengths_for(**COMPUTE_BOUND)
-    requests, ahead = [silent() for _ in range(3)], [Outlook(10, 20), Outlook(20, 20), Outlook(10, 30)]
-    assert chooser.lengths(requests, [8] * 3, 0, ahead.__getitem__) == [0, 1, 0]
+    requests, outlooks = [silent() for _ in range(3)], [Outlook(10, 20), Outlook(20, 20), Outlook(10, 30)]
+    assert chooser.lengths(requests, [8] * 3, 0, outlooks.__getitem__) == [0, 1, 0]
 
 
-def test_newcomers_show_whether_the_traffic_has_changed() -> None:
+def test_a_probe_ends_when_the_evidence_weighs_as_much_as_the_prior() -> None:
+    chooser = lengths_for(**COMPUTE_BOUND)
+    request = silent()
+    while chooser.lengths([request], [8]) == [0]:
+        pass
+    tokens = 0
+    while request.probed:
+        chooser.observe_acceptance(request, 1, 1)
+        tokens += 1
+    assert tokens == PRIOR_STRENGTH
+
+
+def test_new_requests_show_that_the_traffic_has_changed() -> None:
     chooser = lengths_for(plain=CostTable([1, 1000], [1.0, 1.5]), step=CostTable([1, 1000], [0.2, 0.6]))
     while chooser.prior.rate > 0.1:
         chooser.prior.observe(0, 1)
-    newcomers = [Acceptance() for _ in range(16)]
-    caps = [8] * len(newcomers)
-    assert sum(chooser.lengths(newcomers, caps)) == 1
+    requests = [Acceptance() for _ in range(16)]
+    caps = [8] * len(requests)
+    assert sum(chooser.lengths(requests, caps)) == 1
     drafting = [1]
-    while min(lengths := chooser.lengths(newcomers, caps)) == 0:
+    while min(lengths := chooser.lengths(requests, caps)) == 0:
         drafting.append(sum(length > 0 for length in lengths))
-        assert len(drafting) <= MOST_PROBES, "all that was proposed was accepted, and others do not draft yet"
-        for request, length in zip(newcomers, lengths, strict=True):
+        assert len(drafting) <= 16, "all draft tokens were accepted, and others do not draft yet"
+        for request, length in zip(requests, lengths, strict=True):
             chooser.observe_acceptance(request, length, length)
-    assert {1, 3, 7} <= set(drafting), "each time that surprises, twice as many are probed"
+    assert len(drafting) > 2
+    assert all(later >= 2 * earlier for earlier, later in pairwise(drafting)), "twice as many each time"
 
 
-def test_while_nobody_drafts_a_newcomer_is_probed_as_soon_as_it_is_time() -> None:
-    """The length of a choice without drafts does not matter."""
+def test_while_none_drafts_a_new_request_is_probed_as_soon_as_it_is_due() -> None:
+    """The age of a choice without drafts does not matter."""
     chooser = lengths_for(**COMPUTE_BOUND)
     requests = [silent() for _ in range(8)]
-    while chooser._until_asked < HELD_AT_MOST - 1 or chooser._drafts:
-        for request, length in zip(requests, one_round(chooser, requests), strict=True):
-            chooser.observe_acceptance(request, 0, length)
-            request.silent_rounds = 1
-    chooser._until_probe = 3.0
+    _, lengths = rounds_until_the_next_probe(chooser, requests)
+    for request, length in zip(requests, lengths, strict=True):
+        chooser.observe_acceptance(request, 0, length)
+    one_round(chooser, requests)
+    chooser._until_explored, chooser._rounds_left = 3.0, float(HOLD_ROUNDS)
     requests[0] = Acceptance()
-    drafted = [one_round(chooser, requests)[0] for _ in range(4)]
-    assert drafted == [0, 0, 0, 1]
+    drafted = [one_round(chooser, requests)[0] for _ in range(3)]
+    assert drafted == [0, 0, 1]
 
 
-def test_one_accident_does_not_make_probes_rare() -> None:
-    """The extra time of a round with a probe is a small part of the time of a round."""
-    chooser = lengths_for(**COMPUTE_BOUND)
-    assert one_round(chooser, [silent()]) == [1]
-    plain_s, expected_s = chooser.plain(1), chooser.drafted(2) - chooser.plain(1) + chooser.step(1)
-    assert chooser._probe_s == pytest.approx(expected_s)
-    for round_s in (100 * plain_s, 0.01 * plain_s):
-        chooser._probe_s = 0.0
-        chooser.observe_costs(2, round_s, [1], chooser.step(1), read=1)
-        assert expected_s / 2.5 < chooser._probe_s < 2.5 * expected_s
-
-
-def test_after_a_surprise_the_next_newcomer_is_probed_at_once() -> None:
+def test_after_a_probe_that_paid_the_next_new_request_is_probed_at_once() -> None:
     def probes(accepted: int) -> int:
-        """Probe newcomers, one at a time, each for ten rounds."""
-        chooser = lengths_for(**COMPUTE_BOUND)
+        """Probe new requests, one at a time, each for ten rounds; return how many were probed."""
+        chooser = lengths_for(plain=CostTable([1, 1000], [1.0, 1.5]), step=CostTable([1, 1000], [0.2, 0.6]))
         while chooser.prior.rate > 0.1:
             chooser.prior.observe(0, 1)
         found = 0
         for _ in range(5):
-            newcomer, asked = Acceptance(), False
+            request, drafted = Acceptance(), False
             for _ in range(10):
-                (length,) = one_round(chooser, [newcomer])
-                asked = asked or length > 0
-                chooser.observe_acceptance(newcomer, accepted, length)
-            found += asked
+                (length,) = one_round(chooser, [request])
+                drafted = drafted or length > 0
+                chooser.observe_acceptance(request, accepted, length)
+            found += drafted
         return found
 
-    assert probes(accepted=0) == 1
-    assert probes(accepted=1) > 1
+    assert probes(accepted=0) <= 2
+    assert probes(accepted=1) == 5
 
 
 def test_a_draft_that_must_read_more_than_it_can_earn_does_not_begin() -> None:
@@ -365,31 +342,34 @@ def test_a_draft_that_must_read_more_than_it_can_earn_does_not_begin() -> None:
     assert much[0] == 0 and min(much[1:]) > 0
 
 
-def test_drafts_that_promise_little_pause_so_that_plain_rounds_stay_known() -> None:
-    def paused(requests: list[Acceptance], chooser: DraftLengths) -> int:
-        return sum(not any(one_round(chooser, requests)) for _ in range(4 * PLAIN_AFTER))
+def test_rounds_without_drafts_stay_known_for_a_small_share_of_the_goodput() -> None:
+    rounds = 2000
 
-    near = {"plain": CostTable([1, 1000], [1.0, 1.1]), "step": CostTable([1, 1000], [0.4, 0.4])}
-    little, much = (
-        paused([experienced(80, 100)], lengths_for(**near)),
-        paused([experienced(95, 100)], lengths_for(**MEMORY_BOUND)),
-    )
-    assert 1 <= little <= 4
-    assert much == 0
+    def plain_rounds(rate: int, **costs: CostTable) -> tuple[int, float]:
+        """Return the rounds without drafts, and the share of the goodput that such a round loses."""
+        chooser, request = lengths_for(**costs), experienced(rate, 100)
+        plain = sum(one_round(chooser, [request]) == [0] for _ in range(rounds))
+        return plain, chooser._loss
+
+    for plain, loss in (
+        plain_rounds(80, plain=CostTable([1, 1000], [1.0, 1.1]), step=CostTable([1, 1000], [0.4, 0.4])),
+        plain_rounds(95, **MEMORY_BOUND),
+    ):
+        assert 0.5 * EXPLORED_SHARE * rounds <= plain * loss <= 1.1 * EXPLORED_SHARE * rounds + loss
 
 
-def test_what_is_to_come_is_what_others_said_who_said_as_much() -> None:
+def test_the_expected_remaining_output_is_that_of_recent_requests_that_were_as_long() -> None:
     lengths = OutputLengths()
-    assert lengths.to_come(0) == TOKENS_TO_COME
-    assert lengths.to_come(TOKENS_TO_COME + 9) == TOKENS_TO_COME + 9, "longer than any: as much again"
+    assert lengths.to_come(0) == lengths.to_come(100) == math.inf, "unknown before one has ended"
     for tokens in (10, 10, 10, 40):
         lengths.observe(tokens)
     assert lengths.to_come(0) == 17.5
     assert lengths.to_come(9) == pytest.approx((1 + 1 + 1 + 31) / 4)
     assert lengths.to_come(10) == 30
-    for _ in range(ENDED_KEPT):
+    assert lengths.to_come(50) == 50, "longer than any: as much again"
+    for _ in range(RECENT):
         lengths.observe(5)
-    assert (lengths.to_come(0), lengths.to_come(10)) == (5, 10), "of late"
+    assert (lengths.to_come(0), lengths.to_come(10)) == (5, 10), "old lengths are forgotten"
 
 
 def test_small_differences_change_nothing() -> None:

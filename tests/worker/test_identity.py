@@ -19,7 +19,9 @@ from tests.worker.drive import Between, everybody, finish_all, rotate
 from tests.worker.pairs import MAX_LENGTH, VOCAB, load_pair
 from tests.worker.plain import MARGIN, PlainDecoder, PlainText
 from worker_svc.engine.cpu import kernels
-from worker_svc.engine.draft_lengths.drafting import Acceptance, DraftLengths, Outlook
+from worker_svc.engine.draft_lengths.acceptance import Acceptance
+from worker_svc.engine.draft_lengths.chooser import DraftLengths
+from worker_svc.engine.draft_lengths.outlook import Outlook
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.models.model import PackedModel

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from worker_svc.engine.draft_lengths.drafting import Acceptance, CostTable, DraftLengths, Prior
+from worker_svc.engine.draft_lengths.acceptance import Acceptance, Prior
+from worker_svc.engine.draft_lengths.chooser import DraftLengths
+from worker_svc.engine.draft_lengths.cost_table import CostTable
 from worker_svc.engine.proposers.lookup import Lookup
 
 
@@ -42,7 +44,7 @@ def test_proposals_that_cost_no_step_are_longer() -> None:
     """
     costs = {"plain": CostTable([1, 100], [1.0, 1.5]), "step": CostTable([1, 100], [0.9, 0.9])}
     chooser = DraftLengths(6, **costs)
-    model, looked_up = Acceptance(met=True), Acceptance(prior=Prior(), free=True)
+    model, looked_up = Acceptance(accepted=6.0, tested=10.0), Acceptance(prior=Prior(), free=True)
     assert chooser.lengths([model], [6]) == [0]
     assert chooser.lengths([looked_up], [6])[0] >= 3
 

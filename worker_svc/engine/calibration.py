@@ -9,7 +9,8 @@ import torch
 
 from worker_svc.engine.cache.kv import KV_TILE, KVPool
 from worker_svc.engine.cpu import kernels
-from worker_svc.engine.draft_lengths.drafting import FIRST_STEP_ROWS, CostTable
+from worker_svc.engine.draft_lengths.cost_table import CostTable
+from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
 from worker_svc.engine.interface import blocks_needed
 from worker_svc.engine.models.attention import Piece
 from worker_svc.engine.models.model import PackedModel

@@ -21,7 +21,8 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from worker_svc.engine.calibration import measure_draft_steps, measure_rounds
-from worker_svc.engine.draft_lengths.drafting import Acceptance, DraftLengths, Prior
+from worker_svc.engine.draft_lengths.acceptance import Acceptance, Prior
+from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.interface import (
     Capacity,
     DeviceFailed,

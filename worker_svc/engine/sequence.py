@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from worker_svc.engine.cache.kv import BlockTable
-from worker_svc.engine.draft_lengths.drafting import Acceptance
+from worker_svc.engine.draft_lengths.acceptance import Acceptance
 from worker_svc.engine.interface import Residency, Specification
 from worker_svc.engine.proposers.lookup import Lookup
 from worker_svc.engine.sampling import counter

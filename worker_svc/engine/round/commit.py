@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from laps_sd.contract.ends import End
-from worker_svc.engine.draft_lengths.drafting import DraftLengths, OutputLengths
+from worker_svc.engine.draft_lengths.chooser import DraftLengths
+from worker_svc.engine.draft_lengths.outlook import OutputLengths
 from worker_svc.engine.interface import RequestRound
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.prefill import Prefill

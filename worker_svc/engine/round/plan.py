@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from worker_svc.engine.cache.kv import BlockTable
-from worker_svc.engine.draft_lengths.drafting import FIRST_STEP_ROWS, DraftLengths, Outlook, OutputLengths
+from worker_svc.engine.draft_lengths.chooser import DraftLengths
+from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
+from worker_svc.engine.draft_lengths.outlook import Outlook, OutputLengths
 from worker_svc.engine.interface import OutOfBlocks, blocks_needed
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.prefill import Prefill

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 
-from worker_svc.engine.draft_lengths.drafting import DraftLengths, OutputLengths
+from worker_svc.engine.draft_lengths.chooser import DraftLengths
+from worker_svc.engine.draft_lengths.outlook import OutputLengths
 from worker_svc.engine.interface import RoundResult
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.pair import ModelPair

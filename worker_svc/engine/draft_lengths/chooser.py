@@ -1,0 +1,372 @@
+"""The choice of how many tokens to draft for each request in the next round: as many as pay for themselves.
+
+No torch. Draft token j of request i is worth a_i ** j tokens, since all before it must be accepted too; a_i is
+the request's chance that one draft token is accepted. It costs a row of the verification and a row of draft
+step j; the first request to reach step j also pays for the step. The lengths maximise
+
+    goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (round(rows) + sum_j step(rows of draft step j))
+
+over two kinds of choice: "each request drafts up to g", and "each request drafts up to g, but no token that
+is worth less than it costs at that goodput". Zero is a valid answer. `round` is the time of a round without
+its draft steps: the target's forward, and the work around it, which gains no tokens and favours fewer and
+longer rounds. Rows that ride along for other requests (`other_rows`) do not count: they must be computed in any
+case, and would make any number of draft tokens look cheap. Measured within a request, acceptance is close to
+geometric; between requests it differs a lot.
+
+A small share of the time (EXPLORED_SHARE) is spent on knowing what is not chosen: while drafts pay, a round
+without drafts; while they do not, a draft token for a new request or the one that was silent for longest.
+
+The choices of this module, and what was tried instead: docs/decisions/0027-draft-lengths-by-ten-constants.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from worker_svc.engine.draft_lengths.acceptance import Acceptance, Prior
+from worker_svc.engine.draft_lengths.cost_table import CostTable, default_costs
+from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS, Choice, RoundCosts, Worth, WorthOfOne
+from worker_svc.engine.draft_lengths.outlook import Outlooks
+
+MARGIN = 0.05
+"""Another length must promise this much more goodput than the last one, and any draft than none, whose cost is
+known better. Tried 0 to 0.1."""
+UNEVEN = 0.06
+"""Extra time of verifying drafts of unequal length, as a fraction of the time of their rows, where attention has
+no kernel of its own. Tried 0 to 0.12."""
+READING_MARGIN = 3.0
+"""Required ratio of a draft's expected gain to the cost of reading its context: one or two draft tokens are made
+for every two tokens to come, the estimates that look best are too high, and a request may end sooner. Tried 1
+to 6."""
+HOLD_ROUNDS = 16
+"""Rounds for which a choice holds, since choosing takes as long as a row; fewer as requests come and leave. Tried
+4 to 64."""
+EXPLORED_SHARE = 0.005
+"""Share of the time that is spent on exploring. Tried 0.001 to 0.02."""
+
+
+@dataclass
+class DraftLengths:
+    """A chooser of draft lengths that learns from the outcomes."""
+
+    max_draft_len: int
+    fixed: int | None = None
+    """Always this length, where the request allows it; None: by goodput."""
+    plain: CostTable = field(default_factory=lambda: default_costs()[0])
+    """Seconds of a round without drafts, by rows."""
+    step: CostTable = field(default_factory=lambda: default_costs()[1])
+    """Seconds of a draft step, by rows."""
+    uneven: float = UNEVEN
+    """Extra fraction of a round's time if drafts have unequal lengths."""
+    drafted: CostTable = field(init=False)
+    """Seconds of a round with drafts, without its draft steps, which leave other data in the caches."""
+    prior: Prior = field(default_factory=Prior)
+    _depth: int | None = None
+    """Longest draft of the last choice."""
+    _least: float = 0.0
+    """Least worth of a draft token in the last choice, in tokens."""
+    _count: int = 0
+    """Requests of the last choice."""
+    _rounds_left: float = 0.0
+    """Rounds for which the last choice still holds."""
+    _row_costs: float = 0.0
+    """Cost of a row of verification in the last choice, in tokens."""
+    _reading_costs: float = 0.0
+    """Cost of a context token that the draft reads, in tokens."""
+    _loss: float = 0.0
+    """Share of the goodput that a round without drafts loses, by the last choice."""
+    _until_explored: float = 0.0
+    """Rounds until exploring is due: a probe, or a round without drafts."""
+    _probed_at_once: int = 1
+    """Requests that the last probe probed; the next one probes twice as many if this one paid."""
+    _probe_gain: float = 0.0
+    """Worth of the accepted tokens of the last probe, less the extra time of its rounds, in rounds."""
+
+    def __post_init__(self) -> None:
+        self.set_plain(self.plain)
+
+    def set_plain(self, plain: CostTable) -> None:
+        """Set the cost of a round, as measured without a draft."""
+        self.plain, self.drafted = plain, plain.copy()
+
+    def rate(self, acceptance: Acceptance) -> float:
+        """Return the request's estimated acceptance rate."""
+        return acceptance.rate(self.prior)
+
+    # -- the lengths of a round --------------------------------------------------------------------------------
+
+    def lengths(
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        other_rows: int = 0,
+        outlooks: Outlooks | None = None,
+        keys: int = 0,
+    ) -> list[int]:
+        """Return the number of tokens to draft for each request, at most its cap.
+
+        `other_rows` ride along in the verification; `keys`: tokens of all contexts together. `outlooks`
+        returns the outlook of a request, and is called only when that matters. A draft that would not pay for
+        the context it must read does not begin.
+        """
+        caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
+        if self.fixed is not None:
+            return [min(self.fixed, cap) for cap in caps]
+        if not any(caps):
+            return caps
+        self._until_explored -= 1
+        if not self._depth:
+            self.prior.fade()
+        if self._holds(requests):
+            return self._by_the_last_choice(requests, caps, outlooks)
+        if self._depth and self._until_explored <= 0:
+            self._until_explored = self._loss / EXPLORED_SHARE
+            return [0] * len(caps)
+        return self._by_a_new_choice(requests, caps, other_rows, outlooks, keys)
+
+    def _holds(self, requests: Sequence[Acceptance]) -> bool:
+        """Age the last choice by this round, and by its whole age if all requests were new; return True if it
+        still holds.
+
+        It never holds with prompt lookup, whose tokens differ from round to round.
+        """
+        if not self._depth and self._until_explored <= 0 and any(request.untested for request in requests):
+            return False
+        came = sum(not request.met for request in requests)
+        left = max(0, self._count + came - len(requests))
+        changed = max(came, left) / max(1, self._count)
+        self._rounds_left -= 1 + HOLD_ROUNDS * changed
+        self._count = len(requests)
+        return self._rounds_left > 0 and not any(request.free for request in requests)
+
+    def _by_the_last_choice(
+        self, requests: Sequence[Acceptance], caps: Sequence[int], outlooks: Outlooks | None
+    ) -> list[int]:
+        """Return the lengths by the last choice.
+
+        Drafting requests continue; of the others only those that came since then begin.
+        """
+        depth, lengths = self._depth or 0, []
+        for i, (request, cap) in enumerate(zip(requests, caps, strict=True)):
+            length = 0
+            if depth and not request.silent_rounds:
+                length = _length(request.rate(self.prior), min(cap, depth), self._least)
+                if length and not request.met:
+                    length *= outlooks is None or self._pays_for_reading(
+                        request.rate(self.prior), outlooks(i).lag
+                    )
+            request.met = request.met or cap > 0
+            lengths.append(max(length, min(cap, int(request.probed))))
+        return lengths
+
+    def _by_a_new_choice(
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        other_rows: int,
+        outlooks: Outlooks | None,
+        keys: int,
+    ) -> list[int]:
+        lengths = self._choose(requests, caps, other_rows, outlooks, keys)
+        if not self._depth and any(lengths):
+            self._until_explored = self._loss / EXPLORED_SHARE
+        elif self._depth and not any(lengths) and self._probe_gain > 0:
+            self._until_explored = 0.0  # the last probe paid: the next request may be like that one
+        self._depth, self._count, self._rounds_left = max(lengths), len(lengths), float(HOLD_ROUNDS)
+        if not self._depth and self._until_explored <= 0:
+            self._probe(requests, caps, outlooks)
+        for i, (request, cap) in enumerate(zip(requests, caps, strict=True)):
+            request.met = request.met or cap > 0
+            if request.probed:
+                lengths[i] = max(lengths[i], min(cap, 1))
+        return lengths
+
+    def _choose(
+        self,
+        requests: Sequence[Acceptance],
+        caps: Sequence[int],
+        other_rows: int,
+        outlooks: Outlooks | None,
+        keys: int,
+    ) -> list[int]:
+        """Return the lengths of the greatest goodput.
+
+        Arguments as in `lengths`; at least one cap is above 0.
+        """
+        count = len(caps)
+        rates = [request.rate(self.prior) for request in requests]
+        free = [request.free for request in requests]
+        drafting = count - sum(free)
+        costs = RoundCosts(
+            self.drafted if drafting else self.plain, self.step, self.plain, self.uneven,
+            count=count, drafting=drafting, other_rows=other_rows, keys=keys,
+        )  # fmt: skip
+        none = Choice((1 + MARGIN) * costs.plain_goodput, 0, 0.0, 0.0)
+        if max(rates) <= none.goodput * costs.least_s(max(caps)):
+            # Not even the likeliest draft token pays: the usual case under load, decided without computing
+            # the outlook of each request.
+            return [0] * count
+        self._row_costs = costs.plain_goodput * costs.row_s(1)
+        self._reading_costs = costs.plain_goodput * self._read_s()
+        if outlooks is not None:
+            caps = [
+                cap if free[i] or self._pays_for_reading(rates[i], outlooks(i).lag) else 0
+                for i, cap in enumerate(caps)
+            ]
+        best = self._best(none, costs, rates, caps, free)
+        self._least, self._loss = best.least, 1 - costs.plain_goodput / best.goodput
+        return [
+            _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
+            for rate, cap, no_step in zip(rates, caps, free, strict=True)
+        ]
+
+    def _best(
+        self,
+        none: Choice,
+        costs: RoundCosts,
+        rates: Sequence[float],
+        caps: Sequence[int],
+        free: Sequence[bool],
+    ) -> Choice:
+        """Return the choice of the greatest goodput, at each depth with a price for draft tokens and without.
+
+        `none` is the choice to draft nothing.
+        """
+        count, highest, least_s = len(caps), max(rates), costs.least_s(max(caps)) if any(caps) else 0.0
+        drafted: Worth | WorthOfOne
+        found: Worth | None = None
+        if count == 1 and not free[0]:
+            drafted = WorthOfOne(rates[0], caps[0])
+        elif any(free):
+            own, given = (
+                [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
+                for kind in (False, True)
+            )
+            drafted, found = Worth(rates, own), Worth(rates, given)
+        else:
+            drafted = Worth(rates, caps)
+        best, kept = none, none if self._depth == 0 else None
+        for depth in range(1, max(caps) + 1):
+            # Rising depth: the goodput of the shallower choice prices the draft tokens of the deeper one.
+            row_s, price = costs.row_s(depth), best.goodput
+            if highest**depth <= price * least_s and depth > (self._depth or 0):
+                break
+            for least, least_found in ((price * (row_s + costs.another_s), price * row_s), (0.0, 0.0)):
+                counts, tokens = drafted.at(depth, least)
+                more = 0
+                if found is not None:
+                    found_counts, worth = found.at(depth, least_found)
+                    more, tokens = sum(found_counts), tokens + worth
+                seconds = costs.seconds(counts, more, depth)
+                choice = Choice((count + tokens) / seconds, depth, least, least_found)
+                if depth == self._depth and (kept is None or choice.goodput > kept.goodput):
+                    kept = choice
+                if choice.goodput > best.goodput:
+                    best = choice
+        return kept if kept is not None and best.goodput < kept.goodput * (1 + MARGIN) else best
+
+    def _pays_for_reading(self, rate: float, lag: float) -> bool:
+        """Return True if a draft pays for the context it must read: `lag` tokens for each token to come."""
+        return not lag or rate > self._row_costs + self._reading_costs * (1.0 + READING_MARGIN * lag)
+
+    def _read_s(self) -> float:
+        """Return the draft's seconds for one more token of a context that it reads.
+
+        It is the slope between one row for each request and as many rows as the first step may read.
+        """
+        most = self.step.counts[-1]
+        one_each = max(1, most // FIRST_STEP_ROWS)
+        return (self.step(most) - self.step(one_each)) / (most - one_each) if most > 1 else 0.0
+
+    def _probe(self, requests: Sequence[Acceptance], caps: Sequence[int], outlooks: Outlooks | None) -> None:
+        """Begin to probe requests that draft nothing: untested ones first, the youngest of them, since the newest
+        traffic may differ; then the one that was silent for longest (for the rounds of a choice at least). Of equal
+        ones it is that whose draft has least to read."""
+        idle = [
+            i
+            for i, request in enumerate(requests)
+            if caps[i] and not request.probed and (request.untested or request.silent_rounds >= HOLD_ROUNDS)
+        ]
+        if not idle:
+            return
+        self._probed_at_once = 2 * self._probed_at_once if self._probe_gain > 0 else 1
+
+        def order(i: int) -> tuple[bool, int, float]:
+            silent = requests[i].silent_rounds
+            lag = 0.0 if outlooks is None else outlooks(i).lag
+            return (False, silent, lag) if requests[i].untested else (True, -silent, lag)
+
+        idle.sort(key=order)
+        for i in idle[: self._probed_at_once]:
+            requests[i].probe()
+        self._until_explored, self._probe_gain = 1.0, 0.0
+
+    # -- learning from outcomes --------------------------------------------------------------------------------
+
+    def observe_acceptance(self, acceptance: Acceptance, accepted: int, tested: int) -> None:
+        """Take in the verification of one request.
+
+        `tested` draft tokens were compared, the first `accepted` kept.
+        """
+        probed = tested > 0 and acceptance.probed
+        acceptance.observe(accepted, tested)
+        if tested:
+            (acceptance.prior or self.prior).observe(accepted, tested)
+        if probed and not self._depth:
+            self._count_probe(accepted / self._count)
+
+    def _count_probe(self, gain: float) -> None:
+        """Take in what a probe gained, in rounds: the next one is due when this one is a small share of the time
+        since then, and at once if it gained more than it cost, as when the traffic has changed."""
+        self._probe_gain += gain
+        if self._probe_gain > 0:
+            self._rounds_left = 0.0
+        self._until_explored -= gain / EXPLORED_SHARE
+
+    def observe_costs(
+        self,
+        rows: int,
+        round_s: float,
+        steps: Sequence[int],
+        draft_s: float,
+        keys: int = 0,
+        read: int = 0,
+        uneven: bool = False,
+    ) -> None:
+        """Take in the cost of a round that verified `rows`.
+
+        It had one draft step for each entry of `steps`, with that many requests, in `draft_s` together, and
+        took `round_s` without them; `keys`: tokens of all its contexts together; `read`: rows of the first
+        draft step; `uneven`: requests had different numbers of rows.
+        """
+        own, other = (self.drafted, self.plain) if steps else (self.plain, self.drafted)
+        slower = own.observe(rows, round_s / (1 + self.uneven if uneven else 1), keys)
+        other.drift(slower)
+        if not steps:
+            self.step.drift(slower)
+            return
+        first, later = steps[0], steps[1:]
+        expected = [self.step(read, keys), *(self.step(going, keys * going / first) for going in later)]
+        # The division of the time is not known: the first step and the others are assumed to deviate by the
+        # same factor as all together.
+        factor = draft_s / sum(expected)
+        self.step.observe(read, expected[0] * factor, keys)
+        if later:
+            mean = round(sum(later) / len(later))
+            context = keys * mean / first
+            self.step.observe(mean, self.step(mean, context) * factor, context)
+        if not self._depth:
+            # Only probes drafted.
+            plain_s = self.plain(rows - sum(steps), keys)
+            extra_s = draft_s + max(0.0, self.drafted(rows, keys) - plain_s)
+            self._count_probe(-extra_s / plain_s)
+
+
+def _length(rate: float, most: int, least: float) -> int:
+    """Return the number of draft tokens of one request that are worth more than `least`."""
+    length, worth = 0, rate
+    while length < most and worth > least:
+        length += 1
+        worth *= rate
+    return length
