@@ -258,17 +258,20 @@ class Client:
 
     def _submit(self) -> Any:
         from laps_sd.v1 import gateway_link_pb2 as pb
+        from laps_sd.v1.inference_pb2 import SamplingParams
 
         rng = self._rng
         request_id = f"{self._shard}.{self._number:026d}"
         specification = pb.Specification(
             request_id=request_id,
             prompt_ids=[rng.randrange(1, 1000) for _ in range(rng.randint(16, 64))],
-            max_tokens=rng.randint(16, 192),
-            temperature=1.0,
-            top_p=1.0,
-            seed=self._number,
-            ignore_eos=True,
+            sampling=SamplingParams(
+                max_tokens=rng.randint(16, 192),
+                temperature=1.0,
+                top_p=1.0,
+                seed=self._number,
+                ignore_eos=True,
+            ),
         )
         return pb.Submit(
             submission_id=self._number,

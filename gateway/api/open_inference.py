@@ -15,6 +15,7 @@ import laps_sd
 from gateway.api.inference import caller_of
 from gateway.api.openai.body import Json
 from gateway.api.openai.limits import MAX_PROMPTS
+from gateway.api.openai.models import SAMPLING_FIELDS
 from gateway.api.openai.reply import Reply
 from gateway.api.openai.request import ParsedRequest, read_completion
 from gateway.calls.calls import Calls
@@ -35,10 +36,17 @@ SERVER_METHODS = tuple(
 INPUT, OUTPUT = "text_input", "text_output"
 LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
-TAKEN = (
-    "deadline_unix_ms", "frequency_penalty", "guided_grammar", "guided_json", "guided_regex", "ignore_eos", "max_tokens", "min_p", "presence_penalty",
-    "priority", "repetition_penalty", "seed", "stop", "temperature", "time_limit_ms", "top_k", "top_p", "workload_class",
-)  # fmt: skip
+OTHERS = (
+    "deadline_unix_ms",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "priority",
+    "time_limit_ms",
+    "workload_class",
+)
+TAKEN = tuple(sorted((*OTHERS, *(name for name in SAMPLING_FIELDS if name != "logit_bias"))))
+"""The fields of a completion that a parameter can hold."""
 
 
 class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer):

@@ -10,6 +10,7 @@ from gateway.calls.validation import SpeculationMode, prompt_too_long
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.errors import InvalidArgument
+from laps_sd.service.specifications import set_sampling
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
 __all__ = ["body_hash", "complete"]
@@ -43,27 +44,18 @@ def complete(
             f"must be at most {left} after a prompt of {len(prompt_ids)} tokens in a context of "
             f"{model.context_tokens}, got {sampling.max_tokens}",
         )
-    max_tokens = (
-        sampling.max_tokens
-        if sampling.HasField("max_tokens")
-        else min(left, settings.default_max_tokens, settings.max_output_tokens)
+    filled_in = inference_pb2.SamplingParams(
+        max_tokens=min(left, settings.default_max_tokens, settings.max_output_tokens),
+        temperature=1.0,
+        top_p=1.0,
+        seed=fallback_seed,
     )
-    specification = gateway_link_pb2.Specification(
-        prompt_ids=prompt_ids,
-        max_tokens=max_tokens,
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k,
-        seed=((sampling.seed if sampling.HasField("seed") else fallback_seed) + choice) % 2**64,
-        stop=sampling.stop,
-        ignore_eos=sampling.ignore_eos,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        drafter=request.speculation.drafter,
-    )
+    filled_in.MergeFrom(sampling)
+    # Fields of a later release, which nothing here has checked.
+    filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
+    filled_in.seed = (filled_in.seed + choice) % 2**64
+    specification = gateway_link_pb2.Specification(prompt_ids=prompt_ids, drafter=request.speculation.drafter)
+    set_sampling(specification, filled_in)
     if request.output_format.WhichOneof("format"):
         specification.output_format.CopyFrom(request.output_format)
     if request.speculation.mode == SpeculationMode.MODE_OFF:

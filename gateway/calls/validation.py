@@ -19,12 +19,10 @@ from laps_sd.contract.limits import (
     MAX_BIAS,
     MAX_FORMAT_CHARACTERS,
     MAX_LOGIT_BIAS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
-    MAX_TEMPERATURE,
 )
+from laps_sd.contract.sampling import BOUNDS
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
@@ -183,34 +181,11 @@ def _check_sampling(
             "sampling.max_tokens",
             f"must be from 1 to {settings.max_output_tokens}, got {sampling.max_tokens}",
         )
-    # "not (a <= x <= b)" refuses NaN too.
-    if not 0 <= sampling.temperature <= MAX_TEMPERATURE:
-        raise InvalidArgument(
-            "sampling.temperature",
-            f"must be a number from 0 to {MAX_TEMPERATURE:g}, got {sampling.temperature:g}",
-        )
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        raise InvalidArgument("sampling.top_p", f"must be above 0 and at most 1, got {sampling.top_p:g}")
-    if sampling.top_k >= 2**31:
-        raise InvalidArgument("sampling.top_k", f"must be at most {2**31 - 1}, got {sampling.top_k}")
-    if not 0 <= sampling.min_p <= 1:
-        raise InvalidArgument("sampling.min_p", f"must be from 0 to 1, got {sampling.min_p:g}")
-    if (
-        sampling.HasField("repetition_penalty")
-        and not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY
-    ):
-        raise InvalidArgument(
-            "sampling.repetition_penalty",
-            f"must be above 0 and at most {MAX_REPETITION_PENALTY:g}, got {sampling.repetition_penalty:g}",
-        )
-    for name, value in (
-        ("presence_penalty", sampling.presence_penalty),
-        ("frequency_penalty", sampling.frequency_penalty),
-    ):
-        if not abs(value) <= MAX_PENALTY:
-            raise InvalidArgument(
-                f"sampling.{name}", f"must be from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, got {value:g}"
-            )
+    for name, bounds in BOUNDS.items():
+        value = getattr(sampling, name)
+        if sampling.HasField(name) and value not in bounds:  # type: ignore[arg-type]
+            got = f"{value:g}" if isinstance(value, float) else value
+            raise InvalidArgument(f"sampling.{name}", f"{bounds}, got {got}")
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidArgument(
             "sampling.logit_bias", f"must be at most {MAX_LOGIT_BIAS} tokens, got {len(sampling.logit_bias)}"

@@ -27,6 +27,7 @@ from gateway import metrics
 from gateway.links.refusals import PASSING_REASONS, refusal_error
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState, step
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
+from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
@@ -335,11 +336,12 @@ class Streams:
         self._rename(stream, accepted.request_id or submit.request_id)
         # A submission that was sent twice finds itself; that is not an earlier request.
         existing = accepted.attached_to_existing and stream.request_id != submit.request_id
+        sampling = sampling_of(submit.specification)
         stream.acceptance = Accepted(
             request_id=stream.request_id,
             prompt_tokens=accepted.prompt_tokens if existing else len(submit.specification.prompt_ids),
-            seed=accepted.seed if existing else submit.specification.seed,
-            stop=tuple(submit.specification.stop),
+            seed=accepted.seed if existing else sampling.seed,
+            stop=tuple(sampling.stop),
             attached=existing,
             model=submit.model,
         )
@@ -393,8 +395,11 @@ class Streams:
             # Use the accepted id and seed: an idempotency key may have led to an earlier request with its own
             # seed.
             message.submit.request_id = stream.request_id
-            message.submit.specification.request_id = stream.request_id
-            message.submit.specification.seed = stream.acceptance.seed
+            specification = message.submit.specification
+            specification.request_id = stream.request_id
+            sampling = sampling_of(specification)
+            sampling.seed = stream.acceptance.seed
+            set_sampling(specification, sampling)
             message.submit.shown_ids.extend(stream.received)
             message.submit.restores = True
         return message

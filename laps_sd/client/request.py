@@ -33,10 +33,9 @@ Metadata: TypeAlias = Sequence[tuple[str, str]]
 DRAFTERS = {"model": Speculation.DRAFTER_MODEL, "lookup": Speculation.DRAFTER_LOOKUP}
 
 
-class Options(TypedDict, total=False):
-    """All fields of a request except its prompt; see `GenerateRequest` for the meaning."""
+class SamplingOptions(TypedDict, total=False):
+    """All fields of `SamplingParams`, by their names."""
 
-    model: str
     max_tokens: int
     temperature: float
     top_p: float
@@ -49,6 +48,12 @@ class Options(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
+
+
+class Options(SamplingOptions, total=False):
+    """All fields of a request except its prompt; see `GenerateRequest` for the meaning."""
+
+    model: str
     idempotency_key: str
     priority: int
     time_limit_s: float
@@ -72,21 +77,12 @@ class Options(TypedDict, total=False):
 
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
     """Return the message for a prompt and its options. Absent options stay absent."""
-    stop = options.get("stop", ())
-    sampling = SamplingParams(
-        max_tokens=options.get("max_tokens"),
-        temperature=options.get("temperature"),
-        top_p=options.get("top_p"),
-        top_k=options.get("top_k"),
-        min_p=options.get("min_p"),
-        repetition_penalty=options.get("repetition_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        frequency_penalty=options.get("frequency_penalty"),
-        logit_bias=options.get("logit_bias"),
-        seed=options.get("seed"),
-        stop=[stop] if isinstance(stop, str) else stop,
-        ignore_eos=options.get("ignore_eos"),
-    )
+    values = {
+        name: value for name, value in options.items() if name in SamplingParams.DESCRIPTOR.fields_by_name
+    }
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    sampling = SamplingParams(**values)  # type: ignore[arg-type]
     time_limit_s = options.get("time_limit_s")
     deadline = options.get("deadline")
     request = GenerateRequest(

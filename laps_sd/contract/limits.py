@@ -15,6 +15,7 @@ MAX_LOGIT_BIAS = 1024
 """Most tokens with a bias."""
 MAX_BIAS = 100.0
 """Largest amount of the bias of a token, as in OpenAI's API."""
+MAX_TOP_K = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MAX_FORMAT_CHARACTERS = 65536
 """Most characters of a schema, a regular expression or a grammar."""

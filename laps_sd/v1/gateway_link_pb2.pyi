@@ -427,9 +427,10 @@ class Specification(_message.Message):
     OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
-    """Largest number of output tokens, with the default filled in."""
+    """Fields 4 to 10 and 14 to 18: as in `sampling`; 0 is off for those from 14 on. Read by releases that do not know `sampling`."""
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -441,7 +442,6 @@ class Specification(_message.Message):
     origin: _builtins.bytes
     """A serialized Origin. Workers do not read it; they return it in HeldRequest."""
     min_p: _builtins.float
-    """As in SamplingParams; 0 is off for all of them."""
     repetition_penalty: _builtins.float
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
@@ -462,6 +462,12 @@ class Specification(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
     def output_format(self) -> _inference_pb2.OutputFormat: ...
+    @_builtins.property
+    def sampling(self) -> _inference_pb2.SamplingParams:
+        """With the gateway's defaults filled in for max_tokens, temperature, top_p and seed; other absent fields are off. Absent: the
+        sender is of a release that writes only the fields above, and these count.
+        """
+
     def __init__(
         self,
         *,
@@ -486,10 +492,11 @@ class Specification(_message.Message):
         output_format: _inference_pb2.OutputFormat | None = ...,
         drafter: _inference_pb2.Speculation.Drafter.ValueType = ...,
         traceparent: _builtins.str = ...,
+        sampling: _inference_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "output_format", b"output_format"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "output_format", b"output_format", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -6,6 +6,7 @@ import math
 
 from laps_sd.contract import limits
 from laps_sd.errors import InvalidArgument
+from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 
@@ -25,6 +26,7 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     Raises InvalidArgument naming the field and the limit.
     """
     specification = submit.specification
+    sampling = sampling_of(specification)
     prompt_tokens = len(specification.prompt_ids)
     _bounded("request_id", submit.request_id, minimum=1)
     if not submit.request_id.isprintable() or " " in submit.request_id:
@@ -44,38 +46,38 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
             raise InvalidArgument(name, f"must be at most {MAX_TIME_MS}, got {getattr(submit, name)}")
     if prompt_tokens == 0:
         raise InvalidArgument("specification.prompt_ids", "must not be empty")
-    if specification.max_tokens == 0:
-        raise InvalidArgument("specification.max_tokens", "must be at least 1")
-    if prompt_tokens + specification.max_tokens > max_context_tokens:
+    if sampling.max_tokens == 0:
+        raise InvalidArgument("specification.sampling.max_tokens", "must be at least 1")
+    if prompt_tokens + sampling.max_tokens > max_context_tokens:
         raise InvalidArgument(
-            "specification.max_tokens",
+            "specification.sampling.max_tokens",
             f"with {prompt_tokens} prompt tokens must be at most {max_context_tokens - prompt_tokens}, "
-            f"got {specification.max_tokens}",
+            f"got {sampling.max_tokens}",
         )
     if max(specification.prompt_ids) > MAX_TOKEN_ID:
         raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
-    if len(submit.shown_ids) > specification.max_tokens:
+    if len(submit.shown_ids) > sampling.max_tokens:
         raise InvalidArgument(
             "shown_ids",
-            f"must have at most max_tokens ({specification.max_tokens}) entries, got {len(submit.shown_ids)}",
+            f"must have at most max_tokens ({sampling.max_tokens}) entries, got {len(submit.shown_ids)}",
         )
     if max(submit.shown_ids, default=0) > MAX_TOKEN_ID:
         raise InvalidArgument("shown_ids", f"must be at most {MAX_TOKEN_ID}")
     if submit.shown_ids and not submit.restores:
         raise InvalidArgument("shown_ids", "must be empty in a submission that restores nothing")
-    if not (math.isfinite(specification.temperature) and specification.temperature >= 0):
-        raise InvalidArgument("specification.temperature", "must be finite and not negative")
-    if not 0 < specification.top_p <= 1:
-        raise InvalidArgument("specification.top_p", "must lie in (0, 1]")
-    if len(specification.stop) > limits.RECORDED_STOP_STRINGS:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidArgument("specification.sampling.temperature", "must be finite and not negative")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument("specification.sampling.top_p", "must lie in (0, 1]")
+    if len(sampling.stop) > limits.RECORDED_STOP_STRINGS:
         raise InvalidArgument(
-            "specification.stop", f"must have at most {limits.RECORDED_STOP_STRINGS} entries"
+            "specification.sampling.stop", f"must have at most {limits.RECORDED_STOP_STRINGS} entries"
         )
-    for stop in specification.stop:
-        _bounded("specification.stop", stop, minimum=1)
-    if len(specification.logit_bias) > limits.RECORDED_LOGIT_BIAS:
+    for stop in sampling.stop:
+        _bounded("specification.sampling.stop", stop, minimum=1)
+    if len(sampling.logit_bias) > limits.RECORDED_LOGIT_BIAS:
         raise InvalidArgument(
-            "specification.logit_bias", f"must have at most {limits.RECORDED_LOGIT_BIAS} entries"
+            "specification.sampling.logit_bias", f"must have at most {limits.RECORDED_LOGIT_BIAS} entries"
         )
     if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
         raise InvalidArgument(

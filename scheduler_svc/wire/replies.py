@@ -94,7 +94,7 @@ def attached(attach_id: int, request: AcceptedRequest, submission: gateway_pb.Su
         prompt_tokens=request.facts.prompt_tokens,
         seed=request.seed,
         model=request.model,
-        stop=request.specification.stop,
+        stop=request.sampling.stop,
         submission=submission,
     )
     return GatewayReply(attach_reply=reply)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.store.records import NewRequest, StoredRequest
 from scheduler_svc.wire.gateway_messages import Submission, submission_of
@@ -25,6 +27,9 @@ def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
     """Return a checked submission as the record takes it."""
     submit = submission.message
     specification = submit.specification
+    sampling = sampling_of(specification)
+    # Of two forms the check read one; the record and older workers get the same in the other.
+    set_sampling(specification, sampling)
     return NewRequest(
         request_id=submit.request_id,
         tenant=submit.tenant,
@@ -33,7 +38,7 @@ def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
         workload_class=submit.workload_class,
         arrival_unix_ms=arrival_unix_ms,
         prompt_ids=tuple(specification.prompt_ids),
-        max_tokens=specification.max_tokens,
+        max_tokens=sampling.max_tokens,
         expected_output_tokens=submit.expected_output_tokens
         if submit.HasField("expected_output_tokens")
         else None,
@@ -45,7 +50,7 @@ def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
         grace_ms=-1 if submit.keep else submit.grace_ms,
         idempotency_key=submit.idempotency_key,
         body_hash=submit.body_hash.hex(),
-        seed=specification.seed,
+        seed=sampling.seed,
         submission=_serialized(specification),
     )
 
@@ -77,9 +82,14 @@ class AcceptedRequest:
     """Specification without outputs and without an origin."""
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Return its sampling parameters."""
+        return sampling_of(self.specification)
+
+    @property
     def seed(self) -> int:
         """Return the seed of its sampling."""
-        return self.specification.seed
+        return self.sampling.seed
 
     @property
     def prompt_ids(self) -> Sequence[int]:

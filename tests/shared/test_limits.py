@@ -17,8 +17,8 @@ from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1.gateway_link_pb2 import Specification, Submit
 from scheduler_svc.wire.checks import check_submission
-from worker_svc.engine.interface import Capacity, FormatKind, OutputFormat, Sampling, check_specification
-from worker_svc.engine.interface import Specification as EngineSpecification
+from worker_svc.engine.interface import Capacity, check_specification
+from worker_svc.link.wire import specification
 
 VOCABULARY, CONTEXT = 5000, 256
 MODEL = cast(
@@ -45,7 +45,7 @@ def submission() -> Submit:
     settings = GatewaySettings(model="tiny", max_logprobs=limits.MAX_LOGPROBS)
     check_request(LARGEST, settings, MODEL)
     submit = complete(LARGEST, [1], settings=settings, model=MODEL, tenant="t", fallback_seed=0)
-    submit.request_id = "s.r"
+    submit.request_id = submit.specification.request_id = "s.r"
     return submit
 
 
@@ -54,25 +54,8 @@ def test_the_scheduler_accepts_the_largest_request_of_a_gateway() -> None:
 
 
 def test_the_engine_accepts_the_largest_request_of_a_gateway() -> None:
-    wire = submission().specification
     check_specification(
-        EngineSpecification(
-            request_id="s.r",
-            prompt_ids=tuple(wire.prompt_ids),
-            committed_ids=(),
-            sampling=Sampling(
-                temperature=wire.temperature,
-                seed=wire.seed,
-                repetition_penalty=wire.repetition_penalty,
-                presence_penalty=wire.presence_penalty,
-                frequency_penalty=wire.frequency_penalty,
-                logit_bias=tuple(wire.logit_bias.items()),
-            ),
-            max_tokens=wire.max_tokens,
-            stop=tuple(wire.stop),
-            format=OutputFormat(FormatKind.REGEX, wire.output_format.regex),
-            logprobs=wire.logprobs,
-        ),
+        specification(submission().specification),
         Capacity(
             slots=1,
             target_blocks=64,
@@ -87,12 +70,12 @@ def test_the_engine_accepts_the_largest_request_of_a_gateway() -> None:
 
 
 def set_stop(wire: Specification, count: int) -> None:
-    wire.stop[:] = ["x"] * count
+    wire.sampling.stop[:] = ["x"] * count
 
 
 def set_logit_bias(wire: Specification, count: int) -> None:
-    wire.logit_bias.clear()
-    wire.logit_bias.update(dict.fromkeys(range(count), 1.0))
+    wire.sampling.logit_bias.clear()
+    wire.sampling.logit_bias.update(dict.fromkeys(range(count), 1.0))
 
 
 def set_logprobs(wire: Specification, count: int) -> None:
@@ -107,8 +90,8 @@ def set_format(wire: Specification, count: int) -> None:
 @pytest.mark.parametrize(
     ("set_to", "most", "field"),
     [
-        (set_stop, 64, "stop"),
-        (set_logit_bias, 4096, "logit_bias"),
+        (set_stop, 64, "sampling.stop"),
+        (set_logit_bias, 4096, "sampling.logit_bias"),
         (set_logprobs, 256, "logprobs"),
         (set_format, 512 * 1024, "output_format"),
     ],

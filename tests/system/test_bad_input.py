@@ -17,6 +17,7 @@ from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from tests.helpers import wait_until_async
 from tests.system import hostile
 from tests.system.calls import seeded, stream
@@ -174,7 +175,9 @@ def submission(rng: random.Random, request_id: str) -> gateway_pb.Submit:
         attachment_id=f"hostile/{request_id}",
         model="laps-sd-demo",
         specification=gateway_pb.Specification(
-            request_id=request_id, prompt_ids=[1, 2, 3], max_tokens=4, temperature=0.0, top_p=1.0, seed=1
+            request_id=request_id,
+            prompt_ids=[1, 2, 3],
+            sampling=SamplingParams(max_tokens=4, temperature=0.0, top_p=1.0, seed=1),
         ),
     )
 
@@ -379,7 +382,7 @@ async def test_a_worker_that_lies_about_its_leases_harms_only_its_own_requests(
             if number % 10 == 1:
                 for index in range(4):
                     submit = submission(rng, f"s0.victim{number}x{index}")
-                    submit.specification.max_tokens = rng.choice((1, 4, 1000))
+                    submit.specification.sampling.max_tokens = rng.choice((1, 4, 1000))
                     message = gateway_pb.GatewayMessage(submit=submit)
                     assert await client.send(message.SerializeToString()), stack.log("scheduler")[-4000:]
             lists = [m.assignment for m in worker.heard if m.WhichOneof("message") == "assignment"]

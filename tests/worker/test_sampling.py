@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from laps_sd.contract.sampling import LEAST_TEMPERATURE
 from tests.worker.drive import finish_all
 from tests.worker.margins import margin
 from tests.worker.pairs import llama_config, load_pair, write_draft_of, write_model
 from tests.worker.plain import choose
-from worker_svc.engine.interface import LEAST_TEMPERATURE, Sampling, Specification
+from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import Noise
 from worker_svc.engine.sampling.sampling import choose_tokens, rows_for

@@ -27,7 +27,6 @@ otherwise).
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -40,12 +39,10 @@ from laps_sd.contract.limits import (
     MAX_FORMAT_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
 )
+from laps_sd.contract.sampling import BOUNDS, LEAST_TEMPERATURE, Sampling
 
 __all__ = [
     "Capacity",
@@ -120,45 +117,6 @@ class Drafter(enum.Enum):
     MODEL = "model"  # the draft model
     # prompt lookup: the tokens that followed the last ones when these occurred before in the context
     LOOKUP = "lookup"
-
-
-LEAST_TEMPERATURE = 1e-5
-"""Least temperature that is not 0. Logits divided by less overflow float32, and long before that every choice is the greedy one.
-vLLM's bound, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Settings of the target's choice of a token.
-
-    They apply in this order: tokens that the output format excludes are removed; logit_bias is added;
-    repetition, frequency and presence penalty; temperature; top_k; of the rest the tokens that both top_p and
-    min_p keep; argmax(log p + noise).
-    """
-
-    # 0 = greedy: the largest, lowest id on a tie; top_k, top_p, min_p and seed are then without effect.
-    temperature: float = 0.0
-    # Keep the smallest set of most probable tokens that reaches this probability; 1.0 = off.
-    top_p: float = 1.0
-    # Keep the k most probable tokens; 0 = off.
-    top_k: int = 0
-    # Unsigned, 64 bits.
-    seed: int = 0
-    # Keep tokens at least this probable in relation to the most probable one; 0.0 = off.
-    min_p: float = 0.0
-    # Logits of tokens in the prompt or output are divided by it (negative ones multiplied); 1.0 = off.
-    repetition_penalty: float = 1.0
-    # Subtracted from the logits of tokens in the output; 0.0 = off.
-    presence_penalty: float = 0.0
-    # Subtracted once for each time that a token is in the output; 0.0 = off.
-    frequency_penalty: float = 0.0
-    # (token id, what is added to its logit).
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def penalises(self) -> bool:
-        """True if logits depend on how often a token has occurred."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,30 +341,13 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    if not math.isfinite(sampling.temperature) or not (
-        sampling.temperature == 0 or sampling.temperature >= LEAST_TEMPERATURE
-    ):
+    for name, bounds in BOUNDS.items():
+        if getattr(sampling, name) not in bounds:
+            raise ValueError(f"sampling.{name} {bounds}, not {getattr(sampling, name)}")
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise ValueError(
-            f"sampling.temperature must be 0 or finite and at least {LEAST_TEMPERATURE:g}, not {sampling.temperature}"
+            f"sampling.temperature must be 0 or at least {LEAST_TEMPERATURE:g}, not {sampling.temperature}"
         )
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"sampling.top_p must be above 0 and at most 1, not {sampling.top_p}")
-    if sampling.top_k < 0:
-        raise ValueError(f"sampling.top_k must be 0 or more, not {sampling.top_k}")
-    if not 0 <= sampling.seed <= MAX_SEED:
-        raise ValueError(f"sampling.seed must be from 0 to {MAX_SEED}, not {sampling.seed}")
-    if not 0 <= sampling.min_p <= 1:
-        raise ValueError(f"sampling.min_p must be from 0 to 1, not {sampling.min_p}")
-    if not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
-        raise ValueError(
-            f"sampling.repetition_penalty must be above 0 and at most {MAX_REPETITION_PENALTY:g}, "
-            f"not {sampling.repetition_penalty}"
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not abs(getattr(sampling, name)) <= MAX_PENALTY:
-            raise ValueError(
-                f"sampling.{name} must be from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, not {getattr(sampling, name)}"
-            )
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise ValueError(
             f"sampling.logit_bias holds {len(sampling.logit_bias)} tokens, at most {MAX_LOGIT_BIAS} are allowed"

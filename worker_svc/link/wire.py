@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from laps_sd import __version__
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.sampling import LEAST_TEMPERATURE
 from laps_sd.service import ends
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
+from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as public_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from worker_svc.engine.interface import (
-    LEAST_TEMPERATURE,
     Capacity,
     Drafter,
     FormatKind,
@@ -29,6 +32,8 @@ __all__ = ["held_requests", "hello", "listed", "round_report", "specification"]
 HELLO_BYTES = 4 * 1024 * 1024
 """Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
 
+SAMPLING: tuple[Any, ...] = tuple(field.name for field in fields(Sampling))
+"""The fields that the engine's `Sampling` and the message `SamplingParams` both have, under the same name."""
 DRAFTERS = {
     public_pb.Speculation.DRAFTER_MODEL: Drafter.MODEL,
     public_pb.Speculation.DRAFTER_LOOKUP: Drafter.LOOKUP,
@@ -145,29 +150,39 @@ def listed(entry: pb.AssignmentEntry) -> Listed:
 
 def specification(wire_spec: gateway_pb.Specification) -> Specification:
     """Return the engine's specification from the wire message. The engine checks it."""
+    wire_sampling = sampling_of(wire_spec)
     return Specification(
         request_id=wire_spec.request_id,
         prompt_ids=tuple(wire_spec.prompt_ids),
         committed_ids=tuple(wire_spec.committed_ids),
-        sampling=Sampling(
-            temperature=wire_spec.temperature if wire_spec.temperature >= LEAST_TEMPERATURE else 0.0,
-            top_p=wire_spec.top_p,
-            top_k=wire_spec.top_k,
-            seed=wire_spec.seed,
-            min_p=wire_spec.min_p,
-            repetition_penalty=wire_spec.repetition_penalty or 1.0,
-            presence_penalty=wire_spec.presence_penalty,
-            frequency_penalty=wire_spec.frequency_penalty,
-            logit_bias=tuple(sorted(wire_spec.logit_bias.items())),
-        ),
-        max_tokens=wire_spec.max_tokens,
-        stop=tuple(wire_spec.stop),
-        ignore_eos=wire_spec.ignore_eos,
+        sampling=_sampling(wire_sampling),
+        max_tokens=wire_sampling.max_tokens,
+        stop=tuple(wire_sampling.stop),
+        ignore_eos=wire_sampling.ignore_eos,
         max_draft_len=wire_spec.max_draft_tokens if wire_spec.HasField("max_draft_tokens") else None,
         drafter=DRAFTERS.get(wire_spec.drafter),
         format=_output_format(wire_spec.output_format),
         logprobs=wire_spec.logprobs if wire_spec.HasField("logprobs") else None,
         origin=wire_spec.origin,
+    )
+
+
+def _sampling(wire_sampling: public_pb.SamplingParams) -> Sampling:
+    values: dict[str, Any] = {}
+    for name in SAMPLING:
+        if name == "logit_bias":
+            values[name] = tuple(sorted(wire_sampling.logit_bias.items()))
+        elif wire_sampling.HasField(name):
+            values[name] = getattr(wire_sampling, name)
+    sampling = Sampling(**values)
+    return sampling if sampling.temperature >= LEAST_TEMPERATURE else replace(sampling, temperature=0.0)
+
+
+def _wire_sampling(spec: Specification) -> public_pb.SamplingParams:
+    values: dict[str, Any] = {name: getattr(spec.sampling, name) for name in SAMPLING}
+    values["logit_bias"] = dict(spec.sampling.logit_bias)
+    return public_pb.SamplingParams(
+        max_tokens=spec.max_tokens, stop=spec.stop, ignore_eos=spec.ignore_eos, **values
     )
 
 
@@ -210,23 +225,11 @@ def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
 def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
     """Return the specification with all acknowledged outputs; the other ones are in `unacknowledged_ids`."""
     spec = held.spec
-    return gateway_pb.Specification(
+    wire_spec = gateway_pb.Specification(
         request_id=spec.request_id,
         prompt_ids=spec.prompt_ids,
         committed_ids=held.output_ids[: held.acknowledged],
-        max_tokens=spec.max_tokens,
-        temperature=spec.sampling.temperature,
-        top_p=spec.sampling.top_p,
-        top_k=spec.sampling.top_k,
-        seed=spec.sampling.seed,
-        stop=spec.stop,
-        ignore_eos=spec.ignore_eos,
         max_draft_tokens=spec.max_draft_len,
-        min_p=spec.sampling.min_p,
-        repetition_penalty=spec.sampling.repetition_penalty,
-        presence_penalty=spec.sampling.presence_penalty,
-        frequency_penalty=spec.sampling.frequency_penalty,
-        logit_bias=dict(spec.sampling.logit_bias),
         output_format=None if spec.format is None else _wire_format(spec.format),
         drafter=next(
             (wire for wire, own in DRAFTERS.items() if own is spec.drafter),
@@ -235,3 +238,5 @@ def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
         logprobs=spec.logprobs,
         origin=spec.origin,
     )
+    set_sampling(wire_spec, _wire_sampling(spec))
+    return wire_spec

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model
 
 from gateway.api.openai.field_errors import FORMAT, PARTS, SCHEMA, TEXT
 from gateway.api.openai.field_types import (
@@ -28,8 +30,18 @@ from gateway.api.openai.field_types import (
     Unsupported,
 )
 from gateway.api.openai.limits import MAX_ITEMS
+from laps_sd.v1.inference_pb2 import SamplingParams
 
-__all__ = ["Body", "ChatBody", "CompletionBody", "Message", "ResponseFormat", "SchemaFormat", "StreamOptions"]
+__all__ = [
+    "SAMPLING_FIELDS",
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "Message",
+    "ResponseFormat",
+    "SchemaFormat",
+    "StreamOptions",
+]
 
 
 class Model(BaseModel):
@@ -103,21 +115,42 @@ class StreamOptions(Model):
     continuous_usage_stats: bool | None = None
 
 
-class Body(Model):
+SAMPLING_TYPES: Mapping[str, Any] = {
+    "logit_bias": Biases,
+    "max_tokens": Positive,
+    "seed": Seed,
+    "stop": Stop,
+    "top_k": TopK,
+}
+"""Types of sampling parameters that are not simply those of their field in `SamplingParams`."""
+TYPES: Mapping[int, Any] = {
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+    FieldDescriptor.CPPTYPE_FLOAT: Number,
+    FieldDescriptor.CPPTYPE_UINT32: Count,
+}
+SAMPLING_FIELDS = tuple(SamplingParams.DESCRIPTOR.fields_by_name)
+"""The sampling parameters, which have the same names in bodies and in the message."""
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Model):
+        """The sampling parameters: an attribute for each of `SAMPLING_FIELDS`."""
+
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=Model,
+        **{
+            name: (SAMPLING_TYPES.get(name, TYPES.get(field.cpp_type)) | None, None)
+            for name, field in SamplingParams.DESCRIPTOR.fields_by_name.items()
+        },
+    )
+
+
+class Body(SamplingFields):
     """The fields of both endpoints."""
 
-    stop: Stop | None = None
-    seed: Seed | None = None
     model: Text | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: TopK | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: Biases | None = None
-    ignore_eos: bool | None = None
     priority: Priority | None = None
     time_limit_ms: Count | None = None
     deadline_unix_ms: UnixMs | None = None
@@ -128,7 +161,6 @@ class Body(Model):
     guided_json: GuidedJson | None = None
     guided_regex: Text | None = None
     guided_grammar: Text | None = None
-    max_tokens: Positive | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -11,7 +11,7 @@ The models check only shapes, and numbers of items against the largest possible 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,15 @@ from pydantic import ValidationError
 
 from gateway.api.openai.body import Json
 from gateway.api.openai.field_errors import invalid_argument
-from gateway.api.openai.models import Body, ChatBody, CompletionBody, Message, SchemaFormat, StreamOptions
+from gateway.api.openai.models import (
+    SAMPLING_FIELDS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Message,
+    SchemaFormat,
+    StreamOptions,
+)
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
@@ -54,6 +62,13 @@ IGNORED_FIELDS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "saf
 GUIDED_FIELDS = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "grammar"}
 """vLLM's names for output formats that OpenAI does not have, with ours."""
 
+CONVERSIONS: Mapping[str, Callable[[int], int]] = {
+    "seed": lambda seed: seed % 2**64,
+    "top_k": lambda top_k: 0 if top_k == -1 else top_k,
+}
+"""Sampling parameters that have another value in the message: OpenAI's seeds are signed, and vLLM's top_k of -1
+for "all" is our 0."""
+
 ROLES = {"developer": "system"}
 """Roles that a template has under another name."""
 
@@ -86,9 +101,8 @@ def read_chat(body: Json) -> ParsedRequest:
         request.logprobs = chat.top_logprobs or 0
     elif chat.top_logprobs:
         raise InvalidArgument("top_logprobs", "needs logprobs: true")
-    max_tokens = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
-    if max_tokens is not None:
-        request.sampling.max_tokens = max_tokens
+    if chat.max_completion_tokens is not None:
+        request.sampling.max_tokens = chat.max_completion_tokens
     request.messages.SetInParent()
     request.messages.messages.extend(map(_message, chat.messages))
     _check_other_fields(body, ChatBody)
@@ -105,8 +119,6 @@ def read_completion(body: Json) -> ParsedRequest:
     request = _common(completion)
     if completion.logprobs is not None:
         request.logprobs = completion.logprobs
-    if completion.max_tokens is not None:
-        request.sampling.max_tokens = completion.max_tokens
     requests = []
     for prompt in _prompts(completion.prompt):
         one = inference_pb2.GenerateRequest()
@@ -162,21 +174,7 @@ def _common(body: Body) -> inference_pb2.GenerateRequest:
     """Return the fields that both endpoints have; absent fields stay absent."""
     return inference_pb2.GenerateRequest(
         model=body.model or "",
-        sampling=inference_pb2.SamplingParams(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            # vLLM's -1 for "all" is our 0.
-            top_k=0 if body.top_k == -1 else body.top_k,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=body.logit_bias,
-            # OpenAI's seeds are signed.
-            seed=None if body.seed is None else body.seed % 2**64,
-            stop=body.stop,
-            ignore_eos=body.ignore_eos,
-        ),
+        sampling=_sampling(body),
         priority=body.priority,
         time_limit_ms=body.time_limit_ms,
         deadline_unix_ms=body.deadline_unix_ms,
@@ -185,6 +183,14 @@ def _common(body: Body) -> inference_pb2.GenerateRequest:
         n=body.n,
         output_format=_output_format(body),
     )
+
+
+def _sampling(body: Body) -> inference_pb2.SamplingParams:
+    values = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    for name, convert in CONVERSIONS.items():
+        if name in values:
+            values[name] = convert(values[name])
+    return inference_pb2.SamplingParams(**values)
 
 
 def _output_format(body: Body) -> inference_pb2.OutputFormat | None:

@@ -207,7 +207,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
                 self.record.keys[key] = request_id
             reply.accepted.request_id = request_id
             reply.accepted.attached_to_existing = existing is not None
-            reply.accepted.seed = recorded.submit.specification.seed
+            reply.accepted.seed = recorded.submit.specification.sampling.seed
             reply.accepted.prompt_tokens = len(recorded.submit.specification.prompt_ids)
         self._say(connection, Reply(submit_reply=reply))
         if reply.HasField("accepted"):
@@ -226,9 +226,9 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         else:
             reply.result = link_pb2.AttachReply.RESULT_ATTACHED
             reply.prompt_tokens = len(recorded.submit.specification.prompt_ids)
-            reply.seed = recorded.submit.specification.seed
+            reply.seed = recorded.submit.specification.sampling.seed
             reply.model = recorded.submit.model
-            reply.stop.extend(recorded.submit.specification.stop)
+            reply.stop.extend(recorded.submit.specification.sampling.stop)
         self._say(connection, Reply(attach_reply=reply))
         if reply.result == link_pb2.AttachReply.RESULT_ATTACHED:
             assert recorded is not None

@@ -219,8 +219,16 @@ class TestGenerateStream:
         assert (submit.priority, submit.workload_class, submit.expected_output_tokens) == (3, "chat", 12)
         specification = submit.specification
         assert specification.request_id == submit.request_id
-        assert (specification.max_tokens, specification.temperature, specification.top_p) == (5, 0, 0.5)
-        assert (specification.top_k, list(specification.stop), specification.ignore_eos) == (4, ["a"], True)
+        assert (
+            specification.sampling.max_tokens,
+            specification.sampling.temperature,
+            specification.sampling.top_p,
+        ) == (5, 0, 0.5)
+        assert (
+            specification.sampling.top_k,
+            list(specification.sampling.stop),
+            specification.sampling.ignore_eos,
+        ) == (4, ["a"], True)
         assert specification.HasField("max_draft_tokens") and specification.max_draft_tokens == 0
         call.cancel()
 
@@ -281,11 +289,11 @@ class TestGenerateStream:
         assert not one.HasField("deadline_in_ms")
         assert one.grace_ms == 0
         assert one.tenant == "anonymous"
-        assert one.specification.seed != two.specification.seed
+        assert one.specification.sampling.seed != two.specification.sampling.seed
         assert one.request_id != two.request_id
-        assert one.specification.temperature == 1.0
-        assert one.specification.top_p == 1.0
-        assert one.specification.max_tokens == CONTEXT - len(one.specification.prompt_ids)
+        assert one.specification.sampling.temperature == 1.0
+        assert one.specification.sampling.top_p == 1.0
+        assert one.specification.sampling.max_tokens == CONTEXT - len(one.specification.prompt_ids)
         for call in calls:
             call.cancel()
 

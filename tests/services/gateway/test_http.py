@@ -141,7 +141,7 @@ class TestAWholeAnswer:
 
         assert [choice["text"] for choice in answer["choices"]] == ["one", "one", "two", "two"]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-        assert [submit.specification.seed for submit in submits] == [5, 6, 5, 6]
+        assert [submit.specification.sampling.seed for submit in submits] == [5, 6, 5, 6]
         assert list(submits[2].specification.prompt_ids) == [70, 71]
         prompt_tokens = len(submits[0].specification.prompt_ids) + 2
         assert answer["usage"]["prompt_tokens"] == prompt_tokens
@@ -469,13 +469,13 @@ class TestWhatIsAskedFor:
         await call
         specification = submit.specification
 
-        assert specification.max_tokens == 9
-        assert specification.temperature == 0.5
-        assert specification.top_p == pytest.approx(0.9)
-        assert specification.top_k == 0
-        assert specification.seed == 2**64 - 1
-        assert list(specification.stop) == ["STOP"]
-        assert specification.ignore_eos
+        assert specification.sampling.max_tokens == 9
+        assert specification.sampling.temperature == 0.5
+        assert specification.sampling.top_p == pytest.approx(0.9)
+        assert specification.sampling.top_k == 0
+        assert specification.sampling.seed == 2**64 - 1
+        assert list(specification.sampling.stop) == ["STOP"]
+        assert specification.sampling.ignore_eos
         assert (submit.priority, submit.time_limit_ms, submit.expected_output_tokens) == (7, 1500, 40)
         assert (submit.workload_class, submit.idempotency_key) == ("chat", "k")
         assert 500_000 < submit.deadline_in_ms <= 600_000

@@ -394,7 +394,7 @@ class TestARecordThatForgot:
 
         assert again.request_id == request_id
         assert list(again.shown_ids) == tokens(0, 4)
-        assert again.specification.seed == events[0].accepted.seed
+        assert again.specification.sampling.seed == events[0].accepted.seed
         assert ids_of(events) == tokens(0, 6)
 
     async def test_a_full_queue_lets_it_wait(

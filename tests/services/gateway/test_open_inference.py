@@ -71,7 +71,7 @@ async def test_each_element_gets_a_text(
     response = await call
     specification = next(iter(scheduler.record.requests.values())).submit.specification
 
-    assert (specification.max_tokens, specification.temperature) == (7, 0)
+    assert (specification.sampling.max_tokens, specification.sampling.temperature) == (7, 0)
     assert response.id == "mine"
     (output,) = response.outputs
     assert (output.name, list(output.shape)) == ("text_output", [2])

@@ -228,7 +228,7 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
     submit = again.submit
     assert (submit.request_id, submit.attachment_id, submit.restores) == ("s0.b", "g/2", True)
     assert (list(submit.specification.prompt_ids), list(submit.shown_ids)) == ([1, 2], [7, 8])
-    assert (submit.specification.seed, submit.deadline_in_ms) == (3, 6000)
+    assert (submit.specification.sampling.seed, submit.deadline_in_ms) == (3, 6000)
     answer = link_pb2.SubmitReply(submission_id=submit.submission_id)
     answer.accepted.request_id = "s0.b"
     streams.on_submit_reply(answer, 4.0)

@@ -82,7 +82,7 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (sampling(top_p=0), "sampling.top_p", "above 0 and at most 1, got 0"),
     (sampling(top_p=1.5), "sampling.top_p", "above 0 and at most 1, got 1.5"),
     (sampling(top_p=float("nan")), "sampling.top_p", "got nan"),
-    (sampling(top_k=2**31), "sampling.top_k", "at most 2147483647"),
+    (sampling(top_k=2**31), "sampling.top_k", "from 0 to 2147483647, got 2147483648"),
     (sampling(min_p=1.5), "sampling.min_p", "from 0 to 1, got 1.5"),
     (sampling(min_p=float("nan")), "sampling.min_p", "got nan"),
     (sampling(repetition_penalty=0), "sampling.repetition_penalty", "above 0 and at most 100, got 0"),
@@ -200,7 +200,7 @@ class TestTheContext:
         return run
 
     def test_leaves_room_for_one_token(self, completed: Callable[..., Any]) -> None:
-        assert completed(GenerateRequest(text="x"), CONTEXT - 1).specification.max_tokens == 1
+        assert completed(GenerateRequest(text="x"), CONTEXT - 1).specification.sampling.max_tokens == 1
         with pytest.raises(
             InvalidArgument, match=f"text must be at most {CONTEXT - 1} tokens.*got {CONTEXT}"
         ):
@@ -208,15 +208,15 @@ class TestTheContext:
 
     def test_bounds_max_tokens(self, completed: Callable[..., Any]) -> None:
         left = CONTEXT - 10
-        assert completed(sampling(max_tokens=left), 10).specification.max_tokens == left
+        assert completed(sampling(max_tokens=left), 10).specification.sampling.max_tokens == left
         with pytest.raises(
             InvalidArgument, match=f"sampling.max_tokens must be at most {left} after a prompt of 10"
         ):
             completed(sampling(max_tokens=left + 1), 10)
 
     def test_bounds_the_default(self, completed: Callable[..., Any]) -> None:
-        assert completed(GenerateRequest(text="x"), 10).specification.max_tokens == 100
-        assert completed(GenerateRequest(text="x"), CONTEXT - 20).specification.max_tokens == 20
+        assert completed(GenerateRequest(text="x"), 10).specification.sampling.max_tokens == 100
+        assert completed(GenerateRequest(text="x"), CONTEXT - 20).specification.sampling.max_tokens == 20
 
     def test_needs_a_prompt(self, completed: Callable[..., Any]) -> None:
         with pytest.raises(InvalidArgument, match="text must make at least one token"):
@@ -226,7 +226,7 @@ class TestTheContext:
 def test_the_seed_of_the_client_wins_even_when_it_is_zero(model: ModelFiles) -> None:
     for request, seed in ((sampling(seed=0), 0), (GenerateRequest(text="x"), 9)):
         submit = complete(request, [1], settings=SETTINGS, model=model, tenant="t", fallback_seed=9)
-        assert submit.specification.seed == seed
+        assert submit.specification.sampling.seed == seed
 
 
 class TestBodyHash:

@@ -18,6 +18,7 @@ from laps_sd.service.serving import make_server
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc.__main__ import steady_unix_clock
 from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.rpc.autoscaling import ExternalScaler
@@ -150,10 +151,7 @@ class GatewayPeer(Peer):
         specification = gateway_pb.Specification(
             request_id=request_id,
             prompt_ids=prompt,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            seed=7,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, top_p=1.0, seed=7),
             logprobs=logprobs,
         )
         submit = gateway_pb.Submit(

@@ -16,6 +16,7 @@ from laps_sd.service.config import load
 from laps_sd.service.tracing import QUIET
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc import metrics
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
@@ -118,7 +119,7 @@ def a_submission(request_id: str) -> gateway_pb.Submit:
         idempotency_key=request_id,
         workload_class=request_id,
         specification=gateway_pb.Specification(
-            request_id=request_id, prompt_ids=[1, 2, 3], max_tokens=8, top_p=1.0
+            request_id=request_id, prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=8, top_p=1.0)
         ),
         deadline_in_ms=DAY_MS,
         time_limit_ms=DAY_MS,

@@ -23,6 +23,7 @@ from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc import metrics
 from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
@@ -434,7 +435,7 @@ def as_an_earlier_release_wrote_it(running: Running) -> None:
     origin = gateway_pb.Origin.FromString(running.specification.origin)
     assert not origin.submit.HasField("specification")
     origin.submit.specification.CopyFrom(running.specification)
-    for field in ("prompt_ids", "committed_ids", "origin"):
+    for field in ("prompt_ids", "committed_ids", "origin", "sampling"):
         origin.submit.specification.ClearField(field)
     origin.submit.specification.traceparent = origin.submit.traceparent
     running.specification.origin = origin.SerializeToString()
@@ -535,7 +536,9 @@ async def test_an_origin_that_makes_no_sense_restores_nothing(
     start_own: StartScheduler, origin: bytes
 ) -> None:
     scheduler = await start_own()
-    specification = gateway_pb.Specification(request_id="r1", prompt_ids=[1], max_tokens=4, origin=origin)
+    specification = gateway_pb.Specification(
+        request_id="r1", prompt_ids=[1], sampling=SamplingParams(max_tokens=4), origin=origin
+    )
     held = worker_pb.HeldRequest(request_id="r1", lease_epoch=1, specification=specification)
     async with worker(scheduler.address, held=[held]) as gpu:
         await gpu.next("drop")

@@ -18,6 +18,7 @@ from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc.__main__ import steady_unix_clock
 from scheduler_svc.leader.loop import MAX_TURN
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
@@ -391,7 +392,9 @@ async def test_a_loop_that_is_behind_catches_up_in_turns_of_bounded_size(
     session = GatewaySession("g1")
     writes = value("laps_sd_scheduler_commit_seconds_count")
     for number in range(2 * MAX_TURN + 1):  # without an await in between
-        specification = gateway_pb.Specification(prompt_ids=[1], max_tokens=1, top_p=1.0)
+        specification = gateway_pb.Specification(
+            prompt_ids=[1], sampling=SamplingParams(max_tokens=1, top_p=1.0)
+        )
         submit = gateway_pb.Submit(
             submission_id=number,
             request_id=f"r{number}",
@@ -430,7 +433,9 @@ async def test_a_detach_that_comes_together_with_its_submit_counts(scheduler: Sc
                 submission_id=number,
                 request_id=request_id,
                 tenant="anonymous",
-                specification=gateway_pb.Specification(prompt_ids=[1], max_tokens=8, top_p=1.0),
+                specification=gateway_pb.Specification(
+                    prompt_ids=[1], sampling=SamplingParams(max_tokens=8, top_p=1.0)
+                ),
                 attachment_id=f"{request_id}-client",
             )
             await client.send(gateway_pb.GatewayMessage(submit=submit))
@@ -663,8 +668,7 @@ async def test_specifications_of_any_size_reach_a_worker(scheduler: SchedulerUnd
             specification = gateway_pb.Specification(
                 request_id=name,
                 prompt_ids=(1, 2),
-                max_tokens=8,
-                top_p=1.0,
+                sampling=SamplingParams(max_tokens=8, top_p=1.0),
                 output_format={"grammar": grammar},
             )
             submit = gateway_pb.Submit(

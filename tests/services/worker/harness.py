@@ -15,6 +15,7 @@ import grpc.aio
 
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkServicer, add_WorkerLinkServicer_to_server
 from worker_svc.engine.interface import Engine, RoundResult, Sampling, Specification
 from worker_svc.fake.engine import FakeEngine
@@ -297,12 +298,14 @@ def on_wire(one: Specification) -> gateway_pb.Specification:
         request_id=one.request_id,
         prompt_ids=one.prompt_ids,
         committed_ids=one.committed_ids,
-        max_tokens=one.max_tokens,
-        temperature=one.sampling.temperature,
-        top_p=one.sampling.top_p,
-        top_k=one.sampling.top_k,
-        seed=one.sampling.seed,
-        stop=one.stop,
-        ignore_eos=one.ignore_eos,
+        sampling=SamplingParams(
+            max_tokens=one.max_tokens,
+            temperature=one.sampling.temperature,
+            top_p=one.sampling.top_p,
+            top_k=one.sampling.top_k,
+            seed=one.sampling.seed,
+            stop=one.stop,
+            ignore_eos=one.ignore_eos,
+        ),
         max_draft_tokens=one.max_draft_len,
     )

@@ -14,6 +14,7 @@ from laps_sd.errors import StartupError
 from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
 from worker_svc.engine.interface import DeviceFailed, FormatKind, OutputFormat, RoundResult
@@ -438,5 +439,6 @@ def test_a_stream_knows_its_leader() -> None:
 
 @pytest.mark.parametrize(("temperature", "engine_gets"), [(1e-38, 0.0), (9e-6, 0.0), (0.5, 0.5)])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float, engine_gets: float) -> None:
-    wire_spec = gateway_pb.Specification(request_id="r", prompt_ids=[1], temperature=temperature)
+    sampling = SamplingParams(temperature=temperature)
+    wire_spec = gateway_pb.Specification(request_id="r", prompt_ids=[1], sampling=sampling)
     assert specification(wire_spec).sampling.temperature == engine_gets

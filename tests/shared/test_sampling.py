@@ -1,0 +1,144 @@
+"""Sampling parameters are one message from the client to the worker, and the engine's settings have its fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+import pytest
+
+from gateway.api.open_inference import TAKEN
+from gateway.api.openai.models import ChatBody, CompletionBody
+from gateway.api.openai.request import read_completion
+from laps_sd.client.request import SamplingOptions, make_request
+from laps_sd.contract.choose import Residency
+from laps_sd.contract.sampling import BOUNDS, Sampling
+from laps_sd.service.specifications import sampling_of, set_sampling
+from laps_sd.v1.gateway_link_pb2 import Specification, Submit
+from laps_sd.v1.inference_pb2 import SamplingParams
+from scheduler_svc.wire.gateway_messages import submission_of
+from scheduler_svc.wire.requests import new_request
+from worker_svc.link.wire import held_requests, specification
+from worker_svc.runner.messages import HeldRequest
+
+NAMES = {field.name for field in SamplingParams.DESCRIPTOR.fields}
+FLAT = [field.name for field in Specification.DESCRIPTOR.fields if field.name in NAMES]
+EVERYTHING = SamplingParams(
+    max_tokens=7,
+    temperature=0.5,
+    top_p=0.75,
+    top_k=5,
+    seed=2**64 - 1,
+    stop=["a", "b"],
+    ignore_eos=True,
+    min_p=0.25,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.5,
+    logit_bias={9: -1.0, 3: 2.0},
+)
+
+
+def flat(sampling: SamplingParams) -> Specification:
+    """Return a specification as the release before wrote it."""
+    one = Specification(request_id="r", prompt_ids=[1])
+    set_sampling(one, sampling)
+    one.ClearField("sampling")
+    return one
+
+
+def test_the_example_has_every_field() -> None:
+    assert {field.name for field, _ in EVERYTHING.ListFields()} == NAMES
+
+
+def test_the_engine_has_every_parameter_that_chooses_tokens() -> None:
+    assert {field.name for field in fields(Sampling)} == NAMES - {"max_tokens", "stop", "ignore_eos"}
+
+
+def test_every_number_of_the_engine_has_bounds() -> None:
+    numbers = {name for name, hint in get_type_hints(Sampling).items() if hint in (int, float)}
+    assert BOUNDS.keys() == numbers
+    for name, bounds in BOUNDS.items():
+        assert getattr(Sampling(), name) in bounds
+
+
+def test_every_protocol_has_every_parameter() -> None:
+    assert get_type_hints(SamplingOptions).keys() == NAMES
+    assert ChatBody.model_fields.keys() >= NAMES
+    assert CompletionBody.model_fields.keys() >= NAMES
+    assert set(TAKEN) >= NAMES - {"logit_bias"}
+    for name in NAMES:
+        assert [part for part in get_args(ChatBody.model_fields[name].annotation) if part is not type(None)]
+
+
+def test_a_body_and_the_options_of_a_client_make_the_same_message() -> None:
+    values = {name: getattr(EVERYTHING, name) for name in NAMES}
+    values |= {"stop": ["a", "b"], "logit_bias": {9: -1.0, 3: 2.0}}
+    body = values | {"prompt": "x", "logit_bias": {"9": -1.0, "3": 2.0}}
+
+    assert read_completion(body).requests[0].sampling == EVERYTHING
+    assert make_request("x", **values).sampling == EVERYTHING
+
+
+def test_parameters_of_a_body_that_are_absent_stay_absent() -> None:
+    body = {"prompt": "x", "temperature": None, "top_k": -1}
+    assert read_completion(body).requests[0].sampling == SamplingParams(top_k=0)
+
+
+def test_both_forms_say_the_same() -> None:
+    one = Specification(temperature=9.0, stop=["old"], logit_bias={1: 1.0})
+    set_sampling(one, EVERYTHING)
+    assert set(FLAT) == NAMES
+    for name in FLAT:
+        assert getattr(one, name) == getattr(EVERYTHING, name)
+    assert sampling_of(one) == sampling_of(flat(EVERYTHING)) == EVERYTHING
+
+
+def test_the_message_wins() -> None:
+    one = flat(EVERYTHING)
+    one.sampling.seed = 3
+    assert sampling_of(one) == SamplingParams(seed=3)
+
+
+def test_zero_is_greedy_and_no_penalty_where_the_release_before_wrote_it() -> None:
+    sampling = specification(Specification(request_id="r", prompt_ids=[1], top_p=1.0)).sampling
+    assert sampling == Sampling()
+
+
+@pytest.mark.parametrize("form", ["message", "flat"])
+def test_a_worker_gives_back_what_it_got(form: str) -> None:
+    got = flat(EVERYTHING)
+    if form == "message":
+        got = Specification(request_id="r", prompt_ids=[1], sampling=EVERYTHING)
+    engine = specification(got)
+    assert engine.sampling == Sampling(
+        temperature=0.5,
+        top_p=0.75,
+        top_k=5,
+        seed=2**64 - 1,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        logit_bias=((3, 2.0), (9, -1.0)),
+    )
+    assert (engine.max_tokens, engine.stop, engine.ignore_eos) == (7, ("a", "b"), True)
+
+    held = HeldRequest(spec=engine, lease_epoch=1, residency=Residency.NONE, output_ids=(), acknowledged=0)
+    (given,) = held_requests([held])
+    assert given.specification.sampling == EVERYTHING
+    given.specification.ClearField("sampling")
+    assert sampling_of(given.specification) == EVERYTHING
+
+
+@pytest.mark.parametrize("form", ["message", "flat"])
+def test_the_record_has_both_forms_of_what_was_checked(form: str) -> None:
+    submitted = flat(EVERYTHING)
+    if form == "message":
+        submitted = Specification(prompt_ids=[1], sampling=EVERYTHING, stop=["unchecked"] * 1000)
+    new = new_request(submission_of(Submit(request_id="r", specification=submitted)), 0)
+
+    recorded = Specification.FromString(new.submission)
+    assert recorded.sampling == EVERYTHING
+    assert list(recorded.stop) == ["a", "b"]
+    assert (new.seed, new.max_tokens) == (2**64 - 1, 7)
