@@ -22,8 +22,8 @@ from laps_sd.contract.limits import (
 __all__ = ["BOUNDS", "LEAST_TEMPERATURE", "Bounds", "Sampling"]
 
 LEAST_TEMPERATURE = 1e-5
-"""Least temperature that is not 0. Logits divided by less overflow float32, and long before that every choice is
-the greedy one. vLLM's bound, too."""
+"""Least temperature that is not 0, as in vLLM. Logits divided by less overflow float32, and long before that
+every choice is the greedy one."""
 
 
 @dataclass(frozen=True, slots=True)

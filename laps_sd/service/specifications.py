@@ -29,8 +29,8 @@ FILLED_IN = ("max_tokens", "temperature", "top_p", "seed")
 def set_sampling(specification: Specification, sampling: SamplingParams) -> None:
     """Set the sampling parameters of a specification.
 
-    They are written in both forms, since the release before this one reads the fields of the specification. Once
-    the release before reads the message, `FLAT` goes, here and in `sampling_of`.
+    They are written in both forms, since the release before this one reads the fields of the specification.
+    Once the release before reads the message, `FLAT` goes, here and in `sampling_of`.
     """
     specification.sampling.CopyFrom(sampling)
     for name in FLAT:
@@ -39,8 +39,8 @@ def set_sampling(specification: Specification, sampling: SamplingParams) -> None
 
 
 def sampling_of(specification: Specification) -> SamplingParams:
-    """Return the sampling parameters of a specification: its message, or else its own fields, which the release
-    before this one writes."""
+    """Return the sampling parameters of a specification: its message, or else its own fields, which the
+    release before this one writes."""
     if specification.HasField("sampling"):
         return specification.sampling
     flat = {name: getattr(specification, name) for name in FLAT}

@@ -1,8 +1,8 @@
-"""Sampling parameters are one message from the client to the worker, and the engine's settings have its fields."""
+"""Sampling parameters are one message from client to worker, and the engine's settings have its fields."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -16,8 +16,9 @@ from laps_sd.contract.sampling import BOUNDS, Sampling
 from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1.gateway_link_pb2 import Specification, Submit
 from laps_sd.v1.inference_pb2 import SamplingParams
+from scheduler_svc.store.records import Standing, StoredRequest
 from scheduler_svc.wire.gateway_messages import submission_of
-from scheduler_svc.wire.requests import new_request
+from scheduler_svc.wire.requests import accepted_before, new_request
 from worker_svc.link.wire import held_requests, specification
 from worker_svc.runner.messages import HeldRequest
 
@@ -37,6 +38,13 @@ EVERYTHING = SamplingParams(
     frequency_penalty=0.5,
     logit_bias={9: -1.0, 3: 2.0},
 )
+
+
+BEFORE = SamplingParams()
+"""The same without the fields that the release before does not have."""
+BEFORE.CopyFrom(EVERYTHING)
+for name in NAMES.difference(FLAT):
+    BEFORE.ClearField(name)  # type: ignore[arg-type]
 
 
 def flat(sampling: SamplingParams) -> Specification:
@@ -88,10 +96,10 @@ def test_parameters_of_a_body_that_are_absent_stay_absent() -> None:
 def test_both_forms_say_the_same() -> None:
     one = Specification(temperature=9.0, stop=["old"], logit_bias={1: 1.0})
     set_sampling(one, EVERYTHING)
-    assert set(FLAT) == NAMES
     for name in FLAT:
         assert getattr(one, name) == getattr(EVERYTHING, name)
-    assert sampling_of(one) == sampling_of(flat(EVERYTHING)) == EVERYTHING
+    assert sampling_of(one) == EVERYTHING
+    assert sampling_of(flat(EVERYTHING)) == BEFORE
 
 
 def test_the_message_wins() -> None:
@@ -105,40 +113,66 @@ def test_zero_is_greedy_and_no_penalty_where_the_release_before_wrote_it() -> No
     assert sampling == Sampling()
 
 
+def in_form(form: str) -> tuple[Specification, SamplingParams]:
+    """Return a specification in one of the two forms, and its parameters."""
+    if form == "flat":
+        return flat(EVERYTHING), BEFORE
+    return Specification(request_id="r", prompt_ids=[1], sampling=EVERYTHING), EVERYTHING
+
+
 @pytest.mark.parametrize("form", ["message", "flat"])
 def test_a_worker_gives_back_what_it_got(form: str) -> None:
-    got = flat(EVERYTHING)
-    if form == "message":
-        got = Specification(request_id="r", prompt_ids=[1], sampling=EVERYTHING)
-    engine = specification(got)
-    assert engine.sampling == Sampling(
-        temperature=0.5,
-        top_p=0.75,
-        top_k=5,
-        seed=2**64 - 1,
-        min_p=0.25,
-        repetition_penalty=1.5,
-        presence_penalty=-0.5,
-        frequency_penalty=0.5,
-        logit_bias=((3, 2.0), (9, -1.0)),
-    )
+    wire, sampling = in_form(form)
+    engine = specification(wire)
+    assert engine.sampling.logit_bias == ((3, 2.0), (9, -1.0))
+    for name in BOUNDS:
+        given = sampling.HasField(name)  # type: ignore[arg-type]
+        assert getattr(engine.sampling, name) == getattr(sampling if given else Sampling(), name)
     assert (engine.max_tokens, engine.stop, engine.ignore_eos) == (7, ("a", "b"), True)
 
     held = HeldRequest(spec=engine, lease_epoch=1, residency=Residency.NONE, output_ids=(), acknowledged=0)
-    (given,) = held_requests([held])
-    assert given.specification.sampling == EVERYTHING
-    given.specification.ClearField("sampling")
-    assert sampling_of(given.specification) == EVERYTHING
+    (offered,) = held_requests([held])
+    back = offered.specification.sampling
+    assert {name: getattr(back, name) for name in FLAT} == {name: getattr(sampling, name) for name in FLAT}
+    if form == "message":
+        assert back == EVERYTHING
+    offered.specification.ClearField("sampling")
+    assert sampling_of(offered.specification) == BEFORE
 
 
 @pytest.mark.parametrize("form", ["message", "flat"])
 def test_the_record_has_both_forms_of_what_was_checked(form: str) -> None:
-    submitted = flat(EVERYTHING)
+    wire, sampling = in_form(form)
     if form == "message":
-        submitted = Specification(prompt_ids=[1], sampling=EVERYTHING, stop=["unchecked"] * 1000)
-    new = new_request(submission_of(Submit(request_id="r", specification=submitted)), 0)
+        wire.stop.extend(["unchecked"] * 1000)
+    new = new_request(submission_of(Submit(request_id="r", specification=wire)), 0)
 
     recorded = Specification.FromString(new.submission)
-    assert recorded.sampling == EVERYTHING
+    assert recorded.sampling == sampling
     assert list(recorded.stop) == ["a", "b"]
     assert (new.seed, new.max_tokens) == (2**64 - 1, 7)
+
+
+def test_a_record_of_the_release_before_is_read() -> None:
+    new = new_request(submission_of(Submit(request_id="r", specification=flat(EVERYTHING))), 0)
+    settings = Specification.FromString(new.submission)
+    settings.ClearField("sampling")
+    before = replace(new, submission=settings.SerializeToString())
+    stored = StoredRequest(
+        **{one.name: getattr(before, one.name) for one in fields(before)},
+        sequence=1,
+        committed_ids=(),
+        lease_epoch=0,
+        worker_id=None,
+        standing=Standing(0, 0, 0, 0, 0.0, 0, 0, 0.0),
+        end=None,
+        cut_characters=0,
+        detail="",
+        story=(),
+        ended_unix_ms=None,
+        first_token_unix_ms=None,
+    )
+
+    read = accepted_before(stored)
+    assert read.sampling == BEFORE
+    assert read.seed == 2**64 - 1
