@@ -1,0 +1,278 @@
+"""When the list of a worker is sent again: only where an entry moved in a way that could change a decision."""
+
+from __future__ import annotations
+
+import pytest
+
+from laps_sd.contract.choose import LATCH_OFF, RESERVED_ONE_IN, Residency
+from scheduler_svc.core.commands import Assign, AssignEntry
+from scheduler_svc.core.events import RequestFacts, WorkerFacts
+from scheduler_svc.core.placement.assignment import assignment
+from scheduler_svc.core.rank import RankKey, Remaining
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.tenants import Account
+from scheduler_svc.core.state.worker import STUCK_ROUNDS, Worker
+
+SETTINGS = CoreSettings(resend_index_change=0.25)
+"""A quarter: exact in binary, so that a test can stand on the bound."""
+
+
+def key(index_s: float, resume_cost_s: float = 0.0, rank_class: int = 0, pinned: bool = False) -> RankKey:
+    return RankKey(rank_class, index_s, resume_cost_s, pinned, 0, None, Remaining(1.0, 1.0, 1.0, ""))
+
+
+def worker(slots: int = 1, blocks: int = 100, worker_id: str = "w") -> Worker:
+    """Return an empty worker whose blocks are all free."""
+    facts = WorkerFacts(worker_id, slots, blocks, blocks, 16, 4096, 5)
+    return Worker(worker_id, facts, free_target_blocks=blocks, free_draft_blocks=blocks)
+
+
+def listed(where: Worker, name: str, rank: RankKey, runs: bool = False, prompt: int = 100) -> Request:
+    """Return a request on that list."""
+    request = Request(RequestFacts(name, 1, 0.0, "t", 0, "", prompt, 500, None), lease_epoch=1)
+    request.worker = where.worker_id
+    request.residency = Residency.DEVICE if runs else Residency.NONE
+    request.set_rank(rank)
+    where.add(request)
+    if runs:
+        request.running = request.ran_here = True
+        where.running[name] = request
+    return request
+
+
+def sent(where: Worker) -> list[str] | None:
+    """Return the requests of the list that is sent now; None if none is."""
+    found = assignment(where, SETTINGS)
+    return None if found is None else [entry.request_id for entry in found.entries]
+
+
+class TestSentAgain:
+    """One slot: a request that runs, and one that waits for it."""
+
+    def pair(self, runs: RankKey, waits: RankKey) -> tuple[Worker, Request, Request]:
+        where = worker()
+        first, second = listed(where, "runs", runs, runs=True), listed(where, "waits", waits)
+        assert sent(where) == ["runs", "waits"]
+        assert sent(where) is None
+        return where, first, second
+
+    @pytest.mark.parametrize(
+        ("index_s", "again"), [(8.0, False), (10.0, False), (10.5, True), (6.0, False), (5.5, True)]
+    )
+    def test_where_one_that_waits_moved_by_more_than_the_share(self, index_s: float, again: bool) -> None:
+        where, _, waits = self.pair(key(1.0), key(8.0))
+        waits.set_rank(key(index_s))
+        assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize(
+        ("after", "again"), [((3.0, 7.0), False), ((6.0, 4.5), True), ((2.0, 4.0), False), ((4.0, 1.5), True)]
+    )
+    def test_the_cost_to_take_it_up_is_part_of_that(self, after: tuple[float, float], again: bool) -> None:
+        where, _, waits = self.pair(key(1.0), key(4.0, 4.0))
+        waits.set_rank(key(*after))
+        assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize(("index_s", "again"), [(2.0, False), (10.0, False), (10.5, True)])
+    def test_one_that_runs_counts_only_where_it_became_longer(self, index_s: float, again: bool) -> None:
+        where, runs, _ = self.pair(key(8.0), key(12.0))
+        runs.set_rank(key(index_s))
+        assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize(
+        ("rank_class", "runs", "again"),
+        [
+            (4, True, True),
+            (2, True, False),
+            (3, True, False),
+            (4, False, True),
+            (2, False, True),
+            (3, False, False),
+        ],
+    )
+    def test_or_fell_to_a_lower_class(self, rank_class: int, runs: bool, again: bool) -> None:
+        where, first, second = self.pair(key(8.0, rank_class=3), key(12.0, rank_class=3))
+        moved = first if runs else second
+        moved.set_rank(key(8.0 if runs else 12.0, rank_class=rank_class))
+        assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize("runs", [True, False])
+    def test_where_one_is_pinned_now_or_has_the_reserved_share(self, runs: bool) -> None:
+        where, *both = self.pair(key(8.0), key(12.0))
+        moved = both[0 if runs else 1]
+        moved.set_rank(key(moved.rank.index_s, pinned=True))
+        assert sent(where) is not None
+        moved.reserved, moved.entry = True, None
+        assert sent(where) == [moved.request_id, both[1 if runs else 0].request_id]
+        assert sent(where) is None
+
+    def test_a_tenant_that_is_ahead_has_no_request_that_is_never_paused(self) -> None:
+        where, runs, _ = self.pair(key(8.0, pinned=True), key(12.0))
+        runs.account = Account(0, "t", 0.0, ahead=True)
+        runs.set_rank(key(8.0, pinned=True))
+        found = assignment(where, SETTINGS)
+        assert found is not None
+        assert [entry.pinned for entry in found.entries if entry.request_id == "runs"] == [False]
+
+    def test_not_where_all_of_them_run(self) -> None:
+        where = worker(slots=2)
+        both = [listed(where, name, key(8.0), runs=True) for name in "ab"]
+        assert sent(where) == ["a", "b"]
+        both[0].set_rank(key(80.0))
+        assert sent(where) is None
+
+    def test_but_where_one_of_them_does_not_though_it_has_a_slot(self) -> None:
+        where = worker(slots=2)
+        listed(where, "a", key(8.0), runs=True)
+        waits = listed(where, "b", key(9.0))
+        assert sent(where) == ["a", "b"]
+        waits.set_rank(key(80.0))
+        assert sent(where) == ["a", "b"]
+
+    def test_and_where_there_are_more_than_slots(self) -> None:
+        where = worker(slots=1)
+        both = [listed(where, name, key(8.0), runs=True) for name in "ab"]
+        assert sent(where) == ["a", "b"]
+        both[0].set_rank(key(80.0))
+        where.reorder()
+        assert sent(where) == ["b", "a"]
+
+    def test_after_a_hello_whatever_it_holds_and_once(self) -> None:
+        where = worker()
+        assert sent(where) is None
+        where.must_send = True
+        assert sent(where) == []
+        assert sent(where) is None
+
+    def test_never_to_one_that_is_not_up(self) -> None:
+        where, _, waits = self.pair(key(1.0), key(8.0))
+        waits.set_rank(key(80.0))
+        where.facts, where.must_send = None, True
+        assert sent(where) is None
+
+    def test_an_entry_says_what_choose_compares(self) -> None:
+        where = worker()
+        listed(where, "a", key(8.0, 0.5, rank_class=-64, pinned=True)).lease_epoch = 7
+        entry = AssignEntry("a", 7, -64, 8.0, 0.5, False, True)
+        assert assignment(where, SETTINGS) == Assign("w", (entry,))
+
+
+class TestNewMembers:
+    """Three slots: a worker that knows five members has enough for a while."""
+
+    def known(self, count: int, free_blocks: int = 100) -> Worker:
+        where = worker(slots=3)
+        where.free_target_blocks = where.free_draft_blocks = free_blocks
+        for number in range(count):
+            listed(where, f"r{number}", key(1.0 + number), runs=number < 3)
+        assert sent(where) is not None
+        return where
+
+    @pytest.mark.parametrize(("count", "again"), [(4, True), (5, False), (6, False)])
+    def test_one_at_the_end_can_wait_where_it_knows_one_and_a_half_times_its_slots(
+        self, count: int, again: bool
+    ) -> None:
+        where = self.known(count)
+        listed(where, "new", key(99.0))
+        assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize(("index_s", "again"), [(4.5, True), (5.5, False)])
+    def test_one_among_the_first_five_cannot(self, index_s: float, again: bool) -> None:
+        where = self.known(8)
+        listed(where, "new", key(index_s))
+        assert (sent(where) is not None) == again
+
+    def test_one_with_the_reserved_share_cannot(self) -> None:
+        where = self.known(8)
+        listed(where, "new", key(99.0)).reserved = True
+        assert sent(where) is not None
+
+    def test_where_kv_is_short_none_can(self) -> None:
+        where = self.known(8, free_blocks=29)
+        listed(where, "new", key(99.0))
+        assert sent(where) is not None
+        assert sent(where) is None
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("pool", ["free_target_blocks", "free_draft_blocks"])
+    def test_either_pool_can_be_the_short_one(self, pool: str) -> None:
+        where = worker(blocks=100)
+        used = round(100 * LATCH_OFF)
+        setattr(where, pool, 100 - used)
+        assert not where.is_short_of_blocks
+        setattr(where, pool, 100 - used - 1)
+        assert where.is_short_of_blocks
+
+    def test_one_that_it_leaves_out_for_two_rounds_waits_for_blocks(self) -> None:
+        where = worker(slots=2)
+        listed(where, "a", key(1.0), runs=True)
+        left_out = listed(where, "b", key(2.0))
+        for number in range(STUCK_ROUNDS):
+            assert where.waiting_for_blocks == []
+            where.rounds += 1
+            where.members["a"].last_round = where.rounds
+            assert (where.waiting_for_blocks == [left_out]) == (number == STUCK_ROUNDS - 1)
+        listed(where, "c", key(3.0))
+        assert where.waiting_for_blocks == [], "more than it has slots for"
+
+
+class TestTheDebtOfTheReservedShare:
+    """Where KV is short: the oldest request holds 50 of 100 blocks while it runs."""
+
+    def holder(self, slots: int, short: bool) -> tuple[Worker, Request, Request]:
+        where = worker(slots)
+        old = listed(where, "old", key(1.0), runs=True, prompt=800)
+        young = listed(where, "young", key(1.0), runs=True, prompt=400)
+        waits = listed(where, "waits", key(2.0))
+        for request in (old, waits):
+            request.reserved = True
+        if short:
+            where.free_target_blocks = 0
+        assert assignment(where, SETTINGS)
+        assert not young.reserved
+        return where, old, waits
+
+    @pytest.mark.parametrize(("slots", "share"), [(1, 1 / RESERVED_ONE_IN), (2, 1 / 2), (4, 1 / 4)])
+    def test_it_is_what_was_used_beyond_the_share(self, slots: int, share: float) -> None:
+        where, _, _ = self.holder(slots, short=True)
+        for number in (1, 2, 3):
+            where.charge_reserve()
+            assert where.reserve_debt_blocks == pytest.approx(number * (50 - 100 * share))
+
+    def test_it_is_paid_by_the_share_of_each_round_and_nothing_is_saved_up(self) -> None:
+        where, old, _ = self.holder(4, short=True)
+        where.charge_reserve()
+        del where.running[old.request_id]
+        where.charge_reserve()
+        assert where.reserve_debt_blocks == 0
+        where.charge_reserve()
+        assert where.reserve_debt_blocks == 0
+
+    def test_where_there_is_room_there_is_none(self) -> None:
+        where, _, _ = self.holder(4, short=False)
+        where.charge_reserve()
+        assert where.reserve_debt_blocks == 0
+
+    def test_until_it_is_paid_only_what_runs_is_preferred(self) -> None:
+        where, old, _ = self.holder(4, short=True)
+        where.charge_reserve()
+        found = assignment(where, SETTINGS)
+        assert found is not None
+        assert {entry.request_id: entry.reserved for entry in found.entries} == {
+            "old": True,
+            "young": False,
+            "waits": False,
+        }
+        old.running = False
+        del where.running[old.request_id]
+        where.charge_reserve()
+        found = assignment(where, SETTINGS)
+        assert found is not None
+        assert [entry.request_id for entry in found.entries if entry.reserved] == ["old", "waits"]
+
+    def test_a_worker_that_is_not_up_owes_nothing(self) -> None:
+        where, _, _ = self.holder(4, short=True)
+        where.facts = None
+        where.charge_reserve()
+        assert where.reserve_debt_blocks == 0
