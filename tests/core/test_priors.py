@@ -22,7 +22,7 @@ from scheduler_svc.core.estimates.acceptance import (
 )
 from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessHistory
 from scheduler_svc.core.estimates.cost import CostModel
-from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, GuessedLengths, rounded_spread
+from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, REACH, GuessedLengths, rounded_spread
 from scheduler_svc.core.estimates.lengths import LengthTable
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
 from tests.core.learned import tokens_by_draft_length
@@ -386,7 +386,11 @@ class TestGuesses:
     def test_it_is_what_remains_of_the_lengths_of_the_class_as_the_guess_makes_them_likely(
         self, error: float, lengths: list[int], guess: int, emitted: int, more: int
     ) -> None:
-        """Compute Bayes' rule on a fine grid of ln(length), the histogram flat inside each of its bins."""
+        """Compute Bayes' rule on a fine grid of ln(length), the histogram flat inside each of its bins.
+
+        Lengths beyond `REACH` spreads are taken to be as likely as those at that distance. So the estimate is
+        defined by Bayes' rule only where these lengths hardly count.
+        """
         table, most = LengthTable(), emitted + more
         for length in lengths * 5:
             table.observe(length)
@@ -398,8 +402,10 @@ class TestGuesses:
         centre = round(math.log(guess) / cell) * cell
         assume((math.log(emitted) if emitted else 0.0) < centre + 4 * spread)
 
-        total = mean = 0.0
+        total = mean = beyond_reach = 0.0
         begin = max(math.log(emitted) if emitted else -math.log(1.1), centre - 8 * spread)
+        edge = centre + REACH * spread
+        heaviest = max((mass for i, mass in enumerate(table.masses) if i * math.log(1.1) > edge), default=0.0)
         for bin_, mass in enumerate(table.masses):
             low = max(begin, (bin_ - 1) * math.log(1.1))
             high = min(centre + 8 * spread, bin_ * math.log(1.1))
@@ -408,7 +414,10 @@ class TestGuesses:
                 share = (high - low) * (mass + LEAST_MASS) * math.exp(-(((x - centre) / spread) ** 2) / 2)
                 total += share
                 mean += share * min(most, math.exp(x))
+                if x > edge:
+                    beyond_reach += share * max(1.0, heaviest / (mass + LEAST_MASS)) * min(most, math.exp(x))
         expected = max(1.0, mean / total - emitted)
+        assume(beyond_reach < 0.01 * expected * total)
 
         left = GuessedLengths(table).left(calibration, float(guess), emitted, most, "")
         assert left.mean == pytest.approx(expected, rel=0.03, abs=0.002 * emitted + 0.1)
