@@ -130,6 +130,11 @@ class TestHysteresis:
         assert choose([running("a", 1.0), candidate("b", 0.85)], tight).run == ("a",)
         assert choose([running("a", 1.0), candidate("b", 0.75)], tight) == Choice(("b",), ("a",))
 
+    def test_exactly_at_that_bound_it_does_not(self) -> None:
+        tight = place(1, blocks=12)
+        assert choose([running("a", 1.0), candidate("b", 0.8)], tight).run == ("a",)
+        assert choose([running("a", 1.5, resume_cost_s=0.5), candidate("b", 0.8)], tight).run == ("a",)
+
     def test_and_the_cost_of_computing_it_again(self) -> None:
         tight = place(1, blocks=12)
         assert choose([running("a", 1.0, resume_cost_s=0.3), candidate("b", 0.75)], tight).run == ("a",)
@@ -186,6 +191,14 @@ class TestHysteresis:
         who = [running("a", 9.0, blocks=16), running("d", 9.1, blocks=8), candidate("c", 8.95), big]
         assert choose(who, place(2, blocks=30)).run == ("b", "c")
 
+    def test_also_by_a_better_one_that_could_displace_none(self) -> None:
+        """c is less than ten per cent shorter than both that run. b is, without its set-up; it needs the blocks of
+        both, and leaves one slot."""
+        who = [running("v", 1.05), running("w", 1.05), candidate("c", 0.96, tokens=60)]
+        assert choose(who, place(2, blocks=20)).run == ("v", "w")
+        who.append(candidate("b", 0.1, resume_cost_s=0.87, tokens=219))  # 14 of 20 blocks
+        assert choose(who, place(2, blocks=20)) == Choice(("c", "b"), ("w", "v"))
+
 
 class TestPinned:
     def test_never_paused(self) -> None:
@@ -236,6 +249,24 @@ class TestReservedShare:
     def test_one_slot_time_without_an_old_request_does_not_count(self) -> None:
         clock = ReserveClock("old", 7, 3)
         assert choose([running("a", 1.0)], place(1, reserve_clock=clock)).reserve_clock == clock
+
+    def test_one_slot_the_cycle_begins_again_though_a_pinned_one_kept_the_slot(self) -> None:
+        who = [running("a", 9.0, pinned=True), candidate("old", 1.0, reserved=True)]
+        clock = ReserveClock("old", CYCLE - 2, 0)
+        clock = choose(who, place(1, reserve_clock=clock)).reserve_clock
+        assert clock == ReserveClock("old", CYCLE - 1, 0)
+        assert choose(who, place(1, reserve_clock=clock)).reserve_clock == ReserveClock("old", 0, 0)
+
+    def test_one_slot_and_when_the_share_is_had(self) -> None:
+        who = [running("old", 1.0, reserved=True)]
+        for had, after in ((29, (71, 30)), (30, (71, 31)), (31, (0, 0))):
+            clock = ReserveClock("old", 70, had)
+            assert choose(who, place(1, reserve_clock=clock)).reserve_clock == ReserveClock("old", *after)
+
+    def test_with_more_slots_there_is_no_clock(self) -> None:
+        clock = ReserveClock("ended", 7, 3)
+        who = [running("old", 1.0, reserved=True)]
+        assert choose(who, place(2, reserve_clock=clock)).reserve_clock == clock
 
     def test_an_old_request_runs_whatever_its_rank(self) -> None:
         who = [running("a", 1.0), running("b", 2.0), candidate("old", 99.0, rank_class=9, reserved=True)]
@@ -345,6 +376,20 @@ class TestLatch:
     def test_kept_between(self) -> None:
         assert choose(self.WHO, place(blocks=125, kv_latched=True)).kv_latched
         assert not choose(self.WHO, place(blocks=127, kv_latched=True)).kv_latched
+
+    def test_exactly_at_the_bounds_it_stays_as_it_is(self) -> None:
+        """Blocks of 34 and 51 of 100 are 85 %, of 28 and 42 are 70 %."""
+        for blocks, before, after in (
+            ((34, 51), False, False),
+            ((28, 42), True, False),
+            ((29, 42), True, True),
+        ):
+            who = [running(name, 9.0, blocks=n, tokens=10) for name, n in zip("ab", blocks, strict=True)]
+            assert choose(who, place(blocks=100, kv_latched=before)).kv_latched is after
+
+    def test_never_for_a_draft_pool_that_is_not_there(self) -> None:
+        assert not choose([running("a", 1.0, draft_blocks=0)], place(blocks=100, draft_blocks=0)).kv_latched
+        assert not choose([candidate("a")], place(blocks=100, draft_blocks=0)).kv_latched
 
     def test_either_pool_sets_it(self) -> None:
         assert choose(self.WHO, place(blocks=1000, draft_blocks=100)).kv_latched

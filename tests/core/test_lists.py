@@ -216,6 +216,20 @@ class TestBlocks:
         listed(where, "c", key(3.0))
         assert where.waiting_for_blocks == [], "more than it has slots for"
 
+    @pytest.mark.parametrize(("prompt", "has"), [(107, True), (108, False)])
+    def test_a_request_needs_its_context_and_the_longest_draft(self, prompt: int, has: bool) -> None:
+        where = worker(slots=2, blocks=7)  # 112 tokens
+        other = listed(worker(worker_id="v"), "other", key(1.0), prompt=prompt)
+        assert where.has_blocks_for(other) is has
+
+    def test_blocks_that_members_will_still_take_are_not_free(self) -> None:
+        where = worker(slots=2)
+        other = listed(worker(worker_id="v"), "other", key(1.0))
+        listed(where, "a", key(1.0), runs=True)
+        assert where.has_blocks_for(other)
+        listed(where, "b", key(1.0))
+        assert not where.has_blocks_for(other)
+
 
 class TestTheDebtOfTheReservedShare:
     """Where KV is short: the oldest request holds 50 of 100 blocks while it runs."""
@@ -248,6 +262,29 @@ class TestTheDebtOfTheReservedShare:
         assert where.reserve_debt_blocks == 0
         where.charge_reserve()
         assert where.reserve_debt_blocks == 0
+
+    def test_room_does_not_keep_it_from_being_paid(self) -> None:
+        where, _, _ = self.holder(4, short=True)
+        where.charge_reserve()
+        where.free_target_blocks = 100
+        where.charge_reserve()
+        assert where.reserve_debt_blocks == 0
+
+    def test_less_than_a_block_is_a_debt(self) -> None:
+        where = worker(slots=4)
+        for name, prompt, runs in (("old", 408, True), ("waits", 100, False)):
+            listed(where, name, key(1.0), runs, prompt).reserved = True
+        where.free_target_blocks = 0
+        assert sent(where) == ["old", "waits"]
+        where.charge_reserve()
+        assert where.reserve_debt_blocks == 0.5
+        found = assignment(where, SETTINGS)
+        assert found is not None
+        assert [entry.request_id for entry in found.entries if entry.reserved] == ["old"]
+
+    @pytest.mark.parametrize(("slots", "share"), [(1, 1), (2, 1), (64, 2)])
+    def test_the_share_of_a_worker_is_at_least_one_request(self, slots: int, share: int) -> None:
+        assert worker(slots).reserved_share == share
 
     def test_where_there_is_room_there_is_none(self) -> None:
         where, _, _ = self.holder(4, short=False)

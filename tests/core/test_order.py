@@ -9,6 +9,7 @@ from scheduler_svc.core.commands import Command, Lease, Rank, Release
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import Arrived, Recovered, WorkerUp
 from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.rank import AHEAD, MAX_LEVELS, pack_rank_class
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from tests.core.learned import tokens_by_draft_length
@@ -45,6 +46,19 @@ class TestTheOrderKey:
         assert told is not None
         assert [(line.at_s, line.what) for line in told.story] == [(1.0, "arrived"), (7.0, "recovered")]
         assert told.story[1].detail == "from the record: 30 tokens, 10 rounds, 1 preemptions before"
+
+
+def test_priority_is_above_the_turn_of_the_tenant_and_that_above_the_level() -> None:
+    """Each has bits of its own in the class, of any priority."""
+    places = [
+        (pack_rank_class(priority, level) | ahead, (-priority, ahead, level))
+        for priority in (-3, -2, -1, 0, 1, 2, 3)
+        for ahead in (0, AHEAD)
+        for level in range(MAX_LEVELS)
+    ]
+    assert sorted(places) == sorted(places, key=lambda place: place[1])
+    assert len({rank_class for rank_class, _ in places}) == len(places)
+    assert not any(pack_rank_class(priority, MAX_LEVELS - 1) & AHEAD for priority in range(-9, 9))
 
 
 def test_whoever_waits_overtakes_a_list_only_by_ranks_of_the_same_age() -> None:

@@ -576,6 +576,24 @@ class TestCost:
         model.refit()
         assert model.round_s(8, 40, 8000) < 1.2 * before
 
+    @pytest.mark.parametrize(("rounds", "bounded"), [(15, False), (30, True)])
+    def test_once_rounds_are_known_it_counts_as_four_times_the_expected(
+        self, rounds: int, bounded: bool
+    ) -> None:
+        stall, four_times = self.learnt(rounds), self.learnt(rounds)
+        four_times.observe_round(8, 40, 8000, 4 * four_times.round_s(8, 40, 8000))
+        stall.observe_round(8, 40, 8000, 60.0)
+        assert (stall.products == pytest.approx(four_times.products)) is bounded
+
+    def test_each_of_the_first_rounds_is_taken_up_at_once_and_then_every_sixteenth(self) -> None:
+        model, fitted = CostModel(), []
+        for number in range(1, 81):
+            before = model.fit
+            model.observe_round(4, 20, 800, 0.02 + 0.001 * number)
+            if model.fit != before:
+                fitted.append(number)
+        assert fitted == [*range(1, 17), 32, 48, 64, 80]
+
     def test_a_time_that_is_none_teaches_nothing(self) -> None:
         model, before = self.learnt(50), self.learnt(50)
         model.observe_round(8, 40, 8000, 0.0)

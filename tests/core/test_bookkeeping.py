@@ -1,0 +1,246 @@
+"""Figures and stories that the core keeps for people and for other parts, and when it brings them up to date."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
+from scheduler_svc.core.commands import Commit, Drained, Lease, Release
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.events import (
+    Arrived,
+    EndRequested,
+    Held,
+    Recovered,
+    ResidencyChange,
+    WorkerDraining,
+    WorkerUp,
+)
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.scheduler import LOOKED_AT_PER_ARRIVAL, Scheduler
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.views import Explanation
+from tests.core.test_scheduler import W, core, did, report, request
+
+LONG = request("a", max_tokens=3900, expected_output_tokens=3900)
+
+
+def of(scheduler: Scheduler, request_id: str) -> Explanation:
+    found = scheduler.explain(request_id, 0.0)
+    assert found is not None
+    return found
+
+
+class TestRecentFiguresOfAWorker:
+    def test_they_come_from_its_newest_rounds(self) -> None:
+        """At 2 % for the newest round, 35 rounds are half of what they show."""
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(LONG)])
+        for n in range(400):
+            scheduler.step(1.0, [report(did("a", 4 * n, 4))])
+        view = scheduler.workers()[0]
+        assert (view.rounds, view.tokens) == (400, 1600)
+        assert view.acceptance == pytest.approx(3 / 5, rel=0.01)
+        assert view.tokens_per_s == pytest.approx(4 / 0.03, rel=0.01)
+        for n in range(35):
+            scheduler.step(1.0, [report(did("a", 1600 + n, 1), total_s=0.06)])
+        view = scheduler.workers()[0]
+        assert (view.rounds, view.tokens) == (435, 1635)
+        assert view.acceptance == pytest.approx(3 / 10, rel=0.05)
+        assert view.tokens_per_s == pytest.approx((4 / 0.03 + 1 / 0.06) / 2, rel=0.05)
+
+    def test_drafted_tokens_are_recent_too(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(LONG)])
+        for n in range(300):
+            scheduler.step(1.0, [report(did("a", n, 1, drafted=2, accepted=1))])
+        for n in range(300):
+            scheduler.step(1.0, [report(did("a", 300 + n, 1, drafted=8, accepted=1))])
+        assert scheduler.workers()[0].acceptance == pytest.approx(1 / 8, rel=0.02)
+
+    def test_all_requests_of_a_round_count(self) -> None:
+        scheduler = core()
+        arrivals = [Arrived(request(name, i)) for i, name in enumerate("ab")]
+        scheduler.step(0.0, [WorkerUp(replace(W, slots=2), ()), *arrivals])
+        scheduler.step(1.0, [report(did("a", 0, 4), did("b", 0, 2, drafted=3))])
+        view = scheduler.workers()[0]
+        assert (view.rounds, view.tokens, view.running) == (1, 6, 2)
+        assert view.acceptance == pytest.approx(4 / 8)
+
+    def test_one_that_is_known_from_leases_only_has_none(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [Recovered(request("a"), 0, 0, 0, 0, 0.0, 0, "w", 1)])
+        view = scheduler.workers()[0]
+        assert (view.up, view.slots, view.listed, view.target_blocks, view.draft_blocks) == (
+            False,
+            0,
+            1,
+            0,
+            0,
+        )
+
+    def test_a_hello_says_that_all_its_blocks_are_free(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ())])
+        scheduler.step(1.0, [report(free_target_blocks=3, free_draft_blocks=4)])
+        view = scheduler.workers()[0]
+        assert (view.free_target_blocks, view.free_draft_blocks) == (3, 4)
+        scheduler.step(2.0, [WorkerUp(replace(W, draft_blocks=700), ())])
+        view = scheduler.workers()[0]
+        assert (view.free_target_blocks, view.free_draft_blocks) == (1000, 700)
+
+    def test_a_drained_one_is_told_so_once_and_again_after_a_hello(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ())])
+        assert scheduler.step(1.0, [WorkerDraining("w")]) == [Drained("w")]
+        assert scheduler.step(2.0, [report()]) == []
+        assert Drained("w") in scheduler.step(3.0, [WorkerUp(W, ())])
+
+
+class TestTheBacklog:
+    def test_it_is_what_full_workers_would_need(self) -> None:
+        """Batches are half as large as the workers of this shard have slots in the mean; those that are not up do
+        not count."""
+        scheduler = core()
+        for _ in range(300):
+            scheduler.priors.observe_round(6, 36, 3000, 0.03)
+        workers = [
+            WorkerUp(replace(W, worker_id=name, slots=slots), ()) for name, slots in (("v", 8), ("w", 16))
+        ]
+        recovered = Recovered(request("r", 9), 0, 0, 0, 0, 0.0, 0, "lost", 1)
+        scheduler.step(0.0, [*workers, *(Arrived(request(f"a{i}", i)) for i in range(3)), recovered])
+        total = scheduler.totals()
+        assert (total.queued, total.listed, total.running) == (0, 4, 0)
+        whole_s = sum(of(scheduler, name).remaining_s for name in ("a0", "a1", "a2", "r"))
+        share = scheduler.priors.cost.full_share(12)
+        assert share < 0.9
+        assert total.backlog_s == pytest.approx(whole_s * share)
+
+    def test_it_follows_arrivals_rounds_evictions_and_ends(self) -> None:
+        scheduler = core()
+
+        def check(*names: str) -> None:
+            scheduler.check()
+            assert scheduler.totals().backlog_s == pytest.approx(
+                sum(of(scheduler, n).remaining_s for n in names)
+            )
+
+        scheduler.step(0.0, [WorkerUp(W, ()), *(Arrived(request(n, i)) for i, n in enumerate("abcd"))])
+        check("a", "b", "c", "d")
+        scheduler.step(1.0, [report(did("a", 0, 5))])
+        check("a", "b", "c", "d")
+        scheduler.step(2.0, [report(residency=(ResidencyChange("a", 1, Residency.NONE),))])
+        check("a", "b", "c", "d")
+        scheduler.step(3.0, [EndRequested("a", End.CANCELLED, ""), EndRequested("d", End.CANCELLED, "")])
+        check("b", "c")
+        scheduler.step(4.0, [WorkerUp(W, (Held("b", 1, Residency.DEVICE),))])
+        check("b", "c")
+
+
+class TestStories:
+    @pytest.mark.parametrize(("rounds", "what"), [(0, "started"), (1, "resumed")])
+    def test_one_from_the_record_resumes_if_it_had_begun(self, rounds: int, what: str) -> None:
+        scheduler = core()
+        found = Recovered(request("a"), 4 * rounds, rounds, 5 * rounds, 3 * rounds, 0.1 * rounds, 0, "w", 1)
+        scheduler.step(0.0, [WorkerUp(W, ()), found])
+        scheduler.step(1.0, [report(did("a", 4 * rounds, 4))])
+        line = of(scheduler, "a").story[-1]
+        assert (line.at_s, line.what, line.detail) == (1.0, what, "on worker w")
+
+    def test_starts_pauses_and_resumptions_each_have_a_line(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), *(Arrived(request(n, i)) for i, n in enumerate("ab"))])
+        for at, name, position in ((1.0, "a", 0), (2.0, "b", 0), (3.0, "a", 1), (4.0, "a", 2)):
+            scheduler.step(at, [report(did(name, position, 1))])
+        lines = [
+            (line.at_s, line.what)
+            for line in of(scheduler, "a").story
+            if line.what in ("started", "paused", "resumed")
+        ]
+        assert lines == [(1.0, "started"), (2.0, "paused"), (3.0, "resumed")]
+        assert (of(scheduler, "a").preemptions, of(scheduler, "b").preemptions) == (1, 1)
+
+    def test_a_request_that_moves_says_where_to_and_why(self) -> None:
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(W, ()), *(Arrived(request(n, i)) for i, n in enumerate("ab"))])
+        scheduler.step(1.0, [report(did("a", 0, 1))])
+        commands = scheduler.step(2.0, [WorkerUp(replace(W, worker_id="v"), ())])
+        assert Lease("b", "v", 2) in commands
+        assert not [command for command in commands if isinstance(command, Release)]
+        line = of(scheduler, "b").story[-1]
+        assert (line.at_s, line.what, line.detail) == (2.0, "moved", "to worker v, which had a free slot")
+
+    def test_a_change_of_level_and_of_what_is_known_has_a_line(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(LONG)])
+        for n in range(200):
+            before = of(scheduler, "a")
+            scheduler.step(1.0 + n, [report(did("a", 19 * n, 19))])
+            after = of(scheduler, "a")
+            new = [(line.at_s, line.what, line.detail) for line in after.story[len(before.story) :]]
+            levels = [line for line in new if line[1] == "level"]
+            if after.level != before.level:
+                assert levels == [(1.0 + n, "level", f"from {before.level} to {after.level}")]
+            else:
+                assert levels == []
+            known = [what for _, what, _ in new if what in ("perceptible", "non-perceptible")]
+            now = "perceptible" if after.perceptible else "non-perceptible"
+            assert known == ([now] if after.perceptible != before.perceptible else [])
+        assert len({line.detail for line in after.story if line.what == "level"}) > 1
+
+
+class TestReportsThatComeTwice:
+    @pytest.mark.parametrize("again", [3, 1])
+    def test_tokens_that_were_committed_count_once(self, again: int) -> None:
+        """The worker sends a report again because it got no acknowledgement: all of it, or a part that was
+        committed."""
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(1.0, [report(did("a", 0, 3))])
+        before = of(scheduler, "a")
+        commands = scheduler.step(2.0, [report(did("a", 3 - again, again))])
+        assert [c.position for c in commands if isinstance(c, Commit)] == [3 - again], "answered all the same"
+        assert of(scheduler, "a") == before
+
+    def test_what_is_new_in_one_that_overlaps_counts(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(1.0, [report(did("a", 0, 3))])
+        commands = scheduler.step(2.0, [report(did("a", 1, 4))])
+        assert [(c.position, c.tokens) for c in commands if isinstance(c, Commit)] == [(3, (3, 4))]
+        found = of(scheduler, "a")
+        assert (found.emitted, found.rounds) == (5, 2)
+
+    def test_an_end_that_comes_again_ends_it(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(1.0, [report(did("a", 0, 3))])
+        commands = scheduler.step(2.0, [report(did("a", 0, 3, end=End.STOP))])
+        assert [c.end for c in commands if isinstance(c, Commit)] == [End.STOP]
+        assert scheduler.explain("a", 2.0) is None
+
+
+def test_each_arrival_has_the_next_waiting_requests_ranked_again() -> None:
+    """From the oldest to the youngest, and then from the beginning, so that each has its turn."""
+    settings = CoreSettings(reserved_share=False)
+    scheduler = Scheduler(policy_named("srpt-length", settings), settings, Priors())
+    waiting = 5 * LOOKED_AT_PER_ARRIVAL
+    arrivals = [Arrived(request(f"r{i:02d}", i, expected_output_tokens=20 + i)) for i in range(waiting)]
+    scheduler.step(0.0, [WorkerUp(W, ()), *arrivals])
+    for _ in range(2):
+        before = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, 99)}
+        for _ in range(100):
+            scheduler.priors.observe_round(1, 5, 100, scheduler.priors.cost.share_s(100) * 3)
+        # The first one may end a turn that began before.
+        for number in range(2 * waiting // LOOKED_AT_PER_ARRIVAL + 2):
+            name = f"new{number}"
+            scheduler.step(
+                0.0, [Arrived(request(name, 100 + number, max_tokens=4000, expected_output_tokens=4000))]
+            )
+            scheduler.step(0.0, [EndRequested(name, End.CANCELLED, "")])
+        after = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, 99)}
+        assert set(after) == set(before)
+        assert all(after[name] > 1.2 * before[name] for name in before)
