@@ -182,6 +182,15 @@ class TestNewMembers:
         listed(where, "new", key(index_s))
         assert (sent(where) is not None) == again
 
+    @pytest.mark.parametrize(("known", "again"), [(2, True), (3, False)])
+    def test_one_and_a_half_times_two_slots_are_three(self, known: int, again: bool) -> None:
+        where = worker(slots=2)
+        for number in range(known):
+            listed(where, f"r{number}", key(1.0 + number), runs=number < 2)
+        assert sent(where) is not None
+        listed(where, "new", key(99.0))
+        assert (sent(where) is not None) == again
+
     def test_one_with_the_reserved_share_cannot(self) -> None:
         where = self.known(8)
         listed(where, "new", key(99.0)).reserved = True

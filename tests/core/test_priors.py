@@ -569,6 +569,22 @@ class TestCost:
         assert min(model.fit) >= 0
         assert model.share_s(10**6) > 0
 
+    @pytest.mark.parametrize("term", range(4))
+    def test_one_that_would_be_negative_is_left_out_and_the_others_are_fitted(self, term: int) -> None:
+        """A term that is left out counts nothing, and what remains still says what rounds cost."""
+        model, source = CostModel(), random.Random(7)
+        true = [0.2, 0.02, 0.02, 0.02]
+        true[term] = -0.1 if term == 0 else -0.01
+        for _ in range(600):
+            b, t, c = (source.uniform(2, 5) for _ in range(3))
+            seconds = true[0] + true[1] * b + true[2] * t + true[3] * c
+            model.observe_round(round(8 * b), round(32 * t), round(4096 * c), seconds)
+        model.refit()
+        assert model.fit[term] == 0.0
+        assert all(value > 0 for i, value in enumerate(model.fit) if i != term)
+        middle = true[0] + 3.5 * sum(true[1:])
+        assert model.round_s(28, 112, 14_336) == pytest.approx(middle, rel=0.05)
+
     def test_a_stall_counts_for_little(self) -> None:
         model = self.learnt(200)
         before = model.round_s(8, 40, 8000)

@@ -1,0 +1,153 @@
+"""Which worker gets a request, and when a request changes lists."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
+from scheduler_svc.core.commands import Lease
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.events import Arrived, EndRequested, ResidencyChange, WorkerFacts, WorkerUp
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.settings import CoreSettings
+from tests.core.test_scheduler import W, did, report, request
+
+
+def core(policy: str = "srpt-length", **settings: object) -> Scheduler:
+    chosen = replace(CoreSettings(reserved_share=False), **settings)  # type: ignore[arg-type]
+    return Scheduler(policy_named(policy, chosen), chosen, Priors())
+
+
+def named(worker_id: str, slots: int, **more: int) -> WorkerFacts:
+    return replace(W, worker_id=worker_id, slots=slots, **more)
+
+
+def arrivals(count: int, first: int = 0, **more: object) -> list[Arrived]:
+    return [Arrived(request(f"r{i:02d}", i, **more)) for i in range(first, first + count)]
+
+
+def worker_of(scheduler: Scheduler, request_id: str) -> str | None:
+    found = scheduler.explain(request_id, 0.0)
+    assert found is not None
+    return found.worker_id
+
+
+def leased(commands: list[object]) -> Counter[str]:
+    return Counter(command.worker_id for command in commands if isinstance(command, Lease))
+
+
+class TestWhoGetsIt:
+    @pytest.mark.parametrize(("count", "lists"), [(5, (1, 4)), (10, (2, 8)), (11, (2, 8))])
+    def test_the_worker_with_the_fewest_requests_for_each_slot(
+        self, count: int, lists: tuple[int, int]
+    ) -> None:
+        """Until all lists are full, at two requests for each slot; the others stay in the queue."""
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named("a", 1), ()), WorkerUp(named("b", 4), ())])
+        found = leased(scheduler.step(1.0, arrivals(count)))  # type: ignore[arg-type]
+        assert (found["a"], found["b"]) == lists
+        assert scheduler.totals().queued == count - sum(lists)
+
+    @pytest.mark.parametrize("factor", [1, 2, 3])
+    def test_a_list_is_as_long_as_the_setting_says(self, factor: int) -> None:
+        scheduler = core("fcfs", list_factor=factor)
+        found = leased(scheduler.step(1.0, [WorkerUp(named("w", 2), ()), *arrivals(9)]))  # type: ignore[arg-type]
+        assert found["w"] == 2 * factor
+
+    def test_of_equals_the_first_by_name(self) -> None:
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named(name, 2), ()) for name in ("c", "a", "b")])
+        scheduler.step(1.0, arrivals(4))
+        assert [worker_of(scheduler, f"r{i:02d}") for i in range(4)] == ["a", "b", "c", "a"]
+
+    def test_one_that_only_a_fuller_worker_holds_goes_there(self) -> None:
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named("a", 2, max_length=64), ()), WorkerUp(named("b", 2), ())])
+        scheduler.step(1.0, arrivals(2))
+        assert [worker_of(scheduler, f"r{i:02d}") for i in range(2)] == ["b", "b"]
+
+    def test_one_that_waits_for_a_larger_worker_does_not_hold_up_those_after_it(self) -> None:
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named("a", 1), ()), WorkerUp(named("b", 1, max_length=64), ())])
+        scheduler.step(1.0, arrivals(4))
+        small = [Arrived(request(f"s{i}", 50 + i, prompt_tokens=10, max_tokens=20)) for i in range(3)]
+        scheduler.step(2.0, small)
+        assert [worker_of(scheduler, f"s{i}") for i in range(3)] == ["b", "b", None]
+        assert [worker_of(scheduler, f"r{i:02d}") for i in range(4)] == ["a", "a", None, None]
+
+
+class TestOvertaking:
+    def test_a_better_arrival_is_on_the_list_with_the_worst_end(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(named("a", 1), ()), WorkerUp(named("b", 1), ())])
+        # a gets the first and the third, b the second and the fourth.
+        for number, length in enumerate((100, 110, 300, 200)):
+            scheduler.step(1.0, arrivals(1, number, expected_output_tokens=length))
+        assert [worker_of(scheduler, f"r{i:02d}") for i in range(4)] == ["a", "b", "a", "b"]
+        scheduler.step(2.0, arrivals(1, 10, expected_output_tokens=150))
+        assert worker_of(scheduler, "r10") == "a", "before 300"
+        scheduler.step(3.0, arrivals(1, 11, expected_output_tokens=170))
+        assert worker_of(scheduler, "r11") == "b", "before 200; on a, 150 is the last of the first part"
+        scheduler.step(4.0, arrivals(1, 12, expected_output_tokens=180))
+        assert worker_of(scheduler, "r12") is None
+        scheduler.check()
+
+    @pytest.mark.parametrize(("margin", "most"), [(0.0, 9), (0.25, 10), (0.5, 12), (1.0, 16)])
+    def test_what_fell_behind_the_margin_is_taken_back(self, margin: float, most: int) -> None:
+        """Eight are on the list of four slots, and at least one more may be."""
+        scheduler = core(list_margin=margin)
+        scheduler.step(0.0, [WorkerUp(named("w", 4), ()), *arrivals(8, expected_output_tokens=400)])
+        lists = []
+        for number in range(12):
+            better = arrivals(1, 20 + number, expected_output_tokens=300 - 9 * number)
+            scheduler.step(1.0 + number, better)
+            lists.append(scheduler.workers()[0].listed)
+            scheduler.check()
+        assert lists == [min(9 + number, most) for number in range(12)]
+
+
+class TestAFreeSlot:
+    def crowded(self) -> Scheduler:
+        """Return a core whose worker runs r00, has paused r01, whose KV it holds, and has not run r02."""
+        scheduler = core("fcfs", list_factor=3)
+        scheduler.step(0.0, [WorkerUp(named("w", 1), ()), *arrivals(3)])
+        scheduler.step(1.0, [report(did("r01", 0, 1))])
+        scheduler.step(2.0, [report(did("r00", 0, 1))])
+        return scheduler
+
+    def test_it_takes_what_has_no_kv_first_and_nothing_that_runs(self) -> None:
+        scheduler = self.crowded()
+        for name, takes in (("v", "r02"), ("x", "r01"), ("y", None)):
+            commands = scheduler.step(3.0, [WorkerUp(named(name, 1), ())])
+            assert [c.request_id for c in commands if isinstance(c, Lease)] == ([takes] if takes else [])
+            scheduler.check()
+        assert [worker_of(scheduler, f"r{i:02d}") for i in range(3)] == ["w", "x", "v"]
+
+    def test_what_was_swapped_out_comes_after_what_has_nothing_and_before_what_is_on_the_device(self) -> None:
+        scheduler = self.crowded()
+        scheduler.step(2.5, arrivals(1, 3))
+        out = (ResidencyChange("r02", 1, Residency.HOST),)
+        scheduler.step(2.6, [report(residency=out)])
+        scheduler.step(2.7, [EndRequested("r03", End.CANCELLED, "")])
+        commands = scheduler.step(3.0, [WorkerUp(named("v", 1), ())])
+        assert [c.request_id for c in commands if isinstance(c, Lease)] == ["r02"]
+
+    def test_as_many_as_it_has_slots_from_the_longest_list(self) -> None:
+        scheduler = core("fcfs", list_factor=4)
+        scheduler.step(0.0, [WorkerUp(named("a", 1), ()), WorkerUp(named("b", 1), ()), *arrivals(8)])
+        for i in (0, 2):
+            scheduler.step(1.0, [EndRequested(f"r{i:02d}", End.CANCELLED, "")])
+        assert [view.listed for view in scheduler.workers()] == [2, 4]
+        commands = scheduler.step(2.0, [WorkerUp(named("c", 3), ())])
+        assert leased(commands) == {"c": 3}  # type: ignore[arg-type]
+        assert [view.listed for view in scheduler.workers()] == [2, 1, 3]
+
+    def test_not_what_it_cannot_hold(self) -> None:
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named("w", 1), ()), *arrivals(2)])
+        assert leased(scheduler.step(1.0, [WorkerUp(named("v", 1, max_length=64), ())])) == {}  # type: ignore[arg-type]
