@@ -14,6 +14,7 @@ from scheduler_svc.core.estimates.calibration import (
     GUESS_LOG_SPREAD,
     LEAST_LOG_SPREAD,
     MOST_TENANTS,
+    TENANT_WEIGHT,
     Calibration,
     GuessHistory,
     TenantGuesses,
@@ -97,6 +98,38 @@ class TestTenants:
             found = beside.tokens_left("", 0, MOST, guess, False, "honest 0")
             assert found.mean == pytest.approx(expected.mean, rel=0.15)
             assert found.high / found.low < 1.5 * expected.high / expected.low
+
+    def test_a_history_that_is_the_whole_of_a_wider_one_counts_once(self) -> None:
+        """The only tenant of a class is judged like the class; one with a single class by that class alone."""
+        only, guesses = GuessHistory(), TenantGuesses()
+        for length in lengths(50):
+            only.observe(2.0 * length, length)
+            guesses.observe("only", "chat", 2.0 * length, length)
+        of_class = only.calibrated(ASSUMED)
+        assert guesses.calibrated("only", "chat", of_class, only.weight) is of_class
+        wider = guesses.calibrated("only", "chat", ASSUMED, only.weight + 30.0)
+        of_pair = only.calibrated(ASSUMED, TENANT_WEIGHT)
+        assert (wider.slope, wider.offset, wider.variance) == (
+            of_pair.slope,
+            of_pair.offset,
+            of_pair.variance,
+        )
+
+    def test_in_a_class_of_its_own_it_starts_from_its_guesses_elsewhere(self) -> None:
+        guesses, of_tenant, of_pair = TenantGuesses(), GuessHistory(), GuessHistory()
+        for number, length in enumerate(lengths(60)):
+            workload_class = "chat" if number % 3 else "code"
+            guesses.observe("t", workload_class, 3.0 * length, length)
+            of_tenant.observe(3.0 * length, length)
+            if workload_class == "code":
+                of_pair.observe(3.0 * length, length)
+        found = guesses.calibrated("t", "code", ASSUMED, 1000.0)
+        expected = of_pair.calibrated(of_tenant.calibrated(ASSUMED, TENANT_WEIGHT), TENANT_WEIGHT)
+        assert (found.slope, found.offset, found.variance) == (
+            expected.slope,
+            expected.offset,
+            expected.variance,
+        )
 
     def test_one_without_a_history_is_judged_like_its_class(self) -> None:
         priors = learned(self.HONEST)

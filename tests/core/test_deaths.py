@@ -255,6 +255,27 @@ class TestRunningAlone:
         shard.arrive(request("busy"))
         assert shard.worker_of("busy") in ("w3", "w4", "w5")
 
+    @pytest.mark.parametrize(
+        ("suspects", "workers", "trials"),
+        [(1, 8, 1), (4, 8, 1), (5, 8, 2), (9, 8, 3), (20, 8, 4), (20, 1, 1), (20, 3, 1)],
+    )
+    def test_one_worker_for_each_four_of_them_and_at_most_half(
+        self, suspects: int, workers: int, trials: int
+    ) -> None:
+        shard = Shard()
+        names = [f"r{number:02d}" for number in range(suspects)]
+        shard.arrive(*(request(name, number) for number, name in enumerate(names)))
+        for number in range(ALONE_AFTER):
+            shard.up(f"doomed{number}", slots=20)
+            shard.lost(f"doomed{number}")
+        shard.step(*(WorkerUp(WorkerFacts(f"w{n}", 4, 1000, 1000, 16, 4096, 5), ()) for n in range(workers)))
+        alone = [worker for worker in map(shard.worker_of, names) if worker is not None]
+        assert len(alone) == len(set(alone)) == trials
+        assert [name for name in names if shard.worker_of(name)] == names[:trials], (
+            "the longest waiting first"
+        )
+        assert shard.step() == []
+
     def test_the_next_one_takes_the_place_of_one_that_is_cleared_at_once(self) -> None:
         shard = Shard()
         shard.suspect("a", "b")
@@ -370,6 +391,13 @@ class TestRunningAlone:
         shard.up("w", max_length=1000)
 
         assert (shard.worker_of("large"), shard.worker_of("small")) == (None, "w")
+
+    def test_it_gets_a_worker_that_can_hold_it_though_another_has_less_to_do(self) -> None:
+        shard = Shard()
+        shard.suspect("a")
+        small = WorkerFacts("small", 4, 1000, 1000, 16, 64, 5)
+        shard.step(WorkerUp(small, ()), WorkerUp(replace(small, worker_id="w", max_length=4096), ()))
+        assert shard.worker_of("a") == "w"
 
     def test_it_is_shared_again_when_a_worker_that_was_given_up_is_back(self) -> None:
         shard = Shard()

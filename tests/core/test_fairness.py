@@ -218,6 +218,25 @@ class TestAccounts:
         assert accounts.settle() == [a] and not a.ahead
         accounts.check()
 
+    def test_the_first_requests_set_the_turn(self) -> None:
+        accounts, (a, _) = self.waiting("a", "b")
+        accounts.charge(a, 0.25, attained_s=0.25)
+        assert accounts.settle() == []
+        accounts.charge(a, 0.125, attained_s=0.25)
+        assert accounts.settle() == [a]
+
+    def test_a_turn_is_as_long_as_the_longest_request_and_shrinks_as_requests_end(self) -> None:
+        """After a thousand ends about a third of a giant request is left in it."""
+        accounts, (a, _) = self.waiting("a", "b")
+        accounts.charge(accounts.open(0, "giant"), 0.0, attained_s=100.0)
+        accounts.charge(a, 60.0, attained_s=1.0)
+        assert accounts.settle() == []
+        for _ in range(1024):
+            accounts.close(accounts.open(0, "giant"))
+        assert accounts.settle() == []
+        accounts.queued(a, +1)
+        assert accounts.settle() == [a] and a.ahead
+
     def test_not_waiting_earns_nothing(self) -> None:
         accounts, (a, _) = self.waiting("a", "b")
         accounts.queued(a, -1)
@@ -251,6 +270,7 @@ class TestAccounts:
         assert accounts.settle() == [a]
         accounts.check()
         assert accounts.open(0, "a") is a and a.ahead
+        accounts.check()
         accounts.close(a)
         accounts.settle()
         accounts.charge(b, 3.0, attained_s=1.0)

@@ -229,6 +229,20 @@ class TestShrinkage:
     def test_n0_is_three_times_within_over_between(self) -> None:
         assert shrinkage((1.0, 0.15)) == pytest.approx(20)
 
+    @pytest.mark.parametrize("within", [0.01, 0.5, 1.0, 9.0, 100.0])
+    @pytest.mark.parametrize("between", [0.0, 1e-6, 0.01, 0.05, 0.5, 2.0, 100.0])
+    def test_n0_is_that_ratio_within_its_limits(self, within: float, between: float) -> None:
+        low, high = SHRINKAGE_LIMITS
+        ratio = 3 * within / between if between else math.inf
+        assert shrinkage((within, between)) == pytest.approx(min(max(ratio, low), high))
+
+    def test_the_mean_of_a_class_is_that_of_its_rounds_and_of_those_it_is_shrunk_to(self) -> None:
+        statistics = AcceptanceStatistics()
+        assert statistics.mean(4.0, 10.0) == 4.0
+        statistics.observe_round(2, 5)
+        assert statistics.mean(4.0, 10.0) == pytest.approx((40 + 2) / 11)
+        assert statistics.mean(4.0, 10.0, factor=3.0) == pytest.approx((40 + 6) / 11)
+
     def test_requests_that_are_all_alike_are_judged_by_their_class(self) -> None:
         assert shrinkage((1.0, 0.0)) == SHRINKAGE_LIMITS[1]
 
@@ -275,6 +289,13 @@ class TestLengths:
             table.observe(10)
         table.rebuild(None)
         assert table.left(9, MOST, "").low == 1
+
+    def test_longer_than_any_histogram_half_of_its_length_so_far_is_left(self) -> None:
+        """And the interval is a factor of ten either way: of such a length nothing is known."""
+        left = LengthTable().left(4_000_000, 10**9, "")
+        assert (left.mean, left.low, left.high) == (2e6, 2e5, 2e7)
+        assert left.basis == "longer than any request before"
+        assert LengthTable().left(4_000_000, 4_000_100, "").mean == 100
 
     def test_longer_than_anything_seen(self) -> None:
         left = LengthTable().left(3_000_000, 9_000_000, "")

@@ -56,7 +56,7 @@ def _run_alone(shard: Shard, ledger: Ledger) -> None:
     for request in suspects:
         if len(trials) >= wanted:
             break
-        worker = next((w for w in shard.by_load() if not w.alone and w.holds(request)), None)
+        worker = next((w for w in shard.by_load() if w.holds(request)), None)
         if worker is not None:
             _clear(worker, shard, ledger)
             trials.append(worker)
