@@ -7,7 +7,6 @@ draft KV   [0, draft.length)            the same, or less: it may lag behind and
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
@@ -19,24 +18,7 @@ from worker_svc.engine.proposers.lookup import Lookup
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.formats import FormatState
 from worker_svc.engine.sampling.stopping import StopText
-
-
-class Tally:
-    """Counts of each token in one request: on the device, following its tokens."""
-
-    def __init__(self, prompt: SequenceOf[int], vocab_size: int, device: torch.device) -> None:
-        self.output = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # times in the output
-        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.in_prompt[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
-        self._counted = 0
-
-    def follow(self, tokens: SequenceOf[int], prompt_length: int) -> None:
-        """Count the output tokens that are new; `tokens` is prompt and output."""
-        fresh = tokens[prompt_length + self._counted :]
-        if fresh:
-            ids = torch.tensor(fresh, dtype=torch.int64, device=self.output.device)
-            self.output.index_add_(0, ids, torch.ones(len(fresh), device=self.output.device))
-            self._counted += len(fresh)
+from worker_svc.engine.sampling.tally import Tally
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ import torch
 
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Sampling
+from worker_svc.engine.round.logits_processors import Adjustments
 from worker_svc.engine.round.request import RoundRequest
-from worker_svc.engine.sampling.logits_processors import Adjustments
 from worker_svc.engine.sampling.noise import Noise
 from worker_svc.engine.sampling.sampling import Rows, choose_tokens, rows_for
 

@@ -21,7 +21,8 @@ import torch
 
 from worker_svc.engine.interface import Sampling
 from worker_svc.engine.sampling.formats import FormatState
-from worker_svc.engine.sequence import Sequence, Tally
+from worker_svc.engine.sampling.tally import Tally
+from worker_svc.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
