@@ -28,6 +28,11 @@ class RequestFacts:
     expected_output_tokens: int | None
     """The client's own guess; never trusted blindly."""
 
+    @property
+    def guessed_tokens(self) -> float | None:
+        """Return the client's guess, at least 1; None without one."""
+        return None if self.expected_output_tokens is None else float(max(1, self.expected_output_tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Arrived:

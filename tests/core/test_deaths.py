@@ -27,8 +27,9 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerUp,
 )
+from scheduler_svc.core.handlers.deaths import MOST_LOST
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.scheduler import MOST_LOST, Scheduler
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER, MOST_DEATHS, QUIET_S, SURVIVED_ROUNDS
 from scheduler_svc.core.views import RequestState
@@ -188,7 +189,7 @@ class TestWhoIsSuspected:
                 shard.round(f"w{number}", "a")
             shard.lost(f"w{number}")
 
-        assert list(shard.core._died_with) == [f"w{number}" for number in range(1, MOST_LOST + 1)]
+        assert list(shard.core._deaths.died_with) == [f"w{number}" for number in range(1, MOST_LOST + 1)]
 
 
 class TestRunningAlone:

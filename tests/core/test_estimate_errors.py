@@ -156,7 +156,7 @@ def test_estimates_are_right_on_average_and_get_better_as_a_request_runs() -> No
         jobs.append(Job(f"r{i}", now_s, 100, output, pace, 0, "chat", output, 1000))
     cluster.submit(jobs[:80])
     cluster.run()
-    cluster.scheduler.estimate_errors = EstimateErrors()
+    cluster.scheduler.estimate_errors.by.clear()
     cluster.submit(jobs[80:])
     cluster.run()
     arrival, settled = (cluster.scheduler.estimate_errors.of(m) for m in (Moment.ARRIVAL, Moment.SETTLED))

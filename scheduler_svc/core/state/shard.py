@@ -203,8 +203,19 @@ class Shard:
                 for key in [key for key in self._reserved if self.requests[key[-1]].account is account]:
                     self._set_reserved(key, False)
 
-    def set_running(self, request: Request, running: bool) -> None:
-        """Set whether a request took part in its worker's last round."""
+    def start_running(self, request: Request, worker: Worker) -> None:
+        """Note that a member of a worker takes part in the worker's rounds from now on."""
+        self._set_running(request, True)
+        worker.running[request.request_id] = request
+
+    def stop_running(self, request: Request, worker: Worker) -> None:
+        """Note that a member of a worker takes no part in the worker's rounds any more, if it did."""
+        if request.running:
+            self._set_running(request, False)
+            del worker.running[request.request_id]
+            self.touched[worker.worker_id] = worker
+
+    def _set_running(self, request: Request, running: bool) -> None:
         assert request.running != running
         request.running = running
         request.entry = None

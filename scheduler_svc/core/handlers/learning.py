@@ -1,0 +1,94 @@
+"""Lessons of a round: what reports and ends show of costs, acceptance and lengths goes to the priors."""
+
+from __future__ import annotations
+
+from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
+from scheduler_svc.core.estimates.errors import EstimateErrors
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.events import Progress, RoundReported
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.worker import Worker
+
+OF_LATE = 0.02
+"""Weight of the newest round in a worker's recent figures."""
+OWN_ENDS = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
+"""Ends that are observations of the length of a class; the others cut a request short."""
+
+
+class Learner:
+    """Adds observations to the priors, and judges past estimates."""
+
+    def __init__(self, priors: Priors, estimate_errors: EstimateErrors) -> None:
+        self._priors = priors
+        self._estimate_errors = estimate_errors
+
+    def learn_round(
+        self, report: RoundReported, prefilled: int, present: list[tuple[Progress, Request]], worker: Worker
+    ) -> int:
+        """Learn the costs of a round from its report and from the requests that are `present` in the shard;
+        return how many sequences the round verified; the others only had context computed.
+        """
+        seconds = report.draft_s + report.verify_s
+        verified = drafted_by_all = 0
+        for progress in report.progress:
+            if progress.tokens:
+                verified += 1
+                drafted_by_all += progress.drafted
+        context = tokens = drafted = accepted = 0
+        for progress, request in present:
+            if progress.tokens:
+                context += request.context_tokens
+                tokens += len(progress.tokens)
+            drafted += progress.drafted
+            accepted += progress.accepted
+        if verified:
+            self._priors.observe_round(verified, drafted_by_all + verified, context, seconds)
+        if prefilled:
+            # A round that verifies nothing is all prefill, whatever it calls its parts.
+            self._priors.observe_prefill(prefilled, report.prefill_s + (0.0 if verified else seconds))
+        if report.swap_s > 0:
+            self._learn_swap(report, present, worker)
+        worker.rounds += 1
+        worker.tokens += tokens
+        worker.drafted += OF_LATE * (drafted - worker.drafted)
+        worker.accepted += OF_LATE * (accepted - worker.accepted)
+        if report.total_s > 0:
+            worker.tokens_per_s += OF_LATE * (tokens / report.total_s - worker.tokens_per_s)
+        return verified
+
+    def learn_end(self, end: End, request: Request) -> None:
+        """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""
+        workload_class, tenant = request.facts.workload_class, request.facts.tenant
+        if request.seen_rounds:
+            self._priors.observe_acceptance(
+                workload_class, request.seen_rounds, request.seen_tokens, request.seen_squares, tenant
+            )
+        if end in OWN_ENDS and request.said is not None:
+            self._estimate_errors.judge(request.said, request.attained_s)
+        if end in OWN_ENDS and request.emitted:
+            self._priors.observe_length(
+                workload_class,
+                request.emitted,
+                request.facts.guessed_tokens,
+                request.first_prediction,
+                tenant,
+            )
+
+    def _learn_swap(
+        self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
+    ) -> None:
+        """Learn the cost of swaps. Context that came back from the host ran in this round; moves to the host
+        are reported with it.
+        """
+        moved = sum(request.context_tokens for _, request in present if request.residency is Residency.HOST)
+        for change in report.residency:
+            member = worker.members.get(change.request_id)
+            if (
+                change.residency is Residency.HOST
+                and member is not None
+                and member.lease_epoch == change.lease_epoch
+            ):
+                moved += member.context_tokens
+        if moved:
+            self._priors.observe_swap(moved, report.swap_s)

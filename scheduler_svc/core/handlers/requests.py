@@ -1,0 +1,102 @@
+"""Arrivals and ends of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from laps_sd.contract.ends import End
+from scheduler_svc.core.commands import Finish, Rank
+from scheduler_svc.core.events import Recovered, RequestFacts
+from scheduler_svc.core.placement.ledger import Ledger
+from scheduler_svc.core.policies.ranker import Ranker
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.shard import Shard
+
+LOOKED_AT_PER_ARRIVAL = 4
+"""Requests of which those that wait are ranked again at each arrival; running and parked ones count too, so
+that the cost of an arrival does not grow with the shard. Our choice: with 4 and 8 identical requests wait as
+under `fcfs`, without any up to five times as long. At each round instead, 200 requests that come at once take
+1 % longer in the mean.
+"""
+
+
+class Requests:
+    """Lets requests into the shard and out of it."""
+
+    def __init__(self, shard: Shard, ranker: Ranker) -> None:
+        self._shard = shard
+        self._ranker = ranker
+        self._to_refresh: Iterator[Request] = iter(())
+        """Requests to be ranked again next, if they wait by then."""
+
+    def arrived(self, facts: RequestFacts, ledger: Ledger) -> None:
+        """Queue a new request; a known one changes nothing."""
+        if facts.request_id in self._shard.requests:
+            return
+        self._refresh_waiting(ledger)
+        request = Request(facts, expected_total=facts.guessed_tokens, said={})
+        request.record_event(ledger.now_s, "arrived")
+        self._enter(request)
+        request.remember_estimate()
+        ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
+
+    def recovered(self, event: Recovered, ledger: Ledger) -> None:
+        """Enter a request as the record has it, in place of what is known of it."""
+        self.forget(event.facts.request_id, ledger)
+        request = Request(
+            event.facts,
+            lease_epoch=event.lease_epoch,
+            worker=event.worker_id,
+            emitted=event.emitted,
+            rounds=event.rounds,
+            drafts=event.drafts,
+            drafted=event.drafted,
+            accepted=event.accepted,
+            attained_s=event.attained_s,
+            preemptions=event.preemptions,
+            deaths=event.deaths,
+            death_round=event.death_round,
+            started=event.rounds > 0,
+            expected_total=event.facts.guessed_tokens,
+        )
+        if request.has_survived:
+            request.deaths = 0
+        request.record_event(event.facts.arrival_s, "arrived")
+        reached = f"{event.emitted} tokens, {event.rounds} rounds, {event.preemptions} preemptions before"
+        request.record_event(ledger.now_s, "recovered", f"from the record: {reached}")
+        self._enter(request)
+
+    def end(self, request_id: str, end: End, detail: str, ledger: Ledger) -> None:
+        """End a request; an unknown one has ended before."""
+        request = self._shard.requests.get(request_id)
+        if request is None:
+            return
+        request.record_event(ledger.now_s, "ended", end.value)
+        ledger.write(Finish(request_id, end, detail, request.standing, tuple(request.story)))
+        self.forget(request_id, ledger)
+
+    def forget(self, request_id: str, ledger: Ledger) -> None:
+        """Remove a request from the shard, and from its worker."""
+        request = self._shard.requests.get(request_id)
+        if request is None:
+            return
+        if request.worker is not None:
+            ledger.take_off(request)
+        self._shard.leave(request)
+
+    def _enter(self, request: Request) -> None:
+        request.set_rank(self._ranker.rank(request))
+        self._shard.enter(request)
+
+    def _refresh_waiting(self, ledger: Ledger) -> None:
+        """Rank some waiting requests again, in turn from the oldest to the youngest, before an arrival is
+        ranked. Otherwise it would overtake others that are no worse whenever the estimates of its kind have
+        fallen a little.
+        """
+        next_ones = list(islice(self._to_refresh, LOOKED_AT_PER_ARRIVAL))
+        for request in next_ones:
+            if self._shard.waits(request):
+                ledger.rerank(request)
+        if len(next_ones) < LOOKED_AT_PER_ARRIVAL:
+            self._to_refresh = iter(list(self._shard.requests.values()))

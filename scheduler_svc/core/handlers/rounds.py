@@ -1,0 +1,217 @@
+"""Reports of rounds: progress, starts and pauses, attained service, ends."""
+
+from __future__ import annotations
+
+from laps_sd.contract.choose import Residency
+from scheduler_svc.core.commands import Commit, Rank, StoryLine
+from scheduler_svc.core.events import Progress, RoundReported
+from scheduler_svc.core.handlers.deaths import Deaths
+from scheduler_svc.core.handlers.draining import move_running
+from scheduler_svc.core.handlers.learning import Learner
+from scheduler_svc.core.placement.ledger import Ledger
+from scheduler_svc.core.policies.ranker import Ranker
+from scheduler_svc.core.state.request import SURVIVED_ROUNDS, Request, order_key_of
+from scheduler_svc.core.state.shard import Shard
+from scheduler_svc.core.state.worker import Worker
+
+NO_BLOCKS = "no KV blocks left for it"
+
+
+class Rounds:
+    """Applies the reports of rounds to the shard."""
+
+    def __init__(self, shard: Shard, ranker: Ranker, learner: Learner, deaths: Deaths) -> None:
+        self._shard = shard
+        self._ranker = ranker
+        self._policy = ranker.policy
+        self._priors = ranker.priors
+        self._learner = learner
+        self._deaths = deaths
+
+    def reported(self, report: RoundReported, ledger: Ledger) -> None:
+        """Apply one report. What names another lease epoch changes nothing, and is dropped."""
+        worker = self._shard.workers.get(report.worker_id)
+        members = worker.members if worker is not None else {}
+        present: list[tuple[Progress, Request]] = []
+        for progress in report.progress:
+            request = members.get(progress.request_id)
+            if request is None or request.lease_epoch != progress.lease_epoch:
+                ledger.drop(report.worker_id, progress.request_id, progress.lease_epoch)
+            elif progress.position > request.emitted:
+                # It has tokens that neither the record nor this core has: its state cannot be trusted.
+                ledger.release(request, tell_worker=True)
+                request.record_event(ledger.now_s, "requeued", "its worker was ahead of the record")
+            elif _is_duplicate(progress, request):
+                # The record answers "already", and the report can be acknowledged.
+                ledger.write(_commit(progress, request, progress.position, progress.tokens, ()))
+            else:
+                present.append((progress, request))
+        if worker is None:
+            return
+        worker.taken_off.clear()
+        worker.free_target_blocks = report.free_target_blocks
+        worker.free_draft_blocks = report.free_draft_blocks
+        if present:
+            prefilled = sum([progress.prefilled for progress in report.progress])
+            verified = self._learner.learn_round(report, prefilled, present, worker)
+            self._who_ran(present, worker, ledger)
+            worker.charge_reserve()
+            for progress, request in present:
+                self._charge(progress, request, report, prefilled, verified)
+                self._progressed(progress, request, verified, ledger)
+        for change in report.residency:
+            member = worker.members.get(change.request_id)
+            if member is not None and member.lease_epoch == change.lease_epoch:
+                self._moved_memory(member, change.residency, worker, ledger)
+        if worker.draining:
+            move_running(worker, self._shard, self._priors, ledger)
+
+    def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
+        """Update which members run: starts, pauses, resumptions."""
+        this, newcomers = worker.rounds, []
+        for _, request in present:
+            if not request.running and request.last_round != this:
+                newcomers.append(request)
+            request.last_round = this
+        best = min(newcomers, key=order_key_of, default=None)
+        version = self._priors.version
+        if worker.priors_version != version:
+            worker.priors_version = version
+            for request in worker.members.values():
+                if request.last_round != this:  # requests that ran are ranked again in any case
+                    ledger.refresh(request)
+        for request in [request for request in worker.running.values() if request.last_round != this]:
+            self._pause(request, worker, self._why_paused(request, best), ledger)
+        for request in newcomers:
+            request.record_event(
+                ledger.now_s, "resumed" if request.started else "started", f"on worker {worker.worker_id}"
+            )
+            self._shard.start_running(request, worker)
+            request.started = request.ran_here = True
+        if worker.waiting_for_blocks:
+            self._shard.short_of_blocks[worker.worker_id] = worker
+        else:
+            self._shard.short_of_blocks.pop(worker.worker_id, None)
+
+    def _pause(self, request: Request, worker: Worker, why: str, ledger: Ledger) -> None:
+        self._shard.stop_running(request, worker)
+        request.preemptions += 1
+        request.record_event(ledger.now_s, "paused", why)
+
+    def _why_paused(self, request: Request, newcomer: Request | None) -> str:
+        """Return the reason of a pause. It names no other request: ranks and estimates only."""
+        if newcomer is None:
+            return NO_BLOCKS
+        if newcomer.reserved and newcomer.order_key > request.order_key:
+            return "the reserved share went to an older request"
+        if request.tenant_ahead and not newcomer.tenant_ahead:
+            return "its tenant is ahead of others that wait"
+        theirs, its = self._policy.ordered_by(newcomer), self._policy.ordered_by(request)
+        return f"outranked by a request with {theirs}; this one has {its}"
+
+    def _charge(
+        self, progress: Progress, request: Request, report: RoundReported, prefilled: int, verified: int
+    ) -> None:
+        """Charge the attained service: an equal share of the round to all requests that it verified (to all
+        that took part, if it verified nothing), and a share of the prefill by the tokens computed.
+        """
+        seconds = 0.0
+        if progress.tokens or not verified:
+            seconds = (report.draft_s + report.verify_s) / (verified or len(report.progress))
+        if progress.prefilled:
+            seconds += report.prefill_s * progress.prefilled / prefilled
+        request.attained_s += seconds
+        if request.account is not None:
+            self._shard.charge(request.account, seconds, request.attained_s)
+
+    def _progressed(self, progress: Progress, request: Request, verified: int, ledger: Ledger) -> None:
+        tokens = progress.tokens[request.emitted - progress.position :]
+        position = request.emitted
+        request.emitted += len(tokens)
+        request.speculated(progress.drafted, progress.accepted, self._policy.looks_back)
+        workload_class = request.facts.workload_class
+        if tokens:
+            request.rounds += 1
+            if request.deaths and request.has_survived:
+                request.record_event(
+                    ledger.now_s, "cleared", f"{SURVIVED_ROUNDS} rounds since a worker died with it"
+                )
+                self._deaths.lower(request, 0)
+            request.seen_rounds += 1
+            request.seen_tokens += len(tokens)
+            request.seen_squares += len(tokens) ** 2
+            self._priors.observe_tokens(
+                workload_class,
+                len(tokens),
+                progress.drafted,
+                progress.tested_by_position,
+                progress.accepted_by_position,
+                request.facts.tenant,
+            )
+        if progress.predicted_remaining_tokens is not None:
+            request.expected_total = max(1.0, request.emitted + progress.predicted_remaining_tokens)
+            request.predicted_by_worker = True
+            request.first_prediction = request.first_prediction or request.expected_total
+        if progress.end is None:
+            self._reside(request, Residency.DEVICE, ledger)
+            request.remember_estimate()
+            ledger.write(_commit(progress, request, position, tokens, ()))
+        else:
+            request.record_event(ledger.now_s, "ended", progress.end.value)
+            ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
+            self._learner.learn_end(progress.end, request)
+            self._shard.leave(request)
+
+    def _moved_memory(self, request: Request, residency: Residency, worker: Worker, ledger: Ledger) -> None:
+        if request.running and residency is not Residency.DEVICE:
+            self._pause(request, worker, NO_BLOCKS, ledger)
+        level = request.rank.level
+        self._reside(request, residency, ledger)
+        if request.rank.level != level:
+            ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
+
+    def _reside(self, request: Request, residency: Residency, ledger: Ledger) -> None:
+        """Set where the KV of a request lies, rank it again, and add changes to its story."""
+        before = request.rank
+        request.residency = residency
+        rank = self._ranker.rank(request)
+        self._shard.rerank(request, rank)
+        if rank.level != before.level:
+            request.record_event(ledger.now_s, "level", f"from {before.level} to {rank.level}")
+        if rank.perceptible != before.perceptible:
+            request.record_event(
+                ledger.now_s,
+                "perceptible" if rank.perceptible else "non-perceptible",
+                self._policy.ordered_by(request),
+            )
+
+
+def _is_duplicate(progress: Progress, request: Request) -> bool:
+    """Return whether all tokens of a report were committed before. A round without tokens (a prefill) cannot
+    be distinguished from its repetition unless tokens came after it; counting it twice only charges it twice.
+    """
+    return (
+        progress.end is None
+        and progress.position < request.emitted
+        and progress.position + len(progress.tokens) <= request.emitted
+    )
+
+
+def _commit(
+    progress: Progress,
+    request: Request,
+    position: int,
+    tokens: tuple[int, ...],
+    story: tuple[StoryLine, ...],
+) -> Commit:
+    return Commit(
+        progress.request_id,
+        progress.lease_epoch,
+        position,
+        tokens,
+        request.standing,
+        progress.end,
+        progress.cut_characters,
+        progress.error,
+        story,
+    )

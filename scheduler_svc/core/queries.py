@@ -1,0 +1,136 @@
+"""Queries about the shard, for people and metrics. They change nothing."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.policies.base import Policy, resume_cost_s
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.shard import Shard
+from scheduler_svc.core.state.worker import Worker
+from scheduler_svc.core.views import Explanation, QueueEntry, RequestState, Totals, WorkerView
+
+
+def explain(shard: Shard, policy: Policy, request_id: str, now_s: float) -> Explanation | None:
+    """Return everything about one request; None when it is not here (any more)."""
+    request = shard.requests.get(request_id)
+    if request is None:
+        return None
+    rank = request.rank
+    return Explanation(
+        request_id=request_id,
+        tenant=request.facts.tenant,
+        priority=request.facts.priority,
+        state=_state_of(request),
+        policy=policy.name,
+        level=rank.level if policy.has_levels else None,
+        ordered_by=policy.ordered_by(request),
+        index_s=request.order_key[1],
+        ahead=shard.ahead_of(request),
+        perceptible=rank.perceptible,
+        remaining_s=rank.remaining.mean_s,
+        remaining_low_s=rank.remaining.low_s,
+        remaining_high_s=rank.remaining.high_s,
+        basis=rank.remaining.basis,
+        worker_id=request.worker,
+        lease_epoch=request.lease_epoch,
+        reserved=request.reserved,
+        tenant_ahead=request.tenant_ahead,
+        waits_for=_waits_for(shard, request),
+        waiting_s=now_s - request.facts.arrival_s,
+        attained_s=request.attained_s,
+        rounds=request.rounds,
+        drafted=request.drafted,
+        accepted=request.accepted,
+        emitted=request.emitted,
+        preemptions=request.preemptions,
+        arrival_s=request.facts.arrival_s,
+        story=tuple(request.story),
+    )
+
+
+def queue(shard: Shard, policy: Policy, now_s: float, limit: int) -> list[QueueEntry]:
+    """Return unfinished requests, best first, at most `limit`."""
+    return [
+        QueueEntry(
+            request_id=request.request_id,
+            tenant=request.facts.tenant,
+            priority=request.facts.priority,
+            state=_state_of(request),
+            level=request.rank.level if policy.has_levels else None,
+            ordered_by=policy.ordered_by(request),
+            index_s=request.order_key[1],
+            perceptible=request.rank.perceptible,
+            waiting_s=now_s - request.facts.arrival_s,
+            attained_s=request.attained_s,
+            emitted=request.emitted,
+            worker_id=request.worker,
+        )
+        for request in islice(shard.in_order(), limit)
+    ]
+
+
+def workers(shard: Shard, priors: Priors) -> list[WorkerView]:
+    """Return all workers, including those that only the record's leases name."""
+    return [_view(shard.workers[worker_id], priors) for worker_id in sorted(shard.workers)]
+
+
+def depth_by_level(shard: Shard) -> list[int]:
+    """Return the number of waiting requests (queued, or listed and not running), by level, up to the
+    highest level ever used.
+    """
+    return [shard.depth[level] for level in range(max(shard.depth, default=-1) + 1)]
+
+
+def totals(shard: Shard, priors: Priors) -> Totals:
+    """Return the shard in numbers."""
+    queued = len(shard.queued) + len(shard.parked) + len(shard.suspects)
+    slots = [worker.slots for worker in shard.workers.values() if worker.facts is not None]
+    full = priors.cost.full_share(sum(slots) / len(slots)) if slots else 1.0
+    return Totals(
+        queued=queued,
+        listed=len(shard.requests) - queued,
+        running=shard.running,
+        backlog_s=max(0.0, shard.backlog_s) * full,
+    )
+
+
+def _waits_for(shard: Shard, request: Request) -> str:
+    if request.request_id in shard.suspects:
+        return f"a worker of its own: {request.deaths} workers died with it"
+    if request.request_id not in shard.parked:
+        return ""
+    room = shard.capacity_tokens
+    if room == 0:
+        return "a worker: none takes work now"
+    return f"a worker that can hold its {request.longest_tokens} tokens: the largest now holds {room}"
+
+
+def _state_of(request: Request) -> RequestState:
+    if request.worker is None:
+        return RequestState.QUEUED
+    return RequestState.RUNNING if request.running else RequestState.LISTED
+
+
+def _view(worker: Worker, priors: Priors) -> WorkerView:
+    facts = worker.facts
+    return WorkerView(
+        worker_id=worker.worker_id,
+        up=facts is not None,
+        draining=worker.draining,
+        slots=worker.slots,
+        running=len(worker.running),
+        listed=len(worker.members),
+        target_blocks=facts.target_blocks if facts else 0,
+        draft_blocks=facts.draft_blocks if facts else 0,
+        free_target_blocks=worker.free_target_blocks,
+        free_draft_blocks=worker.free_draft_blocks,
+        rounds=worker.rounds,
+        tokens=worker.tokens,
+        acceptance=worker.accepted / worker.drafted if worker.drafted else 0.0,
+        tokens_per_s=worker.tokens_per_s,
+        moving_cost_s=sum(
+            resume_cost_s(request, priors) for request in worker.members.values() if request.ran_here
+        ),
+    )
