@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from heapq import merge
 from itertools import islice
 
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Policy, resume_cost_s
-from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.rank import AHEAD, OrderKey, pack_rank_class
+from scheduler_svc.core.state.request import Request, order_key_of
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
-from scheduler_svc.core.views import Explanation, QueueEntry, RequestState, Totals, WorkerView
+from scheduler_svc.core.views import Ahead, Explanation, QueueEntry, RequestState, Totals, WorkerView
 
 
 def explain(shard: Shard, policy: Policy, request_id: str, now_s: float) -> Explanation | None:
@@ -27,7 +32,7 @@ def explain(shard: Shard, policy: Policy, request_id: str, now_s: float) -> Expl
         level=rank.level if policy.has_levels else None,
         ordered_by=policy.ordered_by(request),
         index_s=request.order_key[1],
-        ahead=shard.ahead_of(request),
+        ahead=_ahead_of(shard, request),
         perceptible=rank.perceptible,
         remaining_s=rank.remaining.mean_s,
         remaining_low_s=rank.remaining.low_s,
@@ -67,7 +72,7 @@ def queue(shard: Shard, policy: Policy, now_s: float, limit: int) -> list[QueueE
             emitted=request.emitted,
             worker_id=request.worker,
         )
-        for request in islice(shard.in_order(), limit)
+        for request in islice(_in_order(shard), limit)
     ]
 
 
@@ -94,6 +99,30 @@ def totals(shard: Shard, priors: Priors) -> Totals:
         running=shard.running,
         backlog_s=max(0.0, shard.backlog_s) * full,
     )
+
+
+def _ahead_of(shard: Shard, request: Request) -> Ahead:
+    """Return the numbers of unfinished requests that come before it. Costs a bisection for each list."""
+    key = request.key_now
+    of_priority = pack_rank_class(request.facts.priority, 0)
+    of_turn = of_priority | (key[0] & AHEAD)
+    ends = [_position(shard, (of, -math.inf, "")) for of in (of_priority, of_turn, key[0])]
+    ends.append(_position(shard, key))
+    return Ahead(ends[0], ends[1] - ends[0], ends[2] - ends[1], ends[3] - ends[2])
+
+
+def _position(shard: Shard, key: OrderKey) -> int:
+    listed = sum(bisect_left(worker.in_order, key, key=order_key_of) for worker in shard.workers.values())
+    unqueued = (*shard.parked.values(), *shard.suspects.values())
+    return shard.queued.position(key) + listed + sum(other.key_now < key for other in unqueued)
+
+
+def _in_order(shard: Shard) -> Iterator[Request]:
+    """Yield all unfinished requests, best first."""
+    unqueued = sorted(request.key_now for request in (*shard.parked.values(), *shard.suspects.values()))
+    lists = [[request.order_key for request in worker.in_order] for worker in shard.workers.values()]
+    for key in merge(shard.queued, unqueued, *lists):
+        yield shard.requests[key[-1]]
 
 
 def _waits_for(shard: Shard, request: Request) -> str:

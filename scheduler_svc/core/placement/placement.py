@@ -56,7 +56,7 @@ def _run_alone(shard: Shard, ledger: Ledger) -> None:
     for request in suspects:
         if len(trials) >= wanted:
             break
-        worker = next((w for w in shard.by_load() if w.holds(request)), None)
+        worker = next((w for w in shard.worker_orders.by_load() if w.holds(request)), None)
         if worker is not None:
             _clear(worker, shard, ledger)
             trials.append(worker)
@@ -94,7 +94,9 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
     for request in list(shard.reserved_queued.values()):
         # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
         free = next(_with_reserve_for(shard, request), None)
-        ledger.lease(request, free or next(worker for worker in shard.by_load() if worker.holds(request)))
+        ledger.lease(
+            request, free or next(worker for worker in shard.worker_orders.by_load() if worker.holds(request))
+        )
     for worker in list(shard.touched.values()):
         # With one slot the share is a slice of time, too rare to be worth the KV that a move costs. On a list
         # that is not longer than the slots no request waits for one.
@@ -125,7 +127,7 @@ def _with_reserve_for(shard: Shard, request: Request) -> Iterator[Worker]:
     """Yield the workers that could run it to its end and whose reserved share is not used up, least loaded
     first.
     """
-    for worker in shard.by_load():
+    for worker in shard.worker_orders.by_load():
         if worker.holds(request) and worker.reserved < worker.reserved_share:
             yield worker
 
@@ -172,8 +174,8 @@ def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
 
 def _with_room(shard: Shard) -> Iterator[Worker]:
     """Yield the workers whose list is not full, least loaded first."""
-    for worker in shard.by_load():
-        if len(worker.members) >= shard.list_length(worker):
+    for worker in shard.worker_orders.by_load():
+        if len(worker.members) >= shard.worker_orders.list_length(worker):
             return  # the others are fuller: load is members per slot, the length a multiple of the slots
         yield worker
 
@@ -194,7 +196,7 @@ def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
         request, fresh = front.at(0)
         if not fresh:
             return  # by an older rank it would come and go again; the next step looks further
-        full_lists = shard.full_lists_behind(request.order_key)
+        full_lists = shard.worker_orders.full_lists_behind(request.order_key)
         worker = next((worker for worker in full_lists if worker.holds(request)), None)
         if worker is None:
             return
@@ -215,7 +217,7 @@ def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -
     worker.
     """
     for worker in list(shard.touched.values()):
-        length = shard.list_length(worker)
+        length = shard.worker_orders.list_length(worker)
         keep = length + max(1, int(settings.list_margin * length))
         if worker.takes_work and len(worker.members) > keep:
             for request in worker.in_order[keep:]:
@@ -238,12 +240,12 @@ def _steal(shard: Shard, ledger: Ledger) -> None:
 
 
 def _has_victims(shard: Shard) -> bool:
-    fullest = next(shard.by_load_reversed(), None)
+    fullest = next(shard.worker_orders.by_load_reversed(), None)
     return fullest is not None and (len(fullest.members) > fullest.slots or bool(shard.short_of_blocks))
 
 
 def _with_free_slots(shard: Shard) -> Iterator[Worker]:
-    for worker in shard.by_load():
+    for worker in shard.worker_orders.by_load():
         if len(worker.members) >= worker.slots:
             return
         yield worker
@@ -253,7 +255,9 @@ def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
     """Return a request of the longest list or the next ones; if there is none, one of a list that is short
     enough but lacks KV blocks.
     """
-    for victim in takewhile(lambda worker: len(worker.members) > worker.slots, shard.by_load_reversed()):
+    for victim in takewhile(
+        lambda worker: len(worker.members) > worker.slots, shard.worker_orders.by_load_reversed()
+    ):
         able = [request for request in victim.in_order if not request.running and thief.holds(request)]
         if able:
             # Requests without KV move at no cost; best rank first among equals.

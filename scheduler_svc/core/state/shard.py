@@ -8,29 +8,23 @@ Invariants (`check` states them in code; tests call it after every step)
   * The reserved requests are the oldest ones whose tenant is not ahead, as many as the workers' reserved
     shares add up to. Without fairness between tenants no tenant is ahead.
 
-Only this module changes the orders, so that they cannot drift apart.
+Only this module changes the orders, those in `reserve.py` and `worker_orders.py` too, so that they cannot drift
+apart.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from heapq import merge
-from itertools import takewhile
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
-from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey, pack_rank_class
-from scheduler_svc.core.state.request import Request, order_key_of
+from scheduler_svc.core.rank import OrderKey, RankKey
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.reserve import Reserve
 from scheduler_svc.core.state.sorted_keys import Ranked
 from scheduler_svc.core.state.tenants import Account, Accounts, TenantOrder
 from scheduler_svc.core.state.worker import Worker
-from scheduler_svc.core.views import Ahead
-
-_Cut = tuple[int, float, str, str]
-"""The order key of the last member inside a full list, and the worker."""
+from scheduler_svc.core.state.worker_orders import WorkerOrders
 
 
 class Shard:
@@ -39,6 +33,7 @@ class Shard:
     def __init__(self, list_factor: int, reserved_share: bool, tenant_fairness: bool = False) -> None:
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
+        self.worker_orders = WorkerOrders(self.workers, list_factor)
         self._accounts = Accounts()
         """Empty while there is no fairness between tenants."""
         self._by_tenant: list[TenantOrder] = []
@@ -57,22 +52,11 @@ class Shard:
         """Requests that do not run, by level."""
         self.backlog_s = 0.0
         self.running = 0
-        self._list_factor = list_factor
         self._reserved_share = reserved_share
-        self._reserved: Ranked[OrderKey] = Ranked()
-        """The reserved requests, by age."""
-        self._unreserved = self._new_order(tenant_fairness)
-        """All others, by age; those whose tenant is ahead after those whose tenant is not."""
+        self._reserve = Reserve(self._new_order(tenant_fairness))
         self.reserved_queued: dict[str, Request] = {}
         """Reserved requests in the queue: they go onto a list whatever their rank."""
-        self._reserved_total = 0
         self._shares_changed = False
-        self._loads: Ranked[tuple[float, str]] = Ranked()
-        self._load_of: dict[str, tuple[float, str]] = {}
-        self._cuts: Ranked[_Cut] = Ranked()
-        self._cut_of: dict[str, _Cut] = {}
-        self._cut_may_differ: dict[str, Worker] = {}
-        """Workers whose list or whose members' ranks changed since the last call of `full_lists_behind`."""
         self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
 
@@ -94,7 +78,7 @@ class Shard:
         self.requests[request.request_id] = request
         if self._by_tenant:
             request.account = self._accounts.open(request.facts.priority, request.facts.tenant)
-        self._unreserved.add(request.age_key)
+        self._reserve.add(request)
         self._count(request, +1)
         if request.worker is None:
             self._enqueue(request)
@@ -108,7 +92,7 @@ class Shard:
         else:
             self._delist(request)
         self._count(request, -1)
-        (self._reserved if request.reserved else self._unreserved).remove(request.age_key)
+        self._reserve.remove(request)
         del self.requests[request.request_id]
         if request.account is not None:
             self._accounts.close(request.account)
@@ -146,7 +130,7 @@ class Shard:
         if request.worker is not None:
             worker = self.workers[request.worker]
             worker.reorder()
-            self.touched[request.worker] = self._cut_may_differ[request.worker] = worker
+            self.touched[request.worker] = self.worker_orders.cut_may_differ[request.worker] = worker
         else:  # parked requests are not ranked again
             self.queued.remove(before)
             self.queued.add(request.order_key)
@@ -200,7 +184,7 @@ class Shard:
             for request in self._listed_of.get(account, {}).values():
                 self.rerank(request, request.rank)
             if account.ahead:
-                for key in [key for key in self._reserved if self.requests[key[-1]].account is account]:
+                for key in [key for key in self._reserve if self.requests[key[-1]].account is account]:
                     self._set_reserved(key, False)
 
     def start_running(self, request: Request, worker: Worker) -> None:
@@ -221,29 +205,6 @@ class Shard:
         request.entry = None
         self.running += 1 if running else -1
         self.depth[request.rank.level] += -1 if running else 1
-
-    def ahead_of(self, request: Request) -> Ahead:
-        """Return the numbers of unfinished requests that come before it. Costs a bisection for each list: for
-        people's queries.
-        """
-        key = request.key_now
-        of_priority = pack_rank_class(request.facts.priority, 0)
-        of_turn = of_priority | (key[0] & AHEAD)
-        ends = [self._position((of, -math.inf, "")) for of in (of_priority, of_turn, key[0])]
-        ends.append(self._position(key))
-        return Ahead(ends[0], ends[1] - ends[0], ends[2] - ends[1], ends[3] - ends[2])
-
-    def _position(self, key: OrderKey) -> int:
-        listed = sum(bisect_left(worker.in_order, key, key=order_key_of) for worker in self.workers.values())
-        unqueued = (*self.parked.values(), *self.suspects.values())
-        return self.queued.position(key) + listed + sum(other.key_now < key for other in unqueued)
-
-    def in_order(self) -> Iterator[Request]:
-        """Yield all unfinished requests, best first. For people's queries."""
-        unqueued = sorted(request.key_now for request in (*self.parked.values(), *self.suspects.values()))
-        lists = [[request.order_key for request in worker.in_order] for worker in self.workers.values()]
-        for key in merge(self.queued, unqueued, *lists):
-            yield self.requests[key[-1]]
 
     def _count(self, request: Request, sign: int) -> None:
         self.backlog_s += sign * request.rank.remaining.mean_s
@@ -335,59 +296,13 @@ class Shard:
             self._forget_worker(worker)
 
     def _forget_worker(self, worker: Worker) -> None:
-        self._refresh_cut(worker)
-        for workers in (self.workers, self.touched, self._cut_may_differ):
-            del workers[worker.worker_id]
-
-    def list_length(self, worker: Worker) -> int:
-        """Return the length its list should have while the queue can fill it."""
-        return self._list_factor * worker.slots
-
-    def by_load(self) -> Iterator[Worker]:
-        """Yield the workers that take work, the fewest unfinished requests per slot first."""
-        for key in self._loads:
-            yield self.workers[key[-1]]
-
-    def by_load_reversed(self) -> Iterator[Worker]:
-        """Yield the same workers, the most unfinished requests per slot first."""
-        for key in reversed(self._loads):
-            yield self.workers[key[-1]]
-
-    def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
-        """Return the workers with a full list in whose first part a request with this key would be, the worst
-        list first.
-        """
-        for worker in self._cut_may_differ.values():
-            self._refresh_cut(worker)
-        self._cut_may_differ.clear()
-        behind = takewhile(lambda cut: cut[:3] >= key, reversed(self._cuts))
-        return map(lambda cut: self.workers[cut[3]], behind)  # noqa: C417  # lazy when compiled, too
+        self.worker_orders.forget(worker)
+        del self.workers[worker.worker_id]
+        del self.touched[worker.worker_id]
 
     def _list_changed(self, worker: Worker) -> None:
-        self.touched[worker.worker_id] = self._cut_may_differ[worker.worker_id] = worker
-        load = worker.load if worker.takes_work else None
-        before = self._load_of.get(worker.worker_id)
-        if load != before:
-            if before is not None:
-                self._loads.remove(before)
-                del self._load_of[worker.worker_id]
-            if load is not None:
-                self._loads.add(load)
-                self._load_of[worker.worker_id] = load
-
-    def _refresh_cut(self, worker: Worker) -> None:
-        length = self.list_length(worker)
-        cut: _Cut | None = None
-        if worker.takes_work and len(worker.members) >= length:
-            cut = (*worker.in_order[length - 1].order_key, worker.worker_id)
-        before = self._cut_of.get(worker.worker_id)
-        if cut != before:
-            if before is not None:
-                self._cuts.remove(before)
-                del self._cut_of[worker.worker_id]
-            if cut is not None:
-                self._cuts.add(cut)
-                self._cut_of[worker.worker_id] = cut
+        self.touched[worker.worker_id] = worker
+        self.worker_orders.list_changed(worker)
 
     # The reserved share.
 
@@ -395,17 +310,9 @@ class Shard:
         """Bring the reserved requests up to date with the ends, arrivals, turns and workers of a step."""
         if self._shares_changed:
             self._shares_changed = False
-            self._reserved_total = self._shares()
-        reserved, unreserved = self._reserved, self._unreserved
-        while len(reserved) > self._reserved_total:
-            self._set_reserved(_youngest(reserved), False)
-        while len(reserved) < self._reserved_total and unreserved and not unreserved.at(0)[0] & AHEAD:
-            self._set_reserved(unreserved.at(0), True)
-        # Requests that came back from the record, or whose tenant's turn came, may be older than some
-        # reserved ones.
-        while reserved and unreserved and unreserved.at(0) < _youngest(reserved):
-            self._set_reserved(_youngest(reserved), False)
-            self._set_reserved(unreserved.at(0), True)
+            self._reserve.total = self._shares()
+        while (move := self._reserve.next_move()) is not None:
+            self._set_reserved(*move)
 
     def _shares(self) -> int:
         takers = (worker for worker in self.workers.values() if worker.takes_work)
@@ -415,12 +322,7 @@ class Shard:
         request = self.requests[age_key[-1]]
         request.reserved = reserved
         request.entry = None
-        if reserved:
-            self._unreserved.remove(age_key)
-            self._reserved.add(age_key)
-        else:
-            self._reserved.remove(age_key)
-            self._unreserved.add(age_key)
+        self._reserve.move(age_key, reserved)
         if request.worker is not None:
             worker = self.workers[request.worker]
             worker.reserved += 1 if reserved else -1
@@ -466,15 +368,9 @@ class Shard:
         assert all(r.sent is None or i in listed for i, r in self.requests.items())
         assert +self.depth == Counter(r.rank.level for r in self.requests.values() if not r.running)
         assert self.running == sum(r.running for r in self.requests.values())
-        assert set(self._cut_may_differ) | set(self._cut_of) <= set(self.workers)
-        takers = [w for w in self.workers.values() if w.takes_work]
-        assert sorted(w.load for w in takers) == list(self._loads)
+        self.worker_orders.check()
         assert set(self.reserved_queued) == {i for i in queued if self.requests[i].reserved}
         in_turn = sorted(r.age_key for r in self.requests.values() if not r.tenant_ahead)
-        assert list(self._reserved) == in_turn[: self._shares()]
-        assert list(self._reserved) == sorted(r.age_key for r in self.requests.values() if r.reserved)
-        assert len(self._reserved) + len(self._unreserved) == len(self.requests)
-
-
-def _youngest(by_age: Ranked[OrderKey]) -> OrderKey:
-    return next(reversed(by_age))
+        assert list(self._reserve) == in_turn[: self._shares()]
+        assert list(self._reserve) == sorted(r.age_key for r in self.requests.values() if r.reserved)
+        assert len(self._reserve) == len(self.requests)

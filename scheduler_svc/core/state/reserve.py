@@ -1,0 +1,63 @@
+"""The reserved share: which requests may use it.
+
+They are the oldest requests whose tenant is not ahead, as many as the workers' reserved shares add up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scheduler_svc.core.rank import AHEAD, OrderKey
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.sorted_keys import Ranked
+from scheduler_svc.core.state.tenants import TenantOrder
+
+
+class Reserve:
+    """All requests of a shard by age, the reserved ones apart. Their marks are the shard's to set."""
+
+    def __init__(self, unreserved: Ranked[OrderKey] | TenantOrder) -> None:
+        self.total = 0
+        """Requests that should be reserved, if there are enough."""
+        self._reserved: Ranked[OrderKey] = Ranked()
+        self._unreserved = unreserved
+        """Those whose tenant is ahead after those whose tenant is not."""
+
+    def __len__(self) -> int:
+        return len(self._reserved) + len(self._unreserved)
+
+    def __iter__(self) -> Iterator[OrderKey]:
+        """Yield the age keys of the reserved requests, the oldest first."""
+        return iter(self._reserved)
+
+    def add(self, request: Request) -> None:
+        """Add a request that entered; it is not reserved yet."""
+        self._unreserved.add(request.age_key)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that leaves."""
+        (self._reserved if request.reserved else self._unreserved).remove(request.age_key)
+
+    def move(self, age_key: OrderKey, reserved: bool) -> None:
+        """Move a request to the reserved ones, or from them."""
+        if reserved:
+            self._unreserved.remove(age_key)
+            self._reserved.add(age_key)
+        else:
+            self._reserved.remove(age_key)
+            self._unreserved.add(age_key)
+
+    def next_move(self) -> tuple[OrderKey, bool] | None:
+        """Return the next move that the invariant needs, as the arguments of `move`; None if it holds."""
+        reserved, unreserved = self._reserved, self._unreserved
+        if len(reserved) > self.total:
+            return next(reversed(reserved)), False
+        if not unreserved:
+            return None
+        oldest = unreserved.at(0)
+        if len(reserved) < self.total and not oldest[0] & AHEAD:
+            return oldest, True
+        # A request that came back from the record, or whose tenant's turn came, may be older than a reserved
+        # one.
+        youngest = next(reversed(reserved), None)
+        return (youngest, False) if youngest is not None and oldest < youngest else None

@@ -1,0 +1,89 @@
+"""Workers in order: those that take work by their load, those with full lists by where the list ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+from scheduler_svc.core.rank import OrderKey
+from scheduler_svc.core.state.sorted_keys import Ranked
+from scheduler_svc.core.state.worker import Worker
+
+_Cut = tuple[int, float, str, str]
+"""The order key of the last member inside a full list, and the worker."""
+
+
+class WorkerOrders:
+    """The orders over the `workers` of a shard, which the shard adds and removes."""
+
+    def __init__(self, workers: dict[str, Worker], list_factor: int) -> None:
+        self._workers = workers
+        self._list_factor = list_factor
+        self._loads: Ranked[tuple[float, str]] = Ranked()
+        self._load_of: dict[str, tuple[float, str]] = {}
+        self._cuts: Ranked[_Cut] = Ranked()
+        self._cut_of: dict[str, _Cut] = {}
+        self.cut_may_differ: dict[str, Worker] = {}
+        """Workers whose list or whose members' ranks changed since the last call of `full_lists_behind`."""
+
+    def list_length(self, worker: Worker) -> int:
+        """Return the length its list should have while the queue can fill it."""
+        return self._list_factor * worker.slots
+
+    def by_load(self) -> Iterator[Worker]:
+        """Yield the workers that take work, the fewest unfinished requests per slot first."""
+        for key in self._loads:
+            yield self._workers[key[-1]]
+
+    def by_load_reversed(self) -> Iterator[Worker]:
+        """Yield the same workers, the most unfinished requests per slot first."""
+        for key in reversed(self._loads):
+            yield self._workers[key[-1]]
+
+    def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
+        """Return the workers with a full list in whose first part a request with this key would be, the worst
+        list first.
+        """
+        for worker in self.cut_may_differ.values():
+            self._refresh_cut(worker)
+        self.cut_may_differ.clear()
+        behind = takewhile(lambda cut: cut[:3] >= key, reversed(self._cuts))
+        return map(lambda cut: self._workers[cut[3]], behind)  # noqa: C417  # lazy when compiled, too
+
+    def list_changed(self, worker: Worker) -> None:
+        """Update the orders after a change of a worker's list, or of whether it takes work."""
+        self.cut_may_differ[worker.worker_id] = worker
+        load = worker.load if worker.takes_work else None
+        before = self._load_of.get(worker.worker_id)
+        if load != before:
+            if before is not None:
+                self._loads.remove(before)
+                del self._load_of[worker.worker_id]
+            if load is not None:
+                self._loads.add(load)
+                self._load_of[worker.worker_id] = load
+
+    def forget(self, worker: Worker) -> None:
+        """Forget a worker that takes no work and has no members."""
+        self._refresh_cut(worker)
+        del self.cut_may_differ[worker.worker_id]
+
+    def _refresh_cut(self, worker: Worker) -> None:
+        length = self.list_length(worker)
+        cut: _Cut | None = None
+        if worker.takes_work and len(worker.members) >= length:
+            cut = (*worker.in_order[length - 1].order_key, worker.worker_id)
+        before = self._cut_of.get(worker.worker_id)
+        if cut != before:
+            if before is not None:
+                self._cuts.remove(before)
+                del self._cut_of[worker.worker_id]
+            if cut is not None:
+                self._cuts.add(cut)
+                self._cut_of[worker.worker_id] = cut
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken. For tests."""
+        assert set(self.cut_may_differ) | set(self._cut_of) <= set(self._workers)
+        takers = [w for w in self._workers.values() if w.takes_work]
+        assert sorted(w.load for w in takers) == list(self._loads)
