@@ -10,7 +10,7 @@ import grpc.aio
 
 from gateway.calls.calls import Caller, Calls
 from gateway.calls.generation import Generation
-from gateway.links.link import deadline_of
+from gateway.links.client_stream import deadline_of
 from gateway.tenants import Tenants
 from laps_sd.service.tracing import valid_traceparent
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc

@@ -32,7 +32,8 @@ from gateway.calls.validation import (
     check_request,
     choices_of,
 )
-from gateway.links.link import ShardLink, deadline_of
+from gateway.links.client_stream import deadline_of
+from gateway.links.link import ShardLink
 from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer

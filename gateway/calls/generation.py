@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from gateway.calls.output import Output
 from gateway.calls.stream_metrics import StreamMetrics
+from gateway.links.client_stream import Accepted, ClientStream
 from gateway.links.link import ShardLink
-from gateway.links.streams import Accepted, ClientStream
 from gateway.tracing import CallSpan
 from laps_sd.v1 import inference_pb2
 

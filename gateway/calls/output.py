@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.links.streams import Accepted, Batch
+from gateway.links.client_stream import Accepted, Batch
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.acceptance import mean_acceptance_length

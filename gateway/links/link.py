@@ -27,13 +27,14 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-import laps_sd
 from gateway import metrics
-from gateway.links.streams import Accepted, Batch, ClientStream, Streams
+from gateway.links.client_stream import Accepted, Batch, ClientStream
+from gateway.links.explain import ask_leader
+from gateway.links.greeting import Call, check_hello, exchange_hellos
+from gateway.links.streams import Streams
 from gateway.settings import GatewaySettings
-from laps_sd.errors import LapsSdError, NotFound, Unavailable
+from laps_sd.errors import NotFound, Unavailable
 from laps_sd.service.leader_link import (
-    PROTOCOL_VERSIONS,
     BackOff,
     LeaderSearch,
     LinkBroken,
@@ -45,10 +46,8 @@ from laps_sd.service.leader_link import (
 )
 from laps_sd.service.log import get_logger
 from laps_sd.service.wire import denial, link_tls, make_channel
-from laps_sd.v1 import admin_pb2, admin_pb2_grpc, gateway_link_pb2_grpc, inference_pb2
+from laps_sd.v1 import admin_pb2, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-
-__all__ = ["ShardLink", "deadline_of"]
 
 log = get_logger(__name__)
 
@@ -56,8 +55,6 @@ log = get_logger(__name__)
 PATIENCE_ROUNDS = 8
 """Failed rounds of dialling before a warning."""
 EXPLAIN_PAUSE_S = 0.1
-
-Call = grpc.aio.StreamStreamCall
 
 
 class ShardLink:
@@ -195,7 +192,7 @@ class ShardLink:
                 while True:
                     await self._connected.wait()
                     assert self._channel is not None, "connected means that there is a channel"
-                    response = await _ask_admin(self._channel, request)
+                    response = await ask_leader(self._channel, request)
                     if response is not None:
                         return response
                     await asyncio.sleep(EXPLAIN_PAUSE_S)
@@ -235,7 +232,7 @@ class ShardLink:
             async with make_channel(address, link_tls(self._settings)) as channel:
                 stub = gateway_link_pb2_grpc.GatewayLinkStub(channel)
                 call = stub.Connect()
-                hello = await self._hello(call)
+                hello = await exchange_hellos(call, self.gateway_id, timeout_s=self._settings.dial_timeout_s)
                 self._on_hello(hello, address)
                 greeted = True
                 self._channel = channel
@@ -273,28 +270,6 @@ class ShardLink:
             self._read(call, liveness), self._write(call, liveness), watch(liveness, self._outbox_filled)
         )
 
-    async def _hello(
-        self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply]
-    ) -> link_pb2.GatewayLinkReply:
-        """Send a hello and return the leader's. Raises LinkBroken and the errors of gRPC."""
-        hello = link_pb2.GatewayHello(
-            gateway_id=self.gateway_id,
-            protocol_versions=PROTOCOL_VERSIONS,
-            software_version=laps_sd.__version__,
-        )
-        async with asyncio.timeout(self._settings.dial_timeout_s):
-            await call.write(link_pb2.GatewayMessage(hello=hello))
-            reply = await call.read()
-        if not isinstance(reply, link_pb2.GatewayLinkReply):
-            raise LinkBroken("it closed the stream without a hello")
-        match reply.WhichOneof("message"):
-            case "hello":
-                return reply
-            case "not_leader":
-                raise LinkBroken("it does not lead", reply.not_leader.leader_address)
-            case other:
-                raise LinkBroken(f"it began with {other} instead of a hello")
-
     async def _read(
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply], liveness: Liveness
     ) -> None:
@@ -324,15 +299,7 @@ class ShardLink:
     # ---- decisions, without awaiting
 
     def _on_hello(self, reply: link_pb2.GatewayLinkReply, address: str = "") -> None:
-        hello = reply.hello
-        if hello.shard != self.shard:
-            raise LinkBroken(f"it serves shard {hello.shard!r}, not {self.shard!r}")
-        if hello.protocol_version not in PROTOCOL_VERSIONS:
-            raise LinkBroken(
-                f"it chose protocol version {hello.protocol_version}, which this gateway does not support"
-            )
-        if not reply.leader_epoch:
-            raise LinkBroken("its hello has no leader epoch")
+        hello = check_hello(reply, self.shard)
         log.info(
             "greeted",
             address=address,
@@ -390,49 +357,7 @@ class ShardLink:
         return asyncio.get_running_loop().time()
 
 
-async def _ask_admin(
-    channel: grpc.aio.Channel, request: admin_pb2.AdminExplainRequest
-) -> inference_pb2.ExplainResponse | None:
-    """Return the answer, or None if another leader must be tried. Raises the leader's refusal."""
-    try:
-        response: inference_pb2.ExplainResponse = await admin_pb2_grpc.AdminStub(channel).ExplainRequest(
-            request
-        )
-        return response
-    except grpc.aio.UsageError:  # the channel was closed in the meantime
-        return None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return None  # the channel was closed under the call, which gRPC reports as its cancellation
-    except grpc.aio.AioRpcError as error:
-        if error.code() == grpc.StatusCode.NOT_FOUND:
-            raise NotFound(f"there is no request {request.request_id!r}") from error
-        if error.code() is grpc.StatusCode.UNAVAILABLE and _is_answer(error):
-            raise Unavailable(
-                error.details() or "the record cannot be read now", retry_after_s=1.0
-            ) from error
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION):
-            return None
-        raise LapsSdError(f"the scheduler could not explain it: {error.details()}") from error
-
-
-def _is_answer(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether the error comes from a scheduler (with details of google.rpc), not from the connection
-    to it."""
-    return any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
-
-
 def _reason(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__
-
-
-def deadline_of(remaining_s: float | None, now: float) -> float | None:
-    """Return a call's deadline in the loop's time. gRPC gives None, or an endless time, when there
-    is none."""
-    if remaining_s is None or not math.isfinite(remaining_s) or remaining_s > 10 * 365 * 86400:
-        return None
-    return now + remaining_s

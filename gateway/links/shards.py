@@ -26,9 +26,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.links.client_stream import Accepted, ClientStream
 from gateway.links.link import ShardLink
 from gateway.links.request_ids import shard_of
-from gateway.links.streams import Accepted, ClientStream
 from gateway.settings import GatewaySettings
 from laps_sd.errors import LapsSdError, NotFound, StartupError, Unavailable
 from laps_sd.service.log import get_logger

@@ -18,107 +18,19 @@ repeats it.
 
 from __future__ import annotations
 
-import asyncio
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from gateway import metrics
+from gateway.links.client_stream import Accepted, Batch, ClientStream, Message
 from gateway.links.refusals import PASSING_REASONS, refusal_error
-from gateway.links.stream_state import StreamAction, StreamEvent, StreamState, step
+from gateway.links.stream_state import StreamAction, StreamEvent, StreamState
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
-from laps_sd.service.specifications import sampling_of, set_sampling
+from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-from laps_sd.v1 import inference_pb2
-
-__all__ = ["Accepted", "Batch", "ClientStream", "Streams"]
-
-Message = link_pb2.GatewayMessage
 
 ASK_AGAIN_S = 5.0  # an Attach that is not answered for this long is sent again
 LONGEST_MS = 10 * 365 * 86_400_000  # ten years: a scheduler accepts no longer deadline
 RETRY_S = 0.25  # pause before an operation is retried that the scheduler could not do
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The first information that a client gets about its request."""
-
-    request_id: str
-    prompt_tokens: int
-    seed: int
-    stop: tuple[str, ...]
-    attached: bool  # True if the request existed before
-    model: str
-
-
-@dataclass(slots=True)
-class Batch:
-    """Everything that arrived since the last batch."""
-
-    first_token: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
-    end: link_pb2.RequestEnd | None = None  # arrives together with the last tokens
-
-
-@dataclass(slots=True, eq=False)
-class ClientStream:
-    """One attachment. Only `Streams` changes it."""
-
-    attachment_id: str
-    tenant: str
-    request_id: str
-    submit: (
-        link_pb2.Submit | None
-    )  # None: attached to a request of another call, whose submission is unknown here
-    deadline: float | None  # deadline of the client's call, in the caller's clock
-    state: StreamState
-    acceptance: Accepted | None = None
-    failure: LapsSdError | None = None
-    refused: link_pb2.SubmitRefused | None = None  # the scheduler's reason why the submission failed
-    end: link_pb2.RequestEnd | None = None
-    next_token: int = 0  # index of the first token that has not arrived
-    attach_id: int = 0  # id of the unanswered Attach; 0: none
-    asked_at: float = 0.0
-    retry_at: float | None = None
-    lost_since: float | None = None  # time since which the scheduler has not known the request
-    received: array[int] = field(
-        default_factory=lambda: array("I")
-    )  # all tokens, if the request may have to be restored
-    waiting: Batch = field(default_factory=lambda: Batch(0))
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def over(self) -> bool:
-        """Return whether nothing more will arrive."""
-        return self.state in (StreamState.ENDED, StreamState.FAILED)
-
-    @property
-    def paused(self) -> bool:
-        """Return whether deliveries are discarded until the client has read."""
-        return self.state in (StreamState.PAUSED, StreamState.RESTORING_PAUSED)
-
-    @property
-    def restoring(self) -> bool:
-        """Return whether the request was submitted again, because the record lost it."""
-        return self.state in (StreamState.RESTORING, StreamState.RESTORING_PAUSED)
-
-    @property
-    def receives(self) -> bool:
-        """Return whether tokens are taken as they arrive. Before acceptance a stream cannot know its stop
-        strings; tokens that arrive too early are requested again."""
-        return self.state in (StreamState.OPEN, StreamState.RESTORING)
-
-    @property
-    def submits(self) -> bool:
-        """Return whether a submission is not answered yet, so that it must be sent again to a new leader."""
-        return self.state is StreamState.SUBMITTING or self.restoring
-
-    def step(self, event: StreamEvent) -> StreamAction:
-        """Enter the state that follows; return what to do."""
-        self.state, action = step(self.state, event)
-        return action
 
 
 class Streams:
@@ -385,24 +297,8 @@ class Streams:
         return self._submission(stream, now) if stream.submits else self._attachment(stream, now)
 
     def _submission(self, stream: ClientStream, now: float) -> Message:
-        assert stream.submit is not None, "an attachment has nothing to submit"
         self._no_retry(stream)
-        message = Message()
-        message.submit.CopyFrom(stream.submit)
-        if stream.deadline is not None:
-            message.submit.deadline_in_ms = max(1, round((stream.deadline - now) * 1000))
-        if stream.restoring and stream.acceptance is not None:
-            # Use the accepted id and seed: an idempotency key may have led to an earlier request with its own
-            # seed.
-            message.submit.request_id = stream.request_id
-            specification = message.submit.specification
-            specification.request_id = stream.request_id
-            sampling = sampling_of(specification)
-            sampling.seed = stream.acceptance.seed
-            set_sampling(specification, sampling)
-            message.submit.shown_ids.extend(stream.received)
-            message.submit.restores = True
-        return message
+        return stream.submission(now)
 
     def _attachment(self, stream: ClientStream, now: float) -> Message:
         self._no_retry(stream)
@@ -410,16 +306,7 @@ class Streams:
         stream.attach_id = self.new_id()
         stream.asked_at = now
         self._attaches[stream.attach_id] = stream
-        return Message(
-            attach=link_pb2.Attach(
-                attach_id=stream.attach_id,
-                request_id=stream.request_id,
-                tenant=stream.tenant,
-                from_token=stream.next_token,
-                attachment_id=stream.attachment_id,
-                wants_submission=stream.acceptance is None,
-            )
-        )
+        return stream.attachment()
 
     def _retry(self, stream: ClientStream, now: float) -> None:
         stream.retry_at = now + RETRY_S

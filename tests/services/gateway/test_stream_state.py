@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from gateway.links.client_stream import ClientStream
 from gateway.links.stream_state import STEPS, StreamEvent, StreamState
-from gateway.links.streams import RETRY_S, ClientStream, Streams
+from gateway.links.streams import RETRY_S, Streams
 from laps_sd.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
