@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from laps_sd.service.config import field
-from laps_sd.service.serving import ServingSettings
+from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
 
 __all__ = ["WorkerSettings"]

@@ -18,7 +18,7 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -43,21 +43,18 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
+from worker_svc.link.missing import MissingSpecifications
 from worker_svc.link.outbox import Outbox
-from worker_svc.link.wire import hello, listed, round_report, specification
+from worker_svc.link.replies import runner_messages
+from worker_svc.link.wire import hello, round_report
 from worker_svc.runner.messages import (
-    Acknowledged,
-    Assigned,
-    Dropped,
     Failed,
     HeldNow,
     HeldRequested,
-    Message,
     Missing,
     Outcome,
     Round,
     RunnerHandle,
-    Specified,
 )
 from worker_svc.settings import WorkerSettings
 from worker_svc.tracing import RoundTraces
@@ -65,9 +62,6 @@ from worker_svc.tracing import RoundTraces
 __all__ = ["EngineFailed", "SchedulerLink"]
 
 log = get_logger(__name__)
-
-MISSING_AGAIN_S = 1.0
-"""Seconds before a missing specification is requested again."""
 
 
 class EngineFailed(Exception):
@@ -111,8 +105,7 @@ class SchedulerLink:
         """Set when the link must end: drained (None), refused or broken (an exception)."""
 
         self._outbox = Outbox()
-        self._missing: dict[str, None] = {}
-        self._requested_s: dict[str, float] = {}
+        self._missing = MissingSpecifications()
         self._wake = asyncio.Event()
         self._draining = False
         self._drain_sent = False
@@ -179,7 +172,7 @@ class SchedulerLink:
                 case Round():
                     self._keep(outcome)
                 case Missing(request_ids):
-                    self._request_specifications(request_ids)
+                    self._missing.request(request_ids, time.monotonic())
                 case HeldNow():
                     if self._held_now is not None and not self._held_now.done():
                         self._held_now.set_result(outcome)
@@ -197,13 +190,6 @@ class SchedulerLink:
         metrics.observe(outcome)
         self._cost.observe(outcome)
         self._traces.round(outcome, time.time())
-
-    def _request_specifications(self, request_ids: Sequence[str]) -> None:
-        now_s = time.monotonic()
-        for request_id in request_ids:
-            if now_s - self._requested_s.get(request_id, -MISSING_AGAIN_S) >= MISSING_AGAIN_S:
-                self._missing[request_id] = None
-                self._requested_s[request_id] = now_s
 
     # -- connecting ------------------------------------------------------------------------------------------
 
@@ -285,7 +271,6 @@ class SchedulerLink:
         """Send and receive until one of the two fails; raise that failure."""
         self._outbox.offer_again()
         self._missing.clear()
-        self._requested_s.clear()
         self._drain_sent = False
         self._wake.set()
         liveness = Liveness(
@@ -367,8 +352,7 @@ class SchedulerLink:
                 self._drain_sent = True
                 await call.write(pb.WorkerMessage(drain=pb.DrainRequested()))
             if self._missing:
-                missing, self._missing = list(self._missing), {}
-                await call.write(pb.WorkerMessage(missing=pb.SpecificationsMissing(request_ids=missing)))
+                await call.write(pb.WorkerMessage(missing=self._missing.next_message()))
             while self._outbox.unsent:
                 await call.write(pb.WorkerMessage(reports=self._outbox.next_message()))
             if liveness.take_heartbeat():
@@ -389,30 +373,17 @@ class SchedulerLink:
                 metrics.IGNORED.inc()
 
     def _handle_reply(self, kind: str | None, reply: pb.WorkerLinkReply) -> None:
-        message: Message | None = None
         match kind:
-            case "assignment":
-                message = Assigned(tuple([listed(entry) for entry in reply.assignment.entries]))
             case "specifications":
                 for leased in reply.specifications.specifications:
                     spec = leased.specification
-                    self._requested_s.pop(spec.request_id, None)
+                    self._missing.arrived(spec.request_id)
                     self._traces.specified(spec.request_id, leased.lease_epoch, spec.traceparent)
-                self.runner.put(
-                    *[
-                        Specified(specification(leased.specification), leased.lease_epoch)
-                        for leased in reply.specifications.specifications
-                    ]
-                )
             case "drop":
                 for request in reply.drop.requests:
                     self._traces.forget(request.request_id, request.lease_epoch)
-                message = Dropped(
-                    tuple((request.request_id, request.lease_epoch) for request in reply.drop.requests)
-                )
             case "acknowledged":
                 self._outbox.acknowledge(reply.acknowledged.number)
-                message = Acknowledged(reply.acknowledged.number)
             case "drain":
                 log.info("the scheduler orders this worker to drain")
                 self._draining = True
@@ -423,5 +394,5 @@ class SchedulerLink:
                 self._finish(None)
             case _:  # a heartbeat, or a message of a later version
                 pass
-        if message is not None:
-            self.runner.put(message)
+        if messages := runner_messages(kind, reply):
+            self.runner.put(*messages)

@@ -1,0 +1,27 @@
+"""The scheduler's messages as the runner takes them."""
+
+from __future__ import annotations
+
+from laps_sd.v1 import worker_link_pb2 as pb
+from worker_svc.link.wire import listed, specification
+from worker_svc.runner.messages import Acknowledged, Assigned, Dropped, Message, Specified
+
+
+def runner_messages(kind: str | None, reply: pb.WorkerLinkReply) -> list[Message]:
+    """Return what a message of this kind contains for the runner; nothing, if it concerns the link alone."""
+    match kind:
+        case "assignment":
+            return [Assigned(tuple([listed(entry) for entry in reply.assignment.entries]))]
+        case "specifications":
+            return [
+                Specified(specification(leased.specification), leased.lease_epoch)
+                for leased in reply.specifications.specifications
+            ]
+        case "drop":
+            return [
+                Dropped(tuple((request.request_id, request.lease_epoch) for request in reply.drop.requests))
+            ]
+        case "acknowledged":
+            return [Acknowledged(reply.acknowledged.number)]
+        case _:
+            return []
