@@ -10,7 +10,7 @@ from typing import Literal
 from laps_sd.contract.limits import MAX_LOGPROBS
 from laps_sd.service.config import field
 from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
-from laps_sd.service.serving import ServingSettings
+from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
 
 __all__ = ["GatewaySettings"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from laps_sd.service.config import field, without_password
-from laps_sd.service.serving import ServingSettings
+from laps_sd.service.serving_settings import ServingSettings
 from scheduler_svc.roles import ClientRoles
 from scheduler_svc.store.redis_url import parse_redis_url
 

@@ -23,7 +23,7 @@ from laps_sd.service.config import (
     unknown_sentences,
 )
 from laps_sd.service.flags import options
-from laps_sd.service.serving import ServingSettings
+from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
 
 

@@ -27,7 +27,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from bench._proxy import BOTH, Proxy
 from laps_sd import errors
 from laps_sd.service import interceptor, wire
-from laps_sd.service.serving import ServiceApp, ServingSettings, StartupError, TaskFailed
+from laps_sd.service.serving import ServiceApp, StartupError, TaskFailed
+from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import Tls, make_channel
 from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.certificates import write_certificates
@@ -571,6 +572,7 @@ async def test_a_tls_file_that_is_missing_is_one_sentence(tmp_path):
 PROGRAM = """
 import asyncio
 from laps_sd.service.serving import *
+from laps_sd.service.serving_settings import ServingSettings
 
 async def serve(settings):
     app = ServiceApp("test", settings)
