@@ -108,7 +108,7 @@ class Load:
         self.open: dict[int, Outcome] = {}
         self.done: list[Outcome] = []
         self.tokens = 0
-        self.heard_s = 0.0
+        self.last_message_s = 0.0
 
     def now(self) -> float:
         """Return the seconds since the start of the run."""
@@ -137,8 +137,8 @@ class Load:
         and no client received anything for `stuck_s`.
         """
         self._stop = True
-        self.heard_s = self.now()
-        while self.open and self.now() - self.heard_s < stuck_s:  # noqa: ASYNC110  two conditions, and one is a time
+        self.last_message_s = self.now()
+        while self.open and self.now() - self.last_message_s < stuck_s:  # noqa: ASYNC110  two conditions, and one is a time
             await asyncio.sleep(0.2)
         stuck = list(self.open.values())
         for task in self._tasks:
@@ -216,7 +216,7 @@ class Load:
         accepted = False
         try:
             async for event in client.stream(piece.prompt, **piece.options(outcome.key)):
-                self.heard_s = self.now()
+                self.last_message_s = self.now()
                 match event:
                     case Accepted():
                         accepted = True

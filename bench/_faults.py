@@ -436,7 +436,7 @@ class FaultInjector:
                 await asyncio.gather(*(self._start(name) for name in victims if name != "valkey"))
             case ["restart", "record"]:
                 self.expected_ends.add("valkey")
-                self._stack.children["valkey"].ask_to_stop()
+                self._stack.children["valkey"].request_stop()
                 await self._ended("valkey")
                 await self._start("valkey")
             case ["kill", "leader", "while", "a", "worker", "drains"]:
@@ -445,7 +445,7 @@ class FaultInjector:
                 self._kill(victims[0])
                 await asyncio.sleep(down_s)
                 await self._start(victims[0])
-                self._stack.children[victims[1]].ask_to_stop()  # the order may have died with the leader
+                self._stack.children[victims[1]].request_stop()  # the order may have died with the leader
                 await self._ended(victims[1])
                 await self._start(victims[1])
             case ["kill", *_]:
@@ -567,7 +567,7 @@ class FaultInjector:
 
     async def _terminate(self, name: str) -> None:
         self.expected_ends.add(name)
-        self._stack.children[name].ask_to_stop()
+        self._stack.children[name].request_stop()
         await self._ended(name)
 
     async def _ended(self, name: str) -> None:
@@ -582,7 +582,7 @@ class FaultInjector:
             waited_s = time.monotonic() - began
             if waited_s > LEAVING_S / 4 and not asked_again:
                 asked_again = True
-                child.ask_to_stop()
+                child.request_stop()
             if waited_s > LEAVING_S:
                 self.problems.append(f"{name} did not leave within {LEAVING_S:g} s of being asked to")
                 self._kill(name)
@@ -619,7 +619,7 @@ class FaultInjector:
                     )
                 return
             await asyncio.sleep(0.2)
-        self._stack.children[name].ask_to_stop()
+        self._stack.children[name].request_stop()
 
     async def _scale_up(self) -> None:
         if self._retired:

@@ -94,14 +94,14 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(1)
-            self._say(heartbeat=link_pb2.Heartbeat(sent_ms=time.monotonic_ns() // 10**6))
+            self._send(heartbeat=link_pb2.Heartbeat(sent_ms=time.monotonic_ns() // 10**6))
 
     async def _listen(self, messages: AsyncIterator[link_pb2.GatewayMessage]) -> None:
         async for message in messages:
             if message.WhichOneof("message") == "submit":
                 submit = message.submit
                 accepted = link_pb2.SubmitAccepted(request_id=submit.request_id)
-                self._say(
+                self._send(
                     submit_reply=link_pb2.SubmitReply(submission_id=submit.submission_id, accepted=accepted)
                 )
                 self._ids.append(submit.request_id)
@@ -127,7 +127,7 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
                 )
                 times.append(time.monotonic())
             if deliveries:
-                self._say(deliveries=link_pb2.Deliveries(deliveries=deliveries))
+                self._send(deliveries=link_pb2.Deliveries(deliveries=deliveries))
             given = due
             await asyncio.sleep(TICK_S)
         end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_LENGTH)
@@ -135,10 +135,10 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
             link_pb2.Delivery(request_id=request_id, first_token=TOKENS * len(self.sent[request_id]), end=end)
             for request_id in ids
         ]
-        self._say(deliveries=link_pb2.Deliveries(deliveries=ends))
+        self._send(deliveries=link_pb2.Deliveries(deliveries=ends))
         self.done.set()
 
-    def _say(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         self._outbox.put_nowait(link_pb2.GatewayLinkReply(leader_epoch="1-bench", **message))
 
 

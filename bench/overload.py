@@ -64,7 +64,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 class Served:
     """An accepted request that ended normally. Times of the client's clock."""
 
-    asked_s: float
+    sent_s: float
     accepted_s: float
     ended_s: float
     rounds: int
@@ -72,7 +72,7 @@ class Served:
     @property
     def latency_s(self) -> float:
         """Return the seconds from the call to the end."""
-        return self.ended_s - self.asked_s
+        return self.ended_s - self.sent_s
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Tally:
 
 
 async def one(client: AsyncClient, number: int, rng: random.Random, tally: Tally) -> None:
-    asked_s, accepted_s = time.monotonic(), 0.0
+    sent_s, accepted_s = time.monotonic(), 0.0
     tokens = 0
     end: Ended | None = None
     try:
@@ -108,7 +108,7 @@ async def one(client: AsyncClient, number: int, rng: random.Random, tally: Tally
         tally.wrong[f"{type(error).__name__}: {error}"] += 1
     else:
         if end is not None and end.finish_reason == pb.FINISH_REASON_LENGTH:
-            tally.served.append(Served(asked_s, accepted_s, time.monotonic(), end.speculation.rounds))
+            tally.served.append(Served(sent_s, accepted_s, time.monotonic(), end.speculation.rounds))
             tally.tokens += tokens
         else:
             tally.wrong[f"ended with {pb.FinishReason.Name(end.finish_reason) if end else 'nothing'}"] += 1
@@ -120,13 +120,13 @@ def allowed_rounds(tally: Tally, reserved: int) -> list[tuple[Served, float]]:
     ended after it was sent. So none is missing; the few superfluous ones belong to requests that came within
     the same milliseconds.
     """
-    ages = sorted(tally.served, key=lambda served: served.asked_s)
+    ages = sorted(tally.served, key=lambda served: served.sent_s)
     found = []
     for served in ages:
         older = [
             other.rounds + HANDOVER_ROUNDS
             for other in ages
-            if other is not served and other.asked_s < served.accepted_s and other.ended_s > served.asked_s
+            if other is not served and other.sent_s < served.accepted_s and other.ended_s > served.sent_s
         ]
         found.append((served, sum(older) / reserved + served.rounds + HANDOVER_ROUNDS))
     return found

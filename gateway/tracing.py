@@ -135,14 +135,14 @@ def _start(
         f"{operation} {model}",
         context=propagator.extract({"traceparent": traceparent}),
         kind=SpanKind.SERVER,
-        attributes=_asked(requests[0], operation, model, prompts=len(requests)),
+        attributes=_request_attributes(requests[0], operation, model, prompts=len(requests)),
     )
     carrier: dict[str, str] = {}
     propagator.inject(carrier, set_span_in_context(span))
     return CallSpan(span, carrier.get("traceparent", traceparent), choices_per_prompt=_choices(requests[0]))
 
 
-def _asked(
+def _request_attributes(
     request: inference_pb2.GenerateRequest, operation: str, model: str, *, prompts: int
 ) -> dict[str, Any]:
     """Return the attributes of a request that contain nothing of the prompt; the request is checked later, so

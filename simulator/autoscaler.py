@@ -66,7 +66,7 @@ class Look:
     """Value of the metric: of the whole pool; for `utilisation`, the mean over ready pods."""
 
 
-def average_wish(scaling: Scaling, look: Look) -> int:
+def desired_by_average(scaling: Scaling, look: Look) -> int:
     """Return the pod count by a metric of the whole pool (type External or Object, AverageValue)."""
     usage_ratio = look.value / (scaling.target * look.wanted)
     if abs(1.0 - usage_ratio) <= scaling.tolerance:
@@ -74,7 +74,7 @@ def average_wish(scaling: Scaling, look: Look) -> int:
     return math.ceil(look.value / scaling.target)
 
 
-def utilisation_wish(scaling: Scaling, look: Look) -> int:
+def desired_by_utilisation(scaling: Scaling, look: Look) -> int:
     """Return the pod count by a metric of each pod (type Resource or Pods). Pods that are not ready count as
     idle if the count would grow.
     """
@@ -97,25 +97,25 @@ class Autoscaler:
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
-        self._wishes: deque[tuple[float, int]] = deque()
+        self._desired: deque[tuple[float, int]] = deque()
 
     def pods(self, now_s: float, look: Look) -> int:
         """Return the number of pods that should exist now."""
         scaling = self._scaling
         if scaling.signal == "fixed":
             return int(scaling.target)
-        by = utilisation_wish if scaling.signal == "utilisation" else average_wish
-        wish = by(scaling, look)
-        if not self._wishes:
-            self._wishes.append((now_s, look.wanted))  # no removal before a whole window has passed
-        self._wishes.append((now_s, wish))
-        while self._wishes[0][0] <= now_s - scaling.down_window_s:
-            self._wishes.popleft()
-        if wish < look.wanted:
-            highest = max(wish for _, wish in self._wishes)
-            wish = min(look.wanted, highest)
+        by = desired_by_utilisation if scaling.signal == "utilisation" else desired_by_average
+        desired = by(scaling, look)
+        if not self._desired:
+            self._desired.append((now_s, look.wanted))  # no removal before a whole window has passed
+        self._desired.append((now_s, desired))
+        while self._desired[0][0] <= now_s - scaling.down_window_s:
+            self._desired.popleft()
+        if desired < look.wanted:
+            highest = max(desired for _, desired in self._desired)
+            desired = min(look.wanted, highest)
         fastest = max(look.wanted + scaling.up_pods, math.ceil(look.wanted * scaling.up_factor))
-        return min(max(wish, scaling.least), scaling.most, fastest)
+        return min(max(desired, scaling.least), scaling.most, fastest)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from laps_sd.errors import LapsSdError, NotFound, Unavailable
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 
 
-async def ask_leader(
+async def query_leader(
     channel: grpc.aio.Channel, request: admin_pb2.AdminExplainRequest
 ) -> inference_pb2.ExplainResponse | None:
     """Return the answer, or None if another leader must be tried. Raises the leader's refusal."""

@@ -29,7 +29,7 @@ import grpc.aio
 
 from gateway import metrics
 from gateway.links.client_stream import Accepted, Batch, ClientStream
-from gateway.links.explain import ask_leader
+from gateway.links.explain import query_leader
 from gateway.links.greeting import Call, check_hello, exchange_hellos
 from gateway.links.streams import Streams
 from gateway.settings import GatewaySettings
@@ -192,7 +192,7 @@ class ShardLink:
                 while True:
                     await self._connected.wait()
                     assert self._channel is not None, "connected means that there is a channel"
-                    response = await ask_leader(self._channel, request)
+                    response = await query_leader(self._channel, request)
                     if response is not None:
                         return response
                     await asyncio.sleep(EXPLAIN_PAUSE_S)

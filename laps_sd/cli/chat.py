@@ -89,7 +89,7 @@ def _handle_line(talk: Conversation, line: str, *, interactive: bool, timeout: f
     elif line:
         try:
             with dial.within(timeout):
-                answered = talk.say(line)
+                answered = talk.send(line)
         except LapsSdError as error:
             if not interactive:
                 raise
@@ -136,7 +136,7 @@ class Conversation:
         """Delete all messages except the system message."""
         self.messages = list(self._template.messages.messages)
 
-    def say(self, text: str) -> bool:
+    def send(self, text: str) -> bool:
         """Send a message with the history and print the answer. Return False if the request failed.
 
         Ctrl-C stops the answer; the text so far becomes part of the history.

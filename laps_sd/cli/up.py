@@ -186,10 +186,10 @@ def up(
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
         stack.start()
     try:
-        say = _line_printer(console)
+        report = _line_printer(console)
         with (
-            Supervisor(stack, say=say) as supervisor,
-            RecordWatch(stack, say=say, describe=operate.outage_sentence),
+            Supervisor(stack, report=report) as supervisor,
+            RecordWatch(stack, report=report, describe=operate.outage_sentence),
         ):
             api_key = os.environ.get(f"{PREFIX}API_KEY")
             # Without the key that the gateway needs, the demo would be refused.

@@ -142,18 +142,18 @@ class AsyncClient:
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End a request; return False if it had already ended."""
         request = CancelRequest(request_id=request_id)
-        response: CancelResponse = await self._ask("Cancel", request, timeout_s, self._retry_s)
+        response: CancelResponse = await self._call("Cancel", request, timeout_s, self._retry_s)
         return response.cancelled
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
         """Return why a request is where it is."""
         request = ExplainRequest(request_id=request_id)
-        response: ExplainResponse = await self._ask("Explain", request, timeout_s, self._retry_s)
+        response: ExplainResponse = await self._call("Explain", request, timeout_s, self._retry_s)
         return response.explanation
 
     async def models(self, *, timeout_s: float | None = None) -> list[Model]:
         """Return the models that the gateway serves."""
-        response: ListModelsResponse = await self._ask(
+        response: ListModelsResponse = await self._call(
             "ListModels", ListModelsRequest(), timeout_s, self._retry_s
         )
         return list(response.models)
@@ -163,16 +163,16 @@ class AsyncClient:
     ) -> list[int]:
         """Return the token ids of a text or of chat messages."""
         request = make_tokenize_request(prompt)
-        response: TokenizeResponse = await self._ask("Tokenize", request, timeout_s, self._retry_s)
+        response: TokenizeResponse = await self._call("Tokenize", request, timeout_s, self._retry_s)
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         """Return the text of output tokens."""
         request = DetokenizeRequest(token_ids=token_ids)
-        response: DetokenizeResponse = await self._ask("Detokenize", request, timeout_s, self._retry_s)
+        response: DetokenizeResponse = await self._call("Detokenize", request, timeout_s, self._retry_s)
         return response.text
 
-    async def _ask(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
+    async def _call(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
         """Make a call that may be repeated, and return its response."""
         patience = Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
         while True:
@@ -219,7 +219,7 @@ class AsyncClient:
         finally:
             for request_id in progress.to_cancel:
                 with contextlib.suppress(LapsSdError):
-                    await self._ask("Cancel", CancelRequest(request_id=request_id), LEAVING_S, retry_s=0.0)
+                    await self._call("Cancel", CancelRequest(request_id=request_id), LEAVING_S, retry_s=0.0)
 
     def _open(self, progress: Progress) -> Any:
         request = progress.request()

@@ -107,7 +107,7 @@ class Child:
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, number)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM, then SIGCONT, since a paused process must continue to receive it."""
         self.signal(signal.SIGTERM)
         self.signal(signal.SIGCONT)

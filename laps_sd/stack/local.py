@@ -263,7 +263,7 @@ class LocalStack:
             for child in group:
                 if child.alive:
                     self._progress(child.name, "stopping", time.monotonic() - began)
-                child.ask_to_stop()
+                child.request_stop()
             deadline = time.monotonic() + seconds
             for child in group:
                 if not child.wait(deadline - time.monotonic()):
@@ -296,7 +296,7 @@ class LocalStack:
     def terminate(self, name: str, *, timeout_s: float = 20.0) -> None:
         """Send SIGTERM and wait for the end, as a rolling update does."""
         child = self.children[self._full(name)]
-        child.ask_to_stop()
+        child.request_stop()
         if not child.wait(timeout_s):
             raise NotReady(
                 f"{child.name} did not stop within {timeout_s} s of SIGTERM. Its log:\n{child.log_tail()}"

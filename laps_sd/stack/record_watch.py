@@ -33,15 +33,15 @@ class RecordWatch:
         self,
         stack: LocalStack,
         *,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         describe: Callable[[admin_pb2.RecordOutage], str],
     ) -> None:
         """Prepare a watch.
 
-        `say` gets the lines, from the thread of this watch; `describe` makes the first one.
+        `report` gets the lines, from the thread of this watch; `describe` makes the first one.
         """
         self._stack = stack
-        self._say = say
+        self._report = report
         self._describe = describe
         self._began_s: float | None = None
         """Time at which the outage began; None while there is none."""
@@ -63,7 +63,7 @@ class RecordWatch:
             self._look()
 
     def _look(self) -> None:
-        answers = [self._ask(address) for address in self._stack.scheduler_addresses]
+        answers = [self._query(address) for address in self._stack.scheduler_addresses]
         outages = [
             answer.record_outage
             for answer in answers
@@ -72,13 +72,13 @@ class RecordWatch:
         if outages and self._began_s is None:
             first = max(outages, key=lambda outage: outage.lasts_s)
             self._began_s = time.monotonic() - first.lasts_s
-            self._say(self._describe(first))
+            self._report(self._describe(first))
         elif self._began_s is not None and not outages and any(answer is not None for answer in answers):
             lasted_s = time.monotonic() - self._began_s
             self._began_s = None
-            self._say(f"the record can be written again, after {lasted_s:.0f} s")
+            self._report(f"the record can be written again, after {lasted_s:.0f} s")
 
-    def _ask(self, address: str) -> admin_pb2.GetRecordResponse | None:
+    def _query(self, address: str) -> admin_pb2.GetRecordResponse | None:
         """Return a scheduler's state of its record; None if it does not answer."""
         with grpc.insecure_channel(address) as channel:
             try:

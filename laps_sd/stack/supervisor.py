@@ -1,6 +1,6 @@
 """Restarts of the children of a one-machine stack that end by themselves.
 
-    with LocalStack(workers=2) as stack, Supervisor(stack, say=print):
+    with LocalStack(workers=2) as stack, Supervisor(stack, report=print):
         ...                                              # kill -9 any child: it comes back on the same ports
 
 `laps-sd up` uses it. A stack alone does not restart anything: tests and benchmarks kill children on purpose
@@ -82,18 +82,18 @@ class Supervisor:
         self,
         stack: LocalStack,
         *,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         pauses: Callable[[], Pauses] = Pauses,
     ) -> None:
         """Prepare a supervisor; `with` starts it.
 
-        `say` gets one line for each death and one when the child is ready again, from the supervisor's
+        `report` gets one line for each death and one when the child is ready again, from the supervisor's
         thread. `pauses` makes the pauses of each child.
         """
         self.failure: BaseException | None = None
         """Error that ended the supervisor itself; None while it works."""
         self._stack = stack
-        self._say = say
+        self._report = report
         self._pauses = pauses
         self._watches: dict[str, _Watch] = {}
         self._stopping = threading.Event()
@@ -134,20 +134,20 @@ class Supervisor:
         elif not watch.ready and self._stack.is_ready(child.name):
             watch.ready = True
             took_s = time.monotonic() - watch.started_s
-            self._say(f"{child.name} is ready again after {took_s:.1f} s (process {child.pid})")
+            self._report(f"{child.name} is ready again after {took_s:.1f} s (process {child.pid})")
 
     def _mourn(self, child: Child, watch: _Watch, now_s: float) -> None:
         who = f"{child.name} (process {child.pid}) {child.how_it_ended}"
         if child.name.startswith("worker-") and child.returncode == 0:
             watch.left = True
-            self._say(f"{who}: it was drained or asked to stop, and is not started again")
+            self._report(f"{who}: it was drained or asked to stop, and is not started again")
             return
         pause_s = watch.pauses.after(now_s - watch.started_s)
         watch.due_s, watch.ready = now_s + pause_s, False
         killed = (child.returncode or 0) < 0  # its log then contains no reason
         lines = [] if killed else child.last_lines(1)
         reason = "".join(f" ({line.strip()[:LAST_LINE_CHARACTERS]})" for line in lines)
-        self._say(f"{who}{reason}: starting it again in {pause_s:g} s")
+        self._report(f"{who}{reason}: starting it again in {pause_s:g} s")
 
     def _start(self, child: Child, watch: _Watch, now_s: float) -> None:
         watch.started_s = now_s
@@ -156,6 +156,6 @@ class Supervisor:
         except OSError as error:  # no memory, no process ids, no room for its log
             pause_s = watch.pauses.after(0.0)
             watch.due_s = now_s + pause_s
-            self._say(f"{child.name} cannot be started ({error}): trying again in {pause_s:g} s")
+            self._report(f"{child.name} cannot be started ({error}): trying again in {pause_s:g} s")
         else:
             watch.due_s = None

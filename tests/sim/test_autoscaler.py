@@ -11,7 +11,7 @@ import pytest
 from bench.autoscale import devices_for, frontier, main
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
-from simulator.autoscaler import Autoscaler, Look, Pods, Scaling, average_wish, utilisation_wish
+from simulator.autoscaler import Autoscaler, Look, Pods, Scaling, desired_by_average, desired_by_utilisation
 from simulator.cluster import Cluster
 from simulator.jobs import Job
 from simulator.machine import Machine
@@ -41,26 +41,26 @@ def run(jobs: list[Job], scaling: Scaling, first: int = 1, check: bool = False) 
 
 
 def test_a_metric_of_the_pool_asks_for_its_value_over_the_target_rounded_up():
-    assert average_wish(BACKLOG, Look(wanted=2, ready=2, value=100.0)) == 4
-    assert average_wish(BACKLOG, Look(wanted=5, ready=5, value=61.0)) == 3
-    assert average_wish(BACKLOG, Look(wanted=5, ready=5, value=0.0)) == 0
+    assert desired_by_average(BACKLOG, Look(wanted=2, ready=2, value=100.0)) == 4
+    assert desired_by_average(BACKLOG, Look(wanted=5, ready=5, value=61.0)) == 3
+    assert desired_by_average(BACKLOG, Look(wanted=5, ready=5, value=0.0)) == 0
 
 
 @pytest.mark.parametrize("value", [54.5, 60.0, 65.5])
 def test_within_ten_per_cent_of_the_target_nothing_changes(value):
-    assert average_wish(BACKLOG, Look(wanted=2, ready=2, value=value)) == 2
+    assert desired_by_average(BACKLOG, Look(wanted=2, ready=2, value=value)) == 2
 
 
 def test_utilisation_asks_for_as_many_as_would_bring_it_to_the_target():
-    assert utilisation_wish(BUSY, Look(wanted=3, ready=3, value=0.9)) == 5
-    assert utilisation_wish(BUSY, Look(wanted=6, ready=6, value=0.2)) == 2
-    assert utilisation_wish(BUSY, Look(wanted=6, ready=6, value=0.63)) == 6
+    assert desired_by_utilisation(BUSY, Look(wanted=3, ready=3, value=0.9)) == 5
+    assert desired_by_utilisation(BUSY, Look(wanted=6, ready=6, value=0.2)) == 2
+    assert desired_by_utilisation(BUSY, Look(wanted=6, ready=6, value=0.63)) == 6
 
 
 def test_pods_that_start_count_as_idle_where_utilisation_asks_for_more():
-    assert utilisation_wish(BUSY, Look(wanted=2, ready=2, value=0.9)) == 3
-    assert utilisation_wish(BUSY, Look(wanted=3, ready=2, value=0.9)) == 3, "one is on its way already"
-    assert utilisation_wish(BUSY, Look(wanted=3, ready=0, value=0.0)) == 3, "nobody to be measured"
+    assert desired_by_utilisation(BUSY, Look(wanted=2, ready=2, value=0.9)) == 3
+    assert desired_by_utilisation(BUSY, Look(wanted=3, ready=2, value=0.9)) == 3, "one is on its way already"
+    assert desired_by_utilisation(BUSY, Look(wanted=3, ready=0, value=0.0)) == 3, "nobody to be measured"
 
 
 def test_the_highest_wish_of_the_window_counts_before_pods_are_taken_away():

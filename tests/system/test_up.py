@@ -120,7 +120,9 @@ def test_a_child_that_dies_at_once_again_and_again_is_started_after_pauses_that_
     stack = make_stack()
     worker, lines = stack.children["worker-0"], list[str]()
     right = worker.environment["LAPS_SD_THREADS"]
-    with Supervisor(stack, say=lines.append, pauses=lambda: Pauses(first_s=0.1, longest_s=0.4)) as supervisor:
+    with Supervisor(
+        stack, report=lines.append, pauses=lambda: Pauses(first_s=0.1, longest_s=0.4)
+    ) as supervisor:
         worker.environment["LAPS_SD_THREADS"] = "none"
         stack.kill("worker-0")
         wait_until(lambda: len(lines) >= 5, description="it was started four times in vain")
@@ -149,7 +151,7 @@ def test_the_first_pause_comes_again_after_a_run_that_was_long_enough() -> None:
 def test_a_worker_that_was_drained_is_not_started_again(make_stack: StackMaker) -> None:
     stack = make_stack(workers=2)
     lines: list[str] = []
-    with Supervisor(stack, say=lines.append):
+    with Supervisor(stack, report=lines.append):
         stack.terminate("worker-0")
         wait_until(lambda: lines, description="it is said")
         stack.kill("worker-1")

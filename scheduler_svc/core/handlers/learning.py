@@ -64,8 +64,8 @@ class Learner:
             self._priors.observe_acceptance(
                 workload_class, request.seen_rounds, request.seen_tokens, request.seen_squares, tenant
             )
-        if end in OWN_ENDS and request.said is not None:
-            self._estimate_errors.judge(request.said, request.attained_s)
+        if end in OWN_ENDS and request.kept_estimates is not None:
+            self._estimate_errors.judge(request.kept_estimates, request.attained_s)
         if end in OWN_ENDS and request.emitted:
             self._priors.observe_length(
                 workload_class,

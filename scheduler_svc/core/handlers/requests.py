@@ -35,7 +35,7 @@ class Requests:
         if facts.request_id in self._shard.requests:
             return
         self._refresh_waiting(ledger)
-        request = Request(facts, expected_total=facts.guessed_tokens, said={})
+        request = Request(facts, expected_total=facts.guessed_tokens, kept_estimates={})
         request.record_event(ledger.now_s, "arrived")
         self._enter(request)
         request.remember_estimate()

@@ -196,7 +196,7 @@ def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
         request, fresh = front.at(0)
         if not fresh:
             return  # by an older rank it would come and go again; the next step looks further
-        full_lists = shard.worker_orders.full_lists_behind(request.order_key)
+        full_lists = shard.worker_orders.full_lists_after(request.order_key)
         worker = next((worker for worker in full_lists if worker.holds(request)), None)
         if worker is None:
             return

@@ -85,7 +85,7 @@ class Request:
     end."""
     seen_tokens: int = 0
     seen_squares: int = 0
-    said: dict[Moment, KeptEstimate] | None = None
+    kept_estimates: dict[Moment, KeptEstimate] | None = None
     """Estimates to be judged at its end; None if it is not judged."""
     rank_before: RankKey | None = None
     """The rank it has; None until it has one."""
@@ -210,17 +210,17 @@ class Request:
 
     def remember_estimate(self) -> None:
         """Keep the remaining service estimated in its rank, if this is a moment to be judged."""
-        said = self.said
-        if said is None:
+        kept = self.kept_estimates
+        if kept is None:
             return
-        if not said:
-            said[Moment.ARRIVAL] = self._estimate()
-        elif self.rounds == 1 and Moment.FIRST_ROUND not in said:
-            said[Moment.FIRST_ROUND] = self._estimate()
-        elif self.rounds == SETTLED_ROUNDS and Moment.SETTLED not in said:
-            said[Moment.SETTLED] = self._estimate()
-        if self.rank.perceptible and _PERCEPTIBLE not in said:
-            said[_PERCEPTIBLE] = self._estimate()
+        if not kept:
+            kept[Moment.ARRIVAL] = self._estimate()
+        elif self.rounds == 1 and Moment.FIRST_ROUND not in kept:
+            kept[Moment.FIRST_ROUND] = self._estimate()
+        elif self.rounds == SETTLED_ROUNDS and Moment.SETTLED not in kept:
+            kept[Moment.SETTLED] = self._estimate()
+        if self.rank.perceptible and _PERCEPTIBLE not in kept:
+            kept[_PERCEPTIBLE] = self._estimate()
 
     def _estimate(self) -> KeptEstimate:
         if self.predicted_by_worker:

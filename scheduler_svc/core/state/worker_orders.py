@@ -24,7 +24,7 @@ class WorkerOrders:
         self._cuts: Ranked[_Cut] = Ranked()
         self._cut_of: dict[str, _Cut] = {}
         self.cut_may_differ: dict[str, Worker] = {}
-        """Workers whose list or whose members' ranks changed since the last call of `full_lists_behind`."""
+        """Workers whose list or whose members' ranks changed since the last call of `full_lists_after`."""
 
     def list_length(self, worker: Worker) -> int:
         """Return the length its list should have while the queue can fill it."""
@@ -40,7 +40,7 @@ class WorkerOrders:
         for key in reversed(self._loads):
             yield self._workers[key[-1]]
 
-    def full_lists_behind(self, key: OrderKey) -> Iterator[Worker]:
+    def full_lists_after(self, key: OrderKey) -> Iterator[Worker]:
         """Return the workers with a full list in whose first part a request with this key would be, the worst
         list first.
         """

@@ -17,7 +17,9 @@ class Lookup:
     """An index of the context of one request, extended as the context grows."""
 
     def __init__(self) -> None:
-        self._behind: dict[tuple[int, ...], int] = {}  # run of tokens -> position after its last occurrence
+        self._position_after: dict[
+            tuple[int, ...], int
+        ] = {}  # run of tokens -> position after its last occurrence
         self._indexed = 0  # runs that end before this position are in the index
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -26,12 +28,12 @@ class Lookup:
         for end in range(max(self._indexed, SIZES[-1]), length):  # not the last run: nothing follows it yet
             for size in SIZES:
                 if size <= end:
-                    self._behind[tuple(tokens[end - size : end])] = end
+                    self._position_after[tuple(tokens[end - size : end])] = end
         self._indexed = max(self._indexed, length)
         if count < 1:
             return []
         for size in SIZES:
-            begin = self._behind.get(tuple(tokens[length - size :])) if size < length else None
+            begin = self._position_after.get(tuple(tokens[length - size :])) if size < length else None
             if begin is not None:
                 found = list(tokens[begin : begin + count])
                 while len(found) < count:  # at the end of the context the repetition continues as it began
