@@ -17,7 +17,8 @@ from rich.status import Status
 from laps_sd.cli import dial, generate, operate
 from laps_sd.errors import LapsSdError
 from laps_sd.service.config import PREFIX, unknown_sentences
-from laps_sd.stack.local import LocalStack, Progress, StackOptions
+from laps_sd.stack.local import LocalStack, Progress
+from laps_sd.stack.options import StackOptions
 from laps_sd.stack.ports import Ports
 from laps_sd.stack.record_watch import RecordWatch
 from laps_sd.stack.supervisor import Supervisor

@@ -37,19 +37,19 @@ def add_shard(stack: LocalStack) -> str:
     """Add a shard with its schedulers and workers and return its name. Then they are ready, and gateways may
     use the shard.
     """
-    shard = f"s{len(set(stack._shards.values()))}"
+    shard = f"s{len(set(stack._plan.shards.values()))}"
     ports = PortPlan(FREE_PORTS)
-    schedulers = [f"scheduler-{stack._count('scheduler') + n}" for n in range(stack.options.schedulers)]
-    workers = [f"worker-{stack._count('worker') + n}" for n in range(stack.options.workers)]
+    schedulers = [f"scheduler-{stack._plan.count('scheduler') + n}" for n in range(stack.options.schedulers)]
+    workers = [f"worker-{stack._plan.count('worker') + n}" for n in range(stack.options.workers)]
     for name in schedulers:
-        stack._plan_scheduler(name, shard, ports)
+        stack._plan.add_scheduler(name, shard, ports)
     for name in workers:
-        stack._plan_worker(name, shard, ports)
+        stack._plan.add_worker(name, shard, ports)
     stack._began = time.monotonic()
     for name in (*schedulers, *workers):
         stack._launch(stack.children[name])
     stack._wait_for({*schedulers, *workers})
-    stack._write_shards()
+    stack._plan.write_shards()
     return shard
 
 

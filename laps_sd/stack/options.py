@@ -1,0 +1,110 @@
+"""What a stack consists of, and the checks that need no process."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from laps_sd.errors import StartupError
+from laps_sd.service.wire import Tls
+
+REDIS_PORT = 6379
+"""Port of a URL without one."""
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """Components of a stack and their settings. A setting of None: the service's own default."""
+
+    shards: int = 1
+    """Number of shards, each with its own schedulers and workers."""
+    workers: int = 1
+    """Number of workers of each shard."""
+    schedulers: int = 1
+    """Number of schedulers of each shard: one leads, the others are standbys."""
+    gateways: int = 1
+    engine: Literal["auto", "demo", "fake"] = "auto"
+    """auto: the target if one is given, else the demo pair."""
+    policy: str | None = None
+    shard: str = "s0"
+    """Name of the first shard; further ones are s1, s2 …"""
+    pool: str = "demo"
+    model: str = "laps-sd-demo"
+    target: Path | None = None
+    """Model directories; None: the shipped demo pair."""
+    draft: Path | None = None
+    tokenizer_dir: Path | None = None
+    """Directory of the tokenizer; None: the target's directory."""
+    context_tokens: int | None = None
+    """Most tokens of prompt and output of one request, in gateway and workers alike.
+
+    None: the limit of the model, at most 8192.
+    """
+    device: str | None = None
+    dtype: str | None = None
+    slots: int | None = None
+    redis_url: str | None = None
+    """URL of the record; None: an embedded Valkey."""
+    data_dir: Path | None = None
+    """Directory of the embedded Valkey's record; None: in the temporary folder, deleted with the stack."""
+    threads: int = 1
+    """CPU threads of each worker. If their sum exceeds the cores, the workers slow each other down."""
+    drain_s: float = 0.8
+    """Longest time that a component drains.
+
+    `stop` kills components that take much longer (STOP_S), `terminate` waits.
+    """
+    log_level: str = "info"
+    log_style: Literal["json", "console"] = "console"
+    tls: Tls | None = None
+    """Mutual TLS on every gRPC link, with these files at both ends."""
+    link_tls: Mapping[str, Tls] = dataclasses.field(default_factory=dict)
+    """Files that a "gateway" or a "worker" presents to schedulers instead."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further variables for all services (LAPS_SD_…); the stack's own take precedence."""
+
+
+def check_models(options: StackOptions) -> None:
+    """Raise StartupError if the model directories are not ones, or do not go together."""
+    if options.target is not None and options.engine != "auto":
+        raise StartupError(f"--engine {options.engine} brings its own model: leave out --engine or --target.")
+    if options.draft is not None and options.target is None:
+        raise StartupError("--draft needs --target, the model that it drafts for.")
+    for what in ("target", "draft", "tokenizer_dir"):
+        path: Path | None = getattr(options, what)
+        if path is None:
+            continue
+        needed = path / ("tokenizer.json" if what == "tokenizer_dir" else "config.json")
+        if not needed.is_file():
+            flag = "--" + what.replace("_", "-")
+            raise StartupError(
+                f"{flag} {path} is not a model directory: {needed} does not exist."
+                if path.is_dir()
+                else f"{flag} {path} does not exist; give the directory of a model (config.json, safetensors)."
+            )
+
+
+def check_record(options: StackOptions) -> None:
+    """Raise StartupError if the record cannot be reached.
+
+    Otherwise the start would wait for it until its timeout.
+    """
+    url = urlsplit(options.redis_url or "")
+    if url.scheme not in ("redis", "rediss"):
+        return  # embedded, a socket file, or something that the scheduler refuses
+    try:
+        host, port = url.hostname or "localhost", url.port or REDIS_PORT
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+    except ValueError:
+        return
+    except OSError as error:
+        raise StartupError(
+            f"no Redis answers at {host}:{port} ({error.strerror or error}): start one, name another with "
+            "--redis-url, or leave that out for an embedded one."
+        ) from None
