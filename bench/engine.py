@@ -549,7 +549,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from worker_svc.engine.models.model import end_of_sequence_ids
+    from worker_svc.engine.models.load import end_of_sequence_ids
     from worker_svc.loading import DEMO
 
     torch.set_num_threads(options.threads)

@@ -35,7 +35,8 @@ from worker_svc.engine.interface import (
     check_run,
     check_specification,
 )
-from worker_svc.engine.models.model import PackedModel, Tokenizer
+from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.tokenizer import Tokenizer
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.proposers.lookup import Lookup

@@ -10,15 +10,10 @@ import torch
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import Drafter, ModelError
-from worker_svc.engine.models.model import (
-    PackedModel,
-    Tokenizer,
-    check_pair,
-    end_of_sequence_ids,
-    fingerprint,
-    load_packed,
-    load_tokenizer,
-)
+from worker_svc.engine.models.fingerprint import fingerprint
+from worker_svc.engine.models.load import check_pair, end_of_sequence_ids, load_packed
+from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.tokenizer import Tokenizer, load_tokenizer
 from worker_svc.engine.options import EngineOptions, LoadOptions
 from worker_svc.engine.sampling.formats import Formats
 

@@ -1,0 +1,99 @@
+"""Loads a model from its directory, and checks that a pair of models goes together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from worker_svc.engine.interface import ModelError
+from worker_svc.engine.models.errors import first_line
+from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.tokenizer import Tokenizer
+
+SAME_TOKENS = 0.95  # fraction of the smaller vocabulary that compatible tokenizers share (our choice)
+
+
+def load_packed(
+    directory: Path,
+    *,
+    role: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_length: int,
+    deterministic: bool,
+    lean: bool,
+    trust_remote_code: bool = False,
+) -> PackedModel:
+    """Load one model, lay out its weights, and compare it with its plain forward. Raises ModelError in one sentence."""
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"there is no {role} model in {directory}: config.json is missing")
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # the causes of its warnings are raised below
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (
+        Exception
+    ) as error:  # transformers, safetensors and json raise a dozen kinds; each means "cannot be loaded"
+        raise ModelError(f"the {role} model in {directory} cannot be loaded: {first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+    wrong = [*info.get("missing_keys", ()), *(key[0] for key in info.get("mismatched_keys", ()))]
+    if wrong:
+        raise ModelError(
+            f"the {role} model in {directory} lacks weights or has them in another shape: {sorted(wrong)[0]}"
+        )
+    packed = PackedModel(model.to(device), role=role, max_length=max_length, deterministic=deterministic)
+    packed.self_check(lean=lean)
+    return packed
+
+
+def end_of_sequence_ids(model: Any) -> frozenset[int]:
+    """Return the ids that end a generation, by the generation config if it names any, else by the model's
+    config.
+    """
+    for config in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset()
+
+
+def check_pair(
+    target: PackedModel,
+    draft: PackedModel,
+    target_tokenizer: Tokenizer | None,
+    draft_tokenizer: Tokenizer | None,
+) -> None:
+    """Raise ModelError unless a token id means the same to both models, few excepted; either may have ids that the other lacks."""
+    if target_tokenizer is not None and draft_tokenizer is not None:
+        ours = {token_id: token for token, token_id in target_tokenizer.vocabulary().items()}
+        theirs = {token_id: token for token, token_id in draft_tokenizer.vocabulary().items()}
+        common = sum(theirs.get(token_id) == token for token_id, token in ours.items())
+        # The target decides in any case; a few special tokens with another name only cost draft tokens.
+        if common < SAME_TOKENS * min(len(ours), len(theirs)):
+            raise ModelError(
+                f"target and draft have different tokenizers: of {len(ours)} and {len(theirs)} token ids {common} mean the same to "
+                "both; leave the draft out, and the worker looks proposals up in the context"
+            )
+    elif target.shape.vocab_size != draft.shape.vocab_size:
+        raise ModelError(
+            f"target and draft have vocabularies of {target.shape.vocab_size} and {draft.shape.vocab_size} tokens: "
+            "a token id must mean the same to both"
+        )
