@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -244,3 +245,100 @@ def test_each_arrival_has_the_next_waiting_requests_ranked_again() -> None:
         after = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, 99)}
         assert set(after) == set(before)
         assert all(after[name] > 1.2 * before[name] for name in before)
+
+
+class TestWhyItWasPaused:
+    def test_because_its_tenant_is_ahead(self) -> None:
+        """Tenant x has had thirty seconds; a request of y, of which more wait, takes its slot."""
+        settings = CoreSettings(tenant_fairness=True, reserved_share=False)
+        scheduler = Scheduler(policy_named("fcfs", settings), settings, Priors())
+        ones = [Arrived(request(f"x{i}", i, tenant="x")) for i in range(4)]
+        others = [Arrived(request(f"y{i}", 10 + i, tenant="y")) for i in range(4)]
+        scheduler.step(0.0, [WorkerUp(W, ()), *ones, *others])
+        scheduler.step(1.0, [report(did("x0", 0, 1), verify_s=10.0)])
+        scheduler.step(2.0, [report(did("x1", 0, 1), verify_s=20.0)])
+        assert of(scheduler, "x1").tenant_ahead
+        assert not of(scheduler, "y0").tenant_ahead
+        assert of(scheduler, "y0").worker_id == "w"
+        scheduler.step(3.0, [report(did("y0", 0, 1))])
+        line = of(scheduler, "x1").story[-1]
+        assert (line.what, line.detail) == ("paused", "its tenant is ahead of others that wait")
+
+    def test_not_so_where_the_other_one_is_of_a_tenant_that_is_ahead_too(self) -> None:
+        settings = CoreSettings(tenant_fairness=True, reserved_share=False)
+        scheduler = Scheduler(policy_named("las", settings), settings, Priors())
+        ones = [Arrived(request(f"x{i}", i, tenant="x")) for i in range(2)]
+        others = [Arrived(request(f"y{i}", 5 + i, tenant="y", prompt_tokens=3000)) for i in range(3)]
+        scheduler.step(0.0, [WorkerUp(W, ()), *ones, *others])
+        scheduler.step(1.0, [report(did("x0", 0, 1), verify_s=20.0)])
+        scheduler.step(2.0, [report(did("x0", 1, 1), verify_s=20.0)])
+        scheduler.step(3.0, [report(did("x1", 0, 1))])
+        assert of(scheduler, "x0").tenant_ahead == of(scheduler, "x1").tenant_ahead
+        assert of(scheduler, "x0").story[-1].detail.startswith("outranked by a request with")
+
+
+class TestLeavingADrainingWorker:
+    def after_a_round(self, **more: object) -> str | None:
+        """Return the worker of a request of which one token was made, on a worker that drains beside an empty
+        one."""
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", **more))])
+        scheduler.step(1.0, [report(did("a", 0, 1))])
+        scheduler.step(2.0, [WorkerUp(replace(W, worker_id="v"), ()), WorkerDraining("w")])
+        assert of(scheduler, "a").worker_id == "w", "it leaves at the end of a round only"
+        scheduler.step(3.0, [report(did("a", 1, 1))])
+        scheduler.check()
+        return of(scheduler, "a").worker_id
+
+    def test_what_has_much_left_goes_elsewhere(self) -> None:
+        assert self.after_a_round(expected_output_tokens=400) == "v"
+
+    def test_what_would_have_to_compute_more_again_than_is_left_ends_here(self) -> None:
+        assert self.after_a_round(prompt_tokens=3900, max_tokens=4) == "w"
+
+    def test_also_what_no_other_worker_has_room_for(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", expected_output_tokens=400))])
+        scheduler.step(1.0, [report(did("a", 0, 1))])
+        scheduler.step(2.0, [WorkerUp(replace(W, worker_id="v", max_length=64), ()), WorkerDraining("w")])
+        scheduler.step(3.0, [report(did("a", 1, 1))])
+        assert of(scheduler, "a").worker_id == "w"
+
+    def test_what_does_not_run_leaves_at_once(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), *(Arrived(request(n, i)) for i, n in enumerate("ab"))])
+        scheduler.step(1.0, [report(did("a", 0, 1))])
+        commands = scheduler.step(2.0, [WorkerDraining("w")])
+        assert [c.request_id for c in commands if isinstance(c, Release)] == ["b"]
+
+
+class TestWhatAnEndTeaches:
+    def guesses(self, hint: int | None, *predictions: float) -> tuple[float, float]:
+        """Return the sums of ln(guess) of clients and workers after a request of three rounds."""
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", expected_output_tokens=hint))])
+        for n in range(3):
+            told = {"predicted_remaining_tokens": predictions[n]} if n < len(predictions) else {}
+            end = End.STOP if n == 2 else None
+            scheduler.step(1.0 + n, [report(did("a", 3 * n, 3, end=end, **told))])
+        learnt = scheduler.priors.to_dict()["classes"]["chat"]
+        assert sum(learnt["length_counts"].values()) == 1
+        return learnt["client_guesses"]["guesses"], learnt["worker_guesses"]["guesses"]
+
+    @pytest.mark.parametrize(
+        ("hint", "log_guess"), [(None, 0.0), (0, 0.0), (1, 0.0), (2, math.log(2)), (60, math.log(60))]
+    )
+    def test_the_clients_guess_of_at_least_one_token(self, hint: int | None, log_guess: float) -> None:
+        assert self.guesses(hint) == (pytest.approx(log_guess), 0.0)
+
+    def test_the_workers_first_prediction_of_the_whole(self) -> None:
+        assert self.guesses(None, 400.0, 20.0) == (0.0, pytest.approx(math.log(403)))
+        assert self.guesses(None, 0.0) == (0.0, pytest.approx(math.log(3)))
+
+
+def test_without_workers_the_backlog_is_what_the_requests_need() -> None:
+    scheduler = core()
+    scheduler.step(0.0, [Arrived(request(name, i)) for i, name in enumerate("ab")])
+    assert scheduler.totals().backlog_s == pytest.approx(
+        of(scheduler, "a").remaining_s + of(scheduler, "b").remaining_s
+    )

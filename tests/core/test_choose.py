@@ -387,6 +387,20 @@ class TestLatch:
             who = [running(name, 9.0, blocks=n, tokens=10) for name, n in zip("ab", blocks, strict=True)]
             assert choose(who, place(blocks=100, kv_latched=before)).kv_latched is after
 
+    def test_what_runs_counts_with_its_growth_and_what_is_paused_as_it_is_in_each_pool(self) -> None:
+        """90 of 100 blocks in one pool: a runs on 40 and is about to hold 50, or b is paused and holds 50."""
+        grows = {"tokens": 50 * BLOCK - GROWTH + 1}
+        for who in (
+            [running("a", blocks=40, **grows), running("c", blocks=40, tokens=10)],
+            [resident("b", blocks=50, **grows), running("c", blocks=40, tokens=10)],
+        ):
+            in_target = [replace(c, draft_blocks=0) for c in who]
+            assert choose(in_target, place(blocks=100, draft_blocks=1000)).kv_latched
+            assert not choose(in_target, place(blocks=110, draft_blocks=1000)).kv_latched
+            in_draft = [replace(c, target_blocks=0) for c in who]
+            assert choose(in_draft, place(blocks=1000, draft_blocks=100)).kv_latched
+            assert not choose(in_draft, place(blocks=1000, draft_blocks=110)).kv_latched
+
     def test_never_for_a_draft_pool_that_is_not_there(self) -> None:
         assert not choose([running("a", 1.0, draft_blocks=0)], place(blocks=100, draft_blocks=0)).kv_latched
         assert not choose([candidate("a")], place(blocks=100, draft_blocks=0)).kv_latched

@@ -151,3 +151,34 @@ class TestAFreeSlot:
         scheduler = core("fcfs")
         scheduler.step(0.0, [WorkerUp(named("w", 1), ()), *arrivals(2)])
         assert leased(scheduler.step(1.0, [WorkerUp(named("v", 1, max_length=64), ())])) == {}  # type: ignore[arg-type]
+
+
+class TestTheReservedShare:
+    """The oldest two of four requests are on the list of a; b comes, and each of both has a share for one."""
+
+    def moved(self, slots: int, running: int, listed: int = 4) -> dict[str, str]:
+        """Return why requests moved from a to b. The youngest of those on the list run."""
+        scheduler = core("fcfs", reserved_share=True, list_factor=2)
+        scheduler.step(0.0, [WorkerUp(named("a", slots), ()), *arrivals(listed)])
+        if running:
+            names = [f"r{i:02d}" for i in range(listed)][-running:]
+            scheduler.step(1.0, [replace(report(*(did(name, 0, 1) for name in names)), worker_id="a")])
+        scheduler.step(2.0, [WorkerUp(named("b", slots), ())])
+        scheduler.check()
+        lines = {f"r{i:02d}": scheduler.explain(f"r{i:02d}", 2.0).story[-1] for i in range(listed)}  # type: ignore[union-attr]
+        return {name: line.detail.partition(", ")[2] for name, line in lines.items() if line.what == "moved"}
+
+    def test_those_that_wait_for_each_other_are_spread(self) -> None:
+        assert self.moved(slots=2, running=2) == {
+            "r00": "whose reserved share was free",
+            "r01": "which had a free slot",
+        }
+
+    def test_not_where_one_of_them_gets_a_free_slot_in_the_next_round(self) -> None:
+        assert "whose reserved share was free" not in self.moved(slots=2, running=0).values()
+
+    def test_nor_on_a_list_that_is_not_longer_than_the_slots(self) -> None:
+        assert self.moved(slots=4, running=2) == {}
+
+    def test_nor_with_one_slot(self) -> None:
+        assert "whose reserved share was free" not in self.moved(slots=1, running=1, listed=2).values()

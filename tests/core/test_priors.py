@@ -21,7 +21,7 @@ from scheduler_svc.core.estimates.acceptance import (
     tokens_per_round,
 )
 from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessHistory
-from scheduler_svc.core.estimates.cost import CostModel
+from scheduler_svc.core.estimates.cost import ROUND_PRIOR, ROUND_PRIOR_WEIGHT, CostModel
 from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, REACH, GuessedLengths, rounded_spread
 from scheduler_svc.core.estimates.lengths import LengthTable
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
@@ -590,6 +590,25 @@ class TestCost:
         assert min(model.fit) >= 0
         assert model.share_s(10**6) > 0
 
+    def test_without_rounds_the_fit_is_what_is_assumed(self) -> None:
+        model = CostModel()
+        model.refit()
+        assert model.fit == pytest.approx(ROUND_PRIOR)
+
+    @pytest.mark.parametrize("seconds", [0.05, 0.2])
+    def test_one_round_is_shared_among_the_terms_by_the_weights_of_what_is_assumed(
+        self, seconds: float
+    ) -> None:
+        """Least squares shrunk to a prior: what each term moves, times its weight, is its part of what is missing."""
+        model = CostModel()
+        model.observe_round(16, 96, 2048, seconds)
+        parts = (1.0, 2.0, 3.0, 0.5)
+        missing = seconds - sum(part * found for part, found in zip(parts, model.fit, strict=True))
+        moved = [found - assumed for found, assumed in zip(model.fit, ROUND_PRIOR, strict=True)]
+        assert [
+            weight * move for weight, move in zip(ROUND_PRIOR_WEIGHT, moved, strict=True)
+        ] == pytest.approx([part * missing for part in parts])
+
     @pytest.mark.parametrize("term", range(4))
     def test_one_that_would_be_negative_is_left_out_and_the_others_are_fitted(self, term: int) -> None:
         """A term that is left out counts nothing, and what remains still says what rounds cost."""
@@ -867,6 +886,14 @@ class TestWorkAtFullBatches:
         typical_s = model.share_s(500)
         assert typical_s == pytest.approx(0.024 / 3 + 0.002, rel=0.1)
         assert typical_s * model.full_share(16) == pytest.approx(0.024 / 16 + 0.002, rel=0.1)
+
+    def test_what_contexts_cost_is_not_shared(self) -> None:
+        model, rng = CostModel(), random.Random(1)
+        for _ in range(2000):
+            batch, context = rng.choice((2, 3, 4)), rng.choice((1000, 3000))
+            model.observe_round(batch, 6 * batch, context * batch, 0.024 + (0.002 + 1e-5 * context) * batch)
+        share = (0.024 / 16 + 0.002 + 0.02) / (0.024 / 3 + 0.002 + 0.02)
+        assert model.full_share(16) == pytest.approx(share, rel=0.03)
 
     def test_where_batches_are_full_nothing_changes(self) -> None:
         model = self.half_empty()
