@@ -29,12 +29,9 @@ def adjusted(
         values = [value if token in may else -math.inf for token, value in enumerate(values)]
     for token, bias in sampling.logit_bias:
         values[token] += bias
-    for token in range(len(values)):
+    for token in {*spec.prompt_ids, *output}:
+        values[token] *= sampling.repetition_penalty if values[token] < 0 else 1 / sampling.repetition_penalty
         times = output.count(token)
-        if times or token in spec.prompt_ids:
-            values[token] *= (
-                sampling.repetition_penalty if values[token] < 0 else 1 / sampling.repetition_penalty
-            )
         values[token] -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
     return torch.tensor(values, dtype=torch.float64)
 
@@ -43,22 +40,23 @@ def choose(logits: torch.Tensor, sampling: Sampling, position: int, noise: Noise
     """Apply the sampling rule in double precision, straight from its definition. `logits` [vocab]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    gumbel = noise.gumbel([counter.row_key(sampling.seed, position)])[0].double().cpu()
-    scores = logits.double().cpu() / sampling.temperature
-    order = sorted(range(len(scores)), key=lambda i: -float(scores[i]))
+    gumbel = noise.gumbel([counter.row_key(sampling.seed, position)])[0].double().tolist()
+    scores = [logit / sampling.temperature for logit in logits.double().tolist()]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
     if sampling.top_k:
         order = order[: sampling.top_k]
     if sampling.top_p < 1:
-        weights = [math.exp(float(scores[i] - scores[order[0]])) for i in order]
+        weights = [math.exp(scores[i] - scores[order[0]]) for i in order]
+        enough = sampling.top_p * sum(weights)
         reached, kept = 0.0, 0
-        while reached < sampling.top_p * sum(weights) and kept < len(order):
+        while reached < enough and kept < len(order):
             reached += weights[kept]
             kept += 1
         order = order[:kept]
     if sampling.min_p > 0:
-        best = max(float(score) for score in scores)
-        order = [i for i in order if math.exp(float(scores[i]) - best) >= sampling.min_p]
-    return max(order, key=lambda i: float(scores[i] + gumbel[i]))
+        best = max(scores)
+        order = [i for i in order if math.exp(scores[i] - best) >= sampling.min_p]
+    return max(order, key=lambda i: scores[i] + gumbel[i])
 
 
 @dataclass

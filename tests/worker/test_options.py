@@ -7,10 +7,10 @@ a second time from its definition. `test_identity` explains the margin rule.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from laps_sd.contract.ends import End
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from tests.worker.pairs import MAX_LENGTH, VOCAB, load_pair
-from tests.worker.plain import Allowed, PlainDecoder
+from tests.worker.plain import Allowed, PlainDecoder, PlainText
 from tests.worker.test_identity import AnyLengths, assert_same
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
@@ -76,13 +76,33 @@ def specifications(sampling: Sampling) -> list[Specification]:
     ]
 
 
-def engine_for(
-    pair: Sequence[Path], device: str, slots: int, draft_len: int | None, **more: Any
+@functools.cache
+def decoder_for(target: Path, device: str) -> PlainDecoder:
+    return PlainDecoder(str(target), device)
+
+
+@functools.cache
+def plainly(spec: Specification, target: Path, device: str) -> PlainText:
+    return decoder_for(target, device).decode(spec)
+
+
+@functools.cache
+def loaded(
+    pair: tuple[Path, ...], device: str, slots: int, draft_len: int | None, more: tuple[tuple[str, Any], ...]
 ) -> SpeculativeEngine:
-    engine = load_pair(
+    return load_pair(
         *pair, device=device, slots=slots, blocks=PROMPTS * (MAX_LENGTH // 16), block_size=8, max_length=MAX_LENGTH,
-        max_draft_len=5, draft_len=4 if draft_len is None else draft_len, prefill_chunk=64, **more,
+        max_draft_len=5, draft_len=4 if draft_len is None else draft_len, prefill_chunk=64, **dict(more),
     )  # fmt: skip
+
+
+def engine_for(
+    pair: tuple[Path, ...], device: str, slots: int, draft_len: int | None, **more: Any
+) -> SpeculativeEngine:
+    """Return an engine without requests. Calls with the same options share it: loading costs more than a test."""
+    engine = loaded(pair, device, slots, draft_len, tuple(more.items()))
+    for request_id in list(engine.known()):  # of a test that failed
+        engine.drop(request_id)
     if draft_len is None:
         engine.lengths = AnyLengths(5, seed=slots)
     return engine
@@ -90,11 +110,10 @@ def engine_for(
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_say_what_plain_decoding_says(option: str, pair: tuple[Path, Path], device: str) -> None:
-    decoder = PlainDecoder(str(pair[0]), device)
     specs = specifications(OPTIONS[option])
-    plain = {spec.request_id: decoder.decode(spec) for spec in specs}
-    without = {spec.request_id: decoder.decode(replace(spec, sampling=Sampling(
-        spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k, spec.sampling.seed))).tokens for spec in specs}  # fmt: skip
+    plain = {spec.request_id: plainly(spec, pair[0], device) for spec in specs}
+    without = {spec.request_id: plainly(replace(spec, sampling=Sampling(
+        spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k, spec.sampling.seed)), pair[0], device).tokens for spec in specs}  # fmt: skip
     assert any(text.tokens != without[name] for name, text in plain.items()), "the option changes nothing"
     first: dict[str, list[int]] | None = None
     for slots, draft_len, between in SCHEDULES.values():
@@ -219,7 +238,7 @@ def test_formats_say_what_plain_decoding_says(
 ) -> None:
     wanted = FORMATS[name]
     specs = formatted(wanted)
-    decoder, allowed = PlainDecoder(str(lettered_pair[0]), device), allowed_by(lettered_pair[0], wanted)
+    decoder, allowed = decoder_for(lettered_pair[0], device), allowed_by(lettered_pair[0], wanted)
     plain = {spec.request_id: decoder.decode(spec, frozenset({1}), allowed) for spec in specs}
     tokenizer = Tokenizer.from_file(str(lettered_pair[0] / "tokenizer.json"))
     for folders, schedules in (
@@ -314,10 +333,9 @@ def test_a_format_that_the_vocabulary_cannot_write_ends_its_request(lettered_pai
 
 
 def test_log_probabilities_are_those_of_plain_decoding(pair: tuple[Path, Path], device: str) -> None:
-    decoder = PlainDecoder(str(pair[0]), device)
     specs = [replace(spec, logprobs=n % 4) for n, spec in enumerate(specifications(OPTIONS["all at once"]))]
     specs[0] = replace(specs[0], logprobs=None)
-    plain = {spec.request_id: decoder.decode(spec) for spec in specs}
+    plain = {spec.request_id: decoder_for(pair[0], device).decode(spec) for spec in specs}
     for slots, draft_len, between in SCHEDULES.values():
         output, _, reports = finish_all(engine_for(pair, device, slots, draft_len), specs, between)
         assert_same(output, plain)
