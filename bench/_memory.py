@@ -7,13 +7,14 @@ import collections
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from laps_sd.stack.local import LocalStack
 
 GROWTH_MIB = 48.0
-"""Upper bound of a process's growth after its first `WARM_S`, in MiB: arenas and buffers of hundreds of
-streams, and no more."""
+"""Upper bound of a process's growth after its first `WARM_S` under load, in MiB: arenas and buffers of hundreds
+of streams, and no more."""
 WARM_S = 20.0
 SAMPLE_S = 2.0
 
@@ -21,10 +22,17 @@ SAMPLE_S = 2.0
 class Memory:
     """Resident memory of each process, from the time it has settled until it ends or the run does."""
 
-    def __init__(self, stack: LocalStack, *, warm_s: float = WARM_S) -> None:
+    def __init__(
+        self, stack: LocalStack, *, warm_s: float = WARM_S, loaded: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Take a process as settled after `warm_s` in which `loaded` was true, since it started: without a
+        leader, for example, a gateway has no streams yet."""
         self._stack = stack
+        self._loaded = loaded
         self._warm_s = warm_s
         self._seen: dict[tuple[str, int], tuple[float, float | None, float]] = {}
+        """(seconds under load, MiB when it had settled, MiB now) by name and process id."""
+        self._sampled_at_s: float | None = None
 
     async def watch(self) -> None:
         """Take samples until cancelled."""
@@ -35,16 +43,19 @@ class Memory:
     def sample(self) -> None:
         """Take one sample."""
         now = time.monotonic()
+        under_load_s = 0.0 if self._sampled_at_s is None or not self._loaded() else now - self._sampled_at_s
+        self._sampled_at_s = now
         for name, child in self._stack.children.items():
             if child.pid is None or not child.alive:
                 continue
             with contextlib.suppress(OSError, IndexError):
                 text = Path(f"/proc/{child.pid}/status").read_text()
                 mib = int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024
-                first_s, settled, _ = self._seen.get((name, child.pid), (now, None, mib))
-                if settled is None and now - first_s >= self._warm_s:
+                warm_s, settled, _ = self._seen.get((name, child.pid), (-under_load_s, None, mib))
+                warm_s += under_load_s
+                if settled is None and warm_s >= self._warm_s:
                     settled = mib
-                self._seen[(name, child.pid)] = (first_s, settled, mib)
+                self._seen[(name, child.pid)] = (warm_s, settled, mib)
 
     def growth(self) -> dict[str, float]:
         """Return the growth in MiB, the largest of each kind of process."""

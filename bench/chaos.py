@@ -335,7 +335,7 @@ class Run:
             kinds=options.kinds,
         )
         self.faults = injector.injected
-        memory = Memory(stack)
+        memory = Memory(stack, loaded=lambda: bool(injector.state.leader))
         watching = [
             asyncio.create_task(injector.watch(groups)),
             asyncio.create_task(memory.watch()),
