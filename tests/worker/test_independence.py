@@ -7,10 +7,11 @@ import torch
 
 from tests.worker.pairs import llama_config, write_model
 from worker_svc.engine.cache.kv import KV_TILE
-from worker_svc.engine.models.attention import GRANULE, Piece, exact_spans
 from worker_svc.engine.models.linears import LinearStore
 from worker_svc.engine.models.load import load_packed
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.plan import Piece
+from worker_svc.engine.models.segments import GRANULE, exact_spans
 
 LENGTH = 600  # tokens of the text that is computed in many ways; crosses one tile of keys
 

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm, silu
 from worker_svc.engine.cache.kv import BlockTable, KVPool
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Sampling
-from worker_svc.engine.models.attention import KernelPlanner, Piece, Plan
+from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
 from worker_svc.engine.sampling.noise import Noise
 from worker_svc.engine.sampling.sampling import Rows, choose_tokens, rows_for
 

@@ -12,8 +12,8 @@ from worker_svc.engine.cpu import kernels
 from worker_svc.engine.draft_lengths.cost_table import CostTable
 from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
 from worker_svc.engine.interface import blocks_needed
-from worker_svc.engine.models.attention import Piece
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.plan import Piece
 
 TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
 SHORT = 64  # tokens of the contexts of most measurements. Our choice

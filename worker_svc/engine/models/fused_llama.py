@@ -19,8 +19,9 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.cpu import kernels
-from worker_svc.engine.models.attention import Plan, attend_rows
+from worker_svc.engine.models.attention import attend_rows
 from worker_svc.engine.models.linears import KernelLinear, LinearStore, Product
+from worker_svc.engine.models.plan import Plan
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 STATIC_ROPES = frozenset(

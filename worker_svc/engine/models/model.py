@@ -19,19 +19,13 @@ from transformers import AttentionInterface
 from worker_svc.engine.cache.kv import KV_TILE, KVPool
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
-from worker_svc.engine.models.attention import (
-    MIN_ROWS,
-    KernelPlanner,
-    Piece,
-    Plan,
-    Planner,
-    attend,
-    exact_spans,
-)
+from worker_svc.engine.models.attention import attend
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.fused_llama import LeanModel
 from worker_svc.engine.models.linears import LinearStore
+from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
 from worker_svc.engine.models.probe import probe
+from worker_svc.engine.models.segments import MIN_ROWS, Planner, exact_spans
 
 ATTENTION = "laps_sd_pool"
 # tokens of the longest sequence of the check at loading, whatever the context length of the settings

@@ -14,8 +14,8 @@ import torch
 
 from worker_svc.engine.cache.kv import BlockTable
 from worker_svc.engine.cpu import kernels
-from worker_svc.engine.models.attention import Piece, Plan
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.plan import Piece, Plan
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import Choices
 from worker_svc.engine.round.request import RoundRequest

@@ -8,7 +8,7 @@ import torch
 
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import TokenLogprobs
-from worker_svc.engine.models.attention import Piece, Plan
+from worker_svc.engine.models.plan import Piece, Plan
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import Choices
 from worker_svc.engine.round.request import RoundRequest
