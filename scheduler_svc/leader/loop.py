@@ -1,5 +1,8 @@
 """The one task of a leader: collect messages, call the core, carry out its commands. The record comes first.
 
+One file for now: its parts share the state of a turn, and a change that carries out the commands of several
+turns at once replaces them together.
+
 A turn:
   1. take what is in the inbox, up to a bound, and the timers that are due;
   2. write new requests to the record, and send "accepted" for those that it took;

@@ -1,5 +1,8 @@
 """The record of one shard: the state that the scheduler must not lose, in Redis or Valkey.
 
+One file for now: a method for each transition over one connection, which the change of how commands are sent
+replaces as a whole.
+
 The scheduler decides, the scripts in `lua/` carry out. Each transition compares the state on which it was
 decided with the record, so a decision that is out of date changes nothing, and one that is sent twice changes
 nothing more.

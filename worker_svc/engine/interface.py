@@ -1,4 +1,5 @@
 """The interface between an engine and the rest of the worker. Standard library only: no torch, no network.
+One file, since the engine, the fake engine and the runner each need the whole contract.
 
 Terms (see ARCHITECTURE.md):
 
