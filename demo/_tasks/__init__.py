@@ -1,0 +1,1 @@
+"""Generators of tasks by topic; `demo.tasks` names them."""
