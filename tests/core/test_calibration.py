@@ -64,6 +64,29 @@ class TestTheLine:
     def test_a_steep_line_makes_no_guess_exact(self) -> None:
         assert Calibration(30.0, 0.0, 1e-4).spread == LEAST_LOG_SPREAD
 
+    def test_one_request_moves_the_line_it_is_shrunk_to_and_not_its_slope(self) -> None:
+        """Seven requests on the line that is assumed and this one: an eighth of its distance, and the errors of
+        all eight."""
+        assumed = Calibration(0.5, 2.0, 0.3)
+        one = GuessHistory()
+        one.observe(90.0, 40)
+        distance = math.log(90) - (2.0 + 0.5 * math.log(40))
+        found = one.calibrated(assumed, 7.0)
+        assert found.slope == pytest.approx(0.5)
+        assert found.offset == pytest.approx(2.0 + distance / 8)
+        errors = (distance * 7 / 8) ** 2 + 7 * GUESS_LOG_SPREAD**2
+        assert found.variance == pytest.approx(errors / 8)
+
+    def test_the_slope_is_that_of_the_history_and_of_as_many_as_are_assumed(self) -> None:
+        """Two requests, ln(length) 1 above and below the middle, ln(guess) 2 above and below it."""
+        two = GuessHistory()
+        for step in (-1, 1):
+            two.observe(math.exp(9 + 2 * step), round(math.exp(8 + step)))
+        found = two.calibrated(Calibration(0.5, 5.0, 0.3), 6.0)
+        assert found.slope == pytest.approx((2 * 2 + 6 * 0.5) / (2 + 6), rel=0.01)
+        middle = (2 * 9 + 6 * (5 + 0.5 * 8)) / 8
+        assert found.offset == pytest.approx(middle - found.slope * 8, rel=0.01)
+
     def test_equal_lengths_say_nothing_against_the_slope(self) -> None:
         found = GuessHistory()
         for i in range(300):

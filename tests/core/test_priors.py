@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import math
 import random
+from itertools import pairwise
+from statistics import NormalDist
 
 import pytest
 from hypothesis import assume, given, settings
@@ -23,7 +25,7 @@ from scheduler_svc.core.estimates.acceptance import (
 from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessHistory
 from scheduler_svc.core.estimates.cost import ROUND_PRIOR, ROUND_PRIOR_WEIGHT, CostModel
 from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, REACH, GuessedLengths, rounded_spread
-from scheduler_svc.core.estimates.lengths import LengthTable
+from scheduler_svc.core.estimates.lengths import EDGES, SHAPE_PRIOR, SHAPE_WEIGHT, LengthTable, bounded
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
 from tests.core.learned import tokens_by_draft_length
 
@@ -290,6 +292,57 @@ class TestLengths:
         table.rebuild(None)
         assert table.left(9, MOST, "").low == 1
 
+    @pytest.mark.parametrize("of_all", [[], [2000] * 60])
+    def test_the_histogram_is_filled_up_by_a_lognormal_of_the_same_shape(self, of_all: list[int]) -> None:
+        """Thirty requests of a lognormal whose mean and variance are those of the lengths seen and of two that are
+        like all (without any: like those that are assumed)."""
+        pool = LengthTable()
+        for length in of_all:
+            pool.observe(length)
+        pool.rebuild(None)
+        table = LengthTable()
+        for length in [100] * 30 + [300] * 10:
+            table.observe(length)
+        table.rebuild(pool if of_all else None)
+
+        def shape(counts: list[float], mean: float, variance: float) -> tuple[float, float]:
+            middles = [math.log(max(1.0, (low + high) / 2)) for low, high in pairwise(EDGES)]
+            weight = sum(counts) + SHAPE_PRIOR
+            total = SHAPE_PRIOR * mean + sum(n * x for n, x in zip(counts, middles, strict=True))
+            squares = sum(n * (x - total / weight) ** 2 for n, x in zip(counts, middles, strict=True))
+            return total / weight, (
+                squares + SHAPE_PRIOR * (variance + (mean - total / weight) ** 2)
+            ) / weight
+
+        like_all = (math.log(150), 1.0)
+        if of_all:
+            like_all = shape(pool.counts, *like_all)
+        mean, variance = shape(table.counts, *like_all)
+        normal = NormalDist(mean, math.sqrt(variance))
+        below = [0.0, *(normal.cdf(math.log(edge)) for edge in EDGES[1:])]
+        expected = [
+            (n + SHAPE_WEIGHT * (after - before)) / (table.weight + SHAPE_WEIGHT)
+            for n, (before, after) in zip(table.counts, pairwise(below), strict=True)
+        ]
+        assert table.masses == pytest.approx(expected, abs=1e-9)
+
+    @pytest.mark.parametrize(
+        ("given", "most", "found"),
+        [
+            ((5.0, 2.0, 9.0), 20, (5.0, 2.0, 9.0)),
+            ((0.2, 0.1, 0.3), 20, (1.0, 1.0, 1.0)),
+            ((30.0, 25.0, 40.0), 20, (20.0, 20.0, 20.0)),
+            ((5.0, 6.0, 4.0), 20, (5.0, 5.0, 5.0)),
+            ((5.0, 0.5, 30.0), 20, (5.0, 1.0, 20.0)),
+            ((5.0, 2.0, 9.0), 0, (1.0, 1.0, 1.0)),
+        ],
+    )
+    def test_an_interval_holds_its_mean_between_one_token_and_the_limit(
+        self, given: tuple[float, float, float], most: int, found: tuple[float, float, float]
+    ) -> None:
+        left = bounded(*given, most, "why")
+        assert (left.mean, left.low, left.high, left.basis) == (*found, "why")
+
     def test_longer_than_any_histogram_half_of_its_length_so_far_is_left(self) -> None:
         """And the interval is a factor of ten either way: of such a length nothing is known."""
         left = LengthTable().left(4_000_000, 10**9, "")
@@ -442,6 +495,25 @@ class TestGuesses:
 
         left = GuessedLengths(table).left(calibration, float(guess), emitted, most, "")
         assert left.mean == pytest.approx(expected, rel=0.03, abs=0.002 * emitted + 0.1)
+
+    def test_far_beyond_the_guess_lengths_fall_off_like_an_exponential(self) -> None:
+        """Its mean is that of the tail of a lognormal there, and the interval holds four fifths of it."""
+        spread = rounded_spread(0.3)
+        emitted = round(50 * math.exp(6 * spread))
+        left = GuessedLengths(LengthTable()).left(Calibration(1.0, 0.0, 0.09), 50.0, emitted, 10**6, "")
+        total = mean = 0.0
+        for i in range(20_000):
+            x = math.log(emitted) + (i + 0.5) * 1e-4
+            share = math.exp(-(((x - math.log(50)) / spread) ** 2) / 2)
+            total, mean = total + share, mean + share * (math.exp(x) - emitted)
+        assert left.mean == pytest.approx(mean / total, rel=0.1)
+        assert left.low == pytest.approx(-math.log(0.9) * left.mean, rel=0.1)
+        assert left.high == pytest.approx(-math.log(0.1) * left.mean, rel=0.1)
+
+    @pytest.mark.parametrize(("guess", "like"), [(1e-3, 1.0), (1e12, 1.1**150)])
+    def test_a_guess_beyond_all_lengths_is_like_the_outermost_one(self, guess: float, like: float) -> None:
+        guesses, line = GuessedLengths(LengthTable()), Calibration(1.0, 0.0, 0.09)
+        assert guesses.left(line, guess, 0, 10**6, "") == guesses.left(line, like, 0, 10**6, "")
 
     def test_a_class_of_equal_lengths_is_known_after_some_dozens_whatever_is_guessed(self) -> None:
         priors = Priors()
