@@ -11,7 +11,7 @@ from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease
 from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.core.events import Arrived, EndRequested, ResidencyChange, WorkerFacts, WorkerUp
+from scheduler_svc.core.events import Arrived, EndRequested, Recovered, ResidencyChange, WorkerFacts, WorkerUp
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
@@ -182,3 +182,11 @@ class TestTheReservedShare:
 
     def test_nor_with_one_slot(self) -> None:
         assert "whose reserved share was free" not in self.moved(slots=1, running=1, listed=2).values()
+
+    def test_an_old_one_that_comes_back_goes_where_the_share_is_free(self) -> None:
+        scheduler = core("fcfs", reserved_share=True)
+        scheduler.step(0.0, [WorkerUp(named("a", 2), ()), WorkerUp(named("b", 2), ()), *arrivals(4, 5)])
+        assert [worker_of(scheduler, f"r{i:02d}") for i in range(5, 9)] == ["a", "b", "a", "b"]
+        scheduler.step(1.0, [Recovered(request("old", 1), 0, 0, 0, 0, 0.0, 0, None, 0)])
+        assert worker_of(scheduler, "old") == "b", "r05 has the share of a"
+        scheduler.check()

@@ -245,6 +245,33 @@ class TestShrinkage:
         assert statistics.mean(4.0, 10.0) == pytest.approx((40 + 2) / 11)
         assert statistics.mean(4.0, 10.0, factor=3.0) == pytest.approx((40 + 6) / 11)
 
+    def test_a_class_has_its_own_variances_as_soon_as_it_has_enough_ends(self) -> None:
+        """Until then those of all classes count; the spread of the pace shows both."""
+        priors, of_all, of_own = Priors(), AcceptanceStatistics(), AcceptanceStatistics()
+
+        def end(name: str, rounds: int, tokens: int, squares: int) -> None:
+            priors.observe_acceptance(name, rounds, tokens, squares)
+            of_all.observe_end(rounds, tokens, squares)
+
+        def spread(name: str, statistics: AcceptanceStatistics) -> float:
+            found = statistics.variances()
+            assert found is not None
+            mean = priors.mean_tokens_per_round(name)
+            return math.sqrt(3 * found[0] / (shrinkage(found) + 10)) / mean
+
+        for number in range(20):
+            end("many", 20, 40 + number, 120 + 5 * number)
+        for number in range(9):
+            if number < 7:
+                assert priors.tokens_per_round("few", 10, 20).spread == pytest.approx(
+                    spread("few", of_all), rel=0.05
+                )
+            end("few", 30, 90 + 20 * number, 900 + 150 * number)
+            of_own.observe_end(30, 90 + 20 * number, 900 + 150 * number)
+        pace = priors.tokens_per_round("few", 10, round(10 * priors.mean_tokens_per_round("few")))
+        assert pace.spread == pytest.approx(spread("few", of_own), rel=0.05)
+        assert abs(spread("few", of_own) - spread("few", of_all)) > 0.1 * spread("few", of_all)
+
     def test_requests_that_are_all_alike_are_judged_by_their_class(self) -> None:
         assert shrinkage((1.0, 0.0)) == SHRINKAGE_LIMITS[1]
 
