@@ -9,7 +9,8 @@ import pytest
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
-from scheduler_svc.core.commands import Commit, Drained, Lease, Release
+from scheduler_svc.core.commands import Commit, Drained, Lease, Rank, Release
+from scheduler_svc.core.estimates.cost import CONTEXT_UNIT
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
@@ -342,3 +343,60 @@ def test_without_workers_the_backlog_is_what_the_requests_need() -> None:
     assert scheduler.totals().backlog_s == pytest.approx(
         of(scheduler, "a").remaining_s + of(scheduler, "b").remaining_s
     )
+
+
+class TestWhatARoundTeachesAndCosts:
+    def three(self) -> Scheduler:
+        """Return a core with requests a, b and c of 100, 50 and 30 tokens on one worker."""
+        scheduler = core()
+        prompts = {"a": 100, "b": 50, "c": 30}
+        arrivals = [Arrived(request(n, i, prompt_tokens=p)) for i, (n, p) in enumerate(prompts.items())]
+        scheduler.step(0.0, [WorkerUp(replace(W, slots=3), ()), *arrivals])
+        return scheduler
+
+    def test_the_contexts_of_what_it_verified(self) -> None:
+        scheduler = self.three()
+        only_prefilled = did("c", 0, 0, drafted=0, prefilled=30)
+        scheduler.step(1.0, [report(did("a", 0, 3), did("b", 0, 2), only_prefilled)])
+        cost = scheduler.priors.cost
+        assert cost.squares[3] * CONTEXT_UNIT == pytest.approx(100 + 50)
+        assert (cost.batch, cost.tokens) == (2, 12)
+        scheduler.step(2.0, [report(did("a", 3, 3), did("b", 2, 2))])
+        assert cost.squares[3] * CONTEXT_UNIT == pytest.approx(150 + 103 + 52, rel=1e-3)
+
+    def test_each_sequence_that_it_verified_pays_the_same_and_for_its_own_prefill(self) -> None:
+        scheduler = self.three()
+        progress = (
+            did("a", 0, 3, prefilled=100),
+            did("b", 0, 1, prefilled=50),
+            did("c", 0, 0, drafted=0, prefilled=30),
+        )
+        scheduler.step(1.0, [report(*progress, draft_s=0.1, verify_s=0.3, prefill_s=1.8)])
+        paid = [of(scheduler, name).attained_s for name in "abc"]
+        assert paid == pytest.approx([0.2 + 1.0, 0.2 + 0.5, 0.3])
+
+    def test_where_it_verified_nothing_all_share_it(self) -> None:
+        scheduler = self.three()
+        progress = [did(name, 0, 0, drafted=0, prefilled=n) for name, n in (("a", 20), ("b", 10))]
+        scheduler.step(1.0, [report(*progress, draft_s=0.1, verify_s=0.3, prefill_s=0.6)])
+        assert [of(scheduler, name).attained_s for name in "abc"] == pytest.approx(
+            [0.2 + 0.4, 0.2 + 0.2, 0.0]
+        )
+
+    def test_what_was_judged_is_told_for_one_step(self) -> None:
+        scheduler = self.three()
+        scheduler.step(1.0, [report(did("a", 0, 3, end=End.STOP))])
+        assert {one.moment.value for one in scheduler.estimate_errors.latest} >= {"arrival"}
+        scheduler.step(2.0, [])
+        assert scheduler.estimate_errors.latest == []
+
+
+def test_an_eviction_that_moves_no_level_is_not_recorded() -> None:
+    scheduler = core()
+    scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", prompt_tokens=10))])
+    scheduler.step(1.0, [report(did("a", 0, 3))])
+    before = of(scheduler, "a")
+    commands = scheduler.step(2.0, [report(residency=(ResidencyChange("a", 1, Residency.NONE),))])
+    assert of(scheduler, "a").level == before.level
+    assert not [command for command in commands if isinstance(command, Rank)]
+    assert of(scheduler, "a").remaining_s > before.remaining_s

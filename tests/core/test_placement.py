@@ -156,13 +156,14 @@ class TestAFreeSlot:
 class TestTheReservedShare:
     """The oldest two of four requests are on the list of a; b comes, and each of both has a share for one."""
 
-    def moved(self, slots: int, running: int, listed: int = 4) -> dict[str, str]:
+    def moved(self, slots: int, running: int, listed: int = 4, free_blocks: int = 900) -> dict[str, str]:
         """Return why requests moved from a to b. The youngest of those on the list run."""
         scheduler = core("fcfs", reserved_share=True, list_factor=2)
         scheduler.step(0.0, [WorkerUp(named("a", slots), ()), *arrivals(listed)])
         if running:
             names = [f"r{i:02d}" for i in range(listed)][-running:]
-            scheduler.step(1.0, [replace(report(*(did(name, 0, 1) for name in names)), worker_id="a")])
+            free = {"free_target_blocks": free_blocks, "free_draft_blocks": free_blocks}
+            scheduler.step(1.0, [report(*(did(name, 0, 1) for name in names), worker_id="a", **free)])
         scheduler.step(2.0, [WorkerUp(named("b", slots), ())])
         scheduler.check()
         lines = {f"r{i:02d}": scheduler.explain(f"r{i:02d}", 2.0).story[-1] for i in range(listed)}  # type: ignore[union-attr]
@@ -176,6 +177,10 @@ class TestTheReservedShare:
 
     def test_not_where_one_of_them_gets_a_free_slot_in_the_next_round(self) -> None:
         assert "whose reserved share was free" not in self.moved(slots=2, running=0).values()
+
+    def test_but_where_kv_is_short_a_free_slot_helps_none(self) -> None:
+        assert self.moved(slots=2, running=1)["r01"] == "whose reserved share was free"
+        assert self.moved(slots=2, running=1, free_blocks=100)["r00"] == "whose reserved share was free"
 
     def test_nor_on_a_list_that_is_not_longer_than_the_slots(self) -> None:
         assert self.moved(slots=4, running=2) == {}
