@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc.aio
@@ -41,28 +41,36 @@ async def undisturbed(stack: LocalStack) -> list[Outcome]:
         return await stream_all(inference_pb2_grpc.InferenceStub(channel), requests())
 
 
+@pytest.fixture(scope="module", params=["fake", "demo"])
+def calm_texts(request: pytest.FixtureRequest) -> Iterator[tuple[LocalStack, list[Outcome]]]:
+    """Start a stack whose processes a test may kill and restart, and return it with the outcomes of the
+    requests without a fault.
+    """
+    with LocalStack(engine=request.param, slots=8) as stack:
+        yield stack, asyncio.run(undisturbed(stack))
+
+
 @pytest.mark.parametrize("victim", ["scheduler", "worker"])
-@pytest.mark.parametrize("engine", ["fake", "demo"])
-async def test_every_stream_goes_on_when_a_process_is_killed_and_restarted(engine: str, victim: str) -> None:
-    with LocalStack(engine=engine, slots=8) as stack:
-        expected = await undisturbed(stack)
+async def test_every_stream_goes_on_when_a_process_is_killed_and_restarted(
+    calm_texts: tuple[LocalStack, list[Outcome]], victim: str
+) -> None:
+    stack, expected = calm_texts
+    some_have_tokens = asyncio.Event()
+    streaming: set[str] = set()
 
-        some_have_tokens = asyncio.Event()
-        streaming: set[str] = set()
+    def seen(outcome: Outcome) -> None:
+        streaming.add(outcome.request_id)
+        if len(streaming) >= 4:
+            some_have_tokens.set()
 
-        def seen(outcome: Outcome) -> None:
-            streaming.add(outcome.request_id)
-            if len(streaming) >= 4:
-                some_have_tokens.set()
-
-        async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            running = [asyncio.create_task(stream(stub, request, on_tokens=seen)) for request in requests()]
-            await some_have_tokens.wait()
-            stack.kill(victim)
-            ended_before = sum(task.done() for task in running)
-            await asyncio.to_thread(stack.restart, victim)
-            outcomes = await asyncio.gather(*running)
+    async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        running = [asyncio.create_task(stream(stub, request, on_tokens=seen)) for request in requests()]
+        await some_have_tokens.wait()
+        stack.kill(victim)
+        ended_before = sum(task.done() for task in running)
+        await asyncio.to_thread(stack.restart, victim)
+        outcomes = await asyncio.gather(*running)
 
     assert ended_before < STREAMS // 2, "the kill came too late to show anything"
     assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in expected]

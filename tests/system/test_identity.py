@@ -19,7 +19,7 @@ from tests.worker.plain import MARGIN, PlainDecoder, PlainText
 from worker_svc.demo import TARGET_DIR
 from worker_svc.engine.interface import Sampling, Specification
 
-PROMPTS = 44
+PROMPTS = 20  # every way to speculate meets every fifth prompt's nucleus once
 MAX_TOKENS = 32
 SPECULATION = [
     pb.Speculation(mode=pb.Speculation.MODE_OFF),
@@ -117,5 +117,5 @@ async def test_the_stack_streams_the_tokens_of_plain_decoding(
             outcomes = await stream_all(inference_pb2_grpc.InferenceStub(channel), requests())
 
     differing = near_ties(outcomes, plain)
-    assert differing <= 2, f"{differing} of {len(outcomes)} requests differ from a near tie on"
+    assert differing <= 1, f"{differing} of {len(outcomes)} requests differ from a near tie on"
     assert sum(outcome.end.speculation.accepted for outcome in outcomes if outcome.end) > 0
