@@ -144,6 +144,8 @@ class TestEnds:
         for one in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(one, ValueError)
         assert list(stream) == []
+        # A request whose acceptance was on its way is cancelled by its gateway, after the client has gone.
+        await scheduler.wait_heard("cancel", 2)
         assert len(scheduler.all_heard("cancel")) == 2
 
     async def test_an_interrupt_while_it_waits_cancels_the_request(

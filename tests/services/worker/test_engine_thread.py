@@ -14,6 +14,7 @@ from worker_svc.settings import WorkerSettings
 
 def test_it_holds_nothing_once_the_last_end_is_acknowledged() -> None:
     outcomes: list[Outcome] = []
+    before = set(threading.enumerate())
     runner = EngineThread(FakeEngine(slots=2), WorkerSettings())
     assert runner.holds_nothing
     runner.start(outcomes.append)
@@ -30,7 +31,7 @@ def test_it_holds_nothing_once_the_last_end_is_acknowledged() -> None:
     finally:
         runner.stop()
 
-    assert "engine" not in {thread.name for thread in threading.enumerate()}
+    assert "engine" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_the_bounds_of_the_settings_hold() -> None:
