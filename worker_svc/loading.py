@@ -113,7 +113,8 @@ def _on_this_machine(named: Path) -> Path:
 
 
 def _fake_engine(settings: WorkerSettings) -> Engine:
-    from worker_svc.fake.engine import FakeCosts, FakeEngine, lognormal_lengths
+    from worker_svc.fake.engine import FakeCosts, FakeEngine
+    from worker_svc.fake.script import lognormal_lengths
 
     # The tokens are scripted, but gateways have the demo model's limits.
     longest = context_tokens(DEMO / "target", settings.context_tokens) or LONGEST_DEFAULT_TOKENS

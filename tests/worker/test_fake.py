@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.worker.drive import everybody, finish_all, rotate
 from worker_svc.engine.interface import Sampling, Specification
-from worker_svc.fake.engine import FakeCosts, FakeEngine, lognormal_lengths
+from worker_svc.fake.engine import FakeCosts, FakeEngine
+from worker_svc.fake.script import lognormal_lengths
 
 
 def specs(count: int, max_tokens: int = 60) -> list[Specification]:

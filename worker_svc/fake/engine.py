@@ -11,11 +11,8 @@ For tests and simulations of everything around an engine; hundreds fit into one 
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
 import signal
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,14 +33,10 @@ from worker_svc.engine.interface import (
     check_run,
     check_specification,
 )
-from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.stopping import Decode, StopText, cut
+from worker_svc.fake.script import Lengths, Script, digest_of
 
-__all__ = ["FakeCosts", "FakeEngine", "lognormal_lengths"]
-
-ACCEPTANCE_STREAM = 0xACCE97  # keeps acceptance independent of the tokens of the same seed
-
-Lengths = Callable[[Specification], int]
+__all__ = ["FakeCosts", "FakeEngine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +49,6 @@ class FakeCosts:
     context_token_s: float = 3e-7  # per token of context that is attended to
     prefill_token_s: float = 0.00009
     swap_token_s: float = 0.00002  # per token, either way
-
-
-def lognormal_lengths(median: float, sigma: float, *, longest: int = 2**31) -> Lengths:
-    """Return output lengths ~ lognormal(ln median, sigma), 1 .. longest tokens, a function of (prompt, seed)
-    alone.
-    """
-
-    def length(spec: Specification) -> int:
-        draw = random.Random(_digest(spec)).lognormvariate(0.0, sigma)
-        return max(1, min(longest, round(median * draw)))
-
-    return length
 
 
 def _die() -> None:
@@ -131,10 +112,13 @@ class FakeEngine:
         decode: Decode | None = None,
         fingerprint: str = "fake",
     ) -> None:
-        if vocab_size < 2:
-            raise ValueError("vocab_size must be at least 2")
-        if not 0 <= acceptance <= 1:
-            raise ValueError("acceptance must be from 0 to 1")
+        self._script = Script(
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            acceptance=acceptance,
+            concentration=concentration,
+            lengths=lengths,
+        )
         self.capacity = Capacity(
             slots=slots,
             target_blocks=target_blocks,
@@ -148,9 +132,6 @@ class FakeEngine:
         self.fingerprint = fingerprint
         self._draft_len = min(draft_len, max_draft_len) if self.capacity.draft_blocks else 0
         self._eos_id = eos_id
-        self._acceptance = acceptance
-        self._concentration = concentration
-        self._lengths = lengths
         self._prefill_chunk = prefill_chunk
         self._host_tokens = host_tokens
         self._costs = costs or FakeCosts()
@@ -172,12 +153,12 @@ class FakeEngine:
         check_specification(spec, self.capacity)
         if spec.format is not None:
             raise ValueError("format cannot be kept by the fake engine, whose tokens are scripted")
-        digest = _digest(spec)
+        digest = digest_of(spec)
         self._requests[spec.request_id] = _Fake(
             spec=spec,
             digest=digest,
-            acceptance=self._mean_acceptance(digest),
-            length=self._length(spec),
+            acceptance=self._script.mean_acceptance(digest),
+            length=self._script.length(spec),
             stop_text=StopText(spec.stop, self._decode) if spec.stop and self._decode else None,
             output=list(spec.committed_ids),
         )
@@ -228,7 +209,7 @@ class FakeEngine:
     def expected(self, spec: Specification) -> tuple[tuple[int, ...], End]:
         """Return all output tokens of a request, regardless of committed ones, and the reason of its end."""
         tokens = tuple(
-            self._token(_digest(spec), spec, self._length(spec), position)
+            self._script.token(digest_of(spec), spec, self._script.length(spec), position)
             for position in range(spec.max_tokens)
         )
         stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
@@ -334,11 +315,13 @@ class FakeEngine:
         if request.computed < request.tokens - 1 or (chunk == 0 and request.computed == 0):
             return RequestRound(request.spec.request_id, position, (), 0, 0, prefilled=chunk)
         accepted = 0
-        while accepted < draft_len and self._accepts(request, position + accepted):
+        while accepted < draft_len and self._script.accepts(
+            request.digest, request.spec.sampling.seed, request.acceptance, position + accepted
+        ):
             accepted += 1
         tested = min(accepted + 1, draft_len)
         block = [
-            self._token(request.digest, request.spec, request.length, position + i)
+            self._script.token(request.digest, request.spec, request.length, position + i)
             for i in range(accepted + 1)
         ]
         end = cut(request.spec, position, block, (self._eos_id,), request.stop_text, request.output)
@@ -362,29 +345,6 @@ class FakeEngine:
             logprobs=(TokenLogprobs(0.0),) * end.tokens if request.spec.logprobs is not None else (),
         )
 
-    # -- what is scripted -----------------------------------------------------------------------------------------------------
-
-    def _token(self, digest: int, spec: Specification, length: int, position: int) -> int:
-        if position == length - 1 and not spec.ignore_eos:
-            return self._eos_id
-        token = counter.mix64(digest ^ counter.row_key(spec.sampling.seed, position)) % (
-            self.capacity.vocab_size - 1
-        )
-        return token + (token >= self._eos_id)  # every id but EOS
-
-    def _length(self, spec: Specification) -> int:
-        return spec.max_tokens + 1 if self._lengths is None else self._lengths(spec)
-
-    def _mean_acceptance(self, digest: int) -> float:
-        if self._acceptance in (0.0, 1.0):
-            return self._acceptance
-        a = self._acceptance * self._concentration
-        return random.Random(digest ^ ACCEPTANCE_STREAM).betavariate(a, self._concentration - a)
-
-    def _accepts(self, request: _Fake, position: int) -> bool:
-        key = counter.row_key(request.spec.sampling.seed ^ ACCEPTANCE_STREAM, position)
-        return counter.uniform(key ^ request.digest, 0) < request.acceptance
-
     # -- helpers ------------------------------------------------------------------------------------------------------------
 
     def _get(self, request_id: str) -> _Fake:
@@ -397,9 +357,3 @@ class FakeEngine:
         self._target.free(request.target)
         self._draft.free(request.draft)
         request.target, request.draft, request.computed, request.residency = [], [], 0, Residency.NONE
-
-
-def _digest(spec: Specification) -> int:
-    """Return 64 bits of (prompt, seed)."""
-    packed = struct.pack(f"<Q{len(spec.prompt_ids)}I", spec.sampling.seed, *spec.prompt_ids)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

@@ -1,0 +1,79 @@
+"""The script of the fake engine: tokens, lengths and acceptance as functions of (prompt, seed, position)."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Callable
+
+from worker_svc.engine.interface import Specification
+from worker_svc.engine.sampling import counter
+
+ACCEPTANCE_STREAM = 0xACCE97  # keeps acceptance independent of the tokens of the same seed
+
+Lengths = Callable[[Specification], int]
+
+
+def lognormal_lengths(median: float, sigma: float, *, longest: int = 2**31) -> Lengths:
+    """Return output lengths ~ lognormal(ln median, sigma), 1 .. longest tokens, a function of (prompt, seed)
+    alone.
+    """
+
+    def length(spec: Specification) -> int:
+        draw = random.Random(digest_of(spec)).lognormvariate(0.0, sigma)
+        return max(1, min(longest, round(median * draw)))
+
+    return length
+
+
+def digest_of(spec: Specification) -> int:
+    """Return 64 bits of (prompt, seed)."""
+    packed = struct.pack(f"<Q{len(spec.prompt_ids)}I", spec.sampling.seed, *spec.prompt_ids)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+class Script:
+    """What the engine generates and accepts; see `FakeEngine` for the arguments."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        eos_id: int,
+        acceptance: float,
+        concentration: float,
+        lengths: Lengths | None,
+    ) -> None:
+        if vocab_size < 2:
+            raise ValueError("vocab_size must be at least 2")
+        if not 0 <= acceptance <= 1:
+            raise ValueError("acceptance must be from 0 to 1")
+        self._vocab_size = vocab_size
+        self._eos_id = eos_id
+        self._acceptance = acceptance
+        self._concentration = concentration
+        self._lengths = lengths
+
+    def token(self, digest: int, spec: Specification, length: int, position: int) -> int:
+        """Return the output token at a position of a request that is `length` tokens long."""
+        if position == length - 1 and not spec.ignore_eos:
+            return self._eos_id
+        token = counter.mix64(digest ^ counter.row_key(spec.sampling.seed, position)) % (self._vocab_size - 1)
+        return token + (token >= self._eos_id)  # every id but EOS
+
+    def length(self, spec: Specification) -> int:
+        """Return the number of output tokens after which a request ends by EOS."""
+        return spec.max_tokens + 1 if self._lengths is None else self._lengths(spec)
+
+    def mean_acceptance(self, digest: int) -> float:
+        """Return the chance that a draft token of a request is accepted."""
+        if self._acceptance in (0.0, 1.0):
+            return self._acceptance
+        a = self._acceptance * self._concentration
+        return random.Random(digest ^ ACCEPTANCE_STREAM).betavariate(a, self._concentration - a)
+
+    def accepts(self, digest: int, seed: int, mean: float, position: int) -> bool:
+        """Return whether the draft token at a position is accepted, in a request with this mean acceptance."""
+        key = counter.row_key(seed ^ ACCEPTANCE_STREAM, position)
+        return counter.uniform(key ^ digest, 0) < mean
