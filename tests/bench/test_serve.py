@@ -12,23 +12,17 @@ from collections import Counter
 
 import pytest
 
+import bench._serve.runs
 import bench.serve
 from bench._replay import Reply, draw_requests, poisson_times, replay, stretched, traced_requests
+from bench._serve.goals import Goals, verdicts
+from bench._serve.options import ALL_POLICIES
+from bench._serve.results import Figures, Measured, counted, ratio
+from bench._serve.runs import judge, undisturbed
+from bench._serve.workloads import Workload, in_turn
 from bench._serve_stack import Reading as WorkerReading
 from bench._serve_stack import Run, Truth, hinted, truth_of
-from bench.serve import (
-    ALL_POLICIES,
-    Figures,
-    Goals,
-    Measured,
-    Workload,
-    counted,
-    in_turn,
-    judge,
-    main,
-    ratio,
-    verdicts,
-)
+from bench.serve import main
 from demo.prompts import KINDS
 from laps_sd.v1 import inference_pb2 as pb
 
@@ -223,9 +217,9 @@ async def test_a_disturbed_run_is_repeated_a_few_times(busy, attempts, monkeypat
         tries.append(busy[len(tries)])
         return dataclasses.replace(measured("fcfs", 1, 1.0, 1.0), busy_ratio=tries[-1])
 
-    monkeypatch.setattr(bench.serve, "measure_one", measure_one)
+    monkeypatch.setattr(bench._serve.runs, "measure_one", measure_one)
 
-    found = await bench.serve.undisturbed(None, None, None, "burst", 1, 0, "fcfs")
+    found = await undisturbed(None, None, None, "burst", 1, 0, "fcfs")
 
     assert len(tries) == attempts
     assert (found.repeats, found.busy_ratio) == (attempts - 1, tries[-1])

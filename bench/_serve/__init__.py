@@ -1,0 +1,1 @@
+"""Parts of `laps-sd bench serve`: options, runs, rows of results, goals, tables."""

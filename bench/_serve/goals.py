@@ -1,0 +1,88 @@
+"""The goals of the benchmark, and which of them the runs meet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from bench._serve.results import By, ratio
+from bench.report import Interval
+
+CROWDED = ("burst", "overload")
+GOAL_FCFS = 0.70
+GOAL_SRPT = 1.05
+GOAL_SIMULATED = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goals:
+    """Goals of the benchmark."""
+
+    fcfs: float = GOAL_FCFS
+    srpt: float = GOAL_SRPT
+    simulated: float = GOAL_SIMULATED
+
+
+def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
+    """Return each goal that the runs can judge, with its result."""
+    found: list[dict[str, Any]] = []
+
+    def add(scenario: str, what: str, value: Interval | None, shown: str, asked: str, met: bool) -> None:
+        ends = (value.low, value.high) if value is not None else (None, None)
+        found.append(
+            {
+                "verdict": True,
+                "config": scenario,
+                "goal": what,
+                "asked": asked,
+                "found": shown if value is not None else "no pair of runs without a failure",
+                "ratio": value.middle if value is not None else None,
+                "low": ends[0] if ends[0] else None,
+                "high": ends[1] if ends[1] is not None and math.isfinite(ends[1]) else None,
+                "met": met and value is not None,
+            }
+        )
+
+    scenarios = dict.fromkeys(scenario for scenario, _ in by)
+    for scenario in scenarios:
+        policies = [policy for at, policy in by if at == scenario]
+        for of, most in (("fcfs", goals.fcfs), ("srpt-length", goals.srpt)):
+            if scenario in CROWDED and {"laps-sd", of} <= set(policies):
+                one = ratio(by, scenario, "laps-sd", of)
+                add(
+                    scenario,
+                    f"mean latency, laps-sd / {of}",
+                    one,
+                    _shown(one),
+                    f"upper end ≤ {most:.2f}",
+                    one is not None and one.high <= most,
+                )
+        if "fcfs" not in policies:
+            continue
+        for policy in policies:
+            if policy == "fcfs":
+                continue
+            one = ratio(by, scenario, policy, "fcfs")
+            other = ratio(by, scenario, policy, "fcfs", simulated=True)
+            off = one.middle / other.middle - 1 if one is not None and other is not None else math.inf
+            shown = (
+                f"{one.middle:.3f}, simulated {other.middle:.3f}: {off:+.1%}"
+                if one is not None and other is not None
+                else ""
+            )
+            add(
+                scenario,
+                f"{policy} / fcfs as simulated",
+                one,
+                shown,
+                f"within {goals.simulated:.0%}",
+                abs(off) <= goals.simulated,
+            )
+    return found
+
+
+def _shown(found: Interval | None) -> str:
+    if found is None or math.isfinite(found.high):
+        return str(found)
+    return f"{found.middle:.3f}, and one pair has no interval"

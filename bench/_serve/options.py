@@ -1,0 +1,89 @@
+"""The command line of `laps-sd bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench._serve.goals import Goals
+from bench._serve.workloads import LOADS
+from scheduler_svc.core.policies import POLICIES
+
+ALL_POLICIES = ("fcfs", "srpt-length", "laps-sd", "sjf-length", "las", "laps-sd-paper", "sd-index")
+
+
+def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="laps-sd bench serve",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--policy",
+        action="append",
+        choices=sorted(POLICIES),
+        help=f"only these (default: {', '.join(ALL_POLICIES)})",
+    )
+    parser.add_argument(
+        "--scenario", action="append", choices=list(LOADS), help="only these (default: all three)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=36, help="requests per run (default 36: three of each kind)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=6, help="independent sets of requests and arrivals (default 6)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=1, help="runs of every policy with each seed (default 1)"
+    )
+    parser.add_argument("--slots", type=int, default=1, help="requests in a round of the worker (default 1)")
+    parser.add_argument(
+        "--round-ms",
+        type=float,
+        default=15.0,
+        metavar="MS",
+        help="least time of a round; more than twice what one needs, to be sure (default 15; 0: as long as it takes)",
+    )
+    parser.add_argument(
+        "--predictor",
+        type=float,
+        default=0.3,
+        metavar="SIGMA",
+        help="error of the length hints (default 0.3)",
+    )
+    parser.add_argument("--max-tokens", type=int, default=256, help="limit of each request (default 256)")
+    parser.add_argument("--warm-up", type=int, default=36, help="requests that teach the priors (default 36)")
+    parser.add_argument(
+        "--trace", type=Path, help="arrivals and lengths from a CSV arrival_s,input_tokens,output_tokens"
+    )
+    parser.add_argument(
+        "--load", type=float, help="stretch the trace's arrivals to this load (default: as they stand)"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument(
+        "--figure", type=Path, help="draw measured and simulated ratios into this .png or .svg"
+    )
+    parser.add_argument("--engine", choices=("demo", "fake"), default="demo", help=argparse.SUPPRESS)
+    for name in ("fcfs", "srpt", "simulated"):
+        parser.add_argument(
+            f"--goal-{name}", type=float, default=getattr(Goals(), name), help=argparse.SUPPRESS
+        )
+    options = parser.parse_args(argv)
+    for name in ("requests", "seeds", "turns", "slots", "max_tokens", "warm_up"):
+        least = 2 if name in ("requests", "warm_up") else 1
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if not 0 <= options.round_ms <= 1000:
+        parser.error("--round-ms must be from 0 to 1000")
+    if options.predictor < 0:
+        parser.error("--predictor must not be negative")
+    if options.load is not None and (options.trace is None or options.load <= 0):
+        parser.error("--load needs --trace, and must be more than 0")
+    if options.trace is not None and options.scenario:
+        parser.error("--trace is a scenario of its own: leave out --scenario")
+    options.scenario = (
+        ["trace"] if options.trace is not None else list(dict.fromkeys(options.scenario or LOADS))
+    )
+    options.policy = list(dict.fromkeys(options.policy or ALL_POLICIES))
+    return options

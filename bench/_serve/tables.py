@@ -1,0 +1,74 @@
+"""The tables of the benchmark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from bench._serve.results import DRIFT, Measured
+from bench.report import table
+
+WIDTH = 170
+
+
+def show(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], runs: Sequence[Measured]) -> None:
+    """Print the tables."""
+
+    def spread(row: dict[str, Any], key: str) -> str:
+        if key not in row:
+            return ""
+        low, high = row[f"{key}_low"], row[f"{key}_high"]
+        return f"{row[key]:.3f}" + (
+            f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
+        )
+
+    for scenario in dict.fromkeys(row["config"] for row in rows):
+        shown = [
+            {
+                "policy": row["policy"],
+                "mean s": row.get("mean_s", ""),
+                "/ fcfs": spread(row, "ratio_fcfs"),
+                "simulated": row.get("simulated_ratio_fcfs", ""),
+                "/ srpt-length": spread(row, "ratio_srpt_length"),
+                "simulated ": row.get("simulated_ratio_srpt_length", ""),
+                "p99 s": row.get("p99_s", ""),
+                "first token s": row.get("first_token_s", ""),
+                "slowdown": row.get("mean_slowdown", ""),
+                "preempted": row.get("preemptions", ""),
+                "work": row.get("busy_ratio", ""),
+                "utilised": row.get("utilisation", ""),
+                "runs": f"{row['runs']}" + (f", {row['failed_runs']} failed" if row["failed_runs"] else ""),
+            }
+            for row in rows
+            if row["config"] == scenario
+        ]
+        table(
+            f"{scenario} (work: machine seconds of the worker over those that the calibration foretold)",
+            shown,
+            width=WIDTH,
+        )
+    if found:
+        keys = ("config", "goal", "asked", "found")
+        table(
+            "Goals",
+            [{**{key: one[key] for key in keys}, "": "met" if one["met"] else "MISSED"} for one in found],
+            width=WIDTH,
+        )
+    repeated = sum(run.repeats for run in runs)
+    if repeated:
+        print(
+            f"Note: {repeated} runs were repeated, because something else slowed the worker down by more than {DRIFT:.0%}."
+        )
+    drifted = [run for run in runs if abs(run.busy_ratio - 1) > DRIFT]
+    if drifted:
+        worst = max(drifted, key=lambda run: abs(math.log(run.busy_ratio)))
+        print(
+            f"Note: in {len(drifted)} of {len(runs)} runs that count the worker was more than {DRIFT:.0%} off its calibrated speed "
+            f"(at worst {worst.busy_ratio:.2f} times the work): loads were not what they are called."
+        )
+    late_s = max(run.late_s for run in runs)
+    if late_s > 0.1:
+        print(
+            f"Note: the generator sent a request {late_s:.2f} s late; latencies count from the scheduled time all the same."
+        )

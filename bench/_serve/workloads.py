@@ -1,0 +1,63 @@
+"""Requests and send times of each scenario, and the order of the policies."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench._replay import digest, poisson_times, stretched
+from bench._serve_stack import Calibration, Truth, hinted, make_jobs
+from laps_sd.v1 import inference_pb2 as pb
+
+LOADS = {"burst": None, "overload": 2.0, "load-0.7": 0.7}
+"""Arrival rate × mean machine seconds of a request; None: all at once."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of one seed in one scenario."""
+
+    requests: list[pb.GenerateRequest]
+    due_s: list[float]
+    truths: list[Truth]
+    digest: str
+
+
+def workloads(
+    options: argparse.Namespace, sets: Sequence[Any], calibration: Calibration
+) -> dict[tuple[str, int], Workload]:
+    """Return the workloads by scenario and seed."""
+    found = {}
+    for number, (requests, times_s) in enumerate(sets):
+        seed = number + 1
+        truths = calibration.truths[number]
+        ready = hinted(requests, truths, options.predictor, seed)
+        jobs = make_jobs(ready, truths, [0.0] * len(ready))
+        mean_s = statistics.fmean(calibration.machine.service_s(job) for job in jobs)
+        for scenario in options.scenario:
+            due_s = due_times(scenario, seed, len(ready), mean_s, times_s, options.load)
+            found[scenario, seed] = Workload(ready, due_s, truths, digest(ready, due_s))
+    return found
+
+
+def due_times(
+    scenario: str, seed: int, count: int, mean_s: float, traced_s: Sequence[float] | None, load: float | None
+) -> list[float]:
+    """Return the send times, ascending, in seconds from the start."""
+    if scenario == "trace":
+        assert traced_s is not None
+        return stretched(traced_s, mean_s / load) if load else list(traced_s)
+    offered = LOADS[scenario]
+    return [0.0] * count if offered is None else poisson_times(seed, count, mean_s / offered)
+
+
+def in_turn(policies: Sequence[str], place: int) -> list[str]:
+    """Return the policies in the order of this turn: another one begins each time, and every other turn has
+    the reverse order, so that drift of the machine affects all equally.
+    """
+    start = place % len(policies)
+    order = [*policies[start:], *policies[:start]]
+    return order[::-1] if place % 2 else order
