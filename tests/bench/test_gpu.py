@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench._gpu.limits import DEVICES, Limits, least_s, limits_of
+from bench._gpu.options import GOAL_OTHER, arguments, verdict
 from bench._shapes import PAIRS, Shape
-from bench.gpu import DEVICES, GOAL_OTHER, Limits, arguments, least_s, limits_of, main, verdict
+from bench.gpu import main
 
 SMALL = Shape(layers=1, hidden=4, heads=2, kv_heads=1, head_size=2, inner=8, vocab=10)
 
@@ -36,11 +38,11 @@ def test_a_forward_takes_its_bytes_or_its_operations_whichever_take_longer():
 
 
 def test_a_device_is_known_by_the_longest_part_of_its_name():
-    options = arguments([])
+    options = arguments([], "")
     assert limits_of("NVIDIA L40S", options) == Limits(*DEVICES["L40S"])
     assert limits_of("NVIDIA H100 80GB HBM3", options) == Limits(*DEVICES["H100 80GB HBM3"])
     assert limits_of("something else", options) is None
-    assert limits_of("NVIDIA L4", arguments(["--bandwidth", "100", "--peak", "2"])) == Limits(1e11, 2e12)
+    assert limits_of("NVIDIA L4", arguments(["--bandwidth", "100", "--peak", "2"], "")) == Limits(1e11, 2e12)
 
 
 def row(batch: int, other: float, skipped: str | None = None) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def test_the_driver_runs_at_a_small_shape(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_what_does_not_fit_is_left_out_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from bench.gpu import Bench
+    from bench._gpu.pair import Bench
 
     monkeypatch.setattr(Bench, "_room", lambda bench: bench.blocks_for(1, 40) * bench._block_bytes())
     rows = run("cpu", tmp_path / "rows.json", "--no-peers", "--dtype", "float32", *LIMITS)
