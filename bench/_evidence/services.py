@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from bench._control.options import GOAL_GROWTH, GOAL_MS
 from bench._evidence.results import Row, read_rows
 from bench._markdown import spread, table
-from bench.control import GOAL_GROWTH, GOAL_MS
 
 
 def policy_rows(rows: Iterable[Row]) -> list[Row]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench._control.options import GOAL_BYTES, GOAL_MS, verdict
 from bench._shard import VirtualShard
-from bench.control import GOAL_BYTES, GOAL_MS, verdict
 
 ROOT = Path(__file__).parents[2]
 

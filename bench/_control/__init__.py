@@ -1,0 +1,1 @@
+"""Parts of `laps-sd bench control`: options and goals, the core, the whole scheduler."""

@@ -1,0 +1,58 @@
+"""The command line of `laps-sd bench control`, and its goals."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bench.report import numbers
+
+GOAL_MS = 1.0
+GOAL_GROWTH = 2.0
+GOAL_BYTES = 2048
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="laps-sd bench control", description=description)
+    parser.add_argument(
+        "--queued", type=numbers, default=[1_000, 10_000, 100_000, 1_000_000], help="queue sizes"
+    )
+    parser.add_argument("--workers", type=numbers, default=[1, 10, 100, 1_000], help="numbers of workers")
+    parser.add_argument("--slots", type=int, default=64, help="requests in one report (default 64)")
+    parser.add_argument(
+        "--reports", type=int, default=1_000, help="reports timed at each size (default 1000)"
+    )
+    parser.add_argument("--policy", default="laps-sd", help="the scheduler's policy (default laps-sd)")
+    parser.add_argument(
+        "--fake-workers", type=int, default=100, help="workers of the whole scheduler; 0 leaves it out"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long the scheduler is watched")
+    parser.add_argument(
+        "--fake-round-s", type=float, default=0.8, help="round time of the fake workers (default 0.8)"
+    )
+    parser.add_argument(
+        "--round-s",
+        type=float,
+        default=0.05,
+        help="round time of the worker for which workers per shard are given (default 0.05)",
+    )
+    parser.add_argument("--backlog", type=int, default=5_000, help="queued requests of the whole scheduler")
+    parser.add_argument("--goal-ms", type=float, default=GOAL_MS, help=argparse.SUPPRESS)
+    parser.add_argument("--figure", type=Path, help="draw the cost of the core into this .png or .svg")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+def verdict(rows: list[dict[str, Any]], goal_ms: float = GOAL_MS) -> tuple[bool, str]:
+    """Return whether the rows of the core meet the goals, and the sentence for the summary line."""
+    slowest = max(row["median_ms"] for row in rows)
+    growth = max(row["ratio_shortest"] for row in rows)
+    # Lists grow a little while the queue is filled; per request of a short queue this would weigh too much.
+    longest = max(row["queued"] for row in rows)
+    memory = max(row["memory_per_queued_bytes"] for row in rows if row["queued"] == longest)
+    met = slowest <= goal_ms and growth <= GOAL_GROWTH and memory < GOAL_BYTES
+    return met, (
+        f"at most {slowest:.2f} ms per report in the median (goal {goal_ms:g}), {growth:.2f} times as much with the "
+        f"longest queue (goal {GOAL_GROWTH:g}), {memory:.0f} bytes per queued request (goal {GOAL_BYTES})"
+    )

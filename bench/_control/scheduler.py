@@ -1,0 +1,214 @@
+"""The cost of a report in the whole scheduler process, with workers and a gateway link."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench.report import progress
+from scheduler_svc.core import COMPILED
+
+
+def worker_process(address: str, count: int, slots: int, round_s: float) -> None:
+    """Run `count` real workers without a model, each with its own link and its own thread, until killed."""
+    from laps_sd.service import log
+    from laps_sd.service.config import load
+    from worker_svc.link.link import SchedulerLink
+    from worker_svc.loading import load as load_engine
+    from worker_svc.runner.thread import EngineThread
+    from worker_svc.settings import WorkerSettings
+
+    log.configure("bench-workers", level="warning")
+
+    async def run() -> None:
+        links = []
+        for number in range(count):
+            given = {
+                "engine": "fake",
+                "worker_name": f"bench-{number}",
+                "scheduler_seeds": address,
+                "slots": slots,
+                "fake_time_scale": 1.0,
+                "fake_round_s": round_s,
+            }
+            settings = load(WorkerSettings, given, environ={})
+            links.append(SchedulerLink(settings, EngineThread(load_engine(settings), settings)))
+        await asyncio.gather(*(link.run() for link in links))
+
+    asyncio.run(run())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Counters of the scheduler at one moment."""
+
+    at_s: float
+    cpu_s: float
+    rounds: float
+    resident_bytes: float
+
+
+def read_scheduler(url: str) -> Reading:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(url) as answer:
+        text = answer.read().decode()
+    found = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
+    return Reading(
+        time.monotonic(),
+        found["process_cpu_seconds_total"],
+        found["laps_sd_scheduler_rounds_total"],
+        found["process_resident_memory_bytes"],
+    )
+
+
+class Client:
+    """Gateway link that keeps a constant number of requests unfinished, and receives the tokens."""
+
+    def __init__(self, shard: str) -> None:
+        self.unfinished = 0
+        self.wanted = 0
+        self.accepted = 0
+        self._shard = shard
+        self._number = 0
+        self._rng = random.Random(1)
+        self._news = asyncio.Event()
+
+    def want(self, count: int) -> None:
+        self.wanted = count
+        self._news.set()
+
+    async def messages(self) -> AsyncIterator[Any]:
+        from laps_sd.v1 import gateway_link_pb2 as pb
+
+        yield pb.GatewayMessage(hello=pb.GatewayHello(gateway_id="bench", protocol_versions=[1]))
+        while True:
+            while self.unfinished < self.wanted:
+                self.unfinished += 1
+                self._number += 1
+                yield pb.GatewayMessage(submit=self._submit())
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._news.wait()
+            yield pb.GatewayMessage(heartbeat=pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000))
+
+    def _submit(self) -> Any:
+        from laps_sd.v1 import gateway_link_pb2 as pb
+        from laps_sd.v1.inference_pb2 import SamplingParams
+
+        rng = self._rng
+        request_id = f"{self._shard}.{self._number:026d}"
+        specification = pb.Specification(
+            request_id=request_id,
+            prompt_ids=[rng.randrange(1, 1000) for _ in range(rng.randint(16, 64))],
+            sampling=SamplingParams(
+                max_tokens=rng.randint(16, 192),
+                temperature=1.0,
+                top_p=1.0,
+                seed=self._number,
+                ignore_eos=True,
+            ),
+        )
+        return pb.Submit(
+            submission_id=self._number,
+            request_id=request_id,
+            tenant="bench",
+            specification=specification,
+            attachment_id=request_id,
+            model="laps-sd-demo",
+        )
+
+    async def listen(self, call: Any) -> None:
+        async for message in call:
+            kind = message.WhichOneof("message")
+            if kind == "deliveries":
+                ended = sum(delivery.HasField("end") for delivery in message.deliveries.deliveries)
+                if ended:
+                    self.unfinished -= ended
+                    self._news.set()
+            elif kind == "submit_reply":
+                if message.submit_reply.HasField("refused"):
+                    raise RuntimeError(f"a submission was refused: {message.submit_reply.refused.detail}")
+                self.accepted += 1
+
+
+async def watch(options: argparse.Namespace, address: str, metrics_url: str, shard: str) -> dict[str, Any]:
+    """Fill the lists, queue the backlog, watch the scheduler for a while."""
+    import grpc.aio
+
+    from laps_sd.v1.gateway_link_pb2_grpc import GatewayLinkStub
+
+    async def read() -> Reading:
+        return await asyncio.to_thread(read_scheduler, metrics_url)
+
+    async def pause(seconds: float) -> None:
+        ended, _ = await asyncio.wait({listening}, timeout=seconds)
+        if ended:
+            listening.result()
+            raise RuntimeError("the scheduler ended the stream")
+
+    async def reach(count: int) -> None:
+        client.want(count)
+        while client.accepted < count:
+            await pause(0.1)
+
+    client = Client(shard)
+    async with grpc.aio.insecure_channel(address) as channel:
+        listening = asyncio.create_task(client.listen(GatewayLinkStub(channel).Connect(client.messages())))
+        listed = options.fake_workers * options.slots * 2
+        await reach(listed)
+        full = await read()
+        await reach(listed + options.backlog)
+        queued = await read()
+        progress("scheduler: lists full and the backlog queued")
+        while (await read()).rounds < queued.rounds + 2 * options.fake_workers:
+            await pause(0.5)
+        before = await read()
+        await pause(options.seconds)
+        after = await read()
+        listening.cancel()
+    reports = after.rounds - before.rounds
+    cpu_ms = (after.cpu_s - before.cpu_s) / reports * 1e3
+    per_s = reports / (after.at_s - before.at_s)
+    return {
+        "config": f"scheduler, {options.fake_workers} workers, {options.backlog} queued",
+        "policy": options.policy,
+        "compiled": COMPILED,
+        "slots": options.slots,
+        "cpu_ms_per_report": cpu_ms,
+        "reports_per_s": per_s,
+        "worker_round_s": options.fake_workers / per_s,
+        "core_share": (after.cpu_s - before.cpu_s) / (after.at_s - before.at_s),
+        "reports_per_core_s": 1e3 / cpu_ms,
+        "workers_per_shard": int(1e3 / cpu_ms * options.round_s),
+        "at_round_s": options.round_s,
+        "resident_bytes": after.resident_bytes,
+        "memory_per_queued_bytes": (queued.resident_bytes - full.resident_bytes) / max(1, options.backlog),
+    }
+
+
+def measure_scheduler(options: argparse.Namespace) -> dict[str, Any]:
+    from laps_sd.stack.local import LocalStack
+
+    progress("starting a scheduler and its record")
+    spawn = multiprocessing.get_context("spawn")
+    with LocalStack(workers=0, gateways=0, policy=options.policy, log_level="warning") as stack:
+        address = stack.scheduler_address
+        given = (address, options.fake_workers, options.slots, options.fake_round_s)
+        workers = spawn.Process(target=worker_process, args=given, daemon=True)
+        workers.start()
+        try:
+            url = stack.metrics_url("scheduler-0")
+            return asyncio.run(watch(options, address, url, stack.options.shard))
+        finally:
+            workers.kill()
+            workers.join()
