@@ -95,6 +95,24 @@ class TestRecentFiguresOfAWorker:
         view = scheduler.workers()[0]
         assert (view.free_target_blocks, view.free_draft_blocks) == (1000, 700)
 
+    def test_a_hello_says_where_the_kv_of_each_request_lies(self) -> None:
+        """What must be computed or moved again is part of what is left."""
+        left = []
+        for held in (
+            (),
+            (Held("a", 1, Residency.HOST),),
+            (Held("a", 1, Residency.DEVICE),),
+            (Held("a", 9, Residency.DEVICE),),
+        ):
+            scheduler = core()
+            scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", prompt_tokens=2000))])
+            scheduler.step(1.0, [report(did("a", 0, 3))])
+            scheduler.step(2.0, [WorkerUp(W, held)])
+            left.append(of(scheduler, "a").remaining_s)
+        nowhere, host, device, other_lease = left
+        assert nowhere > host > device
+        assert other_lease == nowhere
+
     def test_a_drained_one_is_told_so_once_and_again_after_a_hello(self) -> None:
         scheduler = core()
         scheduler.step(0.0, [WorkerUp(W, ())])

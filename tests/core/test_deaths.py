@@ -130,6 +130,23 @@ class TestWhoIsSuspected:
 
         assert shard.deaths("a") == [0]
 
+    def test_its_story_says_how_many_died_once_it_has_to_run_alone(self) -> None:
+        shard = Shard()
+        shard.arrive(request("a"))
+        for number, alone in (
+            (1, ""),
+            (2, ", alone: 2 workers died with it"),
+            (3, ", alone: 3 workers died with it"),
+        ):
+            shard.up("w")
+            shard.seconds_pass()
+            shard.lost("w", hung=True)
+            view = shard.core.explain("a", 1.0)
+            assert view is not None
+            assert view.story[-1].what == "requeued"
+            lost = "worker w was lost; continues from its committed tokens"
+            assert (number, view.story[-1].detail) == (number, lost + alone)
+
     def test_eight_rounds_clear_it(self) -> None:
         shard = Shard()
         shard.up("w1")

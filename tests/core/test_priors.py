@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc.core.estimates import priors as priors_module
 from scheduler_svc.core.estimates.acceptance import (
     DEFAULT_SHRINKAGE,
     DEFAULT_TOKENS_PER_ROUND,
@@ -369,6 +370,20 @@ class TestLengths:
     ) -> None:
         left = bounded(*given, most, "why")
         assert (left.mean, left.low, left.high, left.basis) == (*found, "why")
+
+    @pytest.mark.parametrize(
+        ("length", "emitted"), [(20_000, 4096), (20_000, 4097), (20_000, 15_000), (1_440_000, 1_380_000)]
+    )
+    def test_very_long_answers_too(self, length: int, emitted: int) -> None:
+        """To the width of a bin, and up to the last one."""
+        table = LengthTable()
+        for _ in range(200):
+            table.observe(length)
+        table.rebuild(None)
+        left = table.left(emitted, 10**9, "")
+        assert left.mean == pytest.approx(length - emitted, abs=0.06 * length)
+        assert emitted + left.low <= 1.1 * length and emitted + left.high >= length / 1.1
+        assert left.low < left.mean < left.high
 
     def test_longer_than_any_histogram_half_of_its_length_so_far_is_left(self) -> None:
         """And the interval is a factor of ten either way: of such a length nothing is known."""
@@ -902,6 +917,15 @@ class TestTheRecord:
             for draft in (5, 200):
                 priors.observe_tokens(f"class {i}", draft + 1, draft, (1,) * draft, (1,) * draft)
         assert len(json.dumps(priors.to_dict())) < 2_000_000
+
+    def test_the_number_of_calibrations_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(priors_module, "MAX_CALIBRATIONS", 3)
+        priors, kept = Priors(), []
+        for i in range(5):
+            priors.tokens_left("", 0, 1000, 100.0, False, f"tenant {i}")
+            priors.tokens_left("", 0, 1000, 200.0, False, f"tenant {i}")
+            kept.append(len(priors._calibrations))
+        assert kept == [1, 2, 3, 1, 2]
 
     def test_the_number_of_classes_is_bounded(self) -> None:
         priors = Priors()

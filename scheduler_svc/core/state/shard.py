@@ -157,13 +157,11 @@ class Shard:
         self._enqueue(request)
 
     def shared_again(self, request: Request) -> None:
-        """Note that a request need not run alone any more. Its worker stays cleared for the next one that
-        must.
+        """Note that a request need not run alone any more. Its worker stays cleared until the next placement, which
+        gives it to the next one that must, or shares it again.
         """
         if request.worker is None:
             self.requeue(request)
-        elif not self.suspects:
-            self.set_alone(self.workers[request.worker], False)
 
     def set_alone(self, worker: Worker, alone: bool) -> None:
         """Set whether a worker is kept for a request that runs alone."""
