@@ -63,6 +63,29 @@ class TestWhatIsJudged:
         scheduler.step(99.0, [report(did("a", SETTLED_ROUNDS, 1, end=End.STOP))])
         assert {"arrival", "first_round", "round_32"} <= set(judged(scheduler))
 
+    def test_one_that_ends_in_its_first_round_has_no_estimate_after_one(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 0, prefilled=50, drafted=0), prefill_s=0.2)])
+        scheduler.step(3.0, [report(did("a", 0, 3, end=End.STOP))])
+        assert {one.moment for one in scheduler.estimate_errors.latest} <= {
+            Moment.ARRIVAL,
+            Moment.PERCEPTIBLE,
+        }
+
+    def test_the_first_estimate_of_each_moment_counts(self) -> None:
+        """It is perceptible from its arrival on: both moments are one."""
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        first = scheduler.explain("a", 1.0)
+        assert first is not None and first.perceptible
+        for n in range(5):
+            scheduler.step(2.0 + n, [report(did("a", n, 1))])
+        scheduler.step(9.0, [report(did("a", 5, 1, end=End.STOP))])
+        ratios = {one.moment: one.ratio for one in scheduler.estimate_errors.latest}
+        assert ratios[Moment.PERCEPTIBLE] == ratios[Moment.ARRIVAL]
+        assert ratios[Moment.FIRST_ROUND] != ratios[Moment.ARRIVAL]
+
     def test_when_it_became_perceptible(self) -> None:
         scheduler = core()
         sure = request("a", expected_output_tokens=10, max_tokens=12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laps_sd.contract.choose import RESERVED_CYCLE_ROUNDS, ReserveClock, Residency, reserved_slots
-from scheduler_svc.core.commands import Command, Lease, Rank, Release
+from scheduler_svc.core.commands import Command, Commit, Lease, Rank, Release
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import Arrived, Recovered, WorkerUp
 from scheduler_svc.core.policies import policy_named
@@ -38,6 +38,18 @@ class TestTheOrderKey:
         assert commands == [Rank("a", rank.level, told.index_s)]
         assert told.index_s == pytest.approx(rank.index_s + rank.resume_cost_s)
         assert scheduler.rank_of("b") is None
+
+    def test_also_with_each_commit(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        for n in range(3):
+            commands = scheduler.step(2.0 + n, [report(did("a", 3 * n, 3))])
+            told = scheduler.explain("a", 2.0)
+            standings = [command.standing for command in commands if isinstance(command, Commit)]
+            assert told is not None
+            assert [(s.level, s.score, s.rounds, s.attained_s, s.accepted) for s in standings] == [
+                (told.level, told.index_s, told.rounds, told.attained_s, told.accepted)
+            ]
 
     def test_the_story_of_one_from_the_record_begins_with_its_arrival(self) -> None:
         scheduler = core()

@@ -106,6 +106,12 @@ class TestAllOfThem:
         assert (live(name, request).level > 0) == levels
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_that_order_by_what_is_left_count_what_it_costs_to_take_a_request_up(name: str) -> None:
+    counts = name in ("laps-sd", "sd-index", "srpt-length", "sjf-length")
+    assert (rank(policy=name, prompt=1000).resume_cost_s > 0) is counts
+
+
 class TestFcfs:
     def test_arrival_order_whatever_it_costs(self) -> None:
         assert (
@@ -230,6 +236,10 @@ class TestMlfq:
         live("mlfq", request, priors=priors)
         priors.observe_prefill(1000, 1000.0)
         assert live("mlfq", request, priors=priors).level == 0
+
+    @pytest.mark.parametrize("more", [{"prompt": 10**14}, {"prompt": 1, "attained_s": 1e12}])
+    def test_it_joins_no_level_below_the_last_one(self, more: dict[str, float]) -> None:
+        assert rank(policy="mlfq", **more).level == MAX_LEVELS - 1
 
     def test_the_last_level_has_no_end(self) -> None:
         assert rank(policy="mlfq", prompt=10**9, attained_s=1e12).level == MAX_LEVELS - 1
