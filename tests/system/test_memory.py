@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 
 from laps_sd.service.keys import digest_of
 from laps_sd.stack.local import LocalStack
-from tests.conftest import StackMaker
 from tests.helpers import wait_until_async
 from tests.system import hostile
 from tests.system.hostile import many_fields, path, rss_mib
@@ -27,11 +27,21 @@ KEPT_MIB = 60.0
 Code = grpc.StatusCode
 
 
-@pytest.fixture
-def keyed_stack(make_stack: StackMaker, tmp_path: Path) -> LocalStack:
-    file = tmp_path / "tenants.toml"
+@pytest.fixture(scope="module")
+def keyed_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    file = tmp_path_factory.mktemp("keys") / "tenants.toml"
     file.write_text(f'[tenants.a]\nkeys = ["{digest_of(KEY)}"]\n')
-    return make_stack(environment={"LAPS_SD_API_KEYS_FILE": str(file)})
+    with LocalStack(engine="fake", environment={"LAPS_SD_API_KEYS_FILE": str(file)}) as stack:
+        yield stack
+
+
+@pytest.fixture
+def gateway_pid(keyed_stack: LocalStack) -> int:
+    """Return the process of a gateway that has just started: memory that it kept would hide growth."""
+    keyed_stack.restart("gateway-0")
+    pid = keyed_stack.children["gateway-0"].pid
+    assert pid is not None
+    return pid
 
 
 def peak_mib(pid: int) -> float:
@@ -55,9 +65,9 @@ def forget_peak(pid: int) -> None:
     ],
 )
 async def test_messages_of_many_fields_cost_their_bytes_and_no_more(
-    keyed_stack: LocalStack, metadata: Any, method: str, code: Code
+    keyed_stack: LocalStack, gateway_pid: int, metadata: Any, method: str, code: Code
 ) -> None:
-    pid = keyed_stack.children["gateway-0"].pid
+    pid = gateway_pid
     before = rss_mib(pid)
     forget_peak(pid)
     bombs = many_fields(4_180_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import grpc.aio
 import pytest
@@ -11,6 +12,13 @@ from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.system.calls import Outcome, seeded, stream
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    # The fake engine at real speed: a long request takes seconds, whatever the machine.
+    with LocalStack(engine="fake", slots=1) as stack:
+        yield stack
 
 
 async def long_then_short(stack: LocalStack) -> tuple[Outcome, Outcome, list[pb.Explanation]]:
@@ -42,10 +50,11 @@ async def long_then_short(stack: LocalStack) -> tuple[Outcome, Outcome, list[pb.
 @pytest.mark.parametrize(
     ("policy", "short_first"), [("laps-sd", True), ("srpt-length", True), ("fcfs", False)]
 )
-async def test_the_short_request_overtakes_where_the_policy_preempts(policy: str, short_first: bool) -> None:
-    # The fake engine at real speed: a long request takes seconds, whatever the machine.
-    with LocalStack(engine="fake", slots=1, policy=policy) as stack:
-        long, short, (long_story, short_story) = await long_then_short(stack)
+async def test_the_short_request_overtakes_where_the_policy_preempts(
+    stack: LocalStack, policy: str, short_first: bool
+) -> None:
+    await asyncio.to_thread(stack.restart, "scheduler", policy=policy)
+    long, short, (long_story, short_story) = await long_then_short(stack)
 
     assert (short.finished_order < long.finished_order) == short_first
     assert len(long.tokens) == 400
