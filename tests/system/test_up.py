@@ -15,6 +15,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -34,17 +35,24 @@ def up() -> Iterator[Up]:
         yield running
 
 
+PROMPT = "A story about a process:"
+WANTED: dict[str, Any] = {"seed": 3, "max_tokens": 600, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Up) -> str:
+    with Client(up.grpc("gateway-0")) as client:
+        return client.generate(PROMPT, **WANTED).text
+
+
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "gateway-0", "valkey"])
 def test_a_child_that_is_killed_comes_back_and_a_running_stream_ends_with_the_right_text(
-    up: Up, victim: str
+    up: Up, undisturbed: str, victim: str
 ) -> None:
-    prompt, wanted = f"A story about a {victim}:", {"seed": 3, "max_tokens": 600, "ignore_eos": True}
     before, ports = up.pid(victim), re.findall(r"127\.0\.0\.1:(\d+)", up.where(victim))
     with Client(up.grpc("gateway-0")) as client:
-        undisturbed = client.generate(prompt, **wanted).text
-
         text, end, tokens_at_the_kill = "", None, 0
-        for event in client.stream(prompt, **wanted):
+        for event in client.stream(PROMPT, **WANTED):
             if isinstance(event, Delta):
                 text += event.text
                 if not tokens_at_the_kill:
@@ -61,7 +69,7 @@ def test_a_child_that_is_killed_comes_back_and_a_running_stream_ends_with_the_ri
         [died] = up.said(rf"{victim} \(process {before}\) was killed by SIGKILL: starting it again in 0.2 s")
         assert up.lines.index(died) < up.lines.index(ready)
         assert up.pid(victim) != before
-        assert client.generate(prompt, **wanted).text == undisturbed
+        assert client.generate(PROMPT, **WANTED).text == undisturbed
     for port in ports:
         socket.create_connection(("127.0.0.1", int(port)), 5).close()  # where it was before
 
