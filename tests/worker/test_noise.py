@@ -88,14 +88,16 @@ def chi_square(counts: torch.Tensor) -> float:
     "view", ["one row", "one token", "neighbours in position", "neighbours in token", "neighbours in seed"]
 )
 def test_bits_are_uniform(view: str) -> None:
-    """2**20 draws in 4096 cells of the upper 12 (or 6 + 6) bits; chi-square within 4.5 standard deviations (chance 1e-5)."""
+    """2**20 draws (2**18 of one token) in 4096 cells of the upper 12 (or 6 + 6) bits; chi-square within 4.5
+    standard deviations (chance 1e-5).
+    """
     n = 2**20
     if view == "one row":
         high = Noise(n).bits([counter.row_key(7, 11)])[0] >> 20 & 0xFFF
     elif view == "one token":
         noise = Noise(4)
         high = (
-            torch.cat([noise.bits([counter.row_key(s, p) for p in range(1024)])[:, 3] for s in range(1024)])
+            torch.cat([noise.bits([counter.row_key(s, p) for p in range(512)])[:, 3] for s in range(512)])
             >> 20
             & 0xFFF
         )

@@ -202,7 +202,7 @@ async def test_nothing_of_a_leader_grows_with_requests_that_ended(leader: Leader
     before = entries_by_path(roots)
     assert before["loop.clients.live"] == 1, "the walk finds the table of requests, and it is empty"
 
-    await leader.run_requests(15_000)
+    await leader.run_requests(5_000)
     await leader.seconds_pass(15)
     grown = {path: count - before[path] for path, count in entries_by_path(roots).items()}
 
