@@ -70,8 +70,14 @@ def test_every_component_is_a_process_with_a_log_and_metrics(fake_stack):
         pass
 
 
-def test_a_killed_component_comes_back_under_its_name(make_stack):
-    stack = make_stack(workers=1)
+@pytest.fixture(scope="module")
+def stack():
+    """Start a stack of one worker; every process lives after a test."""
+    with LocalStack(engine="fake") as running:
+        yield running
+
+
+def test_a_killed_component_comes_back_under_its_name(stack):
     before = stack.children["worker-0"].pid
 
     stack.kill("worker")
@@ -82,9 +88,7 @@ def test_a_killed_component_comes_back_under_its_name(make_stack):
     wait_until(lambda: workers_of(stack).get("worker-0"), description="the worker is connected again")
 
 
-def test_workers_can_be_added_and_asked_to_leave(make_stack):
-    stack = make_stack(workers=1)
-
+def test_workers_can_be_added_and_asked_to_leave(stack):
     assert stack.add_worker() == "worker-1"
     wait_until(lambda: workers_of(stack).get("worker-1"), description="the second worker is connected")
     stack.terminate("worker-1")
@@ -93,12 +97,12 @@ def test_workers_can_be_added_and_asked_to_leave(make_stack):
     stack.check()  # a worker that left in order is not missed
 
 
-def test_a_component_that_dies_is_noticed(make_stack):
-    stack = make_stack(workers=1)
+def test_a_component_that_dies_is_noticed(stack):
     stack.kill("worker-0")
 
     with pytest.raises(ChildDied, match="worker-0 was killed by SIGKILL while it was serving"):
         stack.check()
+    stack.restart("worker-0")
 
 
 def test_a_stop_is_quick_and_leaves_nothing(make_stack):

@@ -106,22 +106,30 @@ async def amid_streams(stack: LocalStack) -> AsyncIterator[list[asyncio.Task[Out
     assert [outcome.text for outcome in outcomes] == [outcome.text for outcome in expected]
 
 
+async def serving(stack: LocalStack, name: str) -> bool:
+    return await asyncio.to_thread(is_serving, stack.address(name))
+
+
 async def listed(stack: LocalStack) -> dict[str, int]:
     """Return connected workers by name, and how many requests each has on its list."""
-    async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
+    [leader] = [name for name in stack.schedulers if await serving(stack, name)]
+    async with grpc.aio.insecure_channel(stack.address(leader)) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
         answer = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=20)
     return {one.worker_name: one.listed for one in answer.workers if one.connected}
 
 
-async def serving(stack: LocalStack, name: str) -> bool:
-    return await asyncio.to_thread(is_serving, stack.address(name))
+@pytest.fixture(scope="module")
+def nervous_stack() -> Iterator[LocalStack]:
+    """Start a stack that soon gives up what stands still. All processes live and are linked after a test."""
+    with LocalStack(engine="fake", schedulers=2, workers=2, slots=4, environment=SHORT) as stack:
+        yield stack
 
 
 async def test_a_leader_that_is_stopped_and_wakes_up_changes_nothing_and_steps_down(
-    make_stack: StackMaker,
+    nervous_stack: LocalStack,
 ) -> None:
-    stack = make_stack(schedulers=2, workers=2, slots=4, environment=SHORT)
+    stack = nervous_stack
     names = list(stack.schedulers)
     [leader] = [name for name in names if await serving(stack, name)]
     [standby] = [name for name in names if name != leader]
@@ -141,8 +149,8 @@ async def test_a_leader_that_is_stopped_and_wakes_up_changes_nothing_and_steps_d
     assert await serving(stack, standby), "and nobody else has led since"
 
 
-async def test_a_worker_that_is_stopped_and_wakes_up_disturbs_nobody(make_stack: StackMaker) -> None:
-    stack = make_stack(workers=2, slots=4, environment=SHORT)
+async def test_a_worker_that_is_stopped_and_wakes_up_disturbs_nobody(nervous_stack: LocalStack) -> None:
+    stack = nervous_stack
     async with amid_streams(stack) as running:
         stack.pause("worker-0")
 

@@ -22,9 +22,9 @@ import pytest
 import redis
 
 from laps_sd.client import Client, Delta, Ended
+from laps_sd.stack.local import LocalStack
 from laps_sd.stack.supervisor import Pauses, Supervisor
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
-from tests.conftest import StackMaker
 from tests.helpers import wait_until
 from tests.system.up import FREE_PORTS, Up
 
@@ -122,10 +122,16 @@ def test_ctrl_c_ends_the_request_of_the_command(up: Up) -> None:
         )
 
 
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    """Start a stack for supervisors that watch it in turn; every process lives after a test."""
+    with LocalStack(engine="fake", workers=2) as running:
+        yield running
+
+
 def test_a_child_that_dies_at_once_again_and_again_is_started_after_pauses_that_grow_up_to_a_bound(
-    make_stack: StackMaker,
+    stack: LocalStack,
 ) -> None:
-    stack = make_stack()
     worker, lines = stack.children["worker-0"], list[str]()
     right = worker.environment["LAPS_SD_THREADS"]
     with Supervisor(
@@ -156,8 +162,7 @@ def test_the_first_pause_comes_again_after_a_run_that_was_long_enough() -> None:
     assert pauses.after(1.0) == 0.4
 
 
-def test_a_worker_that_was_drained_is_not_started_again(make_stack: StackMaker) -> None:
-    stack = make_stack(workers=2)
+def test_a_worker_that_was_drained_is_not_started_again(stack: LocalStack) -> None:
     lines: list[str] = []
     with Supervisor(stack, report=lines.append):
         stack.terminate("worker-0")
@@ -170,10 +175,16 @@ def test_a_worker_that_was_drained_is_not_started_again(make_stack: StackMaker) 
         "ended with exit code 0: it was drained or asked to stop, and is not started again"
     )
     assert not stack.children["worker-0"].alive
+    stack.restart("worker-0")
 
 
-def test_it_starts_several_schedulers_and_gateways_and_says_which_listens_where() -> None:
-    with Up("--engine", "fake", "--schedulers", "2", "--gateways", "2") as up:
+def test_it_starts_several_and_says_which_listens_where_and_keeps_the_record_to_its_owner(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(0o755)
+    with Up("--engine", "fake", "--schedulers", "2", "--gateways", "2", "--data-dir", str(data)) as up:
         schedulers = [up.where(f"scheduler-{number}") for number in range(2)]
         assert sorted(line.rpartition(", ")[2] for line in schedulers) == ["leads", "stands by"]
         [leader] = [number for number in range(2) if schedulers[number].endswith("leads")]
@@ -201,6 +212,11 @@ def test_it_starts_several_schedulers_and_gateways_and_says_which_listens_where(
             text=True,
         )
         assert "worker-0" in shown.stdout, shown.stderr
+
+        assert any(path.suffix == ".aof" for path in (data / "appendonlydir").iterdir())
+        modes = {path: path.stat().st_mode & 0o777 for path in (data, *data.rglob("*"))}
+    assert set(modes.values()) == {0o700, 0o600}
+    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items())
 
 
 @contextlib.contextmanager
@@ -255,18 +271,6 @@ def test_a_record_that_cannot_be_written_is_on_the_terminal_and_in_queue_and_wor
     assert len(new("the record can be written again")) == 1
     with Client(up.grpc("gateway-0"), retry_s=20) as client:
         assert len(client.generate("Once", seed=1, max_tokens=8).token_ids) == 8
-
-
-def test_the_data_of_a_record_that_is_kept_is_readable_to_its_owner_alone(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    data.chmod(0o755)
-    with Up("--engine", "fake", "--data-dir", str(data)) as up, Client(up.grpc("gateway-0")) as client:
-        client.generate("My secret is", seed=1, max_tokens=8)
-        assert any(path.suffix == ".aof" for path in (data / "appendonlydir").iterdir())
-        modes = {path: path.stat().st_mode & 0o777 for path in (data, *data.rglob("*"))}
-    assert set(modes.values()) == {0o700, 0o600}
-    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items())
 
 
 def test_a_directory_that_is_used_for_something_else_too_is_refused_in_a_sentence(tmp_path: Path) -> None:
