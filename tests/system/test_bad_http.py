@@ -14,7 +14,7 @@ from tests.system.tally import Tally
 from tests.system.test_bad_input import LONG_GROWTH_MIB, LONG_INPUTS, SHORT_GROWTH_MIB, fuzzed_stack
 from tests.system.watch import Watch, check_queue_empties, undisturbed
 
-SHORT_INPUTS = 2_000
+SHORT_INPUTS = 1_000
 WARM_UP_INPUTS = 700
 """Two large ones among them."""
 

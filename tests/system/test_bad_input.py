@@ -32,7 +32,7 @@ from tests.system.hostile import (
 from tests.system.tally import Tally, send_all
 from tests.system.watch import Watch, check_queue_empties, queue, undisturbed
 
-SHORT_INPUTS = 3_000
+SHORT_INPUTS = 1_500
 KSERVE_INPUTS = 1_000
 SCHEDULER_INPUTS = 1_000
 LONG_INPUTS = 100_000

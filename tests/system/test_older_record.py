@@ -116,7 +116,9 @@ async def test_a_living_leader_brings_everything_back_before_a_standby_leads(
 ) -> None:
     record = make_record(tmp_path)
     try:
-        with LocalStack(engine="fake", workers=1, schedulers=2, redis_url=record.url) as stack:
+        with LocalStack(
+            engine="fake", schedulers=2, redis_url=record.url, environment={"LAPS_SD_LEASE_S": "1"}
+        ) as stack:
             for number in range(ROUNDS):
                 await one_round(stack, record, number)
     finally:

@@ -30,7 +30,7 @@ async def long_then_short(stack: LocalStack) -> tuple[Outcome, Outcome, list[pb.
             stream(
                 stub,
                 seeded(
-                    "Once upon a time", seed=1, max_tokens=400, ignore_eos=True, expected_output_tokens=400
+                    "Once upon a time", seed=1, max_tokens=200, ignore_eos=True, expected_output_tokens=200
                 ),
                 on_tokens=lambda _: running.set(),
             )
@@ -57,7 +57,7 @@ async def test_the_short_request_overtakes_where_the_policy_preempts(
     long, short, (long_story, short_story) = await long_then_short(stack)
 
     assert (short.finished_order < long.finished_order) == short_first
-    assert len(long.tokens) == 400
+    assert len(long.tokens) == 200
     assert len(short.tokens) == 8
     assert long.end is not None
     assert (long.end.timing.preemptions > 0) == short_first
