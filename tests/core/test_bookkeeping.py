@@ -21,8 +21,8 @@ from scheduler_svc.core.events import (
     WorkerDraining,
     WorkerUp,
 )
-from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.handlers.requests import LOOKED_AT_PER_ARRIVAL
+from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.views import Explanation
