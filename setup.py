@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core compiled ahead of time, by mypyc."""
+"""What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core
+compiled ahead of time, by mypyc."""
 
 import os
 import platform

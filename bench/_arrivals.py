@@ -1,8 +1,9 @@
-"""Clients that cost next to nothing while a stream runs: they note what arrived and when, and read it afterwards.
+"""Clients that cost next to nothing while a stream runs: they note what arrived and when, and read it
+afterwards.
 
-A client library takes several times as long over a message as the server did. On a machine that both share, the delay that is then measured
-is the client's. Here a connection is one `asyncio.Protocol`, and only the headers of HTTP/2 frames are looked at on arrival, because
-settings and pings want an answer.
+A client library takes several times as long over a message as the server did. On a machine that both share,
+the delay that is then measured is the client's. Here a connection is one `asyncio.Protocol`, and only the
+headers of HTTP/2 frames are looked at on arrival, because settings and pings want an answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Fault injection: a plan that a seed decides, and its execution on a stack of processes.
 
-A plan holds the kind of each fault, its time, its duration and a random draw that picks its victim among those that can be hit at that
-time. A component that is still down from an earlier fault is not hit again before it is back, and one of each pair stays up, unless
-the kind names more: every line of docs/guarantees.md is about a fault while the other parts run.
+A plan holds the kind of each fault, its time, its duration and a random draw that picks its victim among
+those that can be hit at that time. A component that is still down from an earlier fault is not hit again
+before it is back, and one of each pair stays up, unless the kind names more: every line of docs/guarantees.md
+is about a fault while the other parts run.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ MOST_DEATHS = 12
 """Upper bound of the workers that one deadly request may end: five if nothing else breaks; more if a worker
 is given up and comes back, or is hit by another fault, which the scheduler cannot distinguish."""
 RECOVERY_S = 10.0
-"""Seconds after a record that lost writes is back, in which no fault hits it or its leader, nor, if the leader
-died with it, a gateway. The record also loses nothing if a fault hit its leader within this time. Both faults
-together are a fault of another kind. The record is emptied and its leader killed only if the gateways were
-spared, and led, for this time: then the streams are open at a gateway again, and gateways and workers are what
-this fault is survived by."""
+"""Seconds after a record that lost writes is back, in which no fault hits it or its leader, nor, if the
+leader died with it, a gateway. The record also loses nothing if a fault hit its leader within this time. Both
+faults together are a fault of another kind. The record is emptied and its leader killed only if the gateways
+were spared, and led, for this time: then the streams are open at a gateway again, and gateways and workers
+are what this fault is survived by."""
 
 WEIGHTS = {
     "kill worker": 10, "pause worker": 8, "drain worker": 5, "scale down": 4, "scale up": 3,
@@ -151,7 +152,8 @@ class StackState:
 
 
 class FaultInjector:
-    """Injector of the planned faults: it runs each fault in a task of its own and repairs the damage afterwards."""
+    """Injector of the planned faults: it runs each fault in a task of its own and repairs the damage
+    afterwards."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Engines that `laps-sd bench engine` compares, and the abilities of each: our engine and transformers in this process, others by `bench._peers`."""
+"""Engines that `laps-sd bench engine` compares, and the abilities of each: our engine and transformers in
+this process, others by `bench._peers`."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from laps_sd.stack.local import LocalStack
 
 GROWTH_MIB = 48.0
-"""Upper bound of a process's growth after its first `WARM_S` under load, in MiB: arenas and buffers of hundreds
-of streams, and no more."""
+"""Upper bound of a process's growth after its first `WARM_S` under load, in MiB: arenas and buffers of
+hundreds of streams, and no more."""
 WARM_S = 20.0
 SAMPLE_S = 2.0
 

@@ -1,8 +1,9 @@
 """Generates with another engine, for `laps-sd bench engine`: `OTHER_PYTHON bench/_peer_driver.py SETUP.json`.
 
-Runs in the interpreter that has that engine, so it imports nothing but the standard library and the engine. The setup names the engine and mode,
-the models, the limits, and the prompts of every cell. After loading it prints `{"ready": ...}`; then each line on stdin, `{"cell": NAME, "batch": N}`,
-is answered with one line: the tokens of every prompt, and CPU and wall-clock seconds. The end of stdin ends it.
+Runs in the interpreter that has that engine, so it imports nothing but the standard library and the engine.
+The setup names the engine and mode, the models, the limits, and the prompts of every cell. After loading it
+prints `{"ready": ...}`; then each line on stdin, `{"cell": NAME, "batch": N}`, is answered with one line: the
+tokens of every prompt, and CPU and wall-clock seconds. The end of stdin ends it.
 
 The engine works inside this process: its CPU time is that of all threads of the process.
 """

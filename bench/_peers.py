@@ -1,4 +1,5 @@
-"""Other engines, each in an interpreter of its own: started with `bench/_peer_driver.py`, given one cell at a time, ended with this process."""
+"""Other engines, each in an interpreter of its own: started with `bench/_peer_driver.py`, given one cell at a
+time, ended with this process."""
 
 from __future__ import annotations
 

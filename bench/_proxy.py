@@ -1,6 +1,8 @@
-"""A TCP proxy whose connections can be cut, or go silent in one direction or both: what a network does to its users.
+"""A TCP proxy whose connections can be cut, or go silent in one direction or both: what a network does to its
+users.
 
-Who dialled a connection is found in /proc (Linux), so that one dialler can be cut off from one target while all dial the same port.
+Who dialled a connection is found in /proc (Linux), so that one dialler can be cut off from one target while
+all dial the same port.
 """
 
 from __future__ import annotations

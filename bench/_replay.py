@@ -1,8 +1,8 @@
 """Requests and send times of `bench serve`, and the open-loop client that sends them.
 
-Open loop: every send time is fixed before the first request goes out and the client never waits for a reply, so a slow server meets
-the same arrivals as a fast one. A latency counts from the time at which its request was to be sent, so that a generator
-that is late hides nothing.
+Open loop: every send time is fixed before the first request goes out and the client never waits for a reply,
+so a slow server meets the same arrivals as a fast one. A latency counts from the time at which its request
+was to be sent, so that a generator that is late hides nothing.
 """
 
 from __future__ import annotations

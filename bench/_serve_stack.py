@@ -1,7 +1,7 @@
 """The stack that `bench serve` measures, and its double in the simulator.
 
-One worker, gateway and record live through all runs; each run has a scheduler of its own, with the policy of the run, that
-finds the same priors on the record as all others: what was learnt from the warm-up.
+One worker, gateway and record live through all runs; each run has a scheduler of its own, with the policy of
+the run, that finds the same priors on the record as all others: what was learnt from the warm-up.
 """
 
 from __future__ import annotations

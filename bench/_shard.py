@@ -52,7 +52,8 @@ class VirtualShard:
             draft_len=DRAFT_LEN,
             draft_s=0.010,
             host_memory=False,
-            # Room for the slots and a quarter more: paused requests lose their KV at times, as on a real device.
+            # Room for the slots and a quarter more: paused requests lose their KV at times, as on a real
+            # device.
             kv_tokens=max(MAX_LENGTH, slots * 600 * 5 // 4),
             block_size=BLOCK_SIZE,
             max_length=MAX_LENGTH,

@@ -1,9 +1,10 @@
-"""Which signal should workers be scaled on? The production core in virtual time, signal against signal. `laps-sd bench autoscale`
+"""Which signal should workers be scaled on? The production core in virtual time, signal against signal.
+`laps-sd bench autoscale`
 
-Windows of a recorded trace, at their recorded times, run through the core and virtual workers that come and go: a
-HorizontalPodAutoscaler sets their number by its own formula, every 15 s, and a new pod needs time before it works. Only
-the metric differs, each with several targets, so that every signal is a curve of what it costs (devices held) against what
-it gives (latency):
+Windows of a recorded trace, at their recorded times, run through the core and virtual workers that come and
+go: a HorizontalPodAutoscaler sets their number by its own formula, every 15 s, and a new pod needs time
+before it works. Only the metric differs, each with several targets, so that every signal is a curve of what
+it costs (devices held) against what it gives (latency):
 
   backlog      machine seconds that all unfinished requests still need (`laps_sd_backlog_seconds`, the metric for KEDA)
   requests     unfinished requests (the plain Redis trigger)
@@ -11,7 +12,8 @@ it gives (latency):
   utilisation  share of the time in which ready workers compute
   fixed        a constant number of workers
 
-The run fails when `backlog` needs more devices than another signal of a live pool for the same 99th percentile of latency.
+The run fails when `backlog` needs more devices than another signal of a live pool for the same 99th
+percentile of latency.
 
 Examples:
   laps-sd bench autoscale --figure autoscale.svg

@@ -1,21 +1,26 @@
 """Is anything lost when everything breaks? `laps-sd bench chaos`
 
-Two gateways, a leading and a standing-by scheduler, workers and a Valkey, each a process of its own; hundreds of seeded requests through
-resuming clients; and at seeded moments a fault: SIGKILL, SIGTERM, SIGSTOP until SIGCONT, a connection reset, a network that is silent in
-one direction or both or slow, a peer that disappears without closing, a record that is paused, restarted, killed or emptied, that lost its
-newest writes, its scripts, its disk space or its memory, a drained worker, a smaller and a larger pool, a request that ends each worker that
-runs it, a pair or everything at once. At the end the run fails unless
+Two gateways, a leading and a standing-by scheduler, workers and a Valkey, each a process of its own; hundreds
+of seeded requests through resuming clients; and at seeded moments a fault: SIGKILL, SIGTERM, SIGSTOP until
+SIGCONT, a connection reset, a network that is silent in one direction or both or slow, a peer that disappears
+without closing, a record that is paused, restarted, killed or emptied, that lost its newest writes, its
+scripts, its disk space or its memory, a drained worker, a smaller and a larger pool, a request that ends each
+worker that runs it, a pair or everything at once. At the end the run fails unless
 
-  * every accepted request ended exactly once, with no token missing, repeated or out of order, on the client's side and in the record;
-  * at least 99.5 % ended successfully, the rest with an explicit error under a fault that may lose something (docs/guarantees.md);
+  * every accepted request ended exactly once, with no token missing, repeated or out of order, on the
+    client's side and in the record;
+  * at least 99.5 % ended successfully, the rest with an explicit error under a fault that may lose something
+    (docs/guarantees.md);
   * tokens and text of each equal those of an undisturbed run of the same request;
   * no request ran twice under one idempotency key;
-  * no process died by itself or logged an exception, none is left, and no key, slot, KV block or stream is still held;
+  * no process died by itself or logged an exception, none is left, and no key, slot, KV block or stream is
+    still held;
   * the memory of no process kept growing;
-  * enough was done: at least 80 % of the faults hit a component that had requests, and as many requests as there
-    were faults were completed, at least.
+  * enough was done: at least 80 % of the faults hit a component that had requests, and as many requests as
+    there were faults were completed, at least.
 
---seed decides what happens when, as far as a plan can; it does not decide how processes interleave. A violation prints how to run its plan again.
+--seed decides what happens when, as far as a plan can; it does not decide how processes interleave. A
+violation prints how to run its plan again.
 """
 
 from __future__ import annotations

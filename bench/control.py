@@ -1,19 +1,21 @@
 """What do decisions cost? `laps-sd bench control`
 
-Core: CPU time (of the process) of one step of the pure core for one report, in steady state: workers of 64 slots run what
-they were assigned, requests end and others arrive, ranks change at every round, KV is evicted at times. One process for each
-queue size; they take turns, a block of reports each, so that all sizes meet the same noise. Memory is what the
-resident set grows by while the queue is filled, divided by the requests queued; the core holds no tokens.
+Core: CPU time (of the process) of one step of the pure core for one report, in steady state: workers of 64
+slots run what they were assigned, requests end and others arrive, ranks change at every round, KV is evicted
+at times. One process for each queue size; they take turns, a block of reports each, so that all sizes meet
+the same noise. Memory is what the resident set grows by while the queue is filled, divided by the requests
+queued; the core holds no tokens.
 
-Scheduler: CPU time of the whole scheduler process (decoding, core, Redis commits, sending tokens and lists) per report, with
-FakeEngine workers on real links and a client that takes the tokens off the gateway link; and from it how many workers one
-core carries. Workers and client have the other cores: only the scheduler's CPU time counts, not wall-clock time.
+Scheduler: CPU time of the whole scheduler process (decoding, core, Redis commits, sending tokens and lists)
+per report, with FakeEngine workers on real links and a client that takes the tokens off the gateway link; and
+from it how many workers one core carries. Workers and client have the other cores: only the scheduler's CPU
+time counts, not wall-clock time.
 
-The deployed form of the core is compiled: `make compiled`, then run this in `build/compiled` with PYTHONPATH set to it. The rows name
-the form.
+The deployed form of the core is compiled: `make compiled`, then run this in `build/compiled` with PYTHONPATH
+set to it. The rows name the form.
 
-Goals: a median of at most 1 ms per report of 64 requests; from the shortest to the longest queue at most twice as much;
-less than 2 KiB for each queued request.
+Goals: a median of at most 1 ms per report of 64 requests; from the shortest to the longest queue at most
+twice as much; less than 2 KiB for each queued request.
 """
 
 from __future__ import annotations

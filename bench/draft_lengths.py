@@ -1,9 +1,10 @@
 """How much does each constant of the draft lengths matter? `laps-sd bench draft-lengths`
 
-The production chooser (worker_svc/engine/draft_lengths) in virtual time: requests with an acceptance rate and an output length of their
-own, and a machine whose true costs are the chooser's tables with noise on every round and a slow drift. Each constant is set to a lower
-and a higher value, one at a time; the table shows the tokens per second relative to the values in the code, for the same requests and the
-same machine, as the mean over workloads and the worst and best of them. Rows above it compare with fixed draft lengths.
+The production chooser (worker_svc/engine/draft_lengths) in virtual time: requests with an acceptance rate and
+an output length of their own, and a machine whose true costs are the chooser's tables with noise on every
+round and a slow drift. Each constant is set to a lower and a higher value, one at a time; the table shows the
+tokens per second relative to the values in the code, for the same requests and the same machine, as the mean
+over workloads and the worst and best of them. Rows above it compare with fixed draft lengths.
 
 Not modelled: time to read a prompt, and the time that choosing takes.
 """

@@ -1,15 +1,20 @@
-"""How fast is the worker's engine, compared with transformers, other engines, and itself without speculation? `laps-sd bench engine`
+"""How fast is the worker's engine, compared with transformers, other engines, and itself without speculation?
+`laps-sd bench engine`
 
-One pair of models, one precision, one thread each. The workload consists of cells: prompts of all kinds in equal parts, or of one kind alone;
-temperature 0 or 0.8; a number of requests at a time; each until the end token or `--tokens`. Cells take turns, and so do the engines within a cell, peers each
-time in another order; ours with and without speculation come last, in alternating slices for some seconds. CPU time is measured, so a busy
-machine slows all of them alike. A speed is tokens per CPU second; ratios are paired by turn, and a goal is met by the lower end of the interval.
+One pair of models, one precision, one thread each. The workload consists of cells: prompts of all kinds in
+equal parts, or of one kind alone; temperature 0 or 0.8; a number of requests at a time; each until the end
+token or `--tokens`. Cells take turns, and so do the engines within a cell, peers each time in another order;
+ours with and without speculation come last, in alternating slices for some seconds. CPU time is measured, so
+a busy machine slows all of them alike. A speed is tokens per CPU second; ratios are paired by turn, and a
+goal is met by the lower end of the interval.
 
-Peers: transformers' `generate` one by one; its assisted generation, with a constant draft length of 4 and as it comes; its left-padded batch of
-16; its continuous batching (`generate_batch`) of 16 requests. With `--vllm PYTHON` and `--openvino PYTHON`, interpreters that have them: vLLM
-eager and compiled, OpenVINO GenAI, both without speculation and with a draft of 4, on the whole mix at temperature 0.
+Peers: transformers' `generate` one by one; its assisted generation, with a constant draft length of 4 and as
+it comes; its left-padded batch of 16; its continuous batching (`generate_batch`) of 16 requests. With `--vllm
+PYTHON` and `--openvino PYTHON`, interpreters that have them: vLLM eager and compiled, OpenVINO GenAI, both
+without speculation and with a draft of 4, on the whole mix at temperature 0.
 
-`--shape memory-bound` is a random pair of 287 M and 15 M weights in bfloat16, where proposals are accepted by a random draw (`--acceptance`).
+`--shape memory-bound` is a random pair of 287 M and 15 M weights in bfloat16, where proposals are accepted by
+a random draw (`--acceptance`).
 """
 
 from __future__ import annotations

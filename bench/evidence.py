@@ -1,5 +1,5 @@
-"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve`, `control`, `engine` and `gateway` wrote with `--json`:
-no figure in them is typed by hand.
+"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve`, `control`, `engine` and
+`gateway` wrote with `--json`: no figure in them is typed by hand.
 
     python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json, *-serve.json, …
     python -m bench.evidence --results FILE   # from another one

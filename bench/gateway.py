@@ -1,13 +1,14 @@
 """How many messages does one gateway process carry, and what delay does it add? `laps-sd bench gateway`
 
-A scheduler of this file (a process of its own) delivers tokens for many streams at a steady rate, about three at a time, as a busy
-pool does: many requests in one message of the link. A real gateway turns them into text and streams them to clients in this process, by
-gRPC or by server-sent events; they note arrival times, and evaluate them after the run (`bench/_arrivals.py`). The delay of a delivery is the
-time from when the scheduler hands it to its link until the client has it, both read from the machine's one monotonic clock; what a client gets
-in one message because it was late counts for each delivery in it.
+A scheduler of this file (a process of its own) delivers tokens for many streams at a steady rate, about three
+at a time, as a busy pool does: many requests in one message of the link. A real gateway turns them into text
+and streams them to clients in this process, by gRPC or by server-sent events; they note arrival times, and
+evaluate them after the run (`bench/_arrivals.py`). The delay of a delivery is the time from when the
+scheduler hands it to its link until the client has it, both read from the machine's one monotonic clock; what
+a client gets in one message because it was late counts for each delivery in it.
 
-On a busy machine the delay depends mostly on the machine. The second figure is the CPU time of the gateway's process: messages per
-second of CPU time, which is what one core could carry.
+On a busy machine the delay depends mostly on the machine. The second figure is the CPU time of the gateway's
+process: messages per second of CPU time, which is what one core could carry.
 
 Goal: 6,000 messages per second of CPU time, and a p99 delay below 20 ms at that rate.
 """

@@ -1,15 +1,18 @@
 """What does a round cost on a GPU, and how much of that is unavoidable? `laps-sd bench gpu`
 
-A random pair of the shape of real ones (8.0 B and 0.5 B weights in bfloat16), with draft tokens accepted by a random draw. For each batch size and context length: every
-request is prefilled to that length, then rounds are timed. A round is compared with the roofline: what its forwards must at least take if
-all weights and keys and values cross the memory bus once per forward (bytes over bandwidth), or all products are done at the peak rate (operations
-over operations per second), whichever is longer. Its share that is not the draft's and the target's forwards is what the engine adds: choosing,
-bookkeeping, waiting for the host.
+A random pair of the shape of real ones (8.0 B and 0.5 B weights in bfloat16), with draft tokens accepted by a
+random draw. For each batch size and context length: every request is prefilled to that length, then rounds
+are timed. A round is compared with the roofline: what its forwards must at least take if all weights and keys
+and values cross the memory bus once per forward (bytes over bandwidth), or all products are done at the peak
+rate (operations over operations per second), whichever is longer. Its share that is not the draft's and the
+target's forwards is what the engine adds: choosing, bookkeeping, waiting for the host.
 
-Forwards are timed by events on the device; what their kernels take, gaps between them left out, by the profiler in a few more rounds. Then swapping, and
-transformers' `generate` with the same prompts, decoding alone.
+Forwards are timed by events on the device; what their kernels take, gaps between them left out, by the
+profiler in a few more rounds. Then swapping, and transformers' `generate` with the same prompts, decoding
+alone.
 
-Goal: at batch 32 at most a tenth of a round is not draft or verify kernels. On the CPU (`--device cpu --shape tiny`) it runs to test the driver.
+Goal: at batch 32 at most a tenth of a round is not draft or verify kernels. On the CPU (`--device cpu --shape
+tiny`) it runs to test the driver.
 """
 
 from __future__ import annotations

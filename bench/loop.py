@@ -1,13 +1,15 @@
 """Does the device ever wait for the scheduler? `laps-sd bench loop`
 
-Tokens per second of a worker with 64 requests waiting at batch 8, under the real scheduler (gateway, scheduler, Valkey
-and worker as separate processes, over gRPC), divided by the bare engine loop on the same requests: the same engine in a
-process of its own, the next request taking the place of one that ended, without any reports. Runs are interleaved,
-so that both sides meet the same noise, and the figure is the median of the pairs. Counted until fewer requests than slots are left, because a batch that runs empty at
-the end would distort the ratio. Another column is the share of the worker's time in which its device was idle between two rounds.
+Tokens per second of a worker with 64 requests waiting at batch 8, under the real scheduler (gateway,
+scheduler, Valkey and worker as separate processes, over gRPC), divided by the bare engine loop on the same
+requests: the same engine in a process of its own, the next request taking the place of one that ended,
+without any reports. Runs are interleaved, so that both sides meet the same noise, and the figure is the
+median of the pairs. Counted until fewer requests than slots are left, because a batch that runs empty at the
+end would distort the ratio. Another column is the share of the worker's time in which its device was idle
+between two rounds.
 
-On a machine whose cores share their execution units, the other processes of the stack slow the engine's core down although
-it never waits for them: the ratio holds that too, the idle share does not.
+On a machine whose cores share their execution units, the other processes of the stack slow the engine's core
+down although it never waits for them: the ratio holds that too, the idle share does not.
 
 Goal: at least 0.95.
 """

@@ -1,11 +1,13 @@
 """How does a system behave under ten times the load that it can sustain? `laps-sd bench overload`
 
-Gateway, scheduler, workers (FakeEngine) and Valkey as processes. First as many requests at once as there are slots, for the rate that the
-system sustains; then arrivals at ten times that rate, one by one whether or not earlier ones were taken, for a minute. The run fails unless
+Gateway, scheduler, workers (FakeEngine) and Valkey as processes. First as many requests at once as there are
+slots, for the rate that the system sustains; then arrivals at ten times that rate, one by one whether or not
+earlier ones were taken, for a minute. The run fails unless
 
   * every refusal is RESOURCE_EXHAUSTED with the time to retry (RetryInfo);
-  * everything that was accepted ends successfully, and no later than the reserved share allows (docs/policies.md): the rounds of all older
-    requests that were unfinished then, divided by the reserved slots of all workers, and its own rounds, at the pace of this very run;
+  * everything that was accepted ends successfully, and no later than the reserved share allows
+    (docs/policies.md): the rounds of all older requests that were unfinished then, divided by the reserved
+    slots of all workers, and its own rounds, at the pace of this very run;
   * tokens per second do not fall below --keep of the sustained rate;
   * no process dies, and the memory of none keeps growing.
 """

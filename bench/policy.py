@@ -1,8 +1,8 @@
 """What does a policy gain? The production core in virtual time, policy against policy. `laps-sd bench policy`
 
-Every policy runs the same jobs (paired by seed); each figure is a ratio to FCFS and to the oracle, with the 95 %
-interval over seeds. A regime is a file of bench/regimes: arrivals, lengths, acceptance, predictor, machine, and what must
-hold there. The command exits non-zero when an expectation of a regime that ran fails.
+Every policy runs the same jobs (paired by seed); each figure is a ratio to FCFS and to the oracle, with the
+95 % interval over seeds. A regime is a file of bench/regimes: arrivals, lengths, acceptance, predictor,
+machine, and what must hold there. The command exits non-zero when an expectation of a regime that ran fails.
 
 Examples:
   laps-sd bench policy --regime chat --details

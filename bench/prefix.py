@@ -1,15 +1,16 @@
 """What does the prefix cache gain, and what does it cost to read KV in place? `laps-sd bench prefix`
 
-The target of the demo pair alone, one thread, single precision, CPU time of the process. Prompts begin with the same `tokens` and differ in
-their last token. Two engines take turns:
+The target of the demo pair alone, one thread, single precision, CPU time of the process. Prompts begin with
+the same `tokens` and differ in their last token. Two engines take turns:
 
     computed   nothing is reused
     shared     all read the same blocks
 
-*First* is the round that gives a request its first token, alone. *Round* is one decoding round of `--batch` requests with the same start.
+*First* is the round that gives a request its first token, alone. *Round* is one decoding round of `--batch`
+requests with the same start.
 
-Goal: with the least start that a worker reuses by default, a first token takes at most half as long as without, and sharing costs
-no round anything.
+Goal: with the least start that a worker reuses by default, a first token takes at most half as long as
+without, and sharing costs no round anything.
 """
 
 from __future__ import annotations

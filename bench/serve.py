@@ -1,26 +1,27 @@
 """What does a policy gain on the real system? `laps-sd bench serve`
 
-The one-machine stack (record, scheduler, worker with the shipped demo pair, gateway, each a process) serves the same requests
-under one policy after another: same prompts, seeds, hints and send times, through the public gRPC API, from an open-loop client.
-The output compares the measurement with the simulator's prediction with the production core for the same requests, from a calibration
-run on the same stack: true lengths and rounds of every request, and what a round and a prefill cost this worker.
+The one-machine stack (record, scheduler, worker with the shipped demo pair, gateway, each a process) serves
+the same requests under one policy after another: same prompts, seeds, hints and send times, through the
+public gRPC API, from an open-loop client. The output compares the measurement with the simulator's prediction
+with the production core for the same requests, from a calibration run on the same stack: true lengths and
+rounds of every request, and what a round and a prefill cost this worker.
 
-Scenarios: `burst` sends everything at once; `overload` twice as much as the worker can do (with less, a queue hardly builds in
-so few requests); `load-0.7` seven tenths of it. One slot by default: there the machine share of a request is its own round,
-every decision counts, and the reserved share is a thirty-second of the time; with two to four slots it would be a quarter to a
-half of the machine.
+Scenarios: `burst` sends everything at once; `overload` twice as much as the worker can do (with less, a queue
+hardly builds in so few requests); `load-0.7` seven tenths of it. One slot by default: there the machine share
+of a request is its own round, every decision counts, and the reserved share is a thirty-second of the time;
+with two to four slots it would be a quarter to a half of the machine.
 
-Every round takes the same time (`--round-ms`): the worker really computes it and then waits for the rest of it, as it waits for a GPU.
-A shared machine may be at half its speed for minutes; without this the order of the runs would decide. `--round-ms 0` lets rounds take what
-they take, and needs a machine to itself.
+Every round takes the same time (`--round-ms`): the worker really computes it and then waits for the rest of
+it, as it waits for a GPU. A shared machine may be at half its speed for minutes; without this the order of
+the runs would decide. `--round-ms 0` lets rounds take what they take, and needs a machine to itself.
 
-Every scheduler starts with the same priors, learnt from a warm-up that no run measures. Policies take turns in changing order. A
-run in which a request failed, or had another text than alone, does not count, and is reported; one in which something else on the
-machine slowed the worker down is repeated.
+Every scheduler starts with the same priors, learnt from a warm-up that no run measures. Policies take turns
+in changing order. A run in which a request failed, or had another text than alone, does not count, and is
+reported; one in which something else on the machine slowed the worker down is repeated.
 
-Goals (over the pairs of runs of a seed, 95 % interval of the mean log-ratio): with burst and overload the mean latency of laps-sd at
-least 30 % below fcfs, and not above srpt-length by more than 5 %, both by the upper end; every policy's ratio to fcfs within
-15 % of the simulated one.
+Goals (over the pairs of runs of a seed, 95 % interval of the mean log-ratio): with burst and overload the
+mean latency of laps-sd at least 30 % below fcfs, and not above srpt-length by more than 5 %, both by the
+upper end; every policy's ratio to fcfs within 15 % of the simulated one.
 
 Examples:
   laps-sd bench serve

@@ -1,7 +1,7 @@
 """Batches of packed documents.
 
-One batch is a rectangle. A document sees only itself: the attention mask is block-diagonal and positions start
-again at every document. Completions carry the loss; what stands before them counts a tenth.
+One batch is a rectangle. A document sees only itself: the attention mask is block-diagonal and positions
+start again at every document. Completions carry the loss; what stands before them counts a tenth.
 """
 
 from collections import deque

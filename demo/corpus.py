@@ -1,4 +1,5 @@
-"""The training corpus: generated tasks, the interpreter's own standard library, and plain-text files if there are any.
+"""The training corpus: generated tasks, the interpreter's own standard library, and plain-text files if there
+are any.
 
 Everything is a stream of `Document`s, an endless one per kind, fixed by the seed. Standard library only.
 """

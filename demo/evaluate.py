@@ -1,9 +1,10 @@
 """Quality of the pair: held-out loss, right answers, lengths, and how much of the draft the target accepts.
 
 Acceptance is measured with coupled sampling and without an engine. At every position target and draft choose
-`argmax(log p + g)` with the same Gumbel noise `g`. A draft token is only tested when all before it were accepted, that
-is when the draft saw exactly the target's text; so one pass of the draft over the target's text shows for each position
-whether its draft token would have been accepted, and the rounds follow from that.
+`argmax(log p + g)` with the same Gumbel noise `g`. A draft token is only tested when all before it were
+accepted, that is when the draft saw exactly the target's text; so one pass of the draft over the target's
+text shows for each position whether its draft token would have been accepted, and the rounds follow from
+that.
 
     text      t0 t1 t2 t3 t4 t5 t6 ...
     agrees     +  +  -  +  +  +  +        gamma = 4
@@ -184,7 +185,8 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def summarise(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """One table row: acceptance over all rounds, ICC over full ones, lengths in tokens, share of right answers."""
+    """One table row: acceptance over all rounds, ICC over full ones, lengths in tokens, share of right
+    answers."""
     rounds = [round_ for s in samples for round_ in rounds_of(s.agrees)]
     checked = [s for s in samples if s.prompt.answer is not None]
     right = [text_of(tokenizer, s.output_ids).strip() == (s.prompt.answer or "").strip() for s in checked]

@@ -50,7 +50,8 @@ def logits_of(model: Callable[..., Any], batch: Batch) -> Tensor:
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write plain Hugging Face files in bf16. Training continues in float32, so the model itself does not change."""
+    """Write plain Hugging Face files in bf16. Training continues in float32, so the model itself does not
+    change."""
     save_tokenizer(tokenizer, folder)
     half = LlamaForCausalLM(model.config).to(torch.bfloat16)
     half.load_state_dict(

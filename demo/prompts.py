@@ -1,4 +1,5 @@
-"""Held-out prompts by kind for tests and benchmarks. Standard library only; the same seed gives the same prompts.
+"""Held-out prompts by kind for tests and benchmarks. Standard library only; the same seed gives the same
+prompts.
 
 Kinds that are not closed (see `tasks`) are never trained on the prompts given here.
 """
@@ -50,7 +51,8 @@ KINDS: Final = (*GENERATORS, "prose")
 
 
 def demo_prompts(kind: str | None, n: int, seed: int = 0) -> list[Prompt]:
-    """`n` prompts of one kind, or of all kinds in equal parts and in random order; no text twice if that is possible."""
+    """`n` prompts of one kind, or of all kinds in equal parts and in random order; no text twice if that is
+    possible."""
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind is {kind!r}, must be one of {', '.join(KINDS)}")
     if kind is None:

@@ -1,4 +1,5 @@
-"""Generated tasks: a prompt and its answer, by kind. Standard library only, a pure function of the random generator.
+"""Generated tasks: a prompt and its answer, by kind. Standard library only, a pure function of the random
+generator.
 
 Vocabulary
   kind    one word for the task of the prompt ("count", "story", ...); acceptance differs mostly by kind

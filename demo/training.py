@@ -61,7 +61,8 @@ class TrainSettings:
 def train_model(
     model: LlamaForCausalLM, packer: Packer, settings: TrainSettings, *, teacher: LlamaForCausalLM | None
 ) -> int:
-    """Cross-entropy on the corpus or, with a teacher, forward KL divergence to its distribution. Returns the steps."""
+    """Cross-entropy on the corpus or, with a teacher, forward KL divergence to its distribution. Returns the
+    steps."""
     device = settings.device
     forward: Callable[..., Any] = model.to(device).train()
     guide: Callable[..., Any] | None = teacher.to(device).eval() if teacher is not None else None

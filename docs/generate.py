@@ -1,4 +1,5 @@
-"""Writes docs/settings.md, docs/metrics.md and laps_sd/service/variables.py from the code: every setting, every metric, nothing else.
+"""Writes docs/settings.md, docs/metrics.md and laps_sd/service/variables.py from the code: every setting,
+every metric, nothing else.
 
     python docs/generate.py            # write them
     python docs/generate.py --check    # write nothing; exit 1 when one is out of date
@@ -193,7 +194,8 @@ def family_name(metric: MetricWrapperBase) -> str:
 
 
 def metrics_of(module: ModuleType) -> list[MetricWrapperBase]:
-    """Yield the metrics that a module names, in the order of the file; a private name is one label set of another."""
+    """Yield the metrics that a module names, in the order of the file; a private name is one label set of
+    another."""
     named = ((name, thing) for name, thing in vars(module).items() if not name.startswith("_"))
     return [thing for _, thing in named if isinstance(thing, MetricWrapperBase)]
 

@@ -1,5 +1,5 @@
-"""The span of a call, with the semantic conventions of generative AI; `laps_sd.service.tracing` describes the whole
-trace."""
+"""The span of a call, with the semantic conventions of generative AI; `laps_sd.service.tracing` describes the
+whole trace."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Writes what Kubernetes files repeat from elsewhere: settings into the chart's schema, and pinned packages per image.
+"""Writes what Kubernetes files repeat from elsewhere: settings into the chart's schema, and pinned packages
+per image.
 
     python k8s/generate.py            # write
     python k8s/generate.py --check    # write nothing; exit 1 when something is out of date
 
-* `definitions` of chart/values.schema.json: one property for each setting of the three services that a user of the chart
-  may give. A field `max_draft_len` is LAPS_SD_MAX_DRAFT_LEN and `settings.maxDraftLen`. What the chart decides itself is in `OWNED`.
+* `definitions` of chart/values.schema.json: one property for each setting of the three services that a user
+  of the chart may give. A field `max_draft_len` is LAPS_SD_MAX_DRAFT_LEN and `settings.maxDraftLen`. What the
+  chart decides itself is in `OWNED`.
 * images/requirements/*.txt: of constraints.txt, with its hashes, what each image needs and nothing else.
 """
 
@@ -94,7 +96,8 @@ IMAGE_EXTRAS = {
     "operator": ("operator",),
 }
 FROM_ELSEWHERE = {"torch"}
-"""Not in constraints.txt: its builds differ by machine. An image's build argument names it, its own needs are listed."""
+"""Not in constraints.txt: its builds differ by machine. An image's build argument names it, its own needs are
+listed."""
 
 
 def camel(name: str) -> str:
@@ -157,7 +160,8 @@ def pinned() -> dict[str, str]:
 
 
 def needed(texts: Sequence[str]) -> set[str]:
-    """Canonical names of these packages and of all that they need on Linux, by the metadata of what is installed."""
+    """Canonical names of these packages and of all that they need on Linux, by the metadata of what is
+    installed."""
     waiting = [Requirement(text) for text in texts]
     found: dict[str, set[str]] = {}
     while waiting:
@@ -178,7 +182,8 @@ def needed(texts: Sequence[str]) -> set[str]:
 
 
 def requires(name: str) -> Sequence[str]:
-    """Return the requirements in a package's metadata. A package for older Pythons is not installed here, and has none."""
+    """Return the requirements in a package's metadata. A package for older Pythons is not installed here, and
+    has none."""
     try:
         return distribution(name).requires or ()
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
 """The errors of LAPS-SD, and the one table that maps them to gRPC statuses.
 
-Raise these anywhere in a service. The interceptor of `laps_sd.service.serving` turns them into a status with `google.rpc`
-details; any other exception becomes INTERNAL and is logged with its traceback. A message is a sentence for
-the caller: it names the problem and, if there is one, the limit.
+Raise these anywhere in a service. The interceptor of `laps_sd.service.serving` turns them into a status with
+`google.rpc` details; any other exception becomes INTERNAL and is logged with its traceback. A message is a
+sentence for the caller: it names the problem and, if there is one, the limit.
 
     raise InvalidArgument("sampling.max_tokens", "must be at most 4096, got 9000")
     raise ResourceExhausted("the queue of pool 'demo' is full (10000 requests)", retry_after_s=2.5)

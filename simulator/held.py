@@ -10,8 +10,8 @@ from laps_sd.contract.ends import End
 from scheduler_svc.core.events import Progress
 from simulator.jobs import Job
 
-# Token ids are the positions in the output, so that a lost or repeated token shows; they start again at 0 after
-# this many. A slice of this table costs less than a new range.
+# Token ids are the positions in the output, so that a lost or repeated token shows; they start again at 0
+# after this many. A slice of this table costs less than a new range.
 _IDS_REPEAT = 4096
 _IDS = tuple(number % _IDS_REPEAT for number in range(_IDS_REPEAT + 256))
 

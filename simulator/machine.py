@@ -96,8 +96,8 @@ class Machine:
         return left + (sum(job.drafts[rounds:]) if job.drafts else left * self.draft_len)
 
     def facts(self, worker_id: str) -> WorkerFacts:
-        """Return the facts of such a worker. It has no draft pool: the draft's cache is cheap to drop, so only
-        the target's counts.
+        """Return the facts of such a worker. It has no draft pool: the draft's cache is cheap to drop, so
+        only the target's counts.
         """
         blocks = ENDLESS_BLOCKS if self.kv_tokens is None else max(1, self.kv_tokens // self.block_size)
         return WorkerFacts(worker_id, self.slots, blocks, 0, self.block_size, self.max_length, self.draft_len)

@@ -1,5 +1,5 @@
-"""Samples of recorded lengths, predictions and acceptance. Each file is read once per process: every seed draws
-from the same files.
+"""Samples of recorded lengths, predictions and acceptance. Each file is read once per process: every seed
+draws from the same files.
 """
 
 from __future__ import annotations

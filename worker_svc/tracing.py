@@ -1,5 +1,5 @@
-"""The worker's spans of a request: its prefill and its rounds, many rounds in one span. `laps_sd.service.tracing`
-shows the trace.
+"""The worker's spans of a request: its prefill and its rounds, many rounds in one span.
+`laps_sd.service.tracing` shows the trace.
 
 A group of rounds ends with the request, when the request is left out of a round, after `GROUP_ROUNDS` or
 after `GROUP_S`, so that a worker that dies has emitted all groups but the last. Times are those at which a

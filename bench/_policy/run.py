@@ -87,7 +87,8 @@ def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
 
 
 def tenant_means(outcome: Outcome) -> dict[str, float]:
-    """Return the mean latency of each group of tenants, `mean_s_NAME`, without the first `LEARNED_FROM` of each tenant."""
+    """Return the mean latency of each group of tenants, `mean_s_NAME`, without the first `LEARNED_FROM` of
+    each tenant."""
     latencies: dict[str, list[float]] = defaultdict(list)
     seen: Counter[str] = Counter()
     for fate in sorted(outcome.fates, key=lambda fate: fate.job.arrival_s):

@@ -9,7 +9,8 @@ from demo._tasks.task import Task
 
 
 def _story_text(rng: random.Random, hero: str, is_name: bool, home: str) -> str:
-    """A short tale with a quest, a helper and an end; every later sentence reuses what the earlier ones named."""
+    """A short tale with a quest, a helper and an end; every later sentence reuses what the earlier ones
+    named."""
     place, goal_place = home, rng.choice([other for other in w.PLACES if other != home])
     thing, look = rng.choice(w.OBJECTS), rng.choice(w.LOOKS)
     helper_kind = rng.choice([animal for animal in w.ANIMALS if animal != hero])

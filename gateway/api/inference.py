@@ -27,8 +27,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._calls = calls
         self._tenants = tenants
 
-    # The handlers write to the context instead of yielding: a cancelled call then runs their `finally` at once.
-    # gRPC cancels a call at its deadline, so no wait here looks at it.
+    # The handlers write to the context instead of yielding: a cancelled call then runs their `finally` at
+    # once. gRPC cancels a call at its deadline, so no wait here looks at it.
 
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Submit a request and stream its output."""

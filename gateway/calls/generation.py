@@ -1,4 +1,5 @@
-"""The output of a call as it is generated: the choices of all its requests, each read from a stream of its own."""
+"""The output of a call as it is generated: the choices of all its requests, each read from a stream of its
+own."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from laps_sd.contract.formats import first_line, matcher_of
 
 # All are our choice. A format that exceeds one of these limits is refused.
 CPU_S = 0.5
-"""Processor time for one format, in seconds. The largest formats within the limits of `laps_sd.contract.formats` take
-0.2 s."""
+"""Processor time for one format, in seconds. The largest formats within the limits of
+`laps_sd.contract.formats` take 0.2 s."""
 MEMORY_BYTES = 512 << 20
 """Limit of the address space; the interpreter takes 30 MiB of it."""
 STACK_BYTES = 4 << 20

@@ -2,10 +2,10 @@
 
 A worker compiles the format against its vocabulary. A problem of the format itself is reported to the client
 before the request is accepted. The check costs time and memory that depend only on the format, and the
-library may end the process because of it (`laps_sd.contract.formats`): so a child process compiles, one format at a
-time, with limits on time, memory and stack, and the gateway's event loop only waits for its verdict. A format
-that ends the child is refused, and the next format gets a new child. A child that ended before it took the
-format gives no verdict on it.
+library may end the process because of it (`laps_sd.contract.formats`): so a child process compiles, one
+format at a time, with limits on time, memory and stack, and the gateway's event loop only waits for its
+verdict. A format that ends the child is refused, and the next format gets a new child. A child that ended
+before it took the format gives no verdict on it.
 
     formats = FormatJudge()
     problem = await formats.problem_of("regex", "(a")     # "cannot be used: …"; empty: no problem

@@ -42,7 +42,8 @@ class Candidate:
 
     request_id: str
     rank_class: int
-    """Precedence above the index (priority, tenant deficit, level packed into one number); smaller runs first."""
+    """Precedence above the index (priority, tenant deficit, level packed into one number); smaller runs
+    first."""
     index_s: float
     """Position in the class: remaining machine seconds, or the sort key of the policy; smaller runs first."""
     resume_cost_s: float
@@ -137,9 +138,9 @@ def reserved_slots(slots: int, clock: ReserveClock = NEW_CLOCK) -> int:
     return 1 if RESERVED_SLICE_ROUNDS - clock.had >= RESERVED_CYCLE_ROUNDS - clock.rounds else 0
 
 
-# (rank_class, cost, request_id, candidate, target blocks it needs in this round, draft blocks likewise): a tuple,
-# because a worker calls `choose` at every round, and tuples sort and unpack several times faster than objects.
-# Request ids are unique, so a comparison never reaches the candidate.
+# (rank_class, cost, request_id, candidate, target blocks it needs in this round, draft blocks likewise): a
+# tuple, because a worker calls `choose` at every round, and tuples sort and unpack several times faster than
+# objects. Request ids are unique, so a comparison never reaches the candidate.
 _Entry = tuple[int, float, str, Candidate, int, int]
 _rank = itemgetter(0, 1, 2)
 
@@ -151,8 +152,8 @@ def choose(candidates: Sequence[Candidate], worker: WorkerState) -> Choice:
       1. running requests that are pinned;
       2. the reserved share, running requests first (so that it stays with one request until that ends);
       3. the other running requests, best first;
-      4. waiting requests, best first. One that finds no room displaces the worst running ones, if it beats each
-         of them by the hysteresis.
+      4. waiting requests, best first. One that finds no room displaces the worst running ones, if it beats
+         each of them by the hysteresis.
     A request that does not fit is passed over. Under the KV latch no request is displaced in step 4, and
     resident requests come before the others there.
     """
@@ -188,7 +189,8 @@ def choose(candidates: Sequence[Candidate], worker: WorkerState) -> Choice:
 
 
 def _entry(candidate: Candidate, worker: WorkerState) -> _Entry:
-    # KV covers all tokens but the last; a round writes up to max_growth_tokens entries (worker_svc.engine.interface).
+    # KV covers all tokens but the last; a round writes up to max_growth_tokens entries
+    # (worker_svc.engine.interface).
     needed = -(-(candidate.tokens - 1 + worker.max_growth_tokens) // worker.block_size)
     target = needed if needed > candidate.target_blocks else candidate.target_blocks
     draft = 0

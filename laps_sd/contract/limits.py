@@ -25,8 +25,8 @@ MAX_LOGPROBS = 64
 LENIENCE = 4
 """The scheduler accepts this many times the limits below.
 
-It only keeps and passes on these fields, so it bounds them for its own memory: a gateway or a worker of a later
-version, which an upgrade may start before the scheduler, may raise a limit.
+It only keeps and passes on these fields, so it bounds them for its own memory: a gateway or a worker of a
+later version, which an upgrade may start before the scheduler, may raise a limit.
 """
 RECORDED_STOP_STRINGS = LENIENCE * MAX_STOP_STRINGS
 RECORDED_LOGIT_BIAS = LENIENCE * MAX_LOGIT_BIAS

@@ -51,7 +51,7 @@ def end_of_reason(reason: FinishReason.ValueType) -> End | None:
 
 
 def reason_text(reason: FinishReason.ValueType) -> str:
-    """Return a public finish reason as metrics, traces and people read it: "stop", "time_limit" …; "unspecified"
-    for a reason that this version does not know."""
+    """Return a public finish reason as metrics, traces and people read it: "stop", "time_limit" …;
+    "unspecified" for a reason that this version does not know."""
     end = end_of_reason(reason)
     return "unspecified" if end is None else end.value

@@ -8,8 +8,8 @@ a peer counts as silent.
             search.visited(address, await visit(address))
         await asyncio.sleep(search.end_round_s())
 
-Any scheduler may be dialled: one that does not lead names the leader, if it knows it (a *referral*). A dialler
-that only makes one call uses `Candidates`, which is one round of the search.
+Any scheduler may be dialled: one that does not lead names the leader, if it knows it (a *referral*). A
+dialler that only makes one call uses `Candidates`, which is one round of the search.
 
 Everything here but `watch` and `until_first_ends` is without I/O: time and randomness are passed in.
 """

@@ -21,10 +21,9 @@ new calls, waits for those in progress for the rest of `drain_s`, and ends them.
 with 128 + signal. Liveness stays SERVING throughout.
 
 Health names: "" and "readiness" and each service follow `set_ready`; "liveness" is SERVING while the event
-loop runs; a service may add names of its own (`own_names`).
-Every setting is also a flag: `python -m scheduler_svc --lease-s 5`; `--help` lists them, `--show-settings`
-prints the origin of each value.
-Exit codes: 0 stopped by a signal; 1 cannot start or a task failed; 2 wrong settings; 128 + n by the second signal.
+loop runs; a service may add names of its own (`own_names`). Every setting is also a flag: `python -m
+scheduler_svc --lease-s 5`; `--help` lists them, `--show-settings` prints the origin of each value. Exit
+codes: 0 stopped by a signal; 1 cannot start or a task failed; 2 wrong settings; 128 + n by the second signal.
 """
 
 from __future__ import annotations

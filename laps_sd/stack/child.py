@@ -1,4 +1,5 @@
-"""Runs a module as a child that never outlives its parent: `python -m laps_sd.stack.child PARENT_PID MODULE [ARGUMENT …]`.
+"""Runs a module as a child that never outlives its parent: `python -m laps_sd.stack.child PARENT_PID MODULE
+[ARGUMENT …]`.
 
 The kernel's parent-death signal is set before anything else runs, so that even a parent killed by SIGKILL
 leaves no child running. Linux only; elsewhere the parent's own stop must suffice.

@@ -1,7 +1,7 @@
 """One child process of the one-machine stack: its log, its signals, its end.
 
-A child leads its own process group, so that a terminal's Ctrl-C reaches the parent alone, which then stops the
-children in order; and it dies with the parent, however that one dies (`laps_sd.stack.child`).
+A child leads its own process group, so that a terminal's Ctrl-C reaches the parent alone, which then stops
+the children in order; and it dies with the parent, however that one dies (`laps_sd.stack.child`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The whole system on one machine: a record (embedded Valkey), scheduler, workers and gateway as child processes.
+"""The whole system on one machine: a record (embedded Valkey), scheduler, workers and gateway as child
+processes.
 
     with LocalStack(workers=2, engine="fake", ports=None) as stack:      # free ports: for tests
         channel = grpc.insecure_channel(stack.gateway_address)

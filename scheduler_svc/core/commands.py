@@ -58,7 +58,8 @@ class Standing:
 @final
 @dataclass(slots=True)
 class Commit:
-    """Append tokens, if the lease epoch and the position are still the record's; with `end`, finish in the same transition."""
+    """Append tokens, if the lease epoch and the position are still the record's; with `end`, finish in the
+    same transition."""
 
     request_id: Final[str]
     lease_epoch: Final[int]
@@ -232,7 +233,8 @@ class StoryLine:
 
     at_s: Final[float]
     what: Final[str]
-    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, cleared, given up, ended, …"""
+    """arrived, leased, started, paused, resumed, moved, level, perceptible, requeued, cleared, given up,
+    ended, …"""
     detail: Final[str]
 
     def __init__(

@@ -214,7 +214,8 @@ class Refused:
     """The record refused a transition of this request.
 
     `gone`: no such unfinished request on the record. `stale`: another lease epoch or position than the
-    core's. In both cases the core's picture is wrong: it forgets the request and the shell reads the record again.
+    core's. In both cases the core's picture is wrong: it forgets the request and the shell reads the record
+    again.
     """
 
     request_id: str

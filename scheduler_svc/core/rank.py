@@ -1,9 +1,9 @@
 """The result of a policy for one request: its rank, and the estimate that the rank uses; and the key that
 orders requests by it.
 
-The first two are made for every request of every round, so their constructors are written out: compiled, such a class
-costs a tenth of a named tuple, or of a dataclass whose constructor is generated when it is imported, and
-stores its numbers in itself.
+The first two are made for every request of every round, so their constructors are written out: compiled, such
+a class costs a tenth of a named tuple, or of a dataclass whose constructor is generated when it is imported,
+and stores its numbers in itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Final, final
 
 MAX_LEVELS = 32
-"""Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be bounded."""
+"""Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be
+bounded."""
 AHEAD = MAX_LEVELS
-"""The bit between priority and level: set while the tenant is ahead of others (`core/state/tenants.py`). Policies
-do not use it. MAX_LEVELS is a power of two, so it is a bit of the class of any priority."""
+"""The bit between priority and level: set while the tenant is ahead of others (`core/state/tenants.py`).
+Policies do not use it. MAX_LEVELS is a power of two, so it is a bit of the class of any priority."""
 
 OrderKey = tuple[int, float, str]
 """(rank_class, cost, request id): how requests are compared everywhere, smaller first."""
@@ -24,8 +25,9 @@ OrderKey = tuple[int, float, str]
 def pack_rank_class(priority: int, level: int) -> int:
     """Pack the precedence above the index into one number; smaller runs first.
 
-    Precedence (our choice): the reserved share stands above all of this and is a flag of its own; then priority,
-    higher first; then whether the tenant is ahead (when fairness is on); then the level. Each part has its own bits:
+    Precedence (our choice): the reserved share stands above all of this and is a flag of its own; then
+    priority, higher first; then whether the tenant is ahead (when fairness is on); then the level. Each part
+    has its own bits:
 
         rank_class = −priority · 2 · MAX_LEVELS + (AHEAD if the tenant is ahead) + level
     """
@@ -70,7 +72,8 @@ class RankKey:
 
     rank_class: Final[int]
     index_s: Final[float]
-    """Order inside the class, the set-up cost left out: `resume_cost_s` is added while the KV is not on a device."""
+    """Order inside the class, the set-up cost left out: `resume_cost_s` is added while the KV is not on a
+    device."""
     resume_cost_s: Final[float]
     """Cost of taking the request up from where its KV lies now, in machine seconds; if the KV is on the
     device, the cost of computing it again."""

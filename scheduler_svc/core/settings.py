@@ -31,28 +31,30 @@ class CoreSettings:
     of the oldest requests as there are reserved slots in the shard are in every round; with one slot each, in
     32 of each 1024. So with two slots or more a request has ended when it has had its own rounds that way,
     after the rounds of the older ones divided by the number of reserved slots; with one, after the rounds of
-    the older ones. With `tenant_fairness` this holds while its tenant is not ahead; `core/state/tenants.py` has the
-    bound of that time."""
+    the older ones. With `tenant_fairness` this holds while its tenant is not ahead; `core/state/tenants.py`
+    has the bound of that time."""
     tenant_fairness: bool = False
-    """Keep tenants of one priority within the service of the longest request of each other while both have requests
-    in the queue (`core/state/tenants.py`). A request may then be paused for another tenant's under every policy."""
+    """Keep tenants of one priority within the service of the longest request of each other while both have
+    requests in the queue (`core/state/tenants.py`). A request may then be paused for another tenant's under
+    every policy."""
     level_base_s: float = 1 / 128
-    """Machine seconds up to which a request is in level 0. Levels are absolute and grow exponentially, so the base
-    sets the finest distinction only; see `policies/laps_sd.py` for why it is not learnt."""
+    """Machine seconds up to which a request is in level 0. Levels are absolute and grow exponentially, so the
+    base sets the finest distinction only; see `policies/laps_sd.py` for why it is not learnt."""
     level_factor: float = 4.0
     """Each level spans this many times the service of the one before."""
     level_count: int = 12
     """Levels in all; the last one is open-ended. 12 levels of factor 4 reach from 8 ms to 9 hours."""
     perceptible_spread: float = 10.0
-    """A request is perceptible when the ends of the 80 % interval of its remaining service differ by no more than
-    this factor: its level is then known up to a neighbour. A length predicted as well as predictors do passes at
-    arrival (a factor of about 7), a class with chat-like lengths and nothing else does not (13). At 4, the width of
-    one level, such predictions did not pass either, which cost 24 % of the mean latency (one slot, load 0.8)."""
+    """A request is perceptible when the ends of the 80 % interval of its remaining service differ by no more
+    than this factor: its level is then known up to a neighbour. A length predicted as well as predictors do
+    passes at arrival (a factor of about 7), a class with chat-like lengths and nothing else does not (13). At
+    4, the width of one level, such predictions did not pass either, which cost 24 % of the mean latency (one
+    slot, load 0.8)."""
     level_hysteresis: float = 1.10
     """A request keeps its level until its service is this much outside the level's range."""
     perceived_levels: bool = False
-    """`laps-sd-paper` only: a perceptible request is in the level of its remaining execution time. Off, it stays in
-    that of its attained service, which is the literal reading."""
+    """`laps-sd-paper` only: a perceptible request is in the level of its remaining execution time. Off, it
+    stays in that of its attained service, which is the literal reading."""
 
     def __post_init__(self) -> None:
         if self.list_factor < 1:

@@ -98,8 +98,8 @@ class Turn:
     acknowledge: dict[WorkerSession, int] = field(default_factory=dict)
     """Newest report of each worker that can be acknowledged once this turn is on the record."""
     departures: list[tuple[GatewaySession, Detach | Cancel | None]] = field(default_factory=list)
-    """Detaches, cancels and closed streams (None), in order. Handled after this turn's admissions, which they may be
-    about.
+    """Detaches, cancels and closed streams (None), in order. Handled after this turn's admissions, which they
+    may be about.
     """
     cancelled: list[tuple[GatewaySession, Cancel, Live]] = field(default_factory=list)
     """Answered once the ends are on the record: a request may have ended by itself in the same turn."""

@@ -3,8 +3,9 @@
     with EmbeddedServer(Path("data")).start() as server:
         store = Store.open(server.url, "main")
 
-or, in the foreground, `python -m scheduler_svc.store.embedded --port 6379 --data-dir data`: that process becomes the
-server. Either way it dies with its parent (on Linux) and leaves its data behind for the next start.
+or, in the foreground, `python -m scheduler_svc.store.embedded --port 6379 --data-dir data`: that process
+becomes the server. Either way it dies with its parent (on Linux) and leaves its data behind for the next
+start.
 """
 
 from __future__ import annotations

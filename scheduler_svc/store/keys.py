@@ -1,8 +1,8 @@
 """Every key of the record. Nothing else builds one.
 
-All keys of a shard carry the shard as their hash tag, so they live in one slot of a Redis Cluster and one script
-may touch them together. Claims belong to no shard and have slots of their own. Once all requests of a shard have
-ended, each key that is left has an expiry.
+All keys of a shard carry the shard as their hash tag, so they live in one slot of a Redis Cluster and one
+script may touch them together. Claims belong to no shard and have slots of their own. Once all requests of a
+shard have ended, each key that is left has an expiry.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Keys:
         return self.prefix + "schema_version"
 
     def incarnation(self) -> str:
-        """string: random, made by the first leader; another one or none means the data was lost · TTL: SHARD_TTL_S."""
+        """string: random, made by the first leader; another one or none means the data was lost · TTL:
+        SHARD_TTL_S."""
         return self.prefix + "incarnation"
 
     def server(self) -> str:
@@ -84,7 +85,8 @@ class Keys:
         return self.prefix + "unfinished"
 
     def level(self, level: int) -> str:
-        """sorted set: request id → score, unfinished requests of one level, smaller runs first · gone when empty."""
+        """sorted set: request id → score, unfinished requests of one level, smaller runs first · gone when
+        empty."""
         return f"{self.prefix}level:{level}"
 
     def tenants(self) -> str:
@@ -106,17 +108,19 @@ class Keys:
         return f"{self.prefix}tokens:{request_id}"
 
     def payload(self, request_id: str) -> str:
-        """hash `prompt` (token ids as above), `submission` (protobuf), `story` (JSON, at the end) · TTL as the request's."""
+        """hash `prompt` (token ids as above), `submission` (protobuf), `story` (JSON, at the end) · TTL as
+        the request's."""
         return f"{self.prefix}payload:{request_id}"
 
     def idempotency(self, tenant: str, idempotency_key: str) -> str:
-        """string `sequence request-id body-hash` · TTL as the request's. The tenant is quoted, so it holds no colon."""
+        """string `sequence request-id body-hash` · TTL as the request's. The tenant is quoted, so it holds no
+        colon."""
         return f"{self.prefix}idempotency:{quote(tenant, safe='')}:{idempotency_key}"
 
     def claim(self, idempotency: str) -> str | None:
-        """string `shard request-id`: the shard that decides about an idempotency key, for all shards; None where
-        `idempotency` is not a key built by `idempotency()` · TTL: CLAIM_TTL_S, at the end the request's and
-        CLAIM_SLACK_S.
+        """string `shard request-id`: the shard that decides about an idempotency key, for all shards; None
+        where `idempotency` is not a key built by `idempotency()` · TTL: CLAIM_TTL_S, at the end the request's
+        and CLAIM_SLACK_S.
 
         Hashed: its size is bounded, and a client's braces choose no slot.
         """

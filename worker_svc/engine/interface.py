@@ -4,7 +4,8 @@ One file, since the engine, the fake engine and the runner each need the whole c
 Terms (see ARCHITECTURE.md):
 
 * *context*   the existing tokens of a request: prompt, then output. Its length is the request's `tokens`.
-* *position*  of an output token: 0 is the first token after the prompt. Noise is a function of (seed, position).
+* *position*  of an output token: 0 is the first token after the prompt. Noise is a function of (seed,
+  position).
 * *round*     one draft and verify step (an engine step) over the requests that are chosen to run.
 * *KV*        the attention keys and values of the context, kept in blocks of `block_size` tokens, one pool for the
               target and one for the draft. Between rounds a request's KV covers all its tokens but the last.
@@ -12,9 +13,11 @@ Terms (see ARCHITECTURE.md):
 Contract with the caller, in order:
 
 1. `add` before `round` names the request. `add` allocates nothing on the device.
-2. `round(run)` runs exactly the requests in `run`; a known request that is not in `run` is paused and keeps its KV.
-3. Before a round the caller makes sure that blocks suffice: `blocks_needed(tokens, growth, block_size)` in both pools
-   for each request in `run`, growth being the longest draft + 1. If they do not, `round` raises `OutOfBlocks` and nothing has changed.
+2. `round(run)` runs exactly the requests in `run`; a known request that is not in `run` is paused and keeps
+   its KV.
+3. Before a round the caller makes sure that blocks suffice: `blocks_needed(tokens, growth, block_size)` in
+   both pools for each request in `run`, growth being the longest draft + 1. If they do not, `round` raises
+   `OutOfBlocks` and nothing has changed.
 4. A request that finished stays known (its KV is freed at once) until `drop`.
 5. One thread calls an engine. No method blocks on anything but arithmetic.
 6. An engine may keep KV that no request needs any more (prefix cache), and use it for a request with the same
@@ -70,11 +73,13 @@ __all__ = [
 
 
 class OutOfBlocks(RuntimeError):
-    """The KV pool cannot hold this round. Raised before any state changes: run fewer requests, swap out or evict, and try again."""
+    """The KV pool cannot hold this round. Raised before any state changes: run fewer requests, swap out or
+    evict, and try again."""
 
 
 class OutOfMemory(RuntimeError):
-    """The device has no memory for a round of this size. Nothing has changed: run fewer requests, and try again."""
+    """The device has no memory for a round of this size. Nothing has changed: run fewer requests, and try
+    again."""
 
 
 class DeviceFailed(RuntimeError):
@@ -295,7 +300,8 @@ def blocks_needed(tokens: int, growth: int, block_size: int) -> int:
 
 
 def check_specification(spec: Specification, capacity: Capacity) -> None:
-    """Raise ValueError naming the field and the limit unless `spec` can be served by an engine of this capacity."""
+    """Raise ValueError naming the field and the limit unless `spec` can be served by an engine of this
+    capacity."""
     if not spec.request_id:
         raise ValueError("request_id must not be empty")
     if not spec.prompt_ids:
@@ -314,7 +320,8 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
             f"max_tokens: {len(spec.prompt_ids)} prompt tokens and {spec.max_tokens} output tokens exceed the longest context of "
             f"{capacity.max_length}"
         )
-    # One more than the context: a draft never goes beyond max_tokens, so the last round needs no room for a whole draft.
+    # One more than the context: a draft never goes beyond max_tokens, so the last round needs no room for a
+    # whole draft.
     for pool, blocks in (("target", capacity.target_blocks), ("draft", capacity.draft_blocks)):
         if blocks and blocks_needed(len(spec.prompt_ids) + spec.max_tokens, 1, capacity.block_size) > blocks:
             raise ValueError(
@@ -358,7 +365,8 @@ def _check_sampling(sampling: Sampling) -> None:
 
 
 def check_run(run: Sequence[str], known: AbstractSet[str], finished: AbstractSet[str], slots: int) -> None:
-    """Raise UnknownRequest or ValueError unless `run` is a list of distinct, known, unfinished requests that fit the slots."""
+    """Raise UnknownRequest or ValueError unless `run` is a list of distinct, known, unfinished requests that
+    fit the slots."""
     if len(run) > slots:
         raise ValueError(f"run holds {len(run)} requests, the engine has {slots} slots")
     if len(set(run)) != len(run):

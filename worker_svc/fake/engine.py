@@ -1,4 +1,5 @@
-"""An engine without a model: the same interface, real block accounting, scripted tokens and acceptance. No torch.
+"""An engine without a model: the same interface, real block accounting, scripted tokens and acceptance. No
+torch.
 
 For tests and simulations of everything around an engine; hundreds fit into one process. Its guarantees:
 
@@ -80,11 +81,12 @@ class FakeEngine:
     """The scripted engine; see the module's docstring. The arguments mirror those of the real engine where
     both have them.
 
-    `lengths` gives the output length after which a request ends by EOS (None: never before max_tokens); `draft_len` is proposed
-    every round, capped by the request and by what is left; `acceptance` and `concentration` are mean and concentration of the Beta
-    distribution of the requests' means; `host_tokens` is the budget of swapped-out context (None: no limit); `decode` makes stop
-    strings work. `sleep` is called with total_s * time_scale after each round when time_scale is above 0. `die` is called by a
-    round that runs a request with `deadly_seed`, as an error in a kernel would end the process.
+    `lengths` gives the output length after which a request ends by EOS (None: never before max_tokens);
+    `draft_len` is proposed every round, capped by the request and by what is left; `acceptance` and
+    `concentration` are mean and concentration of the Beta distribution of the requests' means; `host_tokens`
+    is the budget of swapped-out context (None: no limit); `decode` makes stop strings work. `sleep` is called
+    with total_s * time_scale after each round when time_scale is above 0. `die` is called by a round that
+    runs a request with `deadly_seed`, as an error in a kernel would end the process.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ a stream is kept here or in the runner, never in the stream: reports are kept un
 again, in order, after each hello.
 
 Facts that the rest relies on
-  * The answer to `HeldRequested` comes through the same queue as the reports, so a hello lists the requests held
-    after a report that is kept here, and every later report follows it on the stream.
+  * The answer to `HeldRequested` comes through the same queue as the reports, so a hello lists the requests
+    held after a report that is kept here, and every later report follows it on the stream.
   * A leader's messages are ignored unless they carry the epoch of the newest SchedulerHello.
   * The runner's thread never waits for this one; a wake-up takes all outcomes that it delivered since.
 """

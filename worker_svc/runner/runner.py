@@ -12,8 +12,8 @@ Invariants
   * A request with `max_unacknowledged_tokens` tokens that no leader acknowledged pauses; others continue.
   * The tokens of a request do not depend on any of this; the engine guarantees that.
 
-Requests enter by a specification and leave by an acknowledged end or by a drop. An error of one request is its
-end, see `failures.py`.
+Requests enter by a specification and leave by an acknowledged end or by a drop. An error of one request is
+its end, see `failures.py`.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def _refuse(value: object) -> object:
 
 
 def _read_biases(value: object) -> dict[int, float]:
-    """Return the biases by token id; JSON's keys are texts. The first fault ends it, so that an object full of
-    faults costs no more than a valid one."""
+    """Return the biases by token id; JSON's keys are texts. The first fault ends it, so that an object full
+    of faults costs no more than a valid one."""
     if not isinstance(value, dict):
         raise refused(f"must be an object of token ids, got {kind_of(value)}")
     biases = {}

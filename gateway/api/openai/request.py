@@ -66,8 +66,8 @@ CONVERSIONS: Mapping[str, Callable[[int], int]] = {
     "seed": lambda seed: seed % 2**64,
     "top_k": lambda top_k: 0 if top_k == -1 else top_k,
 }
-"""Sampling parameters that have another value in the message: OpenAI's seeds are signed, and vLLM's top_k of -1
-for "all" is our 0."""
+"""Sampling parameters that have another value in the message: OpenAI's seeds are signed, and vLLM's top_k of
+-1 for "all" is our 0."""
 
 ROLES = {"developer": "system"}
 """Roles that a template has under another name."""

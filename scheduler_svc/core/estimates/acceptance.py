@@ -1,9 +1,9 @@
 """Tokens that a request gains per round, estimated from its own rounds and shrunk to its class.
 
-A class has two statistics. `AcceptanceStatistics` counts tokens per round at any draft length: the mean that requests are
-shrunk to. `PositionStatistics` counts by draft position, which does not depend on the draft length, and so gives the tokens
-per round at any draft length. `Priors` uses it to convert the mean from the draft lengths that it was observed with to the
-present ones.
+A class has two statistics. `AcceptanceStatistics` counts tokens per round at any draft length: the mean that
+requests are shrunk to. `PositionStatistics` counts by draft position, which does not depend on the draft
+length, and so gives the tokens per round at any draft length. `Priors` uses it to convert the mean from the
+draft lengths that it was observed with to the present ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DEFAULT_SHRINKAGE = 20.0
 """n0 with no history: our choice, found by simulation."""
 SHRINKAGE_LIMITS = (4.0, 200.0)
 AUTOCORRELATION = 3.0
-"""n0 = this × within/between variance: rounds of one request are not independent of each other. Our choice, found by
-simulation."""
+"""n0 = this × within/between variance: rounds of one request are not independent of each other. Our choice,
+found by simulation."""
 DEFAULT_WEIGHT_ROUNDS = 50.0
 POOL_WEIGHT_ROUNDS = 200.0
 """Weight of the mean over all classes in the mean of one class, in rounds."""
@@ -66,7 +66,8 @@ class AcceptanceStatistics:
     drafted_of_late: float = 0.0
     """Tokens drafted per round, over recent rounds."""
     requests: float = 0.0
-    """Ended requests. The fields below are sums over them; each has n rounds and a mean of m tokens per round."""
+    """Ended requests. The fields below are sums over them; each has n rounds and a mean of m tokens per
+    round."""
     sum_n: float = 0.0
     sum_n2: float = 0.0
     sum_nm: float = 0.0
@@ -93,13 +94,14 @@ class AcceptanceStatistics:
         self.sum_within = self.sum_within * keep + max(0.0, squares - tokens * mean)
 
     def mean(self, pooled: float, pool_weight: float, factor: float = 1.0) -> float:
-        """Return the tokens per round, shrunk to `pooled` with the weight of `pool_weight` rounds. `factor` converts the
-        observed tokens to the present draft length.
+        """Return the tokens per round, shrunk to `pooled` with the weight of `pool_weight` rounds. `factor`
+        converts the observed tokens to the present draft length.
         """
         return (pool_weight * pooled + factor * self.tokens) / (pool_weight + self.rounds)
 
     def variances(self) -> tuple[float, float] | None:
-        """Return (variance within requests, between requests) by one-way analysis of variance; None with too little history."""
+        """Return (variance within requests, between requests) by one-way analysis of variance; None with too
+        little history."""
         freedom_within = self.sum_n - self.requests
         if self.requests < ENOUGH_REQUESTS or freedom_within <= 0:
             return None
@@ -114,8 +116,9 @@ class AcceptanceStatistics:
 class PositionStatistics:
     """Acceptance of draft tokens by position in one workload class, given that they were compared.
 
-    A draft token is compared only if all before it were accepted. So with an acceptance of p_i at position i a round that drafts n tokens
-    gains `1 + p_1 + p_1·p_2 + … + p_1·…·p_n` on average (Leviathan et al. 2023, section 3.1, there with equal p).
+    A draft token is compared only if all before it were accepted. So with an acceptance of p_i at position i
+    a round that drafts n tokens gains `1 + p_1 + p_1·p_2 + … + p_1·…·p_n` on average (Leviathan et al. 2023,
+    section 3.1, there with equal p).
     """
 
     tested: list[float] = field(default_factory=list)
@@ -131,7 +134,8 @@ class PositionStatistics:
     """Tokens per round that drafts 0, 1, 2 … tokens, as of the last build."""
 
     def observe(self, tested: tuple[int, ...], accepted: tuple[int, ...]) -> None:
-        """Learn from a round: draft tokens compared and accepted, by position. Positions beyond `MAX_POSITIONS` are ignored."""
+        """Learn from a round: draft tokens compared and accepted, by position. Positions beyond
+        `MAX_POSITIONS` are ignored."""
         more = min(len(tested), MAX_POSITIONS) - len(self.tested)
         if more > 0:
             self.tested += [0.0] * more
@@ -154,8 +158,8 @@ class PositionStatistics:
         return self.since_built >= min(REBUILD_ROUNDS, 1 + 0.1 * self.rounds)
 
     def rebuild(self, pool: list[float] | None) -> None:
-        """Build the table from what was observed. With few tests the rate of a position is guessed from the one before it; in
-        a class it changes from there as the rates over all classes do (`pool`).
+        """Build the table from what was observed. With few tests the rate of a position is guessed from the
+        one before it; in a class it changes from there as the rates over all classes do (`pool`).
         """
         self.since_built = 0.0
         low, high = ACCEPTANCE_LIMITS

@@ -1,10 +1,11 @@
 """Error of guessed output lengths, learned from requests that ended.
 
-A guess is a measurement of ln(length): ln(guess) = offset + slope · ln(length) + an error of some spread. The slope shows
-whether guesses follow the length at all: 1 for honest guesses, 0 for a constant, negative for those that point the wrong
-way (which then carry as much information as honest ones). A regression of the guess on the length, and not the other way round, because
-the lengths themselves are known from their class (`lengths.py`): the two are combined by Bayes' rule (`guesses.py`), and a
-guess that does not depend on the length then changes nothing.
+A guess is a measurement of ln(length): ln(guess) = offset + slope · ln(length) + an error of some spread. The
+slope shows whether guesses follow the length at all: 1 for honest guesses, 0 for a constant, negative for
+those that point the wrong way (which then carry as much information as honest ones). A regression of the
+guess on the length, and not the other way round, because the lengths themselves are known from their class
+(`lengths.py`): the two are combined by Bayes' rule (`guesses.py`), and a guess that does not depend on the
+length then changes nothing.
 
 All of this is our choice; the paper takes predicted lengths as they are.
 """
@@ -18,14 +19,15 @@ from typing import Final, TypeVar, final
 Key = TypeVar("Key")
 
 GUESS_LOG_SPREAD = 0.7
-"""Error of a guess (standard deviation of ln(guess/length)) without history: between an optimistic 0.3 and the 1.0
-and more of real predictors."""
+"""Error of a guess (standard deviation of ln(guess/length)) without history: between an optimistic 0.3 and
+the 1.0 and more of real predictors."""
 GUESS_WEIGHT = 8.0
 """Weight of the assumed line, in requests; in the slope, in requests whose ln(length) has a variance of 1."""
 TENANT_WEIGHT = 2.0
-"""Weight of the line of a class in that of one of its tenants. Less, because a few tenants whose guesses are wrong shift
-the line of the class by far: with 8, the others' lengths were taken for 14 % longer after 50 requests each, and the two of ten
-that lied gained 8 % by that alone. The spread of the class does not count at all, but `GUESS_LOG_SPREAD`."""
+"""Weight of the line of a class in that of one of its tenants. Less, because a few tenants whose guesses are
+wrong shift the line of the class by far: with 8, the others' lengths were taken for 14 % longer after 50
+requests each, and the two of ten that lied gained 8 % by that alone. The spread of the class does not count
+at all, but `GUESS_LOG_SPREAD`."""
 GUESS_FORGET = 300.0
 MOST_TENANTS = 512
 """Tenants whose guesses are judged by their own history; and as many pairs of a tenant and a class."""
@@ -63,7 +65,8 @@ ASSUMED: Final = Calibration(1.0, 0.0, GUESS_LOG_SPREAD**2)
 
 @dataclass(slots=True)
 class GuessHistory:
-    """Guesses and the lengths that came: decayed sums over ended requests of ln(length), ln(guess) and their products."""
+    """Guesses and the lengths that came: decayed sums over ended requests of ln(length), ln(guess) and their
+    products."""
 
     weight: float = 0.0
     lengths: float = 0.0
@@ -83,8 +86,8 @@ class GuessHistory:
         self.products = self.products * _KEEP + x * y
 
     def calibrated(self, prior: Calibration, prior_weight: float = GUESS_WEIGHT) -> Calibration:
-        """Return the line through this history and `prior_weight` requests on the prior's line, around the same lengths; the
-        spread is that of this history and of `prior_weight` requests with the assumed one.
+        """Return the line through this history and `prior_weight` requests on the prior's line, around the
+        same lengths; the spread is that of this history and of `prior_weight` requests with the assumed one.
         """
         weight = self.weight
         if not weight:
@@ -104,7 +107,8 @@ class GuessHistory:
 
 
 class TenantGuesses:
-    """Histories of single tenants, over all classes and in each class. The least recently ended ones are forgotten."""
+    """Histories of single tenants, over all classes and in each class. The least recently ended ones are
+    forgotten."""
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, GuessHistory] = {}
@@ -119,10 +123,12 @@ class TenantGuesses:
     def calibrated(
         self, tenant: str, workload_class: str, of_class: Calibration, class_weight: float
     ) -> Calibration:
-        """Return the line of this tenant in this class: shrunk to that of the tenant in all classes, and that to the line of
-        all tenants in the class. So a tenant whose guesses are wrong is not believed again in a new class.
+        """Return the line of this tenant in this class: shrunk to that of the tenant in all classes, and that
+        to the line of all tenants in the class. So a tenant whose guesses are wrong is not believed again in
+        a new class.
 
-        `class_weight` is the weight of the history of the class. A history that is the same as a wider one counts once.
+        `class_weight` is the weight of the history of the class. A history that is the same as a wider one
+        counts once.
         """
         of_tenant = self.by_tenant.get(tenant)
         if of_tenant is None:

@@ -14,20 +14,22 @@ OUTLIER = 4.0
 LEAST_ROUND_S = 1e-4
 """Lower bound of an expected round, in seconds, so that an estimate that fell to 0 can recover."""
 BATCH_UNIT, TOKEN_UNIT, CONTEXT_UNIT = 8.0, 32.0, 4096.0
-"""Units of sequences, verified tokens and context tokens in the regression, which give its terms similar sizes."""
+"""Units of sequences, verified tokens and context tokens in the regression, which give its terms similar
+sizes."""
 ROUND_PRIOR = (0.03, 0.001, 0.003, 0.001)
-"""Seconds: fixed, per `BATCH_UNIT` sequences, per `TOKEN_UNIT` verified tokens, per `CONTEXT_UNIT` tokens of context.
-Like a current GPU; our choice."""
+"""Seconds: fixed, per `BATCH_UNIT` sequences, per `TOKEN_UNIT` verified tokens, per `CONTEXT_UNIT` tokens of
+context. Like a current GPU; our choice."""
 ROUND_PRIOR_WEIGHT = (0.05, 0.2, 0.2, 0.5)
-"""Weight of each prior term, in rounds. Small, so that the first rounds overrule it. It only divides costs that the rounds
-do not separate: fixed and per-sequence cost with a single batch size, sequences and tokens with a single draft length."""
+"""Weight of each prior term, in rounds. Small, so that the first rounds overrule it. It only divides costs
+that the rounds do not separate: fixed and per-sequence cost with a single batch size, sequences and tokens
+with a single draft length."""
 TERMS = len(ROUND_PRIOR)
 PREFILL_PRIOR_S = 1e-4
 PREFILL_PRIOR_TOKENS = 200.0
 PREFILL_FORGET = 500.0
 SWAP_SHARE = 0.25
-"""Assumed cost of moving a context between device and host, as a share of computing it again (0.02 and 0.09 ms a token),
-until swaps were observed. Our choice."""
+"""Assumed cost of moving a context between device and host, as a share of computing it again (0.02 and 0.09
+ms a token), until swaps were observed. Our choice."""
 SWAP_PRIOR_TOKENS = 500.0
 SWAP_FORGET = 200.0
 LEAST_TOKEN_S = 1e-12
@@ -63,8 +65,9 @@ class CostModel:
     swap_tokens: float = 0.0
 
     def observe_round(self, batch: int, tokens: int, context_tokens: int, seconds: float) -> None:
-        """Learn from a round of `batch` sequences that verified `tokens` tokens with `context_tokens` of context in all and
-        took `seconds` for draft and verification. A time of 0 is ignored: invalid times are reported as 0.
+        """Learn from a round of `batch` sequences that verified `tokens` tokens with `context_tokens` of
+        context in all and took `seconds` for draft and verification. A time of 0 is ignored: invalid times
+        are reported as 0.
         """
         if seconds <= 0:
             return
@@ -109,14 +112,16 @@ class CostModel:
             self.prefill_s = self.prefill_s * keep + seconds
 
     def observe_swap(self, tokens: int, seconds: float) -> None:
-        """Learn from `tokens` context tokens that were moved between device and host, both ways, in `seconds`."""
+        """Learn from `tokens` context tokens that were moved between device and host, both ways, in
+        `seconds`."""
         if seconds > 0:
             keep = 1 - 1 / SWAP_FORGET
             self.swap_tokens = self.swap_tokens * keep + tokens
             self.swap_s = self.swap_s * keep + seconds
 
     def refit(self) -> None:
-        """Fit by least squares, shrunk to the prior. A term with a negative coefficient is left out, and the rest fitted again."""
+        """Fit by least squares, shrunk to the prior. A term with a negative coefficient is left out, and the
+        rest fitted again."""
         self.since_fit = 0
         terms = list(range(TERMS))
         while True:
@@ -134,8 +139,9 @@ class CostModel:
         ridge = [ROUND_PRIOR_WEIGHT[term] for term in terms]
         rows = [[matrix[m][n] + (ROUND_PRIOR_WEIGHT[m] if m == n else 0.0) for n in terms] for m in terms]
         right = [self.products[m] + ROUND_PRIOR_WEIGHT[m] * ROUND_PRIOR[m] for m in terms]
-        # Gaussian elimination. No pivot of a positive semidefinite matrix with a ridge is smaller than the ridge, so
-        # rows are not exchanged. Rounding can make one smaller when terms are correlated, so the pivot is bounded.
+        # Gaussian elimination. No pivot of a positive semidefinite matrix with a ridge is smaller than the
+        # ridge, so rows are not exchanged. Rounding can make one smaller when terms are correlated, so the
+        # pivot is bounded.
         size = len(terms)
         for k in range(size):
             rows[k][k] = max(rows[k][k], ridge[k])
@@ -161,8 +167,8 @@ class CostModel:
         return max(seconds, LEAST_ROUND_S)
 
     def share_s(self, context_tokens: float) -> float:
-        """Return the machine seconds of a round for one sequence: T(B)/B at the typical batch and number of tokens (our
-        choice)."""
+        """Return the machine seconds of a round for one sequence: T(B)/B at the typical batch and number of
+        tokens (our choice)."""
         fixed, per_sequence, per_token, per_context = self.fit
         share = (
             (fixed + per_token * self.tokens / TOKEN_UNIT) / self.batch
@@ -172,10 +178,11 @@ class CostModel:
         return max(share, 1e-9)
 
     def full_share(self, slots: float) -> float:
-        """Return the cost of a sequence in a batch of `slots`, as a share of its cost in the typical batch; at most 1.
+        """Return the cost of a sequence in a batch of `slots`, as a share of its cost in the typical batch;
+        at most 1.
 
-        Estimates use the typical batch, which is right for an order. A sum of them overstates the work of half-empty
-        workers, and an autoscaler that adds workers for it would leave them emptier still.
+        Estimates use the typical batch, which is right for an order. A sum of them overstates the work of
+        half-empty workers, and an autoscaler that adds workers for it would leave them emptier still.
         """
         if slots <= self.batch:
             return 1.0
@@ -185,11 +192,13 @@ class CostModel:
         return max(0.0, 1.0 - self.fit[0] * (1.0 / self.batch - 1.0 / slots) / share_s)
 
     def prefill_share_s(self, tokens: int) -> float:
-        """Return the machine seconds to compute `tokens` tokens of context. Nothing else runs during a prefill."""
+        """Return the machine seconds to compute `tokens` tokens of context. Nothing else runs during a
+        prefill."""
         return max(self.prefill_s / self.prefill_tokens, LEAST_TOKEN_S) * tokens
 
     def swap_in_s(self, tokens: int) -> float:
-        """Return the machine seconds to move `tokens` tokens back from the host; with little history a share of their prefill."""
+        """Return the machine seconds to move `tokens` tokens back from the host; with little history a share
+        of their prefill."""
         guess = SWAP_SHARE * self.prefill_share_s(1)
         per_token = (SWAP_PRIOR_TOKENS * guess + self.swap_s) / (SWAP_PRIOR_TOKENS + self.swap_tokens)
         return max(per_token, LEAST_TOKEN_S) * tokens

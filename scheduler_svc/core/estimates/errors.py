@@ -1,9 +1,10 @@
-"""Errors of the estimates of remaining service: the estimate at some moments, against the service charged afterwards.
+"""Errors of the estimates of remaining service: the estimate at some moments, against the service charged
+afterwards.
 
-A moment must be known when it comes, from what the request has done so far. "Half-way" is not: which round was half-way is
-known only afterwards, and estimates that are selected by the outcome look better or worse than they were. Only requests
-that this core knew from their arrival and that ended by themselves are judged: a new leader does not have the estimates of
-the one before, and a cancelled request was cut short.
+A moment must be known when it comes, from what the request has done so far. "Half-way" is not: which round
+was half-way is known only afterwards, and estimates that are selected by the outcome look better or worse
+than they were. Only requests that this core knew from their arrival and that ended by themselves are judged:
+a new leader does not have the estimates of the one before, and a cancelled request was cut short.
 """
 
 from __future__ import annotations
@@ -75,10 +76,11 @@ _OCTAVES = int(math.log2(MOST_RATIO))
 
 @dataclass(slots=True)
 class ErrorSummary:
-    """The log ratios, ln(actual/predicted), of one moment and basis: 0 is right, ln 2 is twice as long as estimated.
+    """The log ratios, ln(actual/predicted), of one moment and basis: 0 is right, ln 2 is twice as long as
+    estimated.
 
-    Estimates are means, so their log ratios are below 0 on average even when they are right (a mean lies above the
-    median of what is skewed to the right); `actual_s` over `predicted_s` is then 1.
+    Estimates are means, so their log ratios are below 0 on average even when they are right (a mean lies
+    above the median of what is skewed to the right); `actual_s` over `predicted_s` is then 1.
     """
 
     count: int = 0
@@ -113,7 +115,8 @@ class ErrorSummary:
         return math.sqrt(self.squares / self.count)
 
     def quantile(self, share: float) -> float:
-        """The log ratio that this share (0 to 1) does not exceed, to the middle of one of `BINS_PER_OCTAVE` bins."""
+        """The log ratio that this share (0 to 1) does not exceed, to the middle of one of `BINS_PER_OCTAVE`
+        bins."""
         below = accumulate(self.bins)
         at = next(at for at, count in enumerate(below) if count and count >= share * self.count)
         return ((at + 0.5) / BINS_PER_OCTAVE - _OCTAVES) * math.log(2)

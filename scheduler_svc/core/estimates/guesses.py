@@ -59,7 +59,8 @@ class GuessedLengths:
         """Distributions by the rounded spread, and the cell of the guess."""
 
     def left(self, calibration: Calibration, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
-        """Return the tokens left of a request that emitted `emitted` of at most `most`, whose length was guessed."""
+        """Return the tokens left of a request that emitted `emitted` of at most `most`, whose length was
+        guessed."""
         if calibration.spread == math.inf:
             return self._table.left(emitted, most, self._table.basis)
         spread = rounded_spread(calibration.spread)
@@ -80,7 +81,8 @@ class _Normal:
 
     def __init__(self, spread: float) -> None:
         self.spread = spread
-        # Edges of bins lie a whole number of cells apart, so that all guesses see the distribution at the same points.
+        # Edges of bins lie a whole number of cells apart, so that all guesses see the distribution at the
+        # same points.
         self.cells_per_bin = cells_per_bin = max(1, math.ceil(CELLS_PER_SPREAD * LOG_BIN / spread))
         self.cell_width = cell_width = LOG_BIN / cells_per_bin
         self.reach = math.ceil(REACH * spread / cell_width) + cells_per_bin
@@ -105,8 +107,8 @@ def _normal(rounded: float) -> _Normal:
 class _Likely:
     """ln(length) with the density of a histogram, flat in each bin, times a normal one around the guess.
 
-    `_tails` and `_moments` are, at each edge in reach, the share of all that is longer and share × length over it, both
-    but for one factor; between the edges of a bin they are exact.
+    `_tails` and `_moments` are, at each edge in reach, the share of all that is longer and share × length
+    over it, both but for one factor; between the edges of a bin they are exact.
     """
 
     def __init__(self, masses: list[float], cell: int, normal: _Normal) -> None:
@@ -142,7 +144,8 @@ class _Likely:
     def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
         """Return the tokens left; see `GuessedLengths.left`."""
         if emitted > self._longest:
-            # Far beyond the guess: the tail of a lognormal there falls off like an exponential of this length.
+            # Far beyond the guess: the tail of a lognormal there falls off like an exponential of this
+            # length.
             spread = self._normal.spread
             mean = emitted * spread * spread / (math.log(emitted) - self._centre)
             return bounded(mean, 0.1 * mean, 2.3 * mean, most - emitted, basis)

@@ -242,8 +242,8 @@ class Priors:
     def _touch(self, workload_class: str, tenant: str, *, ended: bool) -> list[ClassPriors]:
         """Return everything that learns from a request of this class; the sum over all classes first.
 
-        Only an end replaces a class: requests of more than `MAX_CLASSES` classes that run at the same time would otherwise
-        replace each other in every round.
+        Only an end replaces a class: requests of more than `MAX_CLASSES` classes that run at the same time
+        would otherwise replace each other in every round.
         """
         own = self._classes.get(workload_class)
         if own is None:

@@ -24,8 +24,8 @@ class Workers:
         self._deaths = deaths
 
     def up(self, event: WorkerUp, ledger: Ledger) -> None:
-        """Take in the hello of a worker: requests that it holds under another lease epoch are dropped, and none
-        of its members runs.
+        """Take in the hello of a worker: requests that it holds under another lease epoch are dropped, and
+        none of its members runs.
         """
         worker = self._shard.worker_up(event.facts)
         worker.must_send = True  # the list that it still has is replaced by ours

@@ -92,7 +92,8 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
     """
     shard.update_reserved()
     for request in list(shard.reserved_queued.values()):
-        # Some worker holds it, or it would be parked; only unequal workers make this look further than the first few.
+        # Some worker holds it, or it would be parked; only unequal workers make this look further than the
+        # first few.
         free = next(_with_reserve_for(shard, request), None)
         ledger.lease(
             request, free or next(worker for worker in shard.worker_orders.by_load() if worker.holds(request))

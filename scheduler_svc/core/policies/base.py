@@ -33,12 +33,12 @@ except ImportError:  # pragma: no cover  # only the compiler reads it
 
 
 STEADY_S = 1e4
-"""Added to an index by policies that preempt between levels only. `laps_sd.contract.choose` lets a waiting request displace a
-running one of its own class when its index is smaller by a tenth; with this in both, no difference below a thousand
-seconds is a tenth."""
+"""Added to an index by policies that preempt between levels only. `laps_sd.contract.choose` lets a waiting
+request displace a running one of its own class when its index is smaller by a tenth; with this in both, no
+difference below a thousand seconds is a tenth."""
 STEP = math.log(1 + HYSTERESIS)
-"""Width of a step of the index, as a difference of logarithms. Our choice: steps of 5 % and 10 % make no difference, except that
-more requests are alike with 10 %."""
+"""Width of a step of the index, as a difference of logarithms. Our choice: steps of 5 % and 10 % make no
+difference, except that more requests are alike with 10 %."""
 LEAST_COST_S = 1e-9
 """Costs below this are one step; a worker may report rounds that took no time. In seconds."""
 ARRIVAL_S = 1e-11
@@ -191,7 +191,8 @@ def arrival_s(request: Request) -> float:
 
 
 class Levels:
-    """Level 0 up to the base, level k up to base · factor^k (a rounding error more), the last one without end."""
+    """Level 0 up to the base, level k up to base · factor^k (a rounding error more), the last one without
+    end."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self._ends_s = [

@@ -1,21 +1,23 @@
 """LAPS-SD: priority levels, semi-clairvoyant, with preemption across levels (arXiv 2505.17074).
 
-From the paper: requests start non-perceptible, the non-empty queue of the highest priority runs, a request whose
-acceptance has settled becomes perceptible and is ordered by its estimated execution time from length *and* acceptance.
-Queue count, thresholds, demotion rule, stability test and predictors are not public; all of those below are our choice:
+From the paper: requests start non-perceptible, the non-empty queue of the highest priority runs, a request
+whose acceptance has settled becomes perceptible and is ordered by its estimated execution time from length
+*and* acceptance. Queue count, thresholds, demotion rule, stability test and predictors are not public; all of
+those below are our choice:
 
   * Levels grow exponentially in machine seconds and are absolute: level 0 up to `level_base_s`, each next one
     `level_factor` times as wide. They are not derived from the learnt cost of a typical request, because then every
     change of that estimate would move the levels under requests that no event has touched. Exponential levels look
     the same at every scale: a tiny pair on a CPU uses the upper ones, a GPU the lower ones, and only the distance
     between two requests counts.
-  * Perceptible: the credible interval of the remaining service is no wider than a level and its neighbours. A good prior
-    (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It is lost again where
-    the interval of its service in all, what it has had included, becomes wider than that.
-  * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level by
-    *remaining* service, what must be computed again included; it falls back when its acceptance drifts.
-  * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost, in steps of the hysteresis of
-    `laps_sd.contract.choose`; inside a step the order of arrival. Until a request has run, its level is that of an arrival.
+  * Perceptible: the credible interval of the remaining service is no wider than a level and its neighbours. A
+    good prior (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It
+    is lost again where the interval of its service in all, what it has had included, becomes wider than that.
+  * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level
+    by *remaining* service, what must be computed again included; it falls back when its acceptance drifts.
+  * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost, in steps of
+    the hysteresis of `laps_sd.contract.choose`; inside a step the order of arrival. Until a request has run,
+    its level is that of an arrival.
 """
 
 from __future__ import annotations

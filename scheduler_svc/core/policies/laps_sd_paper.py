@@ -1,26 +1,30 @@
-"""LAPS-SD as literally as its public text allows (arXiv 2505.17074, Algorithm 1), to measure `laps-sd` against.
+"""LAPS-SD as literally as its public text allows (arXiv 2505.17074, Algorithm 1), to measure `laps-sd`
+against.
 
 Stated, and followed:
-  * An arrival joins the queue of the highest priority, non-perceptible; the non-empty queue of the highest priority
-    runs; there is preemption across queues.
-  * A request whose acceptance has become stable is marked perceptible. Its acceptance rate and length are predicted,
-    and its execution time is T = L / (n·A + 1) · (n·T_SSM + T_LLM): L output tokens, n drafted tokens per round, A the
-    share of them that is accepted.
+  * An arrival joins the queue of the highest priority, non-perceptible; the non-empty queue of the highest
+    priority runs; there is preemption across queues.
+  * A request whose acceptance has become stable is marked perceptible. Its acceptance rate and length are
+    predicted, and its execution time is T = L / (n·A + 1) · (n·T_SSM + T_LLM): L output tokens, n drafted
+    tokens per round, A the share of them that is accepted.
 
 Not public, and our choice:
-  * Queues: the levels of `laps-sd` (`level_base_s`, `level_factor`, `level_count`), by attained service, which is also
-    the rule of demotion.
-  * Order in a queue: the least attained service (non-perceptible) or perceived service (perceptible) first, on one scale.
-    Only the name of the algorithm states this; that an older one goes first among equals is stated nowhere.
-  * Stable: the running acceptance (all accepted over all drafted tokens so far) moved by less than `STABLE_RANGE`
-    over `STABLE_ROUNDS` rounds that drafted. A mark stays. It is not on the record: a new leader looks at as many
-    rounds of its own.
-  * The prediction of A is that running mean as it is, that of n the mean so far, that of L the one of `laps-sd`.
-  * n·T_SSM + T_LLM is what a round costs as the core learns it, draft and verification in one; in a batch, the share
-    of one sequence. With batch size 1, the paper's, that is the round.
+  * Queues: the levels of `laps-sd` (`level_base_s`, `level_factor`, `level_count`), by attained service,
+    which is also the rule of demotion.
+  * Order in a queue: the least attained service (non-perceptible) or perceived service (perceptible) first,
+    on one scale. Only the name of the algorithm states this; that an older one goes first among equals is
+    stated nowhere.
+  * Stable: the running acceptance (all accepted over all drafted tokens so far) moved by less than
+    `STABLE_RANGE` over `STABLE_ROUNDS` rounds that drafted. A mark stays. It is not on the record: a new
+    leader looks at as many rounds of its own.
+  * The prediction of A is that running mean as it is, that of n the mean so far, that of L the one of
+    `laps-sd`.
+  * n·T_SSM + T_LLM is what a round costs as the core learns it, draft and verification in one; in a batch,
+    the share of one sequence. With batch size 1, the paper's, that is the round.
   * No preemption inside a queue, and no cost of taking a request up: the text has neither.
-  * With `perceived_levels` the charitable reading: a perceptible request is in the level of its *remaining* execution
-    time, and ordered by that. Without, both the whole T and the level ignore how much of it is done.
+  * With `perceived_levels` the charitable reading: a perceptible request is in the level of its *remaining*
+    execution time, and ordered by that. Without, both the whole T and the level ignore how much of it is
+    done.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from scheduler_svc.core.state.request import Request
 class Las(Policy):
     """Index = machine seconds charged so far, prefills included. The estimate is for people only.
 
-    Two requests with about as much take turns; the hysteresis of `laps_sd.contract.choose` makes each turn a tenth of what
-    both have had.
+    Two requests with about as much take turns; the hysteresis of `laps_sd.contract.choose` makes each turn a
+    tenth of what both have had.
     """
 
     name = "las"

@@ -10,7 +10,8 @@ Kept:
 Not kept:
   * Promotion of requests that have waited too long. It changes a rank because time passes; here ranks change
     by events only. The reserved share, which every policy has, prevents starvation.
-  * Swapping the next requests in before their turn, and others out. `laps_sd.contract.choose` manages the memory.
+  * Swapping the next requests in before their turn, and others out. `laps_sd.contract.choose` manages the
+    memory.
 
 Our choice: the first quantum is a setting and not the shortest iteration measured, since levels that move
 with a measurement would move requests that no event has touched; and inside a level the order is that of

@@ -9,7 +9,8 @@ from scheduler_svc.core.state.request import Request
 
 
 class SdIndex(Policy):
-    """The least machine time left first, by length and own acceptance, from arrival on and whatever was attained."""
+    """The least machine time left first, by length and own acceptance, from arrival on and whatever was
+    attained."""
 
     name = "sd-index"
 

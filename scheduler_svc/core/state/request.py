@@ -24,9 +24,9 @@ ALONE_AFTER = 2
 """Deaths of workers after which a request runs alone: one is an accident, two may be its doing. Our choice,
 like the next two."""
 MOST_DEATHS = 5
-"""Deaths after which it is ended, including those while it shared a worker. So three workers must die that ran
-nothing else: an operator, or the owner of a spot node, who happens to kill four in a row ends no request. With
-4, random faults that killed a worker every two seconds ended 2 innocent requests of 9,894."""
+"""Deaths after which it is ended, including those while it shared a worker. So three workers must die that
+ran nothing else: an operator, or the owner of a spot node, who happens to kill four in a row ends no request.
+With 4, random faults that killed a worker every two seconds ended 2 innocent requests of 9,894."""
 SURVIVED_ROUNDS = 8
 """Rounds with tokens after the last death that clear a request: more than the one or two that a dying worker
 does not report, so that a request that always kills at the same token is not cleared before that token."""
@@ -73,7 +73,8 @@ class Request:
     ran_here: bool = False
     """Has run under the present lease."""
     last_round: int = 0
-    """The round of its worker in which it last ran, by the worker's count; before that, the one after which it was leased."""
+    """The round of its worker in which it last ran, by the worker's count; before that, the one after which
+    it was leased."""
     reserved: bool = False
     expected_total: float | None = None
     """Output tokens in all, by the client's hint or by the worker's newest prediction."""

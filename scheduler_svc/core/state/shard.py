@@ -8,8 +8,8 @@ Invariants (`check` states them in code; tests call it after every step)
   * The reserved requests are the oldest ones whose tenant is not ahead, as many as the workers' reserved
     shares add up to. Without fairness between tenants no tenant is ahead.
 
-Only this module changes the orders, those in `reserve.py` and `worker_orders.py` too, so that they cannot drift
-apart.
+Only this module changes the orders, those in `reserve.py` and `worker_orders.py` too, so that they cannot
+drift apart.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Shard:
         self._enqueue(request)
 
     def shared_again(self, request: Request) -> None:
-        """Note that a request need not run alone any more. Its worker stays cleared until the next placement, which
-        gives it to the next one that must, or shares it again.
+        """Note that a request need not run alone any more. Its worker stays cleared until the next placement,
+        which gives it to the next one that must, or shares it again.
         """
         if request.worker is None:
             self.requeue(request)

@@ -1,7 +1,7 @@
 """A sorted set with positions, in the standard library: blocks of sorted lists.
 
-Insert, remove and position cost one bisection over the blocks and one move inside a block of bounded size, which for
-the sizes that occur (up to 10^6) is a few microseconds.
+Insert, remove and position cost one bisection over the blocks and one move inside a block of bounded size,
+which for the sizes that occur (up to 10^6) is a few microseconds.
 """
 
 from __future__ import annotations

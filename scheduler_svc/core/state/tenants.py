@@ -1,21 +1,22 @@
 """Fairness between tenants: whose turn it is, and orders of requests that follow it.
 
-The service of a tenant is counted (as in the Virtual Token Counter, arXiv 2401.00588, but in machine seconds). Within
-one priority, the least served tenant with something in the queue is the mark. A tenant that is more than one *turn*
-above the mark is *ahead*: its requests come after all requests of the same priority whose tenant is in turn, until the
-mark has caught up. A turn is the service of the longest request (deficit round robin, Shreedhar and Varghese 1995,
-sets its quantum so), which is learnt as requests run.
+The service of a tenant is counted (as in the Virtual Token Counter, arXiv 2401.00588, but in machine
+seconds). Within one priority, the least served tenant with something in the queue is the mark. A tenant that
+is more than one *turn* above the mark is *ahead*: its requests come after all requests of the same priority
+whose tenant is in turn, until the mark has caught up. A turn is the service of the longest request (deficit
+round robin, Shreedhar and Varghese 1995, sets its quantum so), which is learnt as requests run.
 
-Bound: two tenants whose requests of one priority are in the queue all the time differ in service by at most the
-longest request's, plus one round on each worker (what is under way cannot be taken back). It holds for what they get
-by rank and through the reserved share together: a tenant that is ahead has no part in that. The KV latch of
-`laps_sd.contract.choose` suspends turns as it suspends all preemption.
+Bound: two tenants whose requests of one priority are in the queue all the time differ in service by at most
+the longest request's, plus one round on each worker (what is under way cannot be taken back). It holds for
+what they get by rank and through the reserved share together: a tenant that is ahead has no part in that. The
+KV latch of `laps_sd.contract.choose` suspends turns as it suspends all preemption.
 
-A tenant that is ahead waits until every other one with something in the queue has caught up, and none of these gets
-more than twice the bound until then.
+A tenant that is ahead waits until every other one with something in the queue has caught up, and none of
+these gets more than twice the bound until then.
 
-The rest is our choice (docs/decisions/0005): one bit instead of the exact deficit, so that a request's place changes
-only when its tenant's turn comes or goes; and a queue for each tenant, so that this moves one key however many wait.
+The rest is our choice (docs/decisions/0005): one bit instead of the exact deficit, so that a request's place
+changes only when its tenant's turn comes or goes; and a queue for each tenant, so that this moves one key
+however many wait.
 """
 
 from __future__ import annotations

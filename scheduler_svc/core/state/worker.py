@@ -13,8 +13,8 @@ from scheduler_svc.core.state.request import Request, order_key_of
 MOST_TAKEN_OFF = 256
 """Requests remembered after they left a worker: more than it can have in one batch. Our choice."""
 STUCK_ROUNDS = 2
-"""Rounds that a worker with slots for all must have left a request out before it counts as short of memory; one may
-pass between the lease and the first round.
+"""Rounds that a worker with slots for all must have left a request out before it counts as short of memory;
+one may pass between the lease and the first round.
 """
 
 

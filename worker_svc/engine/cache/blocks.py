@@ -160,7 +160,8 @@ class BlockAllocator:
         self._by_name.clear()
 
     def check(self, owners: Iterable[Iterable[int]] | None = None) -> None:
-        """Assert the invariant: every block is free, cached or owned, and the counts agree with `owners`, if these are all."""
+        """Assert the invariant: every block is free, cached or owned, and the counts agree with `owners`, if
+        these are all."""
         assert self.free_blocks == self._owners.count(0), "the free count is wrong"
         for block, count in enumerate(self._owners):
             name = self._names.get(block)

@@ -1,4 +1,5 @@
-"""Attention, products and the steps between them, in C (kernels_body.h): for one thread on the CPU, in single precision or bfloat16.
+"""Attention, products and the steps between them, in C (kernels_body.h): for one thread on the CPU, in single
+precision or bfloat16.
 
 In bfloat16 are the weights, their factors, and the KV pool; all sums are in single precision.
 
@@ -64,7 +65,8 @@ def attend(query: torch.Tensor, entries: torch.Tensor, pieces: torch.Tensor, sca
     """Return the attention of packed rows: `query` [total, heads, size] to the same in the pool's type; zero
     for rows in no piece.
 
-    `entries` [pool rows, 2, key/value heads, size] is one layer of the pool, `pieces` [pieces, PIECE_NUMBERS] int64.
+    `entries` [pool rows, 2, key/value heads, size] is one layer of the pool, `pieces` [pieces, PIECE_NUMBERS]
+    int64.
     """
     if query.dtype != torch.float32:
         query = query.float()
@@ -168,7 +170,8 @@ class Draft(NamedTuple):
 
 
 class Decoder:
-    """A model of the Llama family, from tokens to logits in one call: at a few rows, calling takes as long as computing."""
+    """A model of the Llama family, from tokens to logits in one call: at a few rows, calling takes as long as
+    computing."""
 
     def __init__(
         self,
@@ -219,8 +222,9 @@ class Decoder:
         """Return logits [wanted, outputs] float32 of these packed rows [wanted] int64; keys and values of all
         go to the pool.
 
-        `ids` [total] int64; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as there. Raises IndexError for a token
-        that the model does not have, and for a wanted row that is in no piece.
+        `ids` [total] int64; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as
+        there. Raises IndexError for a token that the model does not have, and for a wanted row that is in no
+        piece.
         """
         rows, many = ids.shape[0], wanted.shape[0]
         logits = torch.empty((many, self._head.columns))

@@ -29,7 +29,8 @@ class Prior:
         self.tested = self.tested * KEPT + tested
 
     def fade(self) -> None:
-        """Let a round without draft tokens pass: the evidence becomes old, but weighs `PRIOR_STRENGTH` at least."""
+        """Let a round without draft tokens pass: the evidence becomes old, but weighs `PRIOR_STRENGTH` at
+        least."""
         keep = max(KEPT, min(1.0, PRIOR_STRENGTH / self.tested))
         self.accepted, self.tested = self.accepted * keep, self.tested * keep
 

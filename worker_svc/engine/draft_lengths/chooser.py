@@ -1,17 +1,17 @@
 """The choice of how many tokens to draft for each request in the next round: as many as pay for themselves.
 
-No torch. Draft token j of request i is worth a_i ** j tokens, since all before it must be accepted too; a_i is
-the request's chance that one draft token is accepted. It costs a row of the verification and a row of draft
-step j; the first request to reach step j also pays for the step. The lengths maximise
+No torch. Draft token j of request i is worth a_i ** j tokens, since all before it must be accepted too; a_i
+is the request's chance that one draft token is accepted. It costs a row of the verification and a row of
+draft step j; the first request to reach step j also pays for the step. The lengths maximise
 
     goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (round(rows) + sum_j step(rows of draft step j))
 
 over two kinds of choice: "each request drafts up to g", and "each request drafts up to g, but no token that
 is worth less than it costs at that goodput". Zero is a valid answer. `round` is the time of a round without
 its draft steps: the target's forward, and the work around it, which gains no tokens and favours fewer and
-longer rounds. Rows that ride along for other requests (`other_rows`) do not count: they must be computed in any
-case, and would make any number of draft tokens look cheap. Measured within a request, acceptance is close to
-geometric; between requests it differs a lot.
+longer rounds. Rows that ride along for other requests (`other_rows`) do not count: they must be computed in
+any case, and would make any number of draft tokens look cheap. Measured within a request, acceptance is close
+to geometric; between requests it differs a lot.
 
 A small share of the time (EXPLORED_SHARE) is spent on knowing what is not chosen: while drafts pay, a round
 without drafts; while they do not, a draft token for a new request or the one that was silent for longest.
@@ -30,18 +30,18 @@ from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS, Choice, Rou
 from worker_svc.engine.draft_lengths.outlook import Outlooks
 
 MARGIN = 0.05
-"""Another length must promise this much more goodput than the last one, and any draft than none, whose cost is
-known better. Tried 0 to 0.1."""
+"""Another length must promise this much more goodput than the last one, and any draft than none, whose cost
+is known better. Tried 0 to 0.1."""
 UNEVEN = 0.06
-"""Extra time of verifying drafts of unequal length, as a fraction of the time of their rows, where attention has
-no kernel of its own. Tried 0 to 0.12."""
+"""Extra time of verifying drafts of unequal length, as a fraction of the time of their rows, where attention
+has no kernel of its own. Tried 0 to 0.12."""
 READING_MARGIN = 3.0
-"""Required ratio of a draft's expected gain to the cost of reading its context: one or two draft tokens are made
-for every two tokens to come, the estimates that look best are too high, and a request may end sooner. Tried 1
-to 6."""
+"""Required ratio of a draft's expected gain to the cost of reading its context: one or two draft tokens are
+made for every two tokens to come, the estimates that look best are too high, and a request may end sooner.
+Tried 1 to 6."""
 HOLD_ROUNDS = 16
-"""Rounds for which a choice holds, since choosing takes as long as a row; fewer as requests come and leave. Tried
-4 to 64."""
+"""Rounds for which a choice holds, since choosing takes as long as a row; fewer as requests come and leave.
+Tried 4 to 64."""
 EXPLORED_SHARE = 0.005
 """Share of the time that is spent on exploring. Tried 0.001 to 0.02."""
 
@@ -280,9 +280,9 @@ class DraftLengths:
         return (self.step(most) - self.step(one_each)) / (most - one_each) if most > 1 else 0.0
 
     def _probe(self, requests: Sequence[Acceptance], caps: Sequence[int], outlooks: Outlooks | None) -> None:
-        """Begin to probe requests that draft nothing: untested ones first, the youngest of them, since the newest
-        traffic may differ; then the one that was silent for longest (for the rounds of a choice at least). Of equal
-        ones it is that whose draft has least to read."""
+        """Begin to probe requests that draft nothing: untested ones first, the youngest of them, since the
+        newest traffic may differ; then the one that was silent for longest (for the rounds of a choice at
+        least). Of equal ones it is that whose draft has least to read."""
         idle = [
             i
             for i, request in enumerate(requests)
@@ -317,8 +317,8 @@ class DraftLengths:
             self._count_probe(accepted / self._count)
 
     def _count_probe(self, gain: float) -> None:
-        """Take in what a probe gained, in rounds: the next one is due when this one is a small share of the time
-        since then, and at once if it gained more than it cost, as when the traffic has changed."""
+        """Take in what a probe gained, in rounds: the next one is due when this one is a small share of the
+        time since then, and at once if it gained more than it cost, as when the traffic has changed."""
         self._probe_gain += gain
         if self._probe_gain > 0:
             self._rounds_left = 0.0

@@ -10,8 +10,8 @@ LEARNING_STEP = 0.05
 machine has slower and faster minutes, which affect all points alike, and a table that followed them only at
 the measured points would take every size that was not tried recently for slow. Tried 0.02 to 0.1."""
 DEVIATION_LIMIT = 0.25
-"""Bound of a measurement's deviation, as a fraction of its prediction: a larger one, most often upwards, is an
-accident. Tried 0.1 to 1."""
+"""Bound of a measurement's deviation, as a fraction of its prediction: a larger one, most often upwards, is
+an accident. Tried 0.1 to 1."""
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from worker_svc.engine.draft_lengths.cost_table import CostTable
 
 FIRST_STEP_ROWS = 2
-"""Tokens of a request that the first draft step reads: the last one, and the one before it, which the draft may
-lack."""
+"""Tokens of a request that the first draft step reads: the last one, and the one before it, which the draft
+may lack."""
 
 
 class Choice(NamedTuple):
@@ -84,8 +84,8 @@ class RoundCosts:
     ) -> None:
         """Prepare the costs of `count` requests, of which `drafting` take draft steps.
 
-        `round_` and `plain` are the seconds of a round with and without drafts, without its draft steps, `step`
-        those of a draft step, each by rows; `uneven`, `other_rows` and `keys` as in `DraftLengths`.
+        `round_` and `plain` are the seconds of a round with and without drafts, without its draft steps,
+        `step` those of a draft step, each by rows; `uneven`, `other_rows` and `keys` as in `DraftLengths`.
         """
         self._count, self._drafting, self._rows, self._keys = count, drafting, count + other_rows, keys
         self._round, self._step, self._uneven = round_, step, uneven

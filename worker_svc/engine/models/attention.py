@@ -1,8 +1,9 @@
 """Attention of packed, ragged rows over a KV pool.
 
-A forward takes *pieces*: consecutive tokens of one sequence, each with the position it starts at. Their tokens lie one after
-another in one row of shape [total]. On the CPU attention is usually that of `kernels`, which takes pieces as they are. Elsewhere pieces of equal
-length are grouped into *segments*, and SDPA runs once per segment:
+A forward takes *pieces*: consecutive tokens of one sequence, each with the position it starts at. Their
+tokens lie one after another in one row of shape [total]. On the CPU attention is usually that of `kernels`,
+which takes pieces as they are. Elsewhere pieces of equal length are grouped into *segments*, and SDPA runs
+once per segment:
 
     query    [pieces, key/value heads, group * tokens, head size]      the query heads of a group are folded into the rows
     key      [pieces, key/value heads, kv, head size]                  gathered from the pool; of a single piece a view

@@ -47,8 +47,8 @@ def _product(
 
 
 class _Norm:
-    """Root mean square norm. torch has no kernel for it on the CPU and takes fifteen operators; by hand it takes five, and a few more
-    in half precision.
+    """Root mean square norm. torch has no kernel for it on the CPU and takes fifteen operators; by hand it
+    takes five, and a few more in half precision.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -204,7 +204,8 @@ class LeanModel:
             :, None
         ]  # [max_length, 1, half]
         still = torch.ones_like(turns)
-        # Values go through the same multiplication, by one, so that keys and values are written to the pool together.
+        # Values go through the same multiplication, by one, so that keys and values are written to the pool
+        # together.
         self._turns = torch.cat(
             [turns.expand(-1, heads + kv_heads, -1), still.expand(-1, kv_heads, -1)], 1
         ).contiguous()

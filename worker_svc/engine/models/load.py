@@ -28,7 +28,8 @@ def load_packed(
     lean: bool,
     trust_remote_code: bool = False,
 ) -> PackedModel:
-    """Load one model, lay out its weights, and compare it with its plain forward. Raises ModelError in one sentence."""
+    """Load one model, lay out its weights, and compare it with its plain forward. Raises ModelError in one
+    sentence."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"there is no {role} model in {directory}: config.json is missing")
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
@@ -81,7 +82,8 @@ def check_pair(
     target_tokenizer: Tokenizer | None,
     draft_tokenizer: Tokenizer | None,
 ) -> None:
-    """Raise ModelError unless a token id means the same to both models, few excepted; either may have ids that the other lacks."""
+    """Raise ModelError unless a token id means the same to both models, few excepted; either may have ids
+    that the other lacks."""
     if target_tokenizer is not None and draft_tokenizer is not None:
         ours = {token_id: token for token, token_id in target_tokenizer.vocabulary().items()}
         theirs = {token_id: token for token, token_id in draft_tokenizer.vocabulary().items()}

@@ -54,7 +54,8 @@ AttentionInterface.register(ATTENTION, _pool_attention)
 
 
 class PackedModel:
-    """A decoder whose forward takes packed rows of many sequences. Give it a pool with `attach` before `forward`."""
+    """A decoder whose forward takes packed rows of many sequences. Give it a pool with `attach` before
+    `forward`."""
 
     def __init__(self, model: Any, *, role: str, max_length: int, deterministic: bool) -> None:
         self.model = model.eval()
@@ -192,7 +193,8 @@ class PackedModel:
 
     @torch.inference_mode()
     def self_check(self, *, lean: bool) -> None:
-        """Take the model's plain forward, then `optimise`, and compare packed forwards with it. Raises ModelError if they differ.
+        """Take the model's plain forward, then `optimise`, and compare packed forwards with it. Raises
+        ModelError if they differ.
 
         Two sequences: prefilled in ragged chunks side by side, then one more token each.
         """

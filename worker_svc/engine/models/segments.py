@@ -1,10 +1,12 @@
 """The planner for attention by SDPA: pieces of equal length form segments, one call each.
 
-Deterministic recipe (single precision, CPU): a row's result depends on the number of rows of its product (classes 1, 2-3, 4 and more)
-and on the padded number of keys. SDPA works through query rows in blocks of a multiple of 32. So: at least 4 folded query rows in each such
-block, and as many keys as the sequence's own length rounded up to whole tiles of 512. Then a row's bits depend neither on its neighbours,
-nor on how many rows of its own sequence are computed along with it. In the first tile fewer keys do where the machine gives the same bits
-for them, which `exact_spans` tries out: multiples of 16 up to 256 on one kind of CPU, up to 192 and from 384 on another.
+Deterministic recipe (single precision, CPU): a row's result depends on the number of rows of its product
+(classes 1, 2-3, 4 and more) and on the padded number of keys. SDPA works through query rows in blocks of a
+multiple of 32. So: at least 4 folded query rows in each such block, and as many keys as the sequence's own
+length rounded up to whole tiles of 512. Then a row's bits depend neither on its neighbours, nor on how many
+rows of its own sequence are computed along with it. In the first tile fewer keys do where the machine gives
+the same bits for them, which `exact_spans` tries out: multiples of 16 up to 256 on one kind of CPU, up to 192
+and from 384 on another.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Planner:
         self._pool = pool
         self._group = group
         self._dtype = dtype
-        # Numbers of keys up to KV_TILE that the deterministic recipe may read, ascending. None: as many as there are.
+        # Numbers of keys up to KV_TILE that the deterministic recipe may read, ascending. None: as many as
+        # there are.
         self._spans = spans
         self._min_rows = min_rows  # packed rows at least; the rest is padding
         self._device = pool.device

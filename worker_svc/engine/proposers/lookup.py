@@ -2,8 +2,9 @@
 
     context   a b c d e f . . . a b c |            the last tokens "a b c" occurred before: propose d e f ...
 
-Text that repeats its prompt or itself (summaries, edits of code, records) is found here for the price of a dictionary look-up
-["prompt lookup decoding", Saxena 2023]. The most recent occurrence of the longest run of tokens wins. Integers only: no torch.
+Text that repeats its prompt or itself (summaries, edits of code, records) is found here for the price of a
+dictionary look-up ["prompt lookup decoding", Saxena 2023]. The most recent occurrence of the longest run of
+tokens wins. Integers only: no torch.
 """
 
 from __future__ import annotations

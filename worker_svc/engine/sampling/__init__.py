@@ -1,1 +1,2 @@
-"""From logits to tokens: logits processors, output formats, noise, acceptance of draft tokens, stop conditions."""
+"""From logits to tokens: logits processors, output formats, noise, acceptance of draft tokens, stop
+conditions."""

@@ -12,12 +12,12 @@ Noise for a token is a function of three integers and nothing else:
     E    = -log(1 - v)                                   standard exponential
     G    = -log(E)                                       standard Gumbel
 
-Every step up to `bits` is exact modulo 2**64 or 2**32, so a key is the same on every machine. The steps after it are single
-precision in the engine, so G agrees to a few units in the last place. Small v means large G: the winning end of the range has
-the full resolution of 2**-32.
+Every step up to `bits` is exact modulo 2**64 or 2**32, so a key is the same on every machine. The steps after
+it are single precision in the engine, so G agrees to a few units in the last place. Small v means large G:
+the winning end of the range has the full resolution of 2**-32.
 
-Why two hashes: one key per row is cheap in plain integers, while the hash over the vocabulary is what costs; in 32 bits it is
-twice as fast as splitmix64 in 64.
+Why two hashes: one key per row is cheap in plain integers, while the hash over the vocabulary is what costs;
+in 32 bits it is twice as fast as splitmix64 in 64.
 """
 
 from __future__ import annotations

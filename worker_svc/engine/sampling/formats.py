@@ -1,8 +1,9 @@
 """Output formats: the tokens that may come next so that the output can still match the requested format.
 
-A format is compiled once and followed token by token by llguidance (https://github.com/guidance-ai/llguidance), which needs no torch and no
-table of the vocabulary. The state of a request is a function of its output: `follow` walks through committed tokens, so a request that
-comes back from another worker, or from eviction, continues at the same state.
+A format is compiled once and followed token by token by llguidance
+(https://github.com/guidance-ai/llguidance), which needs no torch and no table of the vocabulary. The state of
+a request is a function of its output: `follow` walks through committed tokens, so a request that comes back
+from another worker, or from eviction, continues at the same state.
 """
 
 from __future__ import annotations

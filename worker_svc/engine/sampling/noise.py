@@ -1,4 +1,5 @@
-"""Gumbel noise for (seed, position, token id) in torch. `counter` holds the definition and the reference in plain integers.
+"""Gumbel noise for (seed, position, token id) in torch. `counter` holds the definition and the reference in
+plain integers.
 
 The bits are exact and equal on every device; the two logarithms after them are single precision.
 """

@@ -5,9 +5,10 @@
     that are at least min_p times as probable as the most probable one
     choice = argmax over the kept tokens of scores + Gumbel(seed, position)
 
-The argmax of log-probabilities plus Gumbel noise is an exact sample of the softmax (the Gumbel-max trick), and adding a constant
-to all scores changes nothing, so no softmax is needed where nothing is truncated. The draft proposes by the same rule with the same
-noise on its own logits ("drafter-invariant" coupling, Daliri et al. 2024), hence both agree often and the outcome is the target's alone.
+The argmax of log-probabilities plus Gumbel noise is an exact sample of the softmax (the Gumbel-max trick),
+and adding a constant to all scores changes nothing, so no softmax is needed where nothing is truncated. The
+draft proposes by the same rule with the same noise on its own logits ("drafter-invariant" coupling, Daliri et
+al. 2024), hence both agree often and the outcome is the target's alone.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ _PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, False, (), _NOTH
 def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) -> torch.Tensor:
     """Return the chosen token of each row, int64 [rows].
 
-    `logits` [rows, vocab] in any floating type; `noise` [rows, vocab] float32, needed unless all rows are greedy.
+    `logits` [rows, vocab] in any floating type; `noise` [rows, vocab] float32, needed unless all rows are
+    greedy.
     """
     if rows.plain:
         return logits.argmax(-1)
@@ -177,7 +179,8 @@ def _kept(
     else:
         ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     in_top_k = torch.arange(candidates, device=scores.device) < top_k  # [rows, candidates]
-    # The nucleus is taken of the distribution that top_k leaves; where top_k is off its normaliser is that of all tokens.
+    # The nucleus is taken of the distribution that top_k leaves; where top_k is off its normaliser is that of
+    # all tokens.
     limited = ordered.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
     normaliser = (
         torch.where(top_k < vocab, limited, scores.logsumexp(-1, keepdim=True))

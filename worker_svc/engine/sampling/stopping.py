@@ -4,8 +4,9 @@ A round yields a block of tokens (accepted draft tokens and one more). `cut` ret
 count and the reason of an end, if there is one. The earliest token that ends it wins; at the same token: stop
 string, then EOS, then length.
 
-Stop strings are found in text, so the tail of the output is decoded again each round. Only the tail: a stop string that is
-completed by new tokens reaches back at most its own length in characters, and a token is at least one byte of text or none.
+Stop strings are found in text, so the tail of the output is decoded again each round. Only the tail: a stop
+string that is completed by new tokens reaches back at most its own length in characters, and a token is at
+least one byte of text or none.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ class StopText:
     def find(self, output: Sequence[int], block: Sequence[int]) -> tuple[int, int] | None:
         """Find the first token of `block` that completes a stop string in the text of output + block.
 
-        Returns (tokens of the block that count, characters to cut), or None. The cut runs from where the stop string begins to
-        the end of the text of the tokens that count.
+        Returns (tokens of the block that count, characters to cut), or None. The cut runs from where the stop
+        string begins to the end of the text of the tokens that count.
         """
         start = self._tail_start(output)
         tail = list(output[start:])
         before = self._text(tail)
-        # Text that was complete before this block can hold no stop string, or the request would have ended then.
+        # Text that was complete before this block can hold no stop string, or the request would have ended
+        # then.
         after = self._text([*tail, *block])
         if self._begin(after, 0) is None:
             return None
