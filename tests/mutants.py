@@ -264,7 +264,7 @@ def main() -> int:
     )
     parser.add_argument("--sample", type=int, default=60, help="mutants to try (default 60), 0: all")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default 1)")
-    parser.add_argument("--least", type=float, default=0.85, help="share that must be found (default 0.85)")
+    parser.add_argument("--least", type=float, default=0.88, help="share that must be found (default 0.88)")
     parser.add_argument(
         "--quick", action="store_true", help="without tests/core/test_properties.py, the slowest of them"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,8 @@ from scheduler_svc.core.handlers.requests import LOOKED_AT_PER_ARRIVAL
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import ALONE_AFTER
+from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.views import Explanation
 from tests.core.test_scheduler import W, core, did, report, request
 
@@ -419,3 +422,43 @@ def test_an_eviction_that_moves_no_level_is_not_recorded() -> None:
     assert of(scheduler, "a").level == before.level
     assert not [command for command in commands if isinstance(command, Rank)]
     assert of(scheduler, "a").remaining_s > before.remaining_s
+
+
+class TestTheCheckOfTheInvariants:
+    """Other tests rely on it, so it must see what is wrong."""
+
+    def busy(self) -> Scheduler:
+        settings = CoreSettings(tenant_fairness=True)
+        scheduler = Scheduler(policy_named("laps-sd", settings), settings, Priors())
+        arrivals = [Arrived(request(f"r{i}", i, tenant="xy"[i % 2])) for i in range(6)]
+        scheduler.step(0.0, [WorkerUp(replace(W, slots=2), ()), *arrivals])
+        scheduler.step(1.0, [report(did("r0", 0, 2), did("r1", 0, 2))])
+        scheduler.check()
+        return scheduler
+
+    @pytest.mark.parametrize(
+        "break_it",
+        [
+            lambda shard: setattr(shard, "running", shard.running + 1),
+            lambda shard: shard.depth.update({0: 1}),
+            lambda shard: shard.workers["w"].members.pop("r0"),
+            lambda shard: shard.workers["w"].running.pop("r0"),
+            lambda shard: setattr(shard.workers["w"], "reserved", 7),
+            lambda shard: setattr(shard.workers["w"], "unsent", 7),
+            lambda shard: setattr(shard.workers["w"], "priors_version", 7),
+            lambda shard: setattr(shard.requests["r0"], "worker", None),
+            lambda shard: setattr(shard.requests["r0"], "reserved", not shard.requests["r0"].reserved),
+            lambda shard: setattr(shard.requests["r0"], "deaths", ALONE_AFTER),
+            lambda shard: setattr(shard.requests["r5"], "deaths", ALONE_AFTER),
+            lambda shard: shard.parked.update(r5=shard.requests["r5"]),
+            lambda shard: shard.reserved_queued.update(r5=shard.requests["r5"]),
+            lambda shard: shard.queued.remove(shard.requests["r5"].order_key),
+            lambda shard: setattr(shard.requests["r5"].account, "waiting_at_s", None),
+            lambda shard: setattr(shard.requests["r5"].account, "ahead", True),
+        ],
+    )
+    def test_it_finds_one_that_is_broken(self, break_it: Callable[[Shard], object]) -> None:
+        scheduler = self.busy()
+        break_it(scheduler._shard)
+        with pytest.raises(AssertionError):
+            scheduler.check()

@@ -184,6 +184,7 @@ class TestTheReservedShare:
 
     def test_nor_on_a_list_that_is_not_longer_than_the_slots(self) -> None:
         assert self.moved(slots=4, running=2) == {}
+        assert self.moved(slots=4, running=2, free_blocks=100) == {}, "no request waits for a slot"
 
     def test_nor_with_one_slot(self) -> None:
         assert "whose reserved share was free" not in self.moved(slots=1, running=1, listed=2).values()
