@@ -112,7 +112,11 @@ async def serving(stack: LocalStack, name: str) -> bool:
 
 async def listed(stack: LocalStack) -> dict[str, int]:
     """Return connected workers by name, and how many requests each has on its list."""
-    [leader] = [name for name in stack.schedulers if await serving(stack, name)]
+
+    async def leaders() -> list[str]:
+        return [name for name in stack.schedulers if await serving(stack, name)]
+
+    leader, *_ = await wait_until_async(leaders, description="a scheduler leads")
     async with grpc.aio.insecure_channel(stack.address(leader)) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
         answer = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=20)
