@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench._generating import MAX_LENGTH, MIXED, Cell, Outcome, counted
+from bench._engine.cells import MAX_LENGTH, MIXED, Cell
+from bench._engine.outcomes import Outcome, counted
 
 DRIVER = Path(__file__).with_name("_peer_driver.py")
 DRAFT_LEN = 4

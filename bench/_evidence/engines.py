@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench._engine.cells import BOTH, MIXED
+from bench._engine.configs import PLAIN, SPECULATIVE
+from bench._engine.goals import goals, told_ratio
 from bench._evidence.results import Row, read_rows
-from bench._generating import MIXED
 from bench._markdown import table
 
 
 def engine(path: Path) -> Iterator[str]:
     """Yield the section on tokens per CPU second of the worker's engine and of others."""
-    from bench.engine import goals  # needs torch
-
     rows, source, about = read_rows(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
     cpu = f", on a CPU with {about['cpu']}" if "cpu" in about else ""
@@ -42,8 +42,6 @@ def engine_again(path: Path) -> Iterator[str]:
     """Yield the section on our engine against itself alone, with more turns than a run with other engines has
     time for.
     """
-    from bench.engine import SPECULATIVE, goals, told_ratio
-
     rows, source, about = read_rows(path)
     batches = ", ".join(str(batch) for batch in sorted({row["batch"] for row in rows}))
     least = min(
@@ -60,8 +58,6 @@ def engine_again(path: Path) -> Iterator[str]:
 
 def memory_bound(path: Path) -> Iterator[str]:
     """Yield the same for a pair whose weights are larger than any cache."""
-    from bench.engine import goals
-
     rows, source, about = read_rows(path)
     yield from ("### Where weights come from memory", "")
     yield "A pair of random weights, 287 M and 15 M, larger than any cache, as real ones are on a GPU: there a forward of one token takes nearly as long as one of five. The text"
@@ -108,8 +104,6 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
     """Yield the ratios of the whole mix, by batch size, for ours with speculation and a forward of ours
     without: both temperatures where it was measured so, else 0.
     """
-    from bench.engine import BOTH, PLAIN, SPECULATIVE, told_ratio  # needs torch
-
     found = {
         (name, row["batch"], row["temperature"]): row
         for row in rows

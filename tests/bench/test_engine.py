@@ -8,10 +8,11 @@ from collections.abc import Generator
 
 import pytest
 
-from bench import engine
-from bench._generating import MIXED, RAMP, Cell, Outcome, Prompted, counted, in_turn, ramp_told
-from bench.engine import (
-    BOTH,
+from bench._engine import measure
+from bench._engine.cells import BOTH, MIXED, RAMP, TEMPERATURES, Cell, Prompted, cells_for
+from bench._engine.configs import Config
+from bench._engine.engines import ramp_told
+from bench._engine.goals import (
     FORWARD_BATCHES,
     GOAL_ASSISTED,
     GOAL_BATCH,
@@ -19,17 +20,13 @@ from bench.engine import (
     GOAL_PLAIN,
     GOAL_PLAIN_AT_ONE,
     GOAL_VLLM,
-    TEMPERATURES,
-    Config,
-    arguments,
-    cells_for,
     goals,
-    identical,
-    main,
-    public,
-    rows_of,
     verdict,
 )
+from bench._engine.options import arguments, public
+from bench._engine.outcomes import Outcome, counted, in_turn
+from bench._engine.rows import identical, rows_of
+from bench.engine import main
 from worker_svc.loading import DEMO
 
 OPTIONS = argparse.Namespace(turns=2)
@@ -193,7 +190,7 @@ def test_draft_lengths_of_the_ramp_are_told_for_its_three_parts():
 
 
 def test_the_mix_has_equal_parts_of_each_kind_at_both_temperatures():
-    options = arguments(["--batch", "1,4", "--no-peers", "--kinds", "code,log"])
+    options = arguments(["--batch", "1,4", "--no-peers", "--kinds", "code,log"], "")
     options.target = DEMO / "target"
     cells = {cell.key: cell for cell in cells_for(options)}
     kinds = (MIXED, "code", "log")
@@ -205,7 +202,7 @@ def test_the_mix_has_equal_parts_of_each_kind_at_both_temperatures():
 
 
 def test_a_random_pair_runs_through(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(engine, "CELL_S", 0.0)  # the fewest passes: no figure is looked at
+    monkeypatch.setattr(measure, "CELL_S", 0.0)  # the fewest passes: no figure is looked at
     file = tmp_path / "rows.json"
     main(
         [

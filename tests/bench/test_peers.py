@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench._generating import MIXED, Cell, Prompted
+from bench._engine.cells import MIXED, Cell, Prompted
+from bench._engine.options import arguments
 from bench._peer_driver import generate
 from bench._peers import Peer, PeerFailed, cell_name, setups, taken
-from bench.engine import arguments
 
 # Repeats each prompt's first token, one token a step; for 13 it breaks.
 ECHO = """
@@ -108,7 +108,7 @@ def test_never_more_requests_together_than_the_batch():
 
 
 def test_the_modes_of_each_engine_and_what_they_are_compared_on():
-    options = arguments(["--vllm", "v", "--openvino", "o"])
+    options = arguments(["--vllm", "v", "--openvino", "o"], "")
     options.target, options.draft, options.ends = Path("t"), Path("d"), frozenset({2})
     cells = [cell(1, 4), Cell(MIXED, 0.8, 1, ()), Cell("code", 0.0, 1, ())]
     assert [taken(one) for one in cells] == [True, False, False]

@@ -1,5 +1,4 @@
-"""Engines that `laps-sd bench engine` compares, and the abilities of each: our engine and transformers in
-this process, others by `bench._peers`."""
+"""Engines that run in this process: ours and transformers, with the modes of each. Others run by `bench._peers`."""
 
 from __future__ import annotations
 
@@ -7,14 +6,13 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
-MAX_LENGTH = 512
-PEER_BATCH = 16
-MIXED = "mixed"
-RAMP = "ramp"
+from bench._engine.cells import MAX_LENGTH, RAMP, Cell, Prompted
+from bench._engine.outcomes import Outcome, counted
+
 MAX_DRAFT_LEN = 8
 BLOCK_SIZE = 16
 SLICE_S = 0.03
@@ -23,79 +21,6 @@ while is slower for both."""
 FEW = 4
 """Upper bound of the requests that run together at the foot of the ramp, where its draft lengths are
 reported."""
-
-
-@dataclass(frozen=True)
-class Prompted:
-    """One request: token ids of its prompt, temperature, and a number that seeds it."""
-
-    ids: tuple[int, ...]
-    temperature: float
-    number: int
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Requests that are generated together, of one kind and one temperature, at most `batch` at a time."""
-
-    # A kind of prompt; "mixed": equal parts of each; "ramp": the same, with a number at a time that rises to
-    # `batch` and falls again.
-    kind: str
-    temperature: float
-    batch: int
-    requests: tuple[Prompted, ...]
-
-    @property
-    def key(self) -> tuple[str, float, int]:
-        """Return the key that distinguishes cells."""
-        return self.kind, self.temperature, self.batch
-
-    def at_once(self, served: int) -> int:
-        """Return how many requests may run together once `served` were admitted."""
-        if self.kind != RAMP:
-            return self.batch
-        done = served / len(self.requests)
-        return max(1, round(self.batch * (1 - abs(2 * done - 1))))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of one cell."""
-
-    outputs: list[list[int]]  # output tokens of each request, without an end token
-    tokens: int  # end tokens included
-    cpu_s: float
-    wall_s: float
-    decode_s: float | None = None  # CPU seconds of a round with the whole batch and without prompts; median
-    told: dict[str, float] = field(default_factory=dict)  # statistics of speculation
-
-
-def in_turn(runs: Iterable[Generator[None, None, Outcome]]) -> list[Outcome]:
-    """Run each for a slice, in turn, until all are done; return the outcomes in their order."""
-    outcomes: dict[int, Outcome] = {}
-    going = list(enumerate(runs))
-    while going:
-        for at, run in list(going):
-            try:
-                next(run)
-            except StopIteration as done:
-                outcomes[at] = done.value
-                going.remove((at, run))
-    return [outcomes[at] for at in sorted(outcomes)]
-
-
-def counted(
-    outputs: list[list[int]], limit: int, ends: frozenset[int], cpu_s: float, wall_s: float
-) -> Outcome:
-    """Return the tokens up to the end token, which counts, whether the engine reports it or not: the same
-    count for all engines.
-    """
-    cut = [next((row[:at] for at, token in enumerate(row) if token in ends), row) for row in outputs]
-    tokens = sum(min(len(row) + 1, limit) if ends else len(row) for row in cut)
-    return Outcome(cut, tokens, cpu_s, wall_s)
-
-
-# -- ours ---------------------------------------------------------------------------------------------------------
 
 
 class Ours:
@@ -206,9 +131,6 @@ def ramp_told(drafting: list[tuple[int, int]]) -> dict[str, float]:
         "draft_len_falling": [one for one in drafting[top[-1] + 1 :] if one[0] <= FEW],
     }
     return {name: _per_request(part) for name, part in parts.items() if part}
-
-
-# -- transformers -------------------------------------------------------------------------------------------------
 
 
 class Transformers:
