@@ -159,8 +159,8 @@ async def holders(stack: LocalStack, injector: FaultInjector) -> list[str]:
         if worker.listed or worker.running
     ]
     known = {worker.worker_name for worker in workers.workers if worker.connected}
-    found += [f"{name}: not connected" for name in injector.workers() if name not in known]
-    for name in injector.workers():
+    found += [f"{name}: not connected" for name in injector.processes.workers() if name not in known]
+    for name in injector.processes.workers():
         used = await asyncio.to_thread(metric, stack, name, "laps_sd_worker_slots_used")
         waiting = await asyncio.to_thread(metric, stack, name, "laps_sd_worker_unacknowledged_reports")
         if used or waiting:
@@ -171,7 +171,7 @@ async def holders(stack: LocalStack, injector: FaultInjector) -> list[str]:
     found += [
         f"{name}: {free} of {all_} KV blocks free" for name, (free, all_) in blocks.items() if free != all_
     ]
-    for name in injector.gateways():
+    for name in injector.processes.gateways():
         streams = await asyncio.to_thread(metric, stack, name, "laps_sd_gateway_streams")
         if streams:
             found.append(f"{name}: {streams:g} streams open")
