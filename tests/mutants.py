@@ -142,7 +142,9 @@ def spots(file: Path) -> list[Spot]:
 
 
 def mutants(spot: Spot) -> Iterator[Mutant]:
-    """Yield the mistake planted there; none where Python compiles it to the same code."""
+    """Yield the mistake planted there; none where Python compiles it to the same code, or where it cannot be
+    planted, because it removes the only use of a variable of a closure (such as `super()`).
+    """
     text = spot.file.read_text(encoding="utf-8")
     tree, changed = ast.parse(text), ast.parse(text)
     node, twin = (list(bodies(each))[spot.node] for each in (tree, changed))
@@ -154,7 +156,7 @@ def mutants(spot: Spot) -> Iterator[Mutant]:
         for each in (tree, ast.fix_missing_locations(changed))
     )
     for function, code in wrong.items():
-        if code != right[function]:
+        if code != right[function] and code.co_freevars == right[function].co_freevars:
             yield Mutant(spot.file, getattr(node, "lineno", 0), what, function, code)
 
 
