@@ -1,4 +1,5 @@
-"""A CA, and a certificate of it for 127.0.0.1 that serves both ends: ca.pem, cert.pem and key.pem. And others with names.
+"""A CA, and a certificate of it for 127.0.0.1 that serves both ends: ca.pem, cert.pem and key.pem. And others
+with names.
 
 And TLS in front of a server that has none.
 """

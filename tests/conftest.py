@@ -19,10 +19,12 @@ import pytest
 from laps_sd.stack.local import LocalStack
 from tests import helpers
 
-# Before torch is imported anywhere: two threads on busy cores spin on each other and are many times slower than one.
+# Before torch is imported anywhere: two threads on busy cores spin on each other and are many times slower
+# than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell without job control has what it runs in the background ignore Ctrl-C, and so would every process that a test starts.
+# A shell without job control has what it runs in the background ignore Ctrl-C, and so would every process
+# that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,14 +1,16 @@
-"""Would the tests of the core notice a mistake? Plants one mistake at a time, and counts those that a test finds.
+"""Would the tests of the core notice a mistake? Plants one mistake at a time, and counts those that a test
+finds.
 
     python -m tests.mutants --sample 60 --seed 1                       # of the whole core and laps_sd/contract/choose.py
     python -m tests.mutants --sample 20 scheduler_svc/core/rank.py     # of one file
 
-Each mutant is one changed operator, constant, condition or a dropped statement in one function. The tests of `tests/core` that call that
-function run on it until the first failure; one that takes three times the processor time they usually take counts as found.
-Prints the survivors, the share that was found and its 95 % interval (Wilson); the exit code is 1 if that share is below --least.
+Each mutant is one changed operator, constant, condition or a dropped statement in one function. The tests of
+`tests/core` that call that function run on it until the first failure; one that takes three times the
+processor time they usually take counts as found. Prints the survivors, the share that was found and its 95 %
+interval (Wilson); the exit code is 1 if that share is below --least.
 
-pytest collects once, in this process; each mutant is a child forked off it, in which the function gets other code. So most cost
-milliseconds, no file is written, and the working tree may change during the run.
+pytest collects once, in this process; each mutant is a child forked off it, in which the function gets other
+code. So most cost milliseconds, no file is written, and the working tree may change during the run.
 """
 
 from __future__ import annotations

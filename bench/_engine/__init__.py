@@ -1,1 +1,2 @@
-"""Parts of `laps-sd bench engine`: options, cells, engines, configurations, turns, rows of results, goals, tables."""
+"""Parts of `laps-sd bench engine`: options, cells, engines, configurations, turns, rows of results, goals,
+tables."""

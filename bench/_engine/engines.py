@@ -1,4 +1,5 @@
-"""Engines that run in this process: ours and transformers, with the modes of each. Others run by `bench._peers`."""
+"""Engines that run in this process: ours and transformers, with the modes of each. Others run by
+`bench._peers`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def counted(
 
 
 def together(parts: Sequence[Outcome]) -> Outcome:
-    """Return one outcome with the outputs, tokens and seconds of all parts, and the means of their statistics."""
+    """Return one outcome with the outputs, tokens and seconds of all parts, and the means of their
+    statistics."""
     if len(parts) == 1:
         return parts[0]
     return Outcome(

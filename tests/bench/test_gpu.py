@@ -1,4 +1,5 @@
-"""`laps-sd bench gpu`: the roofline's arithmetic, the goal, and the driver at a small shape; on a GPU where there is one."""
+"""`laps-sd bench gpu`: the roofline's arithmetic, the goal, and the driver at a small shape; on a GPU where
+there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Synthetic acceptance: a coin keeps draft tokens, so that random weights can be timed as if their draft were good."""
+"""Synthetic acceptance: a coin keeps draft tokens, so that random weights can be timed as if their draft were
+good."""
 
 from __future__ import annotations
 

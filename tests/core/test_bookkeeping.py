@@ -126,8 +126,8 @@ class TestRecentFiguresOfAWorker:
 
 class TestTheBacklog:
     def test_it_is_what_full_workers_would_need(self) -> None:
-        """Batches are half as large as the workers of this shard have slots in the mean; those that are not up do
-        not count."""
+        """Batches are half as large as the workers of this shard have slots in the mean; those that are not
+        up do not count."""
         scheduler = core()
         for _ in range(300):
             scheduler.priors.observe_round(6, 36, 3000, 0.03)

@@ -65,8 +65,8 @@ class TestTheLine:
         assert Calibration(30.0, 0.0, 1e-4).spread == LEAST_LOG_SPREAD
 
     def test_one_request_moves_the_line_it_is_shrunk_to_and_not_its_slope(self) -> None:
-        """Seven requests on the line that is assumed and this one: an eighth of its distance, and the errors of
-        all eight."""
+        """Seven requests on the line that is assumed and this one: an eighth of its distance, and the errors
+        of all eight."""
         assumed = Calibration(0.5, 2.0, 0.3)
         one = GuessHistory()
         one.observe(90.0, 40)

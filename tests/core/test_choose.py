@@ -192,8 +192,8 @@ class TestHysteresis:
         assert choose(who, place(2, blocks=30)).run == ("b", "c")
 
     def test_also_by_a_better_one_that_could_displace_none(self) -> None:
-        """c is less than ten per cent shorter than both that run. b is, without its set-up; it needs the blocks of
-        both, and leaves one slot."""
+        """c is less than ten per cent shorter than both that run. b is, without its set-up; it needs the
+        blocks of both, and leaves one slot."""
         who = [running("v", 1.05), running("w", 1.05), candidate("c", 0.96, tokens=60)]
         assert choose(who, place(2, blocks=20)).run == ("v", "w")
         who.append(candidate("b", 0.1, resume_cost_s=0.87, tokens=219))  # 14 of 20 blocks

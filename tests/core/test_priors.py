@@ -322,8 +322,8 @@ class TestLengths:
 
     @pytest.mark.parametrize("of_all", [[], [2000] * 60])
     def test_the_histogram_is_filled_up_by_a_lognormal_of_the_same_shape(self, of_all: list[int]) -> None:
-        """Thirty requests of a lognormal whose mean and variance are those of the lengths seen and of two that are
-        like all (without any: like those that are assumed)."""
+        """Thirty requests of a lognormal whose mean and variance are those of the lengths seen and of two
+        that are like all (without any: like those that are assumed)."""
         pool = LengthTable()
         for length in of_all:
             pool.observe(length)
@@ -713,7 +713,8 @@ class TestCost:
     def test_one_round_is_shared_among_the_terms_by_the_weights_of_what_is_assumed(
         self, seconds: float
     ) -> None:
-        """Least squares shrunk to a prior: what each term moves, times its weight, is its part of what is missing."""
+        """Least squares shrunk to a prior: what each term moves, times its weight, is its part of what is
+        missing."""
         model = CostModel()
         model.observe_round(16, 96, 2048, seconds)
         parts = (1.0, 2.0, 3.0, 0.5)

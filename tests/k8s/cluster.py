@@ -300,7 +300,8 @@ async def namespace_of_test() -> AsyncIterator[Cluster]:
         await define_pools(cluster)
         labelled = {"name": cluster.namespace, "labels": RESTRICTED}
         await cluster.core.create_namespace({"metadata": labelled})
-        # Of the namespace's name. Kubernetes collects pods of nodes that it does not know; a scheduler is to leave it alone.
+        # Of the namespace's name. Kubernetes collects pods of nodes that it does not know; a scheduler is to
+        # leave it alone.
         node = {"metadata": {"name": cluster.namespace}, "spec": {"unschedulable": True}}
         await cluster.core.create_node(node)
         await wait_until_async(

@@ -1,6 +1,8 @@
-"""Helm 4 as a process: a line of JSON in, a line of JSON out. Its library brings a Go runtime, which stays out of pytest's process.
+"""Helm 4 as a process: a line of JSON in, a line of JSON out. Its library brings a Go runtime, which stays
+out of pytest's process.
 
-In: {"do": "render" | "lint", "chart", "values", "namespace"}. Out: {"manifests"} or {"messages"} or {"refused"}.
+In: {"do": "render" | "lint", "chart", "values", "namespace"}. Out: {"manifests"} or {"messages"} or
+{"refused"}.
 """
 
 import json

@@ -602,8 +602,8 @@ async def test_it_may_die_before_any_write_and_the_end_is_the_same(
     leader: SchedulerUnderTest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From nothing to two workers, to four by hand, to one: a life in which each operator lives for one write longer than
-    the one before, and never takes the worker that has a request."""
+    """From nothing to two workers, to four by hand, to one: a life in which each operator lives for one write
+    longer than the one before, and never takes the worker that has a request."""
     mortal = Mortal(cluster, 0)
     ask = scheduler.drain
 
@@ -684,7 +684,8 @@ async def test_the_api_server_takes_everything_that_the_chart_renders(
 
 
 async def test_helm_installs_upgrades_and_removes_it(cluster: Cluster, helm3: Any) -> None:
-    """A number of workers that was set by hand: an upgrade sets a Deployment's back, and leaves a SpeculativePool's."""
+    """A number of workers that was set by hand: an upgrade sets a Deployment's back, and leaves a
+    SpeculativePool's."""
 
     await helm(cluster, "install", "demo", str(CHART))
     await cluster.scale_deployment(NAME, 3)
@@ -741,7 +742,8 @@ async def helm(cluster: Cluster, *arguments: str, succeeds: bool = True) -> str:
 async def test_a_release_changes_to_the_operator_and_back(
     cluster: Cluster, helm3: Any, tmp_path: Path
 ) -> None:
-    """Its workers' Deployment is Helm's, the operator's, and Helm's again, which needs a hand: Helm takes over nothing."""
+    """Its workers' Deployment is Helm's, the operator's, and Helm's again, which needs a hand: Helm takes
+    over nothing."""
     await helm(cluster, "install", "demo", str(CHART))
     await helm(cluster, "upgrade", "demo", str(CHART), "--set", "operator.enabled=true")
     kubeconfig = kubeconfig_with(await token_of(cluster, "demo-laps-sd-operator"), tmp_path / "kubeconfig")

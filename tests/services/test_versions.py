@@ -1,4 +1,5 @@
-"""Releases that meet: peers speak this protocol version and the one before, and a record belongs to one layout."""
+"""Releases that meet: peers speak this protocol version and the one before, and a record belongs to one
+layout."""
 
 from __future__ import annotations
 

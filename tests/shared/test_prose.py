@@ -1,7 +1,7 @@
 """Comments, docstrings and pages are plain English: few idioms, counted per package.
 
-The list is short on purpose. It holds words that this project used for things as if they were persons, and old or
-colloquial forms that a reader of English as a second language has to decode.
+The list is short on purpose. It holds words that this project used for things as if they were persons, and
+old or colloquial forms that a reader of English as a second language has to decode.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def files_of(package: str) -> list[Path]:
-    """Return the hand-written files: without generated stubs, and without the decisions, which stay as written."""
+    """Return the hand-written files: without generated stubs, and without the decisions, which stay as
+    written."""
     return [
         path
         for path in sorted((ROOT / package).rglob("*"))

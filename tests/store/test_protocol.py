@@ -4,8 +4,8 @@ call of a script.
 Any scheduler may be paused anywhere, wake up and continue; its lease may expire unnoticed; its reply may get
 lost, so that it sends the same again after others have led. Workers report to the scheduler that they believe
 leads, again when they are not acknowledged. The scripts and the store are the real ones, on a real server;
-schedulers and workers here act like `scheduler_svc/leader/loop.py` and `worker_svc/link/link.py`, only less carefully: a
-report is written to the record under any lease.
+schedulers and workers here act like `scheduler_svc/leader/loop.py` and `worker_svc/link/link.py`, only less
+carefully: a report is written to the record under any lease.
 
 A token holds the lease under which it was made, as if no two workers ever computed the same, so that a
 mixed-up output shows.

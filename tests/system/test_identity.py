@@ -1,7 +1,8 @@
 """The tokens that come out of the whole stack are those of plain decoding of the target by transformers.
 
-Deterministic mode (fp32). A difference is allowed only from a token on at which the two best perturbed scores, or
-the edge of the nucleus, lie within `MARGIN`: there two correct arithmetics may disagree. The test counts those.
+Deterministic mode (fp32). A difference is allowed only from a token on at which the two best perturbed
+scores, or the edge of the nucleus, lie within `MARGIN`: there two correct arithmetics may disagree. The test
+counts those.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def near_ties(outcomes: list[Outcome], plain: list[PlainText]) -> int:
     [
         pytest.param({"slots": 1}, id="batch 1"),
         pytest.param({"slots": 8}, id="batch 8"),
-        # Room for about three requests on the device and for two on the host: pausing means swapping, then dropping.
+        # Room for about three requests on the device and for two on the host: pausing means swapping, then
+        # dropping.
         pytest.param(
             {
                 "slots": 4,

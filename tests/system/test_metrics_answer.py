@@ -229,7 +229,8 @@ def test_where_the_time_of_a_round_goes(busy: Busy) -> None:
 
 
 def test_how_long_the_record_takes_to_commit(busy: Busy) -> None:
-    """Every accepted request and every token shown went through a commit, so there are some, and they take time."""
+    """Every accepted request and every token shown went through a commit, so there are some, and they take
+    time."""
     now = scrape(busy.stack, "scheduler")
 
     assert now.value("laps_sd_scheduler_submissions_total", outcome="accepted") == LONG + SHORT
@@ -238,7 +239,8 @@ def test_how_long_the_record_takes_to_commit(busy: Busy) -> None:
 
 
 def test_how_wrong_the_estimates_are(busy: Busy) -> None:
-    """Machine seconds taken over machine seconds predicted at arrival, of every request that came to its own end."""
+    """Machine seconds taken over machine seconds predicted at arrival, of every request that came to its own
+    end."""
     scheduler = scrape(busy.stack, "scheduler")
     name = "laps_sd_scheduler_estimate_error_ratio"
     at_arrival = {"when": "arrival", "basis": "client"}  # the short requests brought a guess

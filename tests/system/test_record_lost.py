@@ -1,4 +1,5 @@
-"""The record emptied, paused or restarted amid 32 streams, with and without its leader: clients notice at most a pause."""
+"""The record emptied, paused or restarted amid 32 streams, with and without its leader: clients notice at
+most a pause."""
 
 from __future__ import annotations
 

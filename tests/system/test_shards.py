@@ -148,7 +148,8 @@ async def test_a_shard_is_added_under_traffic(make_stack: StackMaker) -> None:
         stopping.set()
         await asyncio.gather(*clients)
 
-        # An id names its shard: through the other gateway it is resumed and explained, and nothing is left to cancel.
+        # An id names its shard: through the other gateway it is resumed and explained, and nothing is left to
+        # cancel.
         for outcome in {shard_of(outcome): outcome for outcome in outcomes.values()}.values():
             tokens: list[int] = []
             async for event in stubs[0].Resume(pb.ResumeRequest(request_id=outcome.request_id)):

@@ -151,7 +151,8 @@ async def test_what_its_caller_does_not_sample_is_drawn_by_nobody(traced: Traced
 
 
 async def test_killed_processes_leave_a_trace_without_loose_ends(make_stack: StackMaker) -> None:
-    """A worker dies, then the leader: two leases, on two workers, below one request that the next leader draws."""
+    """A worker dies, then the leader: two leases, on two workers, below one request that the next leader
+    draws."""
     with collecting() as collector:
         stack = make_stack(workers=2, slots=2, environment=environment(collector))
         running = asyncio.Event()

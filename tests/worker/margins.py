@@ -1,4 +1,5 @@
-"""The margin of a choice: where it is small, two arithmetics may choose different tokens (see `test_identity`)."""
+"""The margin of a choice: where it is small, two arithmetics may choose different tokens (see
+`test_identity`)."""
 
 from __future__ import annotations
 

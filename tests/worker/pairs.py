@@ -43,7 +43,8 @@ def write_model(directory: Path, config: PretrainedConfig, *, seed: int, sharpen
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        # The usual initialisation makes every layer a whisper on top of the embedding; louder ones make text depend on context.
+        # The usual initialisation makes every layer a whisper on top of the embedding; louder ones make text
+        # depend on context.
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name:
                 weight.mul_(sharpen)

@@ -1,4 +1,5 @@
-"""Plain decoding by transformers, one token at a time, and the sampling rule written a second time, for comparison."""
+"""Plain decoding by transformers, one token at a time, and the sampling rule written a second time, for
+comparison."""
 
 from __future__ import annotations
 

@@ -184,7 +184,8 @@ def test_a_choice_ages_as_fast_as_its_requests_change(change: str) -> None:
 
 
 def test_drafting_stops_as_the_batch_grows_and_begins_again_as_it_shrinks() -> None:
-    """Rows are nearly free up to 16 and then cost what a token is worth; the hysteresis holds either side for a while."""
+    """Rows are nearly free up to 16 and then cost what a token is worth; the hysteresis holds either side for
+    a while."""
     chooser = lengths_for(
         plain=CostTable([1, 16, 1000], [1.0, 1.1, 80.0]), step=CostTable([1, 100], [0.02, 0.4])
     )
@@ -452,7 +453,8 @@ def test_what_longer_contexts_cost_is_not_taken_for_the_rows() -> None:
 
 
 def test_more_rows_that_were_found_cheaper_are_believed() -> None:
-    """Two measured points that contradict each other meet in between; neither drifts away while it changes nothing."""
+    """Two measured points that contradict each other meet in between; neither drifts away while it changes
+    nothing."""
     table = CostTable([32, 64], [1.0, 1.0])
     for _ in range(100):
         table.observe(48, 1.6)

@@ -1,4 +1,5 @@
-"""The contract of interface.Engine, held by the real engine and the fake alike, and what only the real one has."""
+"""The contract of interface.Engine, held by the real engine and the fake alike, and what only the real one
+has."""
 
 from __future__ import annotations
 
@@ -199,7 +200,8 @@ def test_the_first_round_prefills_and_gives_the_first_token(make: Make) -> None:
 
 
 def test_prefill_shares_one_budget_in_rank_order(make: Make) -> None:
-    """A budget of 8 for contexts of 5, 6 and 7 tokens: the first is done at once, the second needs two rounds, the third three."""
+    """A budget of 8 for contexts of 5, 6 and 7 tokens: the first is done at once, the second needs two
+    rounds, the third three."""
     engine = make(prefill_chunk=8)
     for name, length in (("a", 5), ("b", 6), ("c", 7)):
         engine.add(spec(name, prompt_ids=tuple(range(2, 2 + length))))

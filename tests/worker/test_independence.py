@@ -1,4 +1,5 @@
-"""Deterministic mode, bit by bit: a row's logits do not depend on what else is computed, in sizes that real models have."""
+"""Deterministic mode, bit by bit: a row's logits do not depend on what else is computed, in sizes that real
+models have."""
 
 from __future__ import annotations
 

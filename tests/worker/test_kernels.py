@@ -1,4 +1,5 @@
-"""The kernels in C: they compute what torch computes, and a row comes out the same bit for bit whatever is computed along with it."""
+"""The kernels in C: they compute what torch computes, and a row comes out the same bit for bit whatever is
+computed along with it."""
 
 from __future__ import annotations
 
@@ -220,9 +221,11 @@ def test_bfloat16_is_left_to_torch_where_it_multiplies_tiles(monkeypatch: pytest
 def turn(
     qkv: torch.Tensor, heads: int, pieces: torch.Tensor, turns: torch.Tensor, entries: torch.Tensor
 ) -> None:
-    """Rotate the queries of `qkv` [total, heads + 2 * key/value heads, size] in place, and write rotated keys, and values, to the pool.
+    """Rotate the queries of `qkv` [total, heads + 2 * key/value heads, size] in place, and write rotated
+    keys, and values, to the pool.
 
-    `turns` [positions, 2, size]: see `kernels.rotations`. float32, but for `entries`; that and `pieces` as in `kernels.attend`.
+    `turns` [positions, 2, size]: see `kernels.rotations`. float32, but for `entries`; that and `pieces` as in
+    `kernels.attend`.
     """
     kernels._kernels.turn(
         qkv.data_ptr(),
@@ -244,7 +247,8 @@ def add_norm(
     epsilon: float,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Add `y` to `x` [rows, size] in place, and return x divided by its root mean square, times `weight` [size], as `dtype`.
+    """Add `y` to `x` [rows, size] in place, and return x divided by its root mean square, times `weight`
+    [size], as `dtype`.
 
     All arguments float32, contiguous.
     """
@@ -458,7 +462,8 @@ def for_kernels(rows: Rows, noise: torch.Tensor | None) -> kernels.Choosing | No
 @pytest.mark.parametrize("vocabulary", [5, 16, 203, 4096])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_tokens_are_chosen_as_torch_chooses_them(settings: list[Sampling], vocabulary: int) -> None:
-    """Bit by bit: whether all rows of a round can be chosen here depends on the other requests. Equal scores are many here."""
+    """Bit by bit: whether all rows of a round can be chosen here depends on the other requests. Equal scores
+    are many here."""
     logits = (random(60, vocabulary + 3) * 3).round()[:, :vocabulary]
     rows, noise = choosing_for(settings, 70, vocabulary)
     choices = torch.randperm(70, generator=torch.Generator().manual_seed(2))[:60].tolist()

@@ -12,7 +12,8 @@ from worker_svc.engine.sampling.noise import Noise
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 
-# Part of the public contract: (seed, position, token id) -> (row key, bits). Never to change under the same version.
+# Part of the public contract: (seed, position, token id) -> (row key, bits). Never to change under the same
+# version.
 VECTORS = [
     (0, 0, 0, 0xA706DD2F4D197E6F, 0x2A003055),
     (0, 0, 1, 0xA706DD2F4D197E6F, 0x25538E38),

@@ -99,7 +99,8 @@ def loaded(
 def engine_for(
     pair: tuple[Path, ...], device: str, slots: int, draft_len: int | None, **more: Any
 ) -> SpeculativeEngine:
-    """Return an engine without requests. Calls with the same options share it: loading costs more than a test."""
+    """Return an engine without requests. Calls with the same options share it: loading costs more than a
+    test."""
     engine = loaded(pair, device, slots, draft_len, tuple(more.items()))
     for request_id in list(engine.known()):  # of a test that failed
         engine.drop(request_id)

@@ -57,7 +57,8 @@ def test_rows_of_equal_settings_choose_what_they_choose_among_others(sampling: S
 
 
 def test_a_mixed_batch_chooses_what_each_row_chooses_alone(device: str) -> None:
-    """300 rows of every kind, against the rule written a second time in double precision; near ties do not count."""
+    """300 rows of every kind, against the rule written a second time in double precision; near ties do not
+    count."""
     rng = random.Random(1)
     vocab, rows = 200, 300
     generator = torch.Generator().manual_seed(1)
@@ -136,9 +137,9 @@ def test_choices_have_the_distribution_of_the_softmax(sampling: Sampling) -> Non
 def test_speculative_output_has_the_distribution_of_the_target(tmp_path: Path, device: str) -> None:
     """Vocabulary of 8, prompts alike, 3,000 seeds, 4 tokens each at draft length 3.
 
-    The exact probability of every text of four tokens comes from the target alone. Compared: the first token, the second
-    and third as a pair (64 cells), and the fourth; each chi-square within 4 standard deviations (a chance of about 1e-4
-    in all). The draft is bad enough that most rounds end with a correction.
+    The exact probability of every text of four tokens comes from the target alone. Compared: the first token,
+    the second and third as a pair (64 cells), and the fourth; each chi-square within 4 standard deviations (a
+    chance of about 1e-4 in all). The draft is bad enough that most rounds end with a correction.
     """
     vocab, n = 8, 3_000
     target = write_model(tmp_path / "t", llama_config(vocab_size=vocab, hidden_size=32), seed=3, sharpen=4.0)

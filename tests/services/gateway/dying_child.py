@@ -1,5 +1,5 @@
-"""A child of `gateway.model.formats` that ends by the signal that the format names: before it takes the format, or
-during the check.
+"""A child of `gateway.model.formats` that ends by the signal that the format names: before it takes the
+format, or during the check.
 """
 
 from __future__ import annotations
