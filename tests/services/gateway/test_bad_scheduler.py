@@ -172,7 +172,9 @@ async def test_a_gateway_survives_whatever_a_scheduler_says(
         for number in range(CLIENTS):
             group.create_task(client(running.stub, random.Random(number), ends, stopping))
         await wait_until_async(
-            lambda: hostile.said >= messages, description=f"{messages} messages", timeout_s=800
+            lambda: hostile.said >= messages and ends["OK"] > 0,
+            description=f"{messages} messages, and a call that ends well",
+            timeout_s=800,
         )
         stopping.set()
         hostile.silent = True
