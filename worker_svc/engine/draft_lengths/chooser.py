@@ -151,11 +151,10 @@ class DraftLengths:
         for i, (request, cap) in enumerate(zip(requests, caps, strict=True)):
             length = 0
             if depth and not request.silent_rounds:
-                length = _length(request.rate(self.prior), min(cap, depth), self._least)
-                if length and not request.met:
-                    length *= outlooks is None or self._pays_for_reading(
-                        request.rate(self.prior), outlooks(i).lag
-                    )
+                rate = request.rate(self.prior)
+                length = _length(rate, min(cap, depth), self._least)
+                if length and not request.met and outlooks is not None:
+                    length *= self._pays_for_reading(rate, outlooks(i).lag)
             request.met = request.met or cap > 0
             lengths.append(max(length, min(cap, int(request.probed))))
         return lengths
