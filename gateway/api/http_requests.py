@@ -1,4 +1,4 @@
-"""What a request of the HTTP port consists of: its body as bytes, and its headers."""
+"""A request of the HTTP port: its body as bytes, and its headers."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class HttpServer:
         routes.router.add_get("/metrics", self._metrics)
         routes.router.add_get("/openapi.json", self._openapi)
         self.routes = routes.router
-        """Which path is answered by which handler."""
+        """The handler of each path."""
         self._runner = web.AppRunner(
             routes, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
         )

@@ -78,7 +78,7 @@ def hello_of(hello: WorkerHello) -> Hello:
 
 
 class Details(NamedTuple):
-    """What a report tells about one request beyond the core's event."""
+    """Details of one request in a report that the core's event does not have."""
 
     request_id: str
     lease_epoch: int

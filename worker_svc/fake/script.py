@@ -34,7 +34,7 @@ def digest_of(spec: Specification) -> int:
 
 
 class Script:
-    """What the engine generates and accepts; see `FakeEngine` for the arguments."""
+    """Tokens that the engine generates and accepts; see `FakeEngine` for the arguments."""
 
     def __init__(
         self,

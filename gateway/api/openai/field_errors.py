@@ -28,7 +28,7 @@ EXPECTED = {
     "dict_type": "an object",
     "model_type": "an object",
 }
-"""What a type of error expects."""
+"""The kind of value that a type of error expects."""
 EXPECTED_OF_FIELD = {
     "content": "a text or a list of parts",
     "json_schema": "an object with a schema",

@@ -48,7 +48,7 @@ class Acceptance:
     met: bool = False
     """True if lengths were chosen for it before."""
     prior: Prior | None = None
-    """None: that of the draft model."""
+    """Prior of the source of its draft tokens; None for the draft model."""
     free: bool = False
     """True if its draft tokens cost no draft step."""
 

@@ -25,7 +25,7 @@ class RoundRequest:
     draft_len: int = 0
     # Context tokens the draft model is fed before it can propose (its own prefill); 0: the model is not used.
     catch_up: int = 0
-    # Its first choice row among those of all requests, which stand in the order of the round.
+    # Its first choice row among those of all requests, which are in the order of the round.
     first_choice: int = 0
 
     # -- drafted
