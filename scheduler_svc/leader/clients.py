@@ -391,7 +391,8 @@ class Clients:
         match result.status:
             case SubmitStatus.ACCEPTED | SubmitStatus.ATTACHED:
                 live = self.live.get(result.request_id)
-                if live is None and result.sequence > self.newest_sequence:
+                own = result.status is SubmitStatus.ACCEPTED
+                if live is None and own and result.sequence > self.newest_sequence:
                     live = from_submission(new, requests.accepted(new, result.sequence, submission))
                     self._enter(turn, live, shown, "gateway")
                 elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
@@ -528,6 +529,8 @@ class Clients:
             if live is not None:
                 _accept(session, submission, live)
             else:
+                if unavailable is None:  # refused earlier, and written after its withdrawal
+                    self.doubtful.add(request_id)
                 why = "" if unavailable is None else f": {unavailable}"
                 detail = f"the request {request_id} of this key cannot be read now{why}"
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
@@ -555,17 +558,19 @@ class Clients:
             if request.end is not None
         }
 
-    async def settle_doubtful(self) -> list[Live]:
-        """Return requests that were refused and that the record holds all the same; the caller ends them.
-        Raises StoreUnavailable.
+    async def withdraw_doubtful(self) -> None:
+        """Remove requests from the record that were refused and that it holds all the same, so that their
+        clients can submit them again. Raises Fenced.
         """
-        found: list[Live] = []
-        for request_id in list(self.doubtful):
-            stored = await self._store.read(request_id)
-            self.doubtful.discard(request_id)
-            if stored is not None and stored.end is None and request_id not in self.live:
-                found.append(from_record(stored))
-        return found
+        doubtful = sorted(self.doubtful - self.live.keys())
+        try:
+            withdrawn = await self._leading(lambda: self._store.withdraw(doubtful))
+        except StoreUnavailable as error:  # the next turn tries again
+            self._outage.began(error)
+            return
+        self.doubtful.clear()
+        if withdrawn:
+            log.info("removed requests from the record that had been refused", requests=len(withdrawn))
 
 
 def _offer_again(offer: Offer) -> Callable[[Turn], None]:

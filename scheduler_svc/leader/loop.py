@@ -42,7 +42,7 @@ from scheduler_svc.core.commands import (
     Release,
     Standing,
 )
-from scheduler_svc.core.events import Arrived, EndRequested, Event, Refused, WorkerDraining
+from scheduler_svc.core.events import EndRequested, Event, Refused, WorkerDraining
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, from_record, recovered
@@ -234,6 +234,8 @@ class Loop:
             await self.confirm_lead()
             for settled in turn.settled:
                 settled.set()
+        if self.clients.doubtful:  # before a submission with the same idempotency key finds one of them
+            await self.clients.withdraw_doubtful()
         if turn.submits:
             await self.clients.admit(turn)
         if turn.offers:
@@ -244,8 +246,6 @@ class Loop:
             await self.clients.answer_from_record(turn)
         if turn.departures:
             await self.clients.depart(turn)
-        if self.clients.doubtful:
-            await self._end_doubtful(turn)
         due = turn.events or self.core.has_suspects
         commands = self.core.step(turn.now_s, turn.events) if due else []
         if turn.events:
@@ -307,21 +307,6 @@ class Loop:
                     live.cached_prompt_tokens = one.cached_tokens
                 if one.lease_epoch == live.lease_epoch:
                     live.record_logprobs(one.position, one.logprobs)
-
-    async def _end_doubtful(self, turn: Turn) -> None:
-        """End requests whose submission was refused because the record did not answer, and that the record
-        has all the same.
-        """
-        try:
-            found = await self.clients.settle_doubtful()
-        except StoreUnavailable:
-            return
-        for live in found:
-            self.clients.adopt(live)
-            turn.events += [
-                Arrived(live.facts),
-                EndRequested(live.request_id, End.CANCELLED, "its submission was refused"),
-            ]
 
     def _observe_queue(self, turn: Turn) -> None:
         self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)

@@ -40,6 +40,7 @@ RANK = _load("rank")
 RESTORE = _load("restore")
 SAVE_PRIORS = _load("save_priors")
 EXTEND = _load("extend")
+WITHDRAW = _load("withdraw")
 CLAIM = _load("claim")
 UNCLAIM = _load("unclaim")
 
@@ -58,6 +59,7 @@ ALL = (
     RESTORE,
     SAVE_PRIORS,
     EXTEND,
+    WITHDRAW,
     CLAIM,
     UNCLAIM,
 )

@@ -547,6 +547,34 @@ class Store:
         )
         return _STATUS[answer] is TransitionStatus.OK
 
+    async def withdraw(self, request_ids: Sequence[str]) -> list[str]:
+        """Remove requests whose submission was refused because the record did not answer, with their
+        idempotency keys. Return those that were on the record and had not ended. Raises Fenced,
+        StoreUnavailable (then the outcome is unknown: withdraw them again).
+        """
+        withdrawn: list[tuple[str, str]] = []
+        try:
+            await self._learn_idempotency_keys(request_ids)
+            for start in range(0, len(request_ids), scripts.MAX_ENTRIES):
+                some = request_ids[start : start + scripts.MAX_ENTRIES]
+                expire_with = [self._expires_with[request_id] for request_id in some]
+                keys = self._queue_keys.copy()
+                for request_id, expires_with in zip(some, expire_with, strict=True):
+                    keys += (self.keys.request(request_id), self.keys.tokens(request_id))
+                    keys += (self.keys.payload(request_id), expires_with)
+                call = _Call(scripts.WITHDRAW, keys, [self._leadership, *some])
+                [answers] = await self._run([call], leading=True)
+                withdrawn += [
+                    entry
+                    for entry, answer in zip(zip(some, expire_with, strict=True), answers, strict=True)
+                    if _STATUS[answer] is TransitionStatus.OK
+                ]
+        finally:  # the record may get one of them later, with a key that it did not have now
+            for request_id in request_ids:
+                self._expires_with.pop(request_id, None)
+        await self._unclaim(withdrawn)
+        return [request_id for request_id, _ in withdrawn]
+
     async def settle_claims(self) -> None:
         """Let the claims of ended requests expire soon after them. Call about once a second; raises
         StoreUnavailable.

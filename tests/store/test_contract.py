@@ -28,6 +28,7 @@ from scheduler_svc.store import (
     StoreUnavailable,
     SubmitResult,
     SubmitStatus,
+    scripts,
 )
 from tests.helpers import wait_until_async
 from tests.store.conftest import OpenStore
@@ -619,6 +620,46 @@ class TestTheKeyOfWhatHasEnded:
         assert (again.status, again.request_id) == (SubmitStatus.ATTACHED, "r2")
 
 
+class TestWithdrawal:
+    KEYED: ClassVar[dict[str, str]] = {"idempotency_key": "k", "body_hash": "b"}
+
+    async def test_a_withdrawn_request_leaves_nothing(self, store: Store, client: redis_client.Redis) -> None:
+        before = await keys_of(client, store.keys.prefix)
+        await accept(store, a_request(**self.KEYED))
+
+        assert await store.withdraw(["r1", "no such"]) == ["r1"]
+        left = set(await keys_of(client, store.keys.prefix)) - set(before)
+        assert left <= {store.keys.sequence()}
+        [retry] = await store.submit([a_request("r2", **self.KEYED)])
+        assert (retry.status, retry.request_id) == (SubmitStatus.ACCEPTED, "r2")
+
+    async def test_it_takes_nothing_from_a_newer_request(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request(**self.KEYED))
+        await client.delete(store.keys.idempotency("acme", "k"))
+        await accept(store, a_request("r2", **self.KEYED))
+
+        assert await store.withdraw(["r1"]) == ["r1"]
+        [again] = await store.submit([a_request("r3", **self.KEYED)])
+        assert (again.status, again.request_id) == (SubmitStatus.ATTACHED, "r2")
+        assert await store.unfinished_ids() == ["r2"]
+
+    async def test_a_request_that_has_ended_stays(self, store: Store) -> None:
+        await accept(store, a_request(**self.KEYED))
+        await One(store).finish(a_finish(end=End.STOP))
+
+        assert await store.withdraw(["r1"]) == []
+        assert (await read(store)).end is End.STOP
+
+    async def test_any_number_is_withdrawn(self, store: Store) -> None:
+        names = [f"r{at}" for at in range(scripts.MAX_ENTRIES + 1)]
+        await accept(store, *(a_request(name) for name in names))
+
+        assert await store.withdraw(names) == names
+        assert await store.unfinished_ids() == []
+
+
 class TestMoreTime:
     async def test_an_unfinished_request_gets_another_deadline_or_none(self, store: Store) -> None:
         await accept(store, a_request(deadline_unix_ms=5))
@@ -1045,6 +1086,8 @@ class TestLeadership:
             await store.save_priors(b"old")
         with pytest.raises(Fenced):
             await store.extend("r1", 7)
+        with pytest.raises(Fenced):
+            await store.withdraw(["r1"])
         assert stored == await read(store)
         assert await store.load_priors() is None
 

@@ -82,6 +82,9 @@ async def use_everything(store: Store) -> None:
     assert (await One(store).restore(held)).name == "GONE"
     assert await One(store).finish(a_finish("r2")) is OK
     assert await One(store).finish(a_finish("r3")) is OK
+    await accept(store, a_request("r5"))
+    assert await store.extend("r5", 7)
+    assert await store.withdraw(["r5"]) == ["r5"]
     await store.resign()
 
 

@@ -32,24 +32,34 @@ local function place(id, old_level, level, score)
     redis.call('ZADD', KEYS[LEVEL_0 + level], score, id)
 end
 
--- Ends the request for good: out of the queue, its reservations given back, its keys expiring. The caller writes
--- its standing. A deadline is the caller's, and not part of what an idempotency key stands for: a request that one ended lets
--- its key go, so that a retry with more time runs. A newer request may have the key by then; it keeps it.
--- The first write frees memory: a server that refuses growth still lets a request end.
-local function end_request(id, request, tokens, payload, idempotency, ending, now_ms, ttl_ms)
+-- Takes the request out of the queue and gives its reservations back.
+local function leave_queue(id, request)
     local was = redis.call('HMGET', request, 'level', 'tenant', 'prompt_tokens', 'max_tokens')
     local level, tenant = was[1], was[2]
     redis.call('ZREM', KEYS[LEVEL_0 + level], id)
     redis.call('ZREM', KEYS[UNFINISHED], id)
     if redis.call('HINCRBY', KEYS[TENANTS], tenant, -1) <= 0 then redis.call('HDEL', KEYS[TENANTS], tenant) end
     if redis.call('DECRBY', KEYS[RESERVED], was[3] + was[4]) <= 0 then redis.call('DEL', KEYS[RESERVED]) end
+end
+
+-- Whether the entry of the idempotency key is this request's. A newer request may have the key by then.
+local function has_key(id, request, idempotency)
+    return idempotency ~= request and string.match(redis.call('GET', idempotency) or '', '^%d+ (%S+) ') == id
+end
+
+-- Ends the request for good: out of the queue, its reservations given back, its keys expiring. The caller writes
+-- its standing. A deadline is the caller's, and not part of what an idempotency key stands for: a request that one ended lets
+-- its key go, so that a retry with more time runs. A newer request may have the key by then; it keeps it.
+-- The first write frees memory: a server that refuses growth still lets a request end.
+local function end_request(id, request, tokens, payload, idempotency, ending, now_ms, ttl_ms)
+    leave_queue(id, request)
     redis.call('HSET', request, 'state', 'ended', 'worker', '', 'end', ending.reason,
         'cut_characters', ending.cut_characters, 'detail', ending.detail, 'ended_unix_ms', now_ms)
     redis.call('HSET', payload, 'story', ending.story)
     redis.call('PEXPIRE', request, ttl_ms)
     redis.call('PEXPIRE', tokens, ttl_ms)
     redis.call('PEXPIRE', payload, ttl_ms)
-    if idempotency ~= request and string.match(redis.call('GET', idempotency) or '', '^%d+ (%S+) ') == id then
+    if has_key(id, request, idempotency) then
         if ending.reason == 'deadline' then redis.call('DEL', idempotency) else redis.call('PEXPIRE', idempotency, ttl_ms) end
     end
 end

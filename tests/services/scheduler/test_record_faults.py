@@ -27,8 +27,11 @@ from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc import metrics
 from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.records import SubmitStatus
 from tests.helpers import wait_until_async
 from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker
+from tests.store.kit import a_request
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 Refused = gateway_pb.SubmitRefused
@@ -729,6 +732,51 @@ async def test_a_restoring_submission_that_was_refused_for_the_record_is_not_end
         await gpu.run_round("r1", listed.lease_epoch, 1, [11], end=STOP)
         tokens, end = await client.read("r1-client")
         assert (tokens, end.kind) == ([11], STOP)
+
+
+async def test_a_submission_that_was_refused_for_the_record_leaves_its_key_to_the_retry(
+    start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record has executed the refused submission, and only its answer was lost."""
+    scheduler = await start_own()
+    submit = scheduler.store.submit
+
+    async def lose_the_answer(*args: Any) -> Any:
+        monkeypatch.undo()
+        await submit(*args)
+        raise StoreUnavailable("the answer is lost")
+
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        monkeypatch.setattr(scheduler.store, "submit", lose_the_answer)
+        first = await client.submit("r1", idempotency_key="k", body_hash=b"b")
+        assert first.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+        retry = await client.submit("r2", submission_id=2, idempotency_key="k", body_hash=b"b")
+
+        assert (retry.accepted.request_id, retry.accepted.attached_to_existing) == ("r2", False)
+        lease = (await gpu.assigned("r2"))["r2"].lease_epoch
+        await gpu.run_round("r2", lease, 0, [10], end=STOP)
+        tokens, end = await client.read("r2-client")
+        assert (tokens, end.kind) == ([10], STOP)
+        assert await scheduler.store.read("r1") is None
+        assert await scheduler.store.unfinished_ids() == []
+
+
+async def test_a_refused_submission_that_is_written_late_goes_with_the_next_retry(
+    start_own: StartScheduler,
+) -> None:
+    """The server may read the connection of the refused submission after that of its withdrawal."""
+    scheduler = await start_own()
+    late = a_request("r1", tenant="anonymous", idempotency_key="k", body_hash=b"b".hex())
+    async with gateway(scheduler.address) as client:
+        [written] = await scheduler.store.submit([late])
+        assert written.status is SubmitStatus.ACCEPTED
+
+        retry = await client.submit("r2", submission_id=2, idempotency_key="k", body_hash=b"b")
+        assert retry.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+        again = await client.submit("r3", submission_id=3, idempotency_key="k", body_hash=b"b")
+
+        assert again.accepted.request_id == "r3"
+        assert await scheduler.store.unfinished_ids() == ["r3"]
 
 
 async def _reached(scheduler: SchedulerUnderTest) -> bool:
