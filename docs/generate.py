@@ -28,6 +28,8 @@ from gateway.settings import GatewaySettings
 from laps_sd.cli.app import app
 from laps_sd.service import config
 from laps_sd.service.metrics import SECONDS, TOKENS
+from laps_vllm.settings import VllmSettings
+from laps_vllm.versions import UNTESTED_VARIABLE
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -72,6 +74,16 @@ def settings_page() -> str:
             ("variable", "flag", "default", "unit", "bounds", "meaning"),
             (setting_row(cls, field) for field in dataclasses.fields(cls)),
         )
+    lines += [
+        "",
+        "## Scheduler inside vLLM",
+        "",
+        "Variables of `vllm serve` with LAPS-SD's scheduler class ([its page](vllm.md)); there are no flags.",
+        f"`{UNTESTED_VARIABLE}=1` lets it start with another version of vLLM than those that are supported.",
+        "",
+    ]
+    rows = (setting_row(VllmSettings, field) for field in dataclasses.fields(VllmSettings))
+    lines += table(("variable", "default", "unit", "bounds", "meaning"), ((row[0], *row[2:]) for row in rows))
     return "\n".join(lines) + "\n"
 
 
@@ -110,8 +122,10 @@ def bounds(hint: Any, field: dataclasses.Field[Any]) -> str:
 
 def variables_module() -> str:
     """Return a module with the names of all variables that a program of the project reads."""
-    fields = (field for _, _, cls, _ in SERVICES for field in dataclasses.fields(cls))
-    names = {config.variable(field.name) for field in fields} | command_line_variables() | {*OF_A_CHECKOUT}
+    classes = (*(cls for _, _, cls, _ in SERVICES), VllmSettings)
+    fields = (field for cls in classes for field in dataclasses.fields(cls))
+    names = {config.variable(field.name) for field in fields} | command_line_variables()
+    names |= {*OF_A_CHECKOUT, UNTESTED_VARIABLE}
     lines = [
         '"""Every variable that a program of the project reads. Written by docs/generate.py from the code: `make docs`."""',
         "",

@@ -1,0 +1,29 @@
+"""Faults of vLLM that users meet with speculation or chunked prefill, by version: a sentence for each that a
+configuration can hit. docs/vllm.md has the list with the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["warnings"]
+
+
+def warnings(config: Any, version: str) -> Iterator[str]:
+    """Yield a sentence for each known fault that this configuration of this version can hit."""
+    on_cpu = config.device_config.device_type == "cpu"
+    speculative = config.speculative_config
+    if on_cpu and version.startswith("0.32."):
+        if speculative is not None:
+            yield (
+                "vLLM 0.32 on a CPU samples wrong tokens for a batch with draft tokens in which any request has a"
+                " temperature, top_p or top_k: use temperature 0, or no speculation"
+            )
+        if config.scheduler_config.enable_chunked_prefill:
+            yield (
+                "vLLM 0.32 on a CPU fails on a request with a seed whose prompt is longer than a step"
+                " (--max-num-batched-tokens): the engine ends with 'CPU Generator does not use offset'"
+            )
+    if speculative is not None and not getattr(config, "use_v2_model_runner", False):
+        yield "vLLM's first model runner ignores min_p and logit_bias with speculation"

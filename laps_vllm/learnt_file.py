@@ -1,0 +1,49 @@
+"""The file that keeps what the policy has learnt over restarts of a vLLM server.
+
+It holds counts, means and histograms: no prompt, no token and no request id. A damaged or foreign file is not
+an error: learning starts again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from scheduler_svc.core.estimates.priors import Priors
+
+__all__ = ["MAX_FILE_BYTES", "LearntFile"]
+
+MAX_FILE_BYTES = 64 * 2**20
+"""Larger files are not read: 256 classes take less than a tenth of this."""
+
+
+class LearntFile:
+    """One file of one data-parallel rank."""
+
+    def __init__(self, path: Path, *, rank: int = 0) -> None:
+        self.path = path.with_name(f"{path.name}.{rank}") if rank else path
+
+    def load(self) -> tuple[Priors, str]:
+        """Return the priors of the file and a sentence about them; new priors if there are none to read."""
+        try:
+            if self.path.stat().st_size > MAX_FILE_BYTES:
+                return Priors(), f"{self.path} has more than {MAX_FILE_BYTES} bytes, and is not used"
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            return Priors.from_dict(found), f"read from {self.path}"
+        except FileNotFoundError:
+            return Priors(), f"{self.path} does not exist yet"
+        except OSError as error:
+            return Priors(), f"{self.path} cannot be read ({error.strerror})"
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return Priors(), f"{self.path} does not hold what a LAPS-SD scheduler wrote, and is not used"
+
+    def save(self, priors: Priors) -> None:
+        """Replace the file. Raises OSError."""
+        blob = json.dumps(priors.to_dict(), separators=(",", ":"))
+        scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        try:
+            scratch.write_text(blob, encoding="utf-8")
+            scratch.replace(self.path)
+        finally:
+            scratch.unlink(missing_ok=True)

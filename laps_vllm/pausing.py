@@ -1,0 +1,293 @@
+"""A vLLM scheduler whose steps run exactly the requests that `select` names; others are paused and keep their KV.
+
+Nothing of vLLM's `schedule` is copied. Before it runs, requests that pause are taken out of `running`, and of
+the waiting ones it sees only those that `select` named; afterwards they are put back. This uses five names of
+vLLM's scheduler (`running`, `waiting`, `schedule`, `_preempt_request`, `update_from_output`), counters of
+`Request` and of the block pool, and the limits of a step; `laps_vllm.versions` checks them at start.
+
+vLLM itself may leave a running request out of a step: it only iterates `running`, and blocks are freed only
+by a preemption and at the end. `max_num_seqs` bounds the resident requests (running and paused), and
+`max_num_active_seqs` those of one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import Request, RequestStatus
+
+__all__ = ["Pausing", "Row", "Window"]
+
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class Window(RequestQueue):
+    """All waiting requests. vLLM's `schedule` sees those in the window only, in the window's order."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, Request] = {}
+        self._shown: deque[Request] = deque()
+
+    def show(self, requests: Iterable[Request]) -> None:
+        """Show these requests, best first."""
+        self._shown = deque(requests)
+
+    def add_request(self, request: Request) -> None:
+        """Add a request, not shown."""
+        self.all[request.request_id] = request
+
+    def prepend_request(self, request: Request) -> None:
+        """Add a request, not shown."""
+        self.all[request.request_id] = request
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Add requests, not shown."""
+        for request in requests:
+            self.all[request.request_id] = request
+
+    def pop_request(self) -> Request:
+        """Remove and return the first one shown."""
+        request = self._shown.popleft()
+        del self.all[request.request_id]
+        return request
+
+    def peek_request(self) -> Request:
+        """Return the first one shown."""
+        return self._shown[0]
+
+    def remove_request(self, request: Request) -> None:
+        """Remove a request."""
+        self.all.pop(request.request_id, None)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Remove requests."""
+        for request in list(requests):
+            self.all.pop(request.request_id, None)
+
+    def __bool__(self) -> bool:
+        """Return whether a request is shown: vLLM's loop asks for this."""
+        return bool(self._shown)
+
+    def __len__(self) -> int:
+        """Return the number of all waiting requests: vLLM's metrics and its idle check ask for this."""
+        return len(self.all)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self.all.values()))
+
+
+class Row(NamedTuple):
+    """One request of a step that is over."""
+
+    request: Request
+    computed: int
+    """Tokens computed for it, the verified draft tokens included."""
+    drafted: int
+    """Draft tokens that were verified."""
+    sampled: Sequence[int]
+    """Tokens sampled, before the cut at an end."""
+    position: int
+    """Output tokens before the step."""
+
+
+class Pausing:
+    """Mix in before vLLM's Scheduler or AsyncScheduler; a subclass defines `select` and `observe`."""
+
+    # Attributes of vLLM's scheduler.
+    running: list[Request]
+    requests: dict[str, Request]
+    kv_cache_manager: Any
+    kv_cache_config: Any
+    lora_config: Any
+    block_size: int
+    max_model_len: int
+    max_num_running_reqs: int
+    num_lookahead_tokens: int
+    num_waiting_for_streaming_input: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.waiting = Window()
+        self.evictions = 0
+        """Requests whose KV was freed for others before they ended."""
+
+    # For subclasses.
+
+    def select(self) -> list[Request]:
+        """Return the requests of the next step, best first: some of `running` and of `waiting`."""
+        raise NotImplementedError
+
+    def others(self) -> Iterable[Request]:
+        """Return waiting requests that may take the places of selected ones that are not ready, best first."""
+        return ()
+
+    def draft_cap(self, request: Request) -> int | None:
+        """Return the most draft tokens of this request to verify in its next step; None: no limit."""
+        return None
+
+    def rank_key(self, request: Request) -> Any:
+        """Return the sort key for keeping KV: the largest loses its KV first."""
+        return request.arrival_time
+
+    def observe(self, rows: list[Row], scheduler_output: Any) -> None:
+        """Take in a step that is over."""
+
+    # Called by vLLM.
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule the selected requests; see the top of the file."""
+        chosen = self._within_adapters(self.select())
+        rank = {request.request_id: at for at, request in enumerate(chosen)}
+        run = [request for request in self.running if request.request_id in rank]
+        run.sort(key=lambda request: rank[request.request_id])
+        paused = [request for request in self.running if request.request_id not in rank]
+        for request in run:
+            cap = self.draft_cap(request)
+            if cap is not None and len(request.spec_token_ids) > cap:
+                request.spec_token_ids = request.spec_token_ids[:cap]
+        admitted = self._admitted(chosen)
+        if paused:
+            for request in paused:
+                self._forget_placeholders(request)
+            paused = self._make_room(chosen, paused, len(self.running) + len(admitted))
+        self.waiting.show(admitted)
+        self.running = run
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.running = [*self.running, *paused]
+            self.waiting.show(())
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Apply the outcome of a step, and pass it to `observe`."""
+        sampled = model_runner_output.sampled_token_ids
+        # vLLM pads the first step of a request whose KV the prefix cache holds with placeholders. They look
+        # like rejected draft tokens.
+        first = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        first |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        rows = []
+        for request_id, computed in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id) or ()
+            padding = len(drafts) if request_id in first else 0
+            tokens = sampled[model_runner_output.req_id_to_index[request_id]] if sampled else ()
+            rows.append(
+                Row(
+                    request,
+                    computed - padding,
+                    len(drafts) - padding,
+                    tuple(tokens),
+                    request.num_output_tokens,
+                )
+            )
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.observe(rows, scheduler_output)
+        return outputs
+
+    # Parts.
+
+    def evict(self, request: Request) -> None:
+        """Preempt a running request as vLLM does: its blocks are freed, though the prefix cache may still
+        have them, and it waits.
+        """
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic())
+        self.evictions += 1
+
+    def held_blocks(self, request: Request) -> int:
+        """Return the KV blocks that a request holds, of one KV cache group."""
+        if not request.num_computed_tokens:
+            return 0
+        groups: tuple[Sequence[object], ...] = self.kv_cache_manager.get_blocks(request.request_id).blocks
+        return max(map(len, groups), default=0)
+
+    def free_blocks(self) -> int:
+        """Return the free KV blocks for each KV cache group."""
+        free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free // self._groups
+
+    @property
+    def pool_blocks(self) -> int:
+        """The KV blocks for each KV cache group, without vLLM's null block."""
+        blocks: int = self.kv_cache_config.num_blocks
+        return (blocks - 1) // self._groups
+
+    @property
+    def _groups(self) -> int:
+        return max(1, len(self.kv_cache_config.kv_cache_groups))
+
+    def blocks_short(self, chosen: Sequence[Request]) -> int:
+        """Return how many more blocks a step of these requests needs than are free; negative: fewer."""
+        needed = 0
+        for request in chosen:
+            if request.num_computed_tokens:
+                tokens = max(request.num_tokens_with_spec, request.num_tokens)
+                tokens += request.num_output_placeholders + self.num_lookahead_tokens
+            else:
+                tokens = request.num_tokens + self.num_lookahead_tokens
+            tokens = min(tokens, self.max_model_len)
+            needed += max(0, -(-tokens // self.block_size) - self.held_blocks(request))
+        return needed - self.free_blocks()
+
+    def _within_adapters(self, chosen: list[Request]) -> list[Request]:
+        """Leave out requests whose LoRA adapter does not fit the step: vLLM checks this only when it admits
+        a request, and asserts it afterwards.
+        """
+        if not self.lora_config:
+            return chosen
+        loaded: set[int] = set()
+        fits = []
+        for request in chosen:
+            adapter = request.lora_request.lora_int_id if request.lora_request else 0
+            if adapter and adapter not in loaded:
+                if len(loaded) == self.lora_config.max_loras:
+                    continue
+                loaded.add(adapter)
+            fits.append(request)
+        return fits
+
+    def _admitted(self, chosen: Sequence[Request]) -> list[Request]:
+        """Return the waiting ones of `chosen`, and one more for each that is not ready yet: its grammar
+        compiles, or its KV is on the way. vLLM passes over such a request, and its place must not stay empty.
+        """
+        waiting = self.waiting.all
+        admitted = [request for request in chosen if request.request_id in waiting]
+        not_ready = sum(request.status not in _READY for request in admitted)
+        if not_ready:
+            named = {request.request_id for request in chosen}
+            for request in self.others():
+                if not not_ready:
+                    break
+                if request.request_id in waiting and request.request_id not in named:
+                    admitted.append(request)
+                    not_ready -= 1
+        return admitted
+
+    def _make_room(self, chosen: Sequence[Request], paused: list[Request], residents: int) -> list[Request]:
+        """Evict paused requests, worst first, until the step has the blocks and the places in the model
+        runner that it needs; return those that stay.
+
+        Otherwise vLLM preempts the worst request of the step itself.
+        """
+        paused = sorted(paused, key=self.rank_key)
+        most = self.max_num_running_reqs - self.num_waiting_for_streaming_input
+        while paused and (residents > most or self.blocks_short(chosen) > 0):
+            self.evict(paused.pop())
+            residents -= 1
+        return paused
+
+    def _forget_placeholders(self, request: Request) -> None:
+        """Drop the draft placeholders of a request that pauses, where the model runner needs that.
+
+        Runner V1 fills placeholders of async scheduling in from the step before; a request that was not in
+        that step would compute on token -1. Runner V2 keeps draft tokens by request.
+        """
+        tokens = request.spec_token_ids
+        if tokens and tokens[0] == -1 and not getattr(self, "use_v2_model_runner", False):
+            request.spec_token_ids = []

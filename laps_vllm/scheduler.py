@@ -1,0 +1,263 @@
+"""LAPS-SD inside one vLLM server: `vllm serve MODEL --scheduler-cls laps_vllm.scheduler.LapsScheduler`.
+
+The scheduling core and `choose` decide the requests of each step; `Pausing` makes vLLM's scheduler run them.
+`--max-num-active-seqs` is the size of a step, `--max-num-seqs` the number of resident requests (running and
+paused with their KV). Under async scheduling a decision is made while the device works on the step before, on
+ranks that are one step old.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from laps_sd import __version__
+from laps_sd.contract.ends import End
+from laps_sd.service.config import load
+from laps_vllm import known_faults
+from laps_vllm.hints import hints_of
+from laps_vllm.learnt_file import LearntFile
+from laps_vllm.metrics import Publisher
+from laps_vllm.one_worker import OneWorker, RequestNow, Step
+from laps_vllm.pausing import Pausing, Row
+from laps_vllm.settings import VllmSettings
+from laps_vllm.versions import check_names, check_version
+from scheduler_svc.core import COMPILED
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.events import RequestFacts, WorkerFacts
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.scheduler import Scheduler as Core
+from scheduler_svc.core.settings import CoreSettings
+
+__all__ = ["LapsAsyncScheduler", "LapsScheduler", "LapsSyncScheduler"]
+
+logger = init_logger("vllm.laps_sd")
+
+ENDS = {
+    RequestStatus.FINISHED_STOPPED: End.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: End.LENGTH,
+    RequestStatus.FINISHED_ABORTED: End.CANCELLED,
+}
+OBSERVE_S = 1.0
+"""Time between two looks at the queue for the metrics."""
+
+
+class Laps(Pausing):
+    """The decisions; mixed in before one of vLLM's two schedulers."""
+
+    clock = staticmethod(time.monotonic)
+    """Seconds; a simulation has its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = load(VllmSettings)
+        rank = self.vllm_config.parallel_config.data_parallel_index
+        self._learnt = LearntFile(settings.learnt_file, rank=rank) if settings.learnt_file else None
+        priors, learnt = self._learnt.load() if self._learnt else (Priors(), "forgotten at the end")
+        self._save_s = settings.learnt_save_s
+        core_settings = CoreSettings(reserved_share=settings.reserved_share)
+        core = Core(policy_named(settings.policy, core_settings), core_settings, priors)
+        facts = WorkerFacts(
+            worker_id=f"vllm-{rank}",
+            slots=self.max_num_active_reqs,
+            target_blocks=self.pool_blocks,
+            draft_blocks=0,
+            block_size=self.block_size,
+            max_length=self.max_model_len,
+            max_draft_len=self.num_spec_tokens,
+        )
+        growth = 1 + self.num_spec_tokens + self.num_lookahead_tokens
+        self.one_worker = OneWorker(core, facts, growth_tokens=growth)
+        self._publisher = Publisher(rank)
+        self._sequence = 0
+        self._last_end_s = self._decided_s = self.clock()
+        self._observed_s = self._saved_s = self._last_end_s
+        self._seen_pauses = self._seen_evictions = 0
+        logger.info(
+            "LAPS-SD %s: policy %s, steps of %d requests, %d resident, %s core, what is learnt is %s; %s scheduling,"
+            " up to %d draft tokens",
+            __version__,
+            settings.policy,
+            facts.slots,
+            self.max_num_running_reqs,
+            "compiled" if COMPILED else "interpreted",
+            learnt,
+            "async" if isinstance(self, AsyncScheduler) else "synchronous",
+            self.num_spec_tokens,
+        )
+        for warning in known_faults.warnings(self.vllm_config, vllm.__version__):
+            logger.warning("LAPS-SD: %s", warning)
+        if self.max_num_running_reqs <= facts.slots:
+            logger.warning(
+                "LAPS-SD: --max-num-seqs is not above --max-num-active-seqs, so a request that is preempted loses its KV."
+                " Set --max-num-seqs to the requests that may be resident, for example %d, and --max-num-active-seqs to"
+                " the size of a step",
+                4 * facts.slots,
+            )
+
+    # Requests.
+
+    def add_request(self, request: Request) -> None:
+        """Take in a new request, or further input of a known one."""
+        new = request.request_id not in self.requests
+        super().add_request(request)
+        if not new:
+            return
+        params = request.sampling_params
+        hints = hints_of(params.extra_args if params is not None else None)
+        metrics = self._publisher.metrics
+        for name in hints.invalid:
+            metrics.ignored_hints.labels(metrics.engine, name).inc()
+        self._sequence += 1
+        self.one_worker.arrived(
+            RequestFacts(
+                request_id=request.request_id,
+                sequence=self._sequence,
+                arrival_s=self.clock(),
+                tenant="",
+                priority=-request.priority,  # vLLM serves the smaller one first
+                workload_class=hints.workload_class,
+                prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                expected_output_tokens=hints.expected_output_tokens,
+            )
+        )
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        """End requests that no step ended: cancelled, or stopped by a string that the API server found."""
+        gone = super().finish_requests(request_ids, finished_status)
+        for request in gone:
+            self.one_worker.ended(request.request_id, ENDS.get(finished_status, End.ERROR))
+        return gone
+
+    # Steps.
+
+    def select(self) -> list[Request]:
+        """Return the requests of the next step; see `Pausing`."""
+        if self._pause_state != PauseState.UNPAUSED:
+            # vLLM drains: nothing new starts, and all that run go on.
+            return sorted(self.running, key=self.rank_key)[: self.max_num_active_reqs]
+        began_s = time.perf_counter()
+        choice = self.one_worker.choose(self.clock(), self._now)
+        for name in choice.evict:
+            request = self.requests[name]
+            if request.status == RequestStatus.RUNNING:
+                self.evict(request)
+        self._publisher.metrics.decision_s.observe(time.perf_counter() - began_s)
+        self._decided_s = self.clock()
+        return [self.requests[name] for name in choice.run]
+
+    def others(self) -> Iterable[Request]:
+        """Return the requests of the assignment, best first; see `Pausing`."""
+        return (self.requests[name] for name in self.one_worker.ranked(self._now))
+
+    def rank_key(self, request: Request) -> Any:
+        """Return the request's rank; one that the core does not know comes last."""
+        rank = self.one_worker.core.rank_of(request.request_id)
+        return (rank.rank_class, rank.index_s) if rank is not None else (1 << 62, 0.0)
+
+    def _now(self, request_id: str) -> RequestNow | None:
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished():
+            return None
+        if request.status != RequestStatus.RUNNING and request_id not in self.waiting.all:
+            return None  # it waits for KV or input from elsewhere, and vLLM brings it back by itself
+        return RequestNow(request.num_tokens, self.held_blocks(request))
+
+    def observe(self, rows: list[Row], scheduler_output: Any) -> None:
+        """Report a step that is over to the core."""
+        now_s = self.clock()
+        began_s = max(self._last_end_s, min(self._decided_s, now_s))
+        steps = [_step(row) for row in rows]
+        computed = sum(row.computed for row in rows)
+        prefill_share = sum(step.prefilled for step in steps) / computed if computed > 0 else 0.0
+        total_s = now_s - began_s
+        on_device = {request.request_id for request in self.running if request.num_computed_tokens}
+        self.one_worker.report(
+            steps,
+            on_device,
+            decode_s=total_s * (1 - prefill_share),
+            prefill_s=total_s * prefill_share,
+            free_blocks=self.free_blocks(),
+        )
+        self._last_end_s = now_s
+        self._count(now_s)
+
+    def _count(self, now_s: float) -> None:
+        metrics, worker = self._publisher.metrics, self.one_worker
+        for judged in worker.core.estimate_errors.latest:
+            metrics.estimate_error.labels(metrics.engine, judged.moment.value, judged.basis.value).observe(
+                judged.ratio
+            )
+        worker.core.estimate_errors.latest = []
+        metrics.pauses.inc(worker.paused - self._seen_pauses)
+        metrics.evictions.inc(self.evictions - self._seen_evictions)
+        self._seen_pauses, self._seen_evictions = worker.paused, self.evictions
+        if now_s - self._observed_s >= OBSERVE_S or not self.requests:
+            self._observed_s = now_s
+            for level, depth in enumerate(worker.core.depth_by_level()):
+                metrics.queue_depth.labels(metrics.engine, str(level)).set(depth)
+            metrics.paused_now.set(sum(request.request_id not in worker.ran for request in self.running))
+        if now_s - self._saved_s >= self._save_s:
+            self._saved_s = now_s
+            self._save()
+
+    def _save(self) -> None:
+        if self._learnt is None:
+            return
+        try:
+            self._learnt.save(self.one_worker.core.priors)
+        except OSError as error:
+            logger.warning("LAPS-SD: what was learnt cannot be written to %s: %s", self._learnt.path, error)
+
+    def shutdown(self) -> None:
+        """Save what was learnt, and stop."""
+        self._save()
+        self._publisher.close()
+        super().shutdown()
+
+
+def _step(row: Row) -> Step:
+    """Return what a row says, with its tokens cut as vLLM cut them at an end."""
+    request = row.request
+    accepted = max(0, len(row.sampled) - 1) if row.drafted else 0
+    tokens = min(len(row.sampled), request.num_output_tokens - row.position)
+    return Step(
+        request_id=request.request_id,
+        position=row.position,
+        tokens=tokens,
+        drafted=row.drafted,
+        accepted=min(accepted, row.drafted),
+        prefilled=max(0, row.computed - row.drafted - 1) if row.sampled else row.computed,
+        end=ENDS.get(request.status, End.ERROR) if request.is_finished() else None,
+    )
+
+
+class LapsSyncScheduler(Laps, Scheduler):
+    """Without async scheduling."""
+
+
+class LapsAsyncScheduler(Laps, AsyncScheduler):
+    """With async scheduling."""
+
+
+def LapsScheduler(*args: Any, **kwargs: Any) -> Laps:
+    """Return the scheduler for this configuration: what `--scheduler-cls` names.
+
+    A function, since vLLM does not check the class: a plain Scheduler under async scheduling, the default on
+    GPUs, never gets a draft token. Raises VersionError.
+    """
+    check_version(vllm.__version__)
+    check_names(Scheduler, Request, SchedulerOutput, vllm.__version__)
+    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    cls = LapsAsyncScheduler if config.scheduler_config.async_scheduling else LapsSyncScheduler
+    return cls(*args, **kwargs)

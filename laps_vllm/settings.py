@@ -1,0 +1,38 @@
+"""Settings of the drop-in, from the environment of `vllm serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from laps_sd.service.config import Settings, field
+
+__all__ = ["VllmSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings(Settings):
+    """LAPS-SD inside one vLLM server."""
+
+    policy: Literal[
+        "laps-sd", "laps-sd-paper", "sd-index", "srpt-length", "sjf-length", "las", "mlfq", "fcfs"
+    ] = field("laps-sd", help="The order of requests; docs/policies.md describes each policy.")
+    reserved_share: bool = field(
+        True,
+        help="Give one place in 32, at least one, to the oldest requests, so that no request waits forever.",
+    )
+    learnt_file: Path | None = field(
+        None,
+        help="File that keeps what the policy has learnt (lengths, acceptance, costs) over restarts; a data-parallel"
+        " rank N > 0 appends .N. None: it is learnt again after each start.",
+    )
+    learnt_save_s: float = field(
+        60.0, help="Time between two writes of LAPS_SD_LEARNT_FILE; one more comes at the end.", minimum=1.0
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Return what no single field can check."""
+        if self.learnt_file is not None and not self.learnt_file.parent.is_dir():
+            yield f"LAPS_SD_LEARNT_FILE must be in a folder that exists, got {self.learnt_file}"

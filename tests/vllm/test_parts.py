@@ -1,0 +1,204 @@
+"""The parts of the scheduler inside vLLM that need no vLLM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, write_to_textfile
+
+from laps_sd.contract.ends import End
+from laps_vllm.hints import MAX_CLASS_CHARACTERS, hints_of
+from laps_vllm.learnt_file import MAX_FILE_BYTES, LearntFile
+from laps_vllm.metrics import Metrics
+from laps_vllm.metrics_page import EngineFiles, file_of
+from laps_vllm.one_worker import OneWorker, RequestNow, Step
+from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.events import RequestFacts, WorkerFacts
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.settings import CoreSettings
+
+
+class TestHints:
+    def test_both_are_read(self) -> None:
+        hints = hints_of({"workload_class": "chat", "expected_output_tokens": 40, "other": object()})
+
+        assert hints == ("chat", 40, ())
+
+    def test_none_are_given(self) -> None:
+        assert hints_of(None) == hints_of({}) == ("", None, ())
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("workload_class", "x" * (MAX_CLASS_CHARACTERS + 1)),
+            ("workload_class", 7),
+            ("expected_output_tokens", 0),
+            ("expected_output_tokens", -5),
+            ("expected_output_tokens", 2**31),
+            ("expected_output_tokens", "40"),
+            ("expected_output_tokens", 40.5),
+            ("expected_output_tokens", True),
+        ],
+    )
+    def test_one_out_of_bounds_is_ignored_and_named(self, name: str, value: Any) -> None:
+        hints = hints_of({name: value})
+
+        assert hints == ("", None, (name,))
+
+
+def worker(slots: int = 1, blocks: int = 1000) -> OneWorker:
+    settings = CoreSettings()
+    core = Scheduler(policy_named("laps-sd", settings), settings, Priors())
+    return OneWorker(core, WorkerFacts("w", slots, blocks, 0, 16, 4096, 4), growth_tokens=9)
+
+
+def facts(name: str, sequence: int, guess: int) -> RequestFacts:
+    return RequestFacts(name, sequence, 0.0, "", 0, "", 16, 400, guess)
+
+
+class TestOneWorker:
+    def test_a_shorter_request_pauses_the_longer_one(self) -> None:
+        one = worker()
+        now = {"long": RequestNow(16, 0), "short": RequestNow(16, 0)}
+        one.arrived(facts("long", 1, 400))
+        assert one.choose(0.0, now.get).run == ("long",)
+        now["long"] = RequestNow(20, 2)
+        one.report([Step("long", 0, 4, 4, 3, 0, None)], {"long"}, decode_s=0.02, prefill_s=0.0, free_blocks=9)
+        one.arrived(facts("short", 2, 2))
+
+        assert one.choose(0.1, now.get).run == ("short",)
+        assert one.paused == 1
+
+    def test_a_request_that_ended_between_steps_is_not_chosen_and_is_no_pause(self) -> None:
+        one = worker()
+        now = {"a": RequestNow(16, 1)}
+        one.arrived(facts("a", 1, 10))
+        one.choose(0.0, now.get)
+        one.ended("a", End.CANCELLED)
+        del now["a"]
+
+        assert one.choose(0.1, now.get).run == ()
+        assert one.paused == 0
+        assert not one.core.queue(0.1, 10)
+
+    def test_an_eviction_by_the_engine_is_known_one_step_later(self) -> None:
+        one = worker(slots=2)
+        now = {"a": RequestNow(16, 1)}
+        one.arrived(facts("a", 1, 100))
+        one.choose(0.0, now.get)
+        one.report([Step("a", 0, 4, 0, 0, 16, None)], {"a"}, decode_s=0.02, prefill_s=0.1, free_blocks=9)
+        one.choose(0.1, now.get)
+        before = one._entries[0].resume_cost_s
+        one.report([], set(), decode_s=0.02, prefill_s=0.0, free_blocks=10)
+        one.choose(0.2, now.get)
+
+        explained = one.core.explain("a", 0.2)
+        assert explained is not None
+        assert not one._on_device
+        assert one._entries[0].resume_cost_s >= before
+
+
+class TestLearntFile:
+    def learnt(self) -> Priors:
+        priors = Priors()
+        for length in range(10, 60):
+            priors.observe_length("chat", length, None, None, "")
+        return priors
+
+    def test_what_was_learnt_is_read_after_a_restart(self, tmp_path: Path) -> None:
+        file = LearntFile(tmp_path / "learnt.json")
+        file.save(self.learnt())
+        priors, sentence = LearntFile(tmp_path / "learnt.json").load()
+
+        assert priors.to_dict() == self.learnt().to_dict()
+        assert sentence == f"read from {tmp_path / 'learnt.json'}"
+        assert [path.name for path in tmp_path.iterdir()] == ["learnt.json"]
+
+    def test_each_data_parallel_rank_has_its_own(self, tmp_path: Path) -> None:
+        assert [LearntFile(tmp_path / "l", rank=rank).path.name for rank in (0, 1)] == ["l", "l.1"]
+
+    @pytest.mark.parametrize("content", ["", "[1, 2]", '{"format": 4}', "\x00", '{"format": "x"}'])
+    def test_a_damaged_file_starts_learning_again(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "l").write_text(content)
+        priors, sentence = LearntFile(tmp_path / "l").load()
+
+        assert priors.to_dict() == Priors().to_dict()
+        assert str(tmp_path / "l") in sentence
+
+    def test_a_huge_file_is_not_read(self, tmp_path: Path) -> None:
+        with (tmp_path / "l").open("wb") as file:
+            file.truncate(MAX_FILE_BYTES + 1)
+
+        assert "is not used" in LearntFile(tmp_path / "l").load()[1]
+
+
+class TestMetricsPage:
+    def published(self, folder: Path, parent: int, engine: int, rank: int = 0) -> None:
+        registry = CollectorRegistry()
+        Metrics(rank, registry).pauses.inc(3)
+        write_to_textfile(str(file_of(folder, parent, engine, rank)), registry)
+
+    def pauses(self, folder: Path) -> dict[str, float]:
+        return {
+            sample.labels["engine"]: sample.value
+            for family in EngineFiles(folder).collect()
+            for sample in family.samples
+            if sample.name == "laps_sd_vllm_preemptions_total" and sample.labels["kind"] == "pause"
+        }
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        tmp_path.chmod(0o700)
+        return tmp_path
+
+    def test_all_ranks_of_this_server_are_on_it(self, folder: Path) -> None:
+        self.published(folder, os.getpid(), os.getpid(), 0)
+        self.published(folder, os.getpid(), os.getppid(), 1)
+
+        assert self.pauses(folder) == {"0": 3.0, "1": 3.0}
+
+    def test_another_server_is_not(self, folder: Path) -> None:
+        self.published(folder, 1, os.getpid())
+
+        assert self.pauses(folder) == {}
+
+    def test_an_engine_that_is_gone_is_removed(self, folder: Path) -> None:
+        gone = 2**22 + 1  # above the largest process id
+        self.published(folder, os.getpid(), gone)
+
+        assert self.pauses(folder) == {}
+        assert not list(folder.iterdir())
+
+    def test_a_folder_that_others_can_write_is_not_read(self, folder: Path) -> None:
+        self.published(folder, os.getpid(), os.getpid())
+        folder.chmod(0o777)
+
+        assert self.pauses(folder) == {}
+
+    def test_without_an_engine_the_page_is_as_it_was(self, tmp_path: Path) -> None:
+        assert list(EngineFiles(tmp_path / "missing").collect()) == []
+
+
+class TestVersions:
+    @pytest.mark.parametrize("minor", SUPPORTED)
+    def test_two_minor_versions_are_supported(self, minor: str) -> None:
+        check_version(f"{minor}.1", {})
+        assert len(SUPPORTED) == 2
+
+    def test_another_one_is_refused_with_a_way_out(self) -> None:
+        with pytest.raises(
+            VersionError, match=r"supports vLLM .* this is vLLM 0\.10\.2: install one of them"
+        ):
+            check_version("0.10.2", {})
+        check_version("0.10.2", {"LAPS_SD_VLLM_UNTESTED": "1"})
+
+    def test_missing_names_are_listed_together(self) -> None:
+        with pytest.raises(
+            VersionError, match=r"Scheduler\.schedule, .*SchedulerOutput\.num_scheduled_tokens"
+        ):
+            check_names(TestHints, TestHints, TestHints, "9.9.9")
