@@ -54,12 +54,13 @@ guidellm: setup ## Install GuideLLM for its test, beside what .venv has (320 MB)
 # build of torch, and no text model needs it.
 VLLM := $(VENV)/vllm
 VLLM_STAMP := $(VLLM)/.installed
-$(VLLM_STAMP): $(STAMP) tests/vllm/requirements.txt
+$(VLLM_STAMP): $(STAMP) tests/vllm/requirements.txt tests/vllm/name_vllm.py
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	$(VLLM)/bin/python tests/vllm/name_vllm.py
 	@touch $@
 
 .PHONY: vllm

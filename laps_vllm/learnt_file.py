@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from scheduler_svc.core.estimates.priors import Priors
 
@@ -23,6 +24,7 @@ class LearntFile:
 
     def __init__(self, path: Path, *, rank: int = 0) -> None:
         self.path = path.with_name(f"{path.name}.{rank}") if rank else path
+        self._kept: dict[str, Any] | None = None
 
     def load(self) -> tuple[Priors, str]:
         """Return the priors of the file and a sentence about them; new priors if there are none to read."""
@@ -38,9 +40,16 @@ class LearntFile:
         except (ValueError, TypeError, KeyError, AttributeError):
             return Priors(), f"{self.path} does not hold what a LAPS-SD scheduler wrote, and is not used"
 
-    def save(self, priors: Priors) -> None:
-        """Replace the file. Raises OSError."""
-        blob = json.dumps(priors.to_dict(), separators=(",", ":"))
+    def keep(self, priors: Priors) -> None:
+        """Copy the priors for the next `save`, which another thread may call."""
+        self._kept = priors.to_dict()
+
+    def save(self) -> None:
+        """Replace the file by what was kept since the last call, if anything was. Raises OSError."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        blob = json.dumps(kept, separators=(",", ":"))
         scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
             scratch.write_text(blob, encoding="utf-8")

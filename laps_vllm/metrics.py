@@ -7,9 +7,10 @@ by prometheus_client itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
@@ -75,30 +76,30 @@ class Metrics:
 
 
 class Publisher:
-    """Makes the metrics visible on vLLM's page. A thread writes them every `PUBLISH_S` seconds."""
+    """Makes the metrics visible on vLLM's page, in a thread that runs every `PUBLISH_S` seconds."""
 
-    def __init__(self, engine: int) -> None:
-        self._shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        self.metrics = Metrics(engine, REGISTRY if self._shared else CollectorRegistry())
+    def __init__(self, engine: int, *, each_time: Callable[[], None]) -> None:
+        """`each_time` is called in the thread as well, and raises nothing."""
+        shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        self.metrics = Metrics(engine, REGISTRY if shared else CollectorRegistry())
+        self._file = None if shared else file_of(folder(), os.getppid(), os.getpid(), engine)
+        self._each_time = each_time
         self._stop = threading.Event()
-        self._file: Path | None = None
-        if not self._shared:
-            self._file = file_of(folder(), os.getppid(), os.getpid(), engine)
-            threading.Thread(target=self._run, name="laps-sd-metrics", daemon=True).start()
+        threading.Thread(target=self._run, name="laps-sd-publisher", daemon=True).start()
 
     def _run(self) -> None:
+        self.publish()
         while not self._stop.wait(PUBLISH_S):
             self.publish()
+            self._each_time()
 
     def publish(self) -> None:
-        """Write the metrics now. A folder that cannot be written only costs the metrics."""
+        """Write the metrics now. A folder that cannot be written costs nothing but the metrics."""
         if self._file is None:
             return
-        try:
+        with contextlib.suppress(OSError):
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_to_textfile(str(self._file), self.metrics.registry)
-        except OSError:
-            return
 
     def close(self) -> None:
         """Stop, and remove the file."""

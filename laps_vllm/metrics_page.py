@@ -59,6 +59,8 @@ class EngineFiles(Collector):
         families: dict[str, Metric] = {}
         for text in self._texts():
             for family in text_string_to_metric_families(text):
+                if family.name.endswith("_created"):
+                    continue  # times of the first observation, which no page of vLLM has
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples += family.samples
@@ -69,14 +71,14 @@ class EngineFiles(Collector):
             private = os.lstat(self._where)
             if not stat.S_ISDIR(private.st_mode) or private.st_uid != os.getuid() or private.st_mode & 0o022:
                 return
-            files = sorted(self._where.glob("*.prom"))
+            files = sorted(self._where.iterdir())
         except OSError:
             return
         for file in files:
             parent, engine = _owners(file)
             if not _lives(engine):
                 file.unlink(missing_ok=True)
-            elif parent in (os.getpid(), os.getppid()):
+            elif file.suffix == ".prom" and parent in (os.getpid(), os.getppid()):
                 try:
                     if file.stat().st_size <= MAX_FILE_BYTES:
                         yield file.read_text(encoding="utf-8")
@@ -86,7 +88,7 @@ class EngineFiles(Collector):
 
 def _owners(file: Path) -> tuple[int, int]:
     """Return the process ids in the name of a file: of the engine's parent and of the engine; 0 for none."""
-    parts = file.stem.split("-")
+    parts = file.name.partition(".")[0].split("-")
     if len(parts) != 3 or not all(part.isdigit() for part in parts):
         return 0, 0
     return int(parts[0]), int(parts[1])

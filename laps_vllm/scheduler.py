@@ -49,6 +49,8 @@ ENDS = {
 }
 OBSERVE_S = 1.0
 """Time between two looks at the queue for the metrics."""
+IDLE_KEEP_S = 1.0
+"""Time between two copies of what was learnt when no request is left: the process may end now."""
 
 
 class Laps(Pausing):
@@ -63,7 +65,7 @@ class Laps(Pausing):
         rank = self.vllm_config.parallel_config.data_parallel_index
         self._learnt = LearntFile(settings.learnt_file, rank=rank) if settings.learnt_file else None
         priors, learnt = self._learnt.load() if self._learnt else (Priors(), "forgotten at the end")
-        self._save_s = settings.learnt_save_s
+        self._keep_s = settings.learnt_save_s
         core_settings = CoreSettings(reserved_share=settings.reserved_share)
         core = Core(policy_named(settings.policy, core_settings), core_settings, priors)
         facts = WorkerFacts(
@@ -77,10 +79,10 @@ class Laps(Pausing):
         )
         growth = 1 + self.num_spec_tokens + self.num_lookahead_tokens
         self.one_worker = OneWorker(core, facts, growth_tokens=growth)
-        self._publisher = Publisher(rank)
+        self._publisher = Publisher(rank, each_time=self._save)
         self._sequence = 0
         self._last_end_s = self._decided_s = self.clock()
-        self._observed_s = self._saved_s = self._last_end_s
+        self._observed_s = self._kept_s = self._last_end_s
         self._seen_pauses = self._seen_evictions = 0
         logger.info(
             "LAPS-SD %s: policy %s, steps of %d requests, %d resident, %s core, what is learnt is %s; %s scheduling,"
@@ -207,20 +209,24 @@ class Laps(Pausing):
             for level, depth in enumerate(worker.core.depth_by_level()):
                 metrics.queue_depth.labels(metrics.engine, str(level)).set(depth)
             metrics.paused_now.set(sum(request.request_id not in worker.ran for request in self.running))
-        if now_s - self._saved_s >= self._save_s:
-            self._saved_s = now_s
-            self._save()
+        if self._learnt is not None and now_s - self._kept_s >= (
+            self._keep_s if self.requests else IDLE_KEEP_S
+        ):
+            self._kept_s = now_s
+            self._learnt.keep(worker.core.priors)
 
     def _save(self) -> None:
         if self._learnt is None:
             return
         try:
-            self._learnt.save(self.one_worker.core.priors)
+            self._learnt.save()
         except OSError as error:
             logger.warning("LAPS-SD: what was learnt cannot be written to %s: %s", self._learnt.path, error)
 
     def shutdown(self) -> None:
-        """Save what was learnt, and stop."""
+        """Save what was learnt, and stop. vLLM does not call this when it ends its processes by a signal."""
+        if self._learnt is not None:
+            self._learnt.keep(self.one_worker.core.priors)
         self._save()
         self._publisher.close()
         super().shutdown()

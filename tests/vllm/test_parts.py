@@ -93,14 +93,14 @@ class TestOneWorker:
         one.choose(0.0, now.get)
         one.report([Step("a", 0, 4, 0, 0, 16, None)], {"a"}, decode_s=0.02, prefill_s=0.1, free_blocks=9)
         one.choose(0.1, now.get)
-        before = one._entries[0].resume_cost_s
+        running = one.core.explain("a", 0.1)
         one.report([], set(), decode_s=0.02, prefill_s=0.0, free_blocks=10)
         one.choose(0.2, now.get)
+        evicted = one.core.explain("a", 0.2)
 
-        explained = one.core.explain("a", 0.2)
-        assert explained is not None
-        assert not one._on_device
-        assert one._entries[0].resume_cost_s >= before
+        assert running is not None
+        assert evicted is not None
+        assert (running.state.value, evicted.state.value) == ("running", "listed")
 
 
 class TestLearntFile:
@@ -112,7 +112,8 @@ class TestLearntFile:
 
     def test_what_was_learnt_is_read_after_a_restart(self, tmp_path: Path) -> None:
         file = LearntFile(tmp_path / "learnt.json")
-        file.save(self.learnt())
+        file.keep(self.learnt())
+        file.save()
         priors, sentence = LearntFile(tmp_path / "learnt.json").load()
 
         assert priors.to_dict() == self.learnt().to_dict()
@@ -170,6 +171,12 @@ class TestMetricsPage:
     def test_an_engine_that_is_gone_is_removed(self, folder: Path) -> None:
         gone = 2**22 + 1  # above the largest process id
         self.published(folder, os.getpid(), gone)
+
+        assert self.pauses(folder) == {}
+        assert not list(folder.iterdir())
+
+    def test_the_rest_of_a_write_of_an_engine_that_is_gone_is_removed(self, folder: Path) -> None:
+        (folder / f"1-{2**22 + 1}-0.prom.{2**22 + 1}.7").write_text("")
 
         assert self.pauses(folder) == {}
         assert not list(folder.iterdir())
