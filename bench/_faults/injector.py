@@ -158,6 +158,8 @@ class FaultInjector:
             case ["half-open", _]:
                 await self._network.leave_half_open(victims[0], fault)
             case ["kill", "everything"]:
+                # Nothing else that knows the newest requests stays alive.
+                done.loses = await self._record.has_unwritten()
                 for name in victims:
                     self.processes.kill(name)
                 await asyncio.sleep(fault.down_s)

@@ -75,7 +75,7 @@ class InjectedFault:
     carried: bool
     """True if at least one victim carried requests."""
     loses: bool = False
-    """True if the record lost data, so that the losses that DESIGN permits may occur."""
+    """True if the record may have lost data, so that the losses in docs/guarantees.md may occur."""
     over_s: float | None = None
 
 

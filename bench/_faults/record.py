@@ -49,6 +49,17 @@ class Record:
         async with redis_client.Redis.from_url(self._stack.redis_url) as record:
             await record.script_flush()
 
+    async def has_unwritten(self) -> bool:
+        """Return whether the server answers writes that are not in its file yet, so that SIGKILL would lose
+        them.
+
+        It syncs the file every second, in a thread. While a sync lasts it holds new writes back, for two
+        seconds at most, and answers them all the same: docs/guarantees.md.
+        """
+        async with redis_client.Redis.from_url(self._stack.redis_url) as record:
+            state = await record.info("persistence")
+            return bool(state["aof_pending_bio_fsync"] or state["aof_buffer_length"])
+
     async def lose_tail(self, fault: Fault) -> None:
         """Simulate a power loss of the record alone: its newest writes are lost, and it is down a while."""
         self._processes.kill("valkey")
