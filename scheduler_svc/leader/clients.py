@@ -314,6 +314,15 @@ class Clients:
                 _refuse(session, submission, Refusal.INVALID, error.message)
                 continue
             new = requests.new_request(submission, unix_ms)
+            if new.request_id in self.doubtful:  # its withdrawal may be executed later
+                _refuse(
+                    session,
+                    submission,
+                    Refusal.STORE_UNAVAILABLE,
+                    "an earlier submission of this request is not settled",
+                    RETRY_STORE_MS,
+                )
+                continue
             if new.deadline_unix_ms is not None and new.deadline_unix_ms <= unix_ms:
                 _refuse(session, submission, Refusal.EXPIRED, "the deadline passed before acceptance")
                 continue

@@ -550,30 +550,49 @@ class Store:
     async def withdraw(self, request_ids: Sequence[str]) -> list[str]:
         """Remove requests whose submission was refused because the record did not answer, with their
         idempotency keys. Return those that were on the record and had not ended. Raises Fenced,
-        StoreUnavailable (then the outcome is unknown: withdraw them again).
+        StoreUnavailable (then the outcome is unknown: withdraw them again, before any of them is submitted
+        again).
+
+        A request that is submitted again later has another sequence, so a withdrawal that the server executes
+        late does not remove it.
         """
         withdrawn: list[tuple[str, str]] = []
-        try:
-            await self._learn_idempotency_keys(request_ids)
-            for start in range(0, len(request_ids), scripts.MAX_ENTRIES):
-                some = request_ids[start : start + scripts.MAX_ENTRIES]
-                expire_with = [self._expires_with[request_id] for request_id in some]
-                keys = self._queue_keys.copy()
-                for request_id, expires_with in zip(some, expire_with, strict=True):
-                    keys += (self.keys.request(request_id), self.keys.tokens(request_id))
-                    keys += (self.keys.payload(request_id), expires_with)
-                call = _Call(scripts.WITHDRAW, keys, [self._leadership, *some])
-                [answers] = await self._run([call], leading=True)
-                withdrawn += [
-                    entry
-                    for entry, answer in zip(zip(some, expire_with, strict=True), answers, strict=True)
-                    if _STATUS[answer] is TransitionStatus.OK
-                ]
-        finally:  # the record may get one of them later, with a key that it did not have now
-            for request_id in request_ids:
-                self._expires_with.pop(request_id, None)
+        for start in range(0, len(request_ids), scripts.MAX_ENTRIES):
+            found = await self._read_submitted(request_ids[start : start + scripts.MAX_ENTRIES])
+            if not found:
+                continue
+            keys = self._queue_keys.copy()
+            arguments: list[Argument] = [self._leadership]
+            for request_id, sequence, expires_with in found:
+                keys += (self.keys.request(request_id), self.keys.tokens(request_id))
+                keys += (self.keys.payload(request_id), expires_with)
+                arguments += (request_id, sequence)
+            [answers] = await self._run([_Call(scripts.WITHDRAW, keys, arguments)], leading=True)
+            withdrawn += [
+                (request_id, expires_with)
+                for (request_id, _, expires_with), answer in zip(found, answers, strict=True)
+                if _STATUS[answer] is TransitionStatus.OK
+            ]
         await self._unclaim(withdrawn)
         return [request_id for request_id, _ in withdrawn]
+
+    async def _read_submitted(self, request_ids: Sequence[str]) -> list[tuple[str, int, str]]:
+        """Return (request id, sequence, key that expires with it) of those that are on the record."""
+        async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
+            for request_id in request_ids:
+                pipeline.hmget(self.keys.request(request_id), "sequence", "tenant", "idempotency_key")
+            replies = await pipeline.execute()
+        return [
+            (
+                request_id,
+                int(sequence),
+                self.keys.idempotency(tenant.decode(), key.decode())
+                if key
+                else self.keys.request(request_id),
+            )
+            for request_id, (sequence, tenant, key) in zip(request_ids, replies, strict=True)
+            if sequence is not None
+        ]
 
     async def settle_claims(self) -> None:
         """Let the claims of ended requests expire soon after them. Call about once a second; raises

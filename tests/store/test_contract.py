@@ -645,6 +645,28 @@ class TestWithdrawal:
         assert (again.status, again.request_id) == (SubmitStatus.ATTACHED, "r2")
         assert await store.unfinished_ids() == ["r2"]
 
+    async def test_one_that_the_server_executes_late_leaves_a_request_submitted_again(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was sent on a connection that the server reads later."""
+        await accept(store, a_request(**self.KEYED))
+        run = store._run
+        sent: list[Any] = []
+
+        async def hold(calls: Any, *, leading: bool) -> Any:
+            monkeypatch.undo()
+            sent.append(calls)
+            raise StoreUnavailable("no answer")
+
+        monkeypatch.setattr(store, "_run", hold)
+        with pytest.raises(StoreUnavailable):
+            await store.withdraw(["r1"])
+        assert await store.withdraw(["r1"]) == ["r1"]
+        await accept(store, a_request(**self.KEYED))
+        await run(*sent, leading=True)
+
+        assert await store.unfinished_ids() == ["r1"]
+
     async def test_a_request_that_has_ended_stays(self, store: Store) -> None:
         await accept(store, a_request(**self.KEYED))
         await One(store).finish(a_finish(end=End.STOP))

@@ -5,15 +5,16 @@
 --     tokens       string
 --     payload      hash
 --     idempotency  string; the request's key again when there is none
---   ARGV    leadership, then the ids
---   returns per entry OK or GONE (missing, or ended); or {'fenced'}
+--   ARGV    leadership, then per entry
+--     id, sequence
+--   returns per entry OK or GONE (missing, ended, or submitted again since: with another sequence); or {'fenced'}
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced'} end
 
 local answers, k = {}, AFTER_QUEUE
-for a = 2, #ARGV do
+for a = 2, #ARGV, 2 do
     local id, request, idempotency = ARGV[a], KEYS[k], KEYS[k + 3]
-    local state, answer = redis.call('HGET', request, 'state'), GONE
-    if state and state ~= 'ended' then
+    local now, answer = redis.call('HMGET', request, 'state', 'sequence'), GONE
+    if now[1] and now[1] ~= 'ended' and now[2] == ARGV[a + 1] then
         if has_key(id, request, idempotency) then redis.call('DEL', idempotency) end
         leave_queue(id, request)
         redis.call('DEL', request, KEYS[k + 1], KEYS[k + 2])

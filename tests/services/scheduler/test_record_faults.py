@@ -761,6 +761,34 @@ async def test_a_submission_that_was_refused_for_the_record_leaves_its_key_to_th
         assert await scheduler.store.unfinished_ids() == []
 
 
+async def test_a_submission_sent_again_waits_until_its_withdrawal_is_confirmed(
+    start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway sends it again after a broken stream. The withdrawal without an answer may be executed later,
+    and must not find an accepted request.
+    """
+    scheduler = await start_own()
+    withdraw = scheduler.store.withdraw
+    answers = iter([StoreUnavailable("no answer"), None])
+
+    async def not_at_first(request_ids: Any) -> Any:
+        if (error := next(answers)) is not None:
+            raise error
+        return await withdraw(request_ids)
+
+    async def no_answer(*args: Any) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setattr(scheduler.store, "withdraw", not_at_first)
+        raise StoreUnavailable("no answer")
+
+    async with gateway(scheduler.address) as client:
+        monkeypatch.setattr(scheduler.store, "submit", no_answer)
+        replies = [await client.submit("r1", submission_id=number) for number in range(3)]
+
+    assert [reply.refused.reason for reply in replies[:2]] == [Refused.REASON_STORE_UNAVAILABLE] * 2
+    assert replies[2].accepted.request_id == "r1"
+
+
 async def test_a_refused_submission_that_is_written_late_goes_with_the_next_retry(
     start_own: StartScheduler,
 ) -> None:
