@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
-from laps_vllm.metrics_page import file_of, folder
+from laps_vllm.metrics_page import file_of, folder, remove_dead
 
 __all__ = ["PUBLISH_S", "Metrics", "Publisher"]
 
@@ -89,6 +89,9 @@ class Publisher:
 
     def _run(self) -> None:
         self.publish()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                remove_dead(self._file.parent)
         while not self._stop.wait(PUBLISH_S):
             self.publish()
             self._each_time()

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-__all__ = ["EngineFiles", "file_of", "folder", "register"]
+__all__ = ["EngineFiles", "file_of", "folder", "register", "remove_dead"]
 
 MAX_FILE_BYTES = 2**20
 _registered = False
@@ -34,6 +34,13 @@ def folder() -> Path:
 def file_of(where: Path, parent: int, engine: int, rank: int) -> Path:
     """Return the file of an engine process and its data-parallel rank."""
     return where / f"{parent}-{engine}-{rank}.prom"
+
+
+def remove_dead(where: Path) -> None:
+    """Remove the files of engines that are gone. Raises OSError."""
+    for file in where.iterdir():
+        if not _lives(_owners(file)[1]):
+            file.unlink(missing_ok=True)
 
 
 def register() -> None:
@@ -71,14 +78,12 @@ class EngineFiles(Collector):
             private = os.lstat(self._where)
             if not stat.S_ISDIR(private.st_mode) or private.st_uid != os.getuid() or private.st_mode & 0o022:
                 return
-            files = sorted(self._where.iterdir())
+            remove_dead(self._where)
+            files = sorted(self._where.glob("*.prom"))
         except OSError:
             return
         for file in files:
-            parent, engine = _owners(file)
-            if not _lives(engine):
-                file.unlink(missing_ok=True)
-            elif file.suffix == ".prom" and parent in (os.getpid(), os.getppid()):
+            if _owners(file)[0] in (os.getpid(), os.getppid()):
                 try:
                     if file.stat().st_size <= MAX_FILE_BYTES:
                         yield file.read_text(encoding="utf-8")
