@@ -11,6 +11,9 @@ TORCH ?= torch==2.13.0
 # Arguments for `make run` and for pytest: make run ARGS="--workers 2", make test ARGS="tests/core -x"
 ARGS ?=
 
+# The tests start hundreds of processes, and each would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
