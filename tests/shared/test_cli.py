@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -15,12 +16,13 @@ import termios
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from laps_sd.cli import dial
+from laps_sd.cli import dial, main
 from laps_sd.cli.operate import explanation_lines, queue_table
 from laps_sd.errors import LapsSdError
 from laps_sd.v1 import admin_pb2
@@ -36,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
 
 
-def laps_sd(
+def as_a_process(
     *arguments: str, cwd: Path = ROOT, text: str | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -50,8 +52,35 @@ def laps_sd(
     )
 
 
+PROCESSES = ("up", "gateway", "scheduler", "worker", "bench")
+"""Commands that become another program, or change what signals do."""
+
+
+def laps_sd(*arguments: str, text: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process where it can: an interpreter takes longer to start than most commands
+    run.
+    """
+    if arguments[:1] and arguments[0] in PROCESSES:
+        return as_a_process(*arguments, text=text, **variables)
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["laps-sd", *arguments]),
+        mock.patch.object(sys, "stdin", io.StringIO(text)),
+        mock.patch.dict(os.environ, environment(**variables), clear=True),
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    code = ended.value.code
+    if isinstance(code, str):
+        print(code, file=stderr)
+        code = 1
+    return subprocess.CompletedProcess(arguments, code or 0, stdout.getvalue(), stderr.getvalue())
+
+
 def test_generate_streams_text_and_says_what_speculation_did(fake_stack):
-    done = laps_sd(
+    done = as_a_process(
         "generate", "Once", "--url", fake_stack.gateway_address, "--max-tokens", "12", "--seed", "1"
     )
 
@@ -433,7 +462,7 @@ def test_config_shows_no_password():
 
 
 def test_config_says_what_is_wrong_with_a_setting():
-    done = laps_sd("config", "scheduler", LAPS_SD_LEASE_S="-3")
+    done = as_a_process("config", "scheduler", LAPS_SD_LEASE_S="-3")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("laps-sd scheduler: LAPS_SD_LEASE_S must be at least")
@@ -475,6 +504,6 @@ def test_bench_runs_a_file_of_the_checkout_with_the_remaining_arguments(tmp_path
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "hello_world.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
 
-    done = laps_sd("bench", "hello-world", "--json", "x", cwd=tmp_path)
+    done = as_a_process("bench", "hello-world", "--json", "x", cwd=tmp_path)
 
     assert (done.stdout, done.returncode) == ("['--json', 'x']\n", 3), done.stderr
