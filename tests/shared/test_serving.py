@@ -125,6 +125,8 @@ async def test_a_stream_whose_peer_fell_silent_is_told_so(monkeypatch):
     """A call fails within the timeout of a ping, from either side. gRPC's own pings by default wait a minute
     for their reply, and by then a request has lost its client.
     """
+    assert wire.KEEPALIVE_MS + wire.KEEPALIVE_TIMEOUT_MS <= 30_000
+    monkeypatch.setattr(wire, "KEEPALIVE_MS", 1000)
     monkeypatch.setattr(wire, "KEEPALIVE_TIMEOUT_MS", 200)
     async with running() as (app, _, _):
         proxy = Proxy(f"127.0.0.1:{app.port}")
