@@ -17,11 +17,15 @@ from worker_svc.runner.process import EngineProcess
 from worker_svc.settings import WorkerSettings
 
 
-@pytest.fixture
-def engine() -> Iterator[EngineProcess]:
-    process = EngineProcess.launch(load(WorkerSettings, {"engine": "demo", "slots": 2}, environ={}))
+@pytest.fixture(params=["demo"])
+def engine(request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
+    process = EngineProcess.launch(load(WorkerSettings, {"engine": request.param, "slots": 2}, environ={}))
     yield process
     process.stop()
+
+
+for_any_engine = pytest.mark.parametrize("engine", ["fake"], indirect=True)
+"""Mark of a test about the process, whichever engine is in it: the fake one needs no torch."""
 
 
 def gone(pid: int) -> bool:
@@ -60,6 +64,7 @@ def test_rounds_come_up_and_an_acknowledged_end_leaves_nothing_held(engine: Engi
     wait_until(lambda: engine.holds_nothing, description="it is forgotten once its end is acknowledged")
 
 
+@for_any_engine
 def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
     outcomes: list[Outcome] = []
     engine.start(outcomes.append)
@@ -69,6 +74,7 @@ def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
     assert isinstance(outcomes[0], Failed)
 
 
+@for_any_engine
 def test_stop_leaves_no_process(engine: EngineProcess) -> None:
     engine.start(lambda _: None)
     engine.stop()
