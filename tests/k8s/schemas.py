@@ -27,7 +27,8 @@ class Schemas:
             sys.path.remove(str(TOOLS / "python"))
         self._folder: Path = INSTALLED / f"v{version}.0-local-strict"
         definitions = Resource.from_contents(self._read("_definitions"))
-        self._registry = Registry().with_resource("/api/_definitions.json", definitions)
+        # Crawled once: a registry is immutable, and otherwise each object has the definitions crawled again.
+        self._registry = Registry().with_resource("/api/_definitions.json", definitions).crawl()
         self._validator = Draft202012Validator
         self._of_kind: dict[str, Any] = {}
 
