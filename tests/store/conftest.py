@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import redis.asyncio as redis_client
 
-from scheduler_svc.store import Store
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.store import Store
 from tests.store.kit import NOW_S, assert_nothing_leaks, end_everything, forget_claims, new_shard
 
 OpenStore = Callable[..., Store]

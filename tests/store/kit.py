@@ -10,8 +10,8 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
-from scheduler_svc.store import Batch, Pending, Store, TransitionStatus
-from scheduler_svc.store.records import NewRequest, StoredRequest
+from scheduler_svc.store.records import NewRequest, StoredRequest, TransitionStatus
+from scheduler_svc.store.store import Batch, Pending, Store
 
 OK, ALREADY, STALE, GONE = TransitionStatus
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import redis.asyncio as redis_client
 
-from scheduler_svc.store import Limits, Store, SubmitStatus
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S
+from scheduler_svc.store.records import Limits, SubmitStatus
+from scheduler_svc.store.store import Store
 from tests.store.kit import NOW_S, One, a_finish, a_request, accept, forget_claims, new_shard
 
 OpenShard = Callable[..., Any]

@@ -14,22 +14,11 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
-from scheduler_svc.store import (
-    MAX_LEVELS,
-    Fenced,
-    Leader,
-    LeaderEpoch,
-    Limits,
-    RecordBehind,
-    SchemaMismatch,
-    Store,
-    StoredRequest,
-    StoreError,
-    StoreUnavailable,
-    SubmitResult,
-    SubmitStatus,
-    scripts,
-)
+from scheduler_svc.core.rank import MAX_LEVELS
+from scheduler_svc.store import scripts
+from scheduler_svc.store.errors import Fenced, RecordBehind, SchemaMismatch, StoreError, StoreUnavailable
+from scheduler_svc.store.records import Leader, LeaderEpoch, Limits, StoredRequest, SubmitResult, SubmitStatus
+from scheduler_svc.store.store import Store
 from tests.helpers import wait_until_async
 from tests.store.conftest import OpenStore
 from tests.store.kit import (

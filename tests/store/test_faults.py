@@ -14,8 +14,9 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease, Release
-from scheduler_svc.store import Fault, Fenced, RecordBehind, Store, StoreUnavailable
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.errors import Fault, Fenced, RecordBehind, StoreUnavailable
+from scheduler_svc.store.store import Store
 from tests.helpers import free_port, wait_until_async
 from tests.store.kit import (
     ALREADY,

@@ -7,7 +7,8 @@ from importlib import resources
 
 import pytest
 
-from scheduler_svc.store import MAX_LEVELS, scripts
+from scheduler_svc.core.rank import MAX_LEVELS
+from scheduler_svc.store import scripts
 from scheduler_svc.store.keys import Keys
 from scheduler_svc.store.scripts import Script
 

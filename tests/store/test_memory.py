@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
-from scheduler_svc.store import Store
+from scheduler_svc.store.store import Store
 from tests.store.kit import One, a_commit, a_request, a_standing, accept, keys_of, lease
 
 GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"

@@ -38,9 +38,10 @@ from hypothesis.stateful import (
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
-from scheduler_svc.store import Batch, Fenced, Pending, RecordBehind, Store, SubmitStatus, TransitionStatus
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.records import StoredRequest
+from scheduler_svc.store.errors import Fenced, RecordBehind
+from scheduler_svc.store.records import StoredRequest, SubmitStatus, TransitionStatus
+from scheduler_svc.store.store import Batch, Pending, Store
 from tests.store.kit import (
     ALREADY,
     GONE,

@@ -14,9 +14,12 @@ import redis.asyncio as redis_client
 from redis import exceptions as redis_errors
 
 from scheduler_svc.core.commands import Lease, Rank, Release
-from scheduler_svc.store import Limits, Store, StoreError, StoreUnavailable, scripts
+from scheduler_svc.store import scripts
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.errors import StoreError, StoreUnavailable
+from scheduler_svc.store.records import Limits
 from scheduler_svc.store.servers import RedisTls
+from scheduler_svc.store.store import Store
 from tests.certificates import behind_tls, write_certificates
 from tests.helpers import free_port
 from tests.store.conftest import KINDS, binary_of

@@ -16,11 +16,12 @@ import pytest
 from redis import exceptions as redis_errors
 from redis.crc import key_slot
 
-from scheduler_svc.store import Store, StoreUnavailable, SubmitStatus
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.errors import Fault, RecordBehind
+from scheduler_svc.store.errors import Fault, RecordBehind, StoreUnavailable
+from scheduler_svc.store.records import SubmitStatus
 from scheduler_svc.store.redis_url import RedisUrl, parse_redis_url
 from scheduler_svc.store.servers import MAX_ATTEMPTS, SentinelUser, Servers
+from scheduler_svc.store.store import Store
 from tests.helpers import free_port, wait_until_async
 from tests.store.kit import OK, One, a_commit, a_finish, a_request, accept, lease, read
 from tests.store.servers import (

@@ -20,8 +20,10 @@ from hypothesis.stateful import (
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease, Rank, Release
-from scheduler_svc.store import Batch, Fenced, Limits, Pending, Store, SubmitStatus, TransitionStatus
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.errors import Fenced
+from scheduler_svc.store.records import Limits, SubmitStatus, TransitionStatus
+from scheduler_svc.store.store import Batch, Pending, Store
 from tests.store.kit import (
     ALREADY,
     GONE,
