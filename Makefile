@@ -77,9 +77,10 @@ images: ## Build the images with buildah and print their sizes (BASE=debian need
 run: setup ## Start the whole system on this machine and show one prompt (ARGS="--workers 2 ...")
 	@exec $(BIN)/laps-sd up $(ARGS)
 
+# Four on two cores, since most tests wait for processes; tests/distribution.py has the order.
 .PHONY: test
-test: setup ## Run the tests, two files at a time (no GPU, Docker or Redis needed; ARGS="-n 0" runs one)
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(ARGS)
+test: setup ## Run the tests, four files at a time (no GPU, Docker or Redis needed; ARGS="-n 0" runs one)
+	$(BIN)/python -m pytest -m "not long" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The core by examples (its properties are in `make test`), the contracts that two parts share, and one page of sentences about the whole system.
 FAST := tests/core tests/fundamentals tests/store/test_contract.py tests/shared/test_ends.py tests/shared/test_limits.py \

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from laps_sd.stack.local import LocalStack
-from tests import helpers
+from tests import distribution, helpers
 
 # Before torch is imported anywhere: two threads on busy cores spin on each other and are many times slower
 # than one.
@@ -45,6 +45,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device"):
         os.environ["LAPS_SD_TEST_DEVICE"] = config.getoption("--device")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return distribution.Distribution(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        items.sort(key=lambda item: distribution.rank(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session")
