@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return distribution.Distribution(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["dist"] = node.config.getoption("dist")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):  # one of several processes
+    if getattr(config, "workerinput", {}).get("dist") == "loadfile":  # one of several processes
         items.sort(key=lambda item: distribution.rank(item.nodeid.partition("::")[0]))
 
 
