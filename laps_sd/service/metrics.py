@@ -9,6 +9,8 @@ Names start with `laps_sd_`, and no label is a request id: a label value lives a
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Sequence
 from wsgiref.simple_server import WSGIServer
@@ -96,7 +98,13 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop the endpoint and free the port."""
-        self._server.shutdown()
+        ending = threading.Thread(target=self._server.shutdown)
+        ending.start()
+        # The server looks whether it must end twice a second, and at each connection.
+        host, port = self._server.server_address[:2]
+        with contextlib.suppress(OSError):
+            socket.create_connection((str(host), port), timeout=1.0).close()
+        ending.join()
         self._server.server_close()
         self._thread.join()
 
