@@ -29,6 +29,7 @@ codes: 0 stopped by a signal; 1 cannot start or a task failed; 2 wrong settings;
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -341,4 +342,7 @@ def _run(
         sys.exit(1)  # logged with its traceback where it happened
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        # The interpreter ends with collections of all that was imported: most of the time of a stop.
+        gc.freeze()
     sys.exit(0)
