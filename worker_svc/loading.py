@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -32,6 +33,8 @@ def _model_engine(settings: WorkerSettings) -> Engine:
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    # What these imports make stays, and the collector would go through it again and again.
+    gc.disable()
     try:
         import torch
         from transformers.utils import logging as model_logging
@@ -43,6 +46,9 @@ def _model_engine(settings: WorkerSettings) -> Engine:
             f"The worker needs PyTorch and transformers ({error}): pip install 'laps-sd[worker]', "
             "or LAPS_SD_ENGINE=fake."
         ) from error
+    finally:
+        gc.freeze()
+        gc.enable()
     torch.set_num_threads(settings.threads)
     model_logging.set_verbosity_error()
     model_logging.disable_progress_bar()
