@@ -28,6 +28,8 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER
 from scheduler_svc.core.state.shard import Shard
+from scheduler_svc.core.state.tenants import Account
+from scheduler_svc.core.state.worker import Worker
 from scheduler_svc.core.views import Explanation
 from tests.core.test_scheduler import W, core, did, report, request
 
@@ -412,6 +414,11 @@ class TestWhatARoundTeachesAndCosts:
         scheduler.step(2.0, [])
         assert scheduler.estimate_errors.latest == []
 
+    def test_estimates_of_one_that_was_cut_short_are_not_judged(self) -> None:
+        scheduler = self.three()
+        scheduler.step(1.0, [report(did("a", 0, 3, end=End.ERROR, error="x"))])
+        assert scheduler.estimate_errors.latest == []
+
 
 def test_an_eviction_that_moves_no_level_is_not_recorded() -> None:
     scheduler = core()
@@ -455,6 +462,12 @@ class TestTheCheckOfTheInvariants:
             lambda shard: shard.queued.remove(shard.requests["r5"].order_key),
             lambda shard: setattr(shard.requests["r5"].account, "waiting_at_s", None),
             lambda shard: setattr(shard.requests["r5"].account, "ahead", True),
+            lambda shard: setattr(shard.requests["r5"].account, "queued", 7),
+            lambda shard: setattr(shard.requests["r5"].account, "unfinished", 7),
+            lambda shard: shard._listed_of.update({Account(0, "z", 0.0): {}}),
+            lambda shard: shard.short_of_blocks.update(gone=Worker("gone")),
+            lambda shard: shard.short_of_blocks.update(w=Worker("w")),
+            lambda shard: shard.worker_orders._cut_of.clear(),
         ],
     )
     def test_it_finds_one_that_is_broken(self, break_it: Callable[[Shard], object]) -> None:

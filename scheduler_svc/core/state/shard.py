@@ -342,6 +342,12 @@ class Shard:
         assert by_account == {
             i: r.account for i, r in self.requests.items() if r.account is not None and r.worker is not None
         }
+        assert all(self._listed_of.values())
+        waiting = Counter(self._account_of(i) for i in queued if self._by_tenant)
+        unfinished = Counter(r.account for r in self.requests.values() if r.account is not None)
+        assert all(a.queued == waiting[a] and a.unfinished == unfinished[a] for a in self._accounts)
+        for worker_id, worker in self.short_of_blocks.items():
+            assert self.workers.get(worker_id) is worker and worker.facts is not None
         listed: set[str] = set()
         for worker in self.workers.values():
             assert [r.order_key for r in worker.in_order] == sorted(

@@ -102,6 +102,11 @@ class Accounts:
                     del self._contests[priority]
         return turned
 
+    def __iter__(self) -> Iterator[Account]:
+        """Yield the accounts of all priorities."""
+        for contest in self._contests.values():
+            yield from contest.accounts.values()
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; for tests, between steps."""
         for contest in self._contests.values():

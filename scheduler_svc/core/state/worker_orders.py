@@ -69,10 +69,7 @@ class WorkerOrders:
         del self.cut_may_differ[worker.worker_id]
 
     def _refresh_cut(self, worker: Worker) -> None:
-        length = self.list_length(worker)
-        cut: _Cut | None = None
-        if worker.takes_work and len(worker.members) >= length:
-            cut = (*worker.in_order[length - 1].order_key, worker.worker_id)
+        cut = self._cut(worker)
         before = self._cut_of.get(worker.worker_id)
         if cut != before:
             if before is not None:
@@ -82,8 +79,17 @@ class WorkerOrders:
                 self._cuts.add(cut)
                 self._cut_of[worker.worker_id] = cut
 
+    def _cut(self, worker: Worker) -> _Cut | None:
+        length = self.list_length(worker)
+        if not worker.takes_work or len(worker.members) < length:
+            return None
+        return (*worker.in_order[length - 1].order_key, worker.worker_id)
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken. For tests."""
         assert set(self.cut_may_differ) | set(self._cut_of) <= set(self._workers)
+        settled = [w for w in self._workers.values() if w.worker_id not in self.cut_may_differ]
+        assert all(self._cut_of.get(w.worker_id) == self._cut(w) for w in settled)
+        assert sorted(self._cut_of.values()) == list(self._cuts)
         takers = [w for w in self._workers.values() if w.takes_work]
         assert sorted(w.load for w in takers) == list(self._loads)
