@@ -294,6 +294,14 @@ class TestRunningAlone:
         )
         assert shard.step() == []
 
+    def test_workers_that_drain_are_not_among_these(self) -> None:
+        shard = Shard()
+        names = [f"r{number}" for number in range(5)]
+        shard.suspect(*names)
+        ups = [WorkerUp(WorkerFacts(f"w{n}", 4, 1000, 1000, 16, 4096, 5), ()) for n in range(4)]
+        shard.step(*ups, WorkerDraining("w2"), WorkerDraining("w3"))
+        assert [shard.worker_of(name) for name in names] == ["w0", None, None, None, None]
+
     def test_the_next_one_takes_the_place_of_one_that_is_cleared_at_once(self) -> None:
         shard = Shard()
         shard.suspect("a", "b")

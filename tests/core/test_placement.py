@@ -12,6 +12,7 @@ from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import Arrived, EndRequested, Recovered, ResidencyChange, WorkerFacts, WorkerUp
+from scheduler_svc.core.placement.placement import MOST_LISTS_REFRESHED
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
@@ -35,6 +36,12 @@ def worker_of(scheduler: Scheduler, request_id: str) -> str | None:
     found = scheduler.explain(request_id, 0.0)
     assert found is not None
     return found.worker_id
+
+
+def index_of(scheduler: Scheduler, request_id: str) -> float:
+    rank = scheduler.rank_of(request_id)
+    assert rank is not None
+    return rank.index_s
 
 
 def leased(commands: list[object]) -> Counter[str]:
@@ -95,6 +102,26 @@ class TestOvertaking:
         assert worker_of(scheduler, "r11") == "b", "before 200; on a, 150 is the last of the first part"
         scheduler.step(4.0, arrivals(1, 12, expected_output_tokens=180))
         assert worker_of(scheduler, "r12") is None
+        scheduler.check()
+
+    def test_few_lists_are_ranked_again_in_one_step(self) -> None:
+        """Rounds turn out to be cheap: by its older ranks every list ends with a request that has more left than
+        the arrival, and ranked again it still does.
+        """
+        scheduler, names = core(), "abcdefg"
+        scheduler.step(0.0, [WorkerUp(named(name, 1), ()) for name in names])
+        scheduler.step(0.0, arrivals(2 * len(names), expected_output_tokens=400))
+        running = {name: f"r{number:02d}" for number, name in enumerate(names)}
+        scheduler.step(1.0, [report(did(r, 0, 1), worker_id=name) for name, r in running.items()])
+        for n in range(1, 20):
+            cheap = report(did("r00", n, 1), worker_id="a", draft_s=0.001, verify_s=0.001)
+            scheduler.step(50.0 * n, [cheap])
+        before = {name: index_of(scheduler, r) for name, r in running.items()}
+        commands = scheduler.step(1000.0, arrivals(1, 20, expected_output_tokens=380))
+        again = [name for name, r in running.items() if index_of(scheduler, r) != before[name]]
+        (to,) = leased(commands)  # type: ignore[arg-type]
+        assert len(again) == MOST_LISTS_REFRESHED
+        assert to not in again, "the next one, by its older ranks"
         scheduler.check()
 
     @pytest.mark.parametrize(("margin", "most"), [(0.0, 9), (0.25, 10), (0.5, 12), (1.0, 16)])
@@ -196,3 +223,21 @@ class TestTheReservedShare:
         scheduler.step(1.0, [Recovered(request("old", 1), 0, 0, 0, 0, 0.0, 0, None, 0)])
         assert worker_of(scheduler, "old") == "b", "r05 has the share of a"
         scheduler.check()
+
+    @pytest.mark.parametrize(("comes", "spread"), [("b", set()), ("bd", {"r02"})])
+    def test_a_worker_keeps_as_many_as_its_share(self, comes: str, spread: set[str]) -> None:
+        """The two oldest run on c, on whose account nothing can move. On a, the next one or two wait."""
+        scheduler = core("fcfs", reserved_share=True)
+        scheduler.step(0.0, [WorkerUp(named("c", 2), ()), *arrivals(2)])
+        scheduler.step(1.0, [report(did("r00", 0, 1), did("r01", 0, 1), worker_id="c")])
+        scheduler.step(2.0, [WorkerUp(named("a", 2), ()), *arrivals(6, 2)])
+        scheduler.step(3.0, [report(did("r04", 0, 1), did("r06", 0, 1), worker_id="a")])
+        assert {worker_of(scheduler, name) for name in ("r02", "r03", "r04", "r06")} == {"a"}
+        scheduler.step(4.0, [WorkerUp(named(name, 2), ()) for name in comes])
+        scheduler.check()
+        stories = {f"r{i:02d}": scheduler.explain(f"r{i:02d}", 4.0).story for i in range(8)}  # type: ignore[union-attr]
+        assert spread == {
+            name
+            for name, story in stories.items()
+            if any(line.what == "moved" and "share was free" in line.detail for line in story)
+        }

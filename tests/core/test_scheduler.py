@@ -492,8 +492,8 @@ class TestReports:
         """The cost leaves with the change of residency, and returns with the round that runs it again."""
         scheduler = core()
         wide = replace(W, slots=3)
-        c = replace(request("c", 3), prompt_tokens=50)
-        scheduler.step(1.0, [WorkerUp(wide, ()), *map(Arrived, (request("a"), request("b", 2), c))])
+        a, c = request("a", prompt_tokens=70), request("c", 3, prompt_tokens=50)
+        scheduler.step(1.0, [WorkerUp(wide, ()), *map(Arrived, (a, request("b", 2), c))])
         scheduler.step(2.0, [report(did("a", 0, 3), did("b", 0, 3), did("c", 0, 3))])
         out = (
             ResidencyChange("b", 1, Residency.HOST),
