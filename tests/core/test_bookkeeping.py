@@ -20,6 +20,7 @@ from scheduler_svc.core.events import (
     Recovered,
     ResidencyChange,
     WorkerDraining,
+    WorkerLost,
     WorkerUp,
 )
 from scheduler_svc.core.handlers.requests import LOOKED_AT_PER_ARRIVAL
@@ -29,7 +30,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.tenants import Account
-from scheduler_svc.core.state.worker import Worker
+from scheduler_svc.core.state.worker import STUCK_ROUNDS, Worker
 from scheduler_svc.core.views import Explanation
 from tests.core.test_scheduler import W, core, did, report, request
 
@@ -359,6 +360,20 @@ class TestWhatAnEndTeaches:
     def test_the_workers_first_prediction_of_the_whole(self) -> None:
         assert self.guesses(None, 400.0, 20.0) == (0.0, pytest.approx(math.log(403)))
         assert self.guesses(None, 0.0) == (0.0, pytest.approx(math.log(3)))
+
+
+@pytest.mark.parametrize("end", ["is lost", "has room again"])
+def test_a_worker_is_short_of_blocks_until_it_is_lost_or_runs_all_again(end: str) -> None:
+    scheduler = core()
+    scheduler.step(0.0, [WorkerUp(replace(W, slots=2), ()), Arrived(request("a")), Arrived(request("b", 2))])
+    for n in range(STUCK_ROUNDS):
+        assert list(scheduler._shard.short_of_blocks) == []
+        scheduler.step(1.0 + n, [report(did("a", n, 1))])
+    assert list(scheduler._shard.short_of_blocks) == ["w"]
+    again = report(did("a", STUCK_ROUNDS, 1), did("b", 0, 1))
+    scheduler.step(9.0, [WorkerLost("w") if end == "is lost" else again])
+    assert list(scheduler._shard.short_of_blocks) == []
+    scheduler.check()
 
 
 def test_without_workers_the_backlog_is_what_the_requests_need() -> None:

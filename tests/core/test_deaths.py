@@ -313,6 +313,27 @@ class TestRunningAlone:
             "no time to keep it empty: a is harmless"
         )
 
+    def test_after_one_that_ended_there_the_next_one_goes_where_nothing_ran(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        shard.up("w1")
+        shard.up("w0")
+        assert [shard.worker_of(name) for name in "ab"] == ["w1", None]
+        shard.step(EndRequested("a", End.CANCELLED, ""))
+        assert shard.worker_of("b") == "w0", "w1 may still be in a round with a"
+
+    def test_unless_it_was_cleared_by_the_round_that_ended_it(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        shard.up("w1")
+        shard.up("w0")
+        for _ in range(SURVIVED_ROUNDS - 1):
+            shard.round("w1", "a")
+        epoch = shard.leases["a"].lease_epoch
+        last = did("a", SURVIVED_ROUNDS - 1, 1, lease_epoch=epoch, end=End.STOP)
+        shard.step(RoundReported("w1", (last,), (), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 900, 900))
+        assert shard.worker_of("b") == "w1", "its worker is the next one's"
+
     def test_the_one_with_the_most_deaths_goes_first(self) -> None:
         shard = Shard()
         shard.suspect("a", "b")
