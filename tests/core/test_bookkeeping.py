@@ -302,6 +302,26 @@ class TestWhyItWasPaused:
         assert of(scheduler, "x0").tenant_ahead == of(scheduler, "x1").tenant_ahead
         assert of(scheduler, "x0").story[-1].detail.startswith("outranked by a request with")
 
+    def test_one_with_the_reserved_share_that_is_better_anyway_did_not_need_it(self) -> None:
+        scheduler = core("srpt-length")
+        long = {"expected_output_tokens": 400}
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("long", 2, **long))])
+        scheduler.step(1.0, [report(did("long", 0, 1))])
+        scheduler.step(2.0, [Arrived(request("old", 1, expected_output_tokens=5))])
+        assert of(scheduler, "old").reserved
+        scheduler.step(3.0, [report(did("old", 0, 1))])
+        assert of(scheduler, "long").story[-1].detail.startswith("outranked by a request with")
+
+
+def test_the_record_has_the_place_of_one_that_is_queued_again() -> None:
+    scheduler = core()
+    scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a"))])
+    scheduler.step(1.0, [report(did("a", 0, 1))])
+    commands = scheduler.step(2.0, [WorkerLost("w")])
+    rank = scheduler.rank_of("a")
+    assert rank is not None
+    assert commands[1:] == [Rank("a", rank.level, of(scheduler, "a").index_s)]
+
 
 class TestLeavingADrainingWorker:
     def after_a_round(self, **more: object) -> str | None:
@@ -360,6 +380,14 @@ class TestWhatAnEndTeaches:
     def test_the_workers_first_prediction_of_the_whole(self) -> None:
         assert self.guesses(None, 400.0, 20.0) == (0.0, pytest.approx(math.log(403)))
         assert self.guesses(None, 0.0) == (0.0, pytest.approx(math.log(3)))
+
+    def test_a_prediction_of_one_token_in_all_is_one(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", expected_output_tokens=None))])
+        scheduler.step(1.0, [report(did("a", 0, 1, predicted_remaining_tokens=0.0))])
+        scheduler.step(2.0, [report(did("a", 1, 2, end=End.STOP))])
+        learnt = scheduler.priors.to_dict()["classes"]["chat"]["worker_guesses"]
+        assert (learnt["weight"], learnt["guesses"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("end", ["is lost", "has room again"])

@@ -173,6 +173,9 @@ class TestWhoIsSuspected:
 
         assert shard.deaths("a") == [0]
         assert Drop("w", (("a", 1),)) in commands, "all the same, its lease was taken back"
+        view = shard.core.explain("a", 1.0)
+        assert view is not None
+        assert ("cleared", "worker w is alive") in [(line.what, line.detail) for line in view.story]
         shard.lost("w")
         assert shard.deaths("a") == [1], "each time it is given up is counted, and taken back, once"
 
@@ -184,6 +187,16 @@ class TestWhoIsSuspected:
         shard.up("w")
 
         assert shard.deaths("a") == [1]
+
+    def test_one_that_must_run_alone_all_the_same_keeps_its_turn(self) -> None:
+        shard = Shard()
+        shard.suspect("a")
+        shard.up("w")
+        shard.lost("w")
+        shard.step(Recovered(request("b"), 0, 0, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=ALONE_AFTER))
+        shard.up("w")
+        assert shard.deaths("a", "b") == [ALONE_AFTER, ALONE_AFTER]
+        assert [shard.worker_of(name) for name in "ab"] == ["w", None], "the longest waiting first"
 
     def test_what_was_cleared_meanwhile_stays_so(self) -> None:
         shard = Shard()
@@ -390,7 +403,9 @@ class TestRunningAlone:
             assert shard.worker_of("deadly") == "other"
         if where == "ended":
             shard.step(EndRequested("deadly", End.CANCELLED, ""))
-        shard.lost("w")
+        commands = shard.lost("w")
+        if where == "on another list":
+            assert Drop("other", (("deadly", shard.leases["deadly"].lease_epoch),)) in commands
 
         if where != "ended":
             assert shard.deaths("deadly", "a") == [ALONE_AFTER, ALONE_AFTER]

@@ -290,6 +290,11 @@ class TestTheDebtOfTheReservedShare:
         found = assignment(where, SETTINGS)
         assert found is not None
         assert [entry.request_id for entry in found.entries if entry.reserved] == ["old"]
+        del where.running["old"]
+        where.charge_reserve()
+        found = assignment(where, SETTINGS)
+        assert found is not None
+        assert [entry.request_id for entry in found.entries if entry.reserved] == ["old", "waits"]
 
     @pytest.mark.parametrize(("slots", "share"), [(1, 1), (2, 1), (64, 2)])
     def test_the_share_of_a_worker_is_at_least_one_request(self, slots: int, share: int) -> None:
