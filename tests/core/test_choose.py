@@ -199,6 +199,29 @@ class TestHysteresis:
         who.append(candidate("b", 0.1, resume_cost_s=0.87, tokens=219))  # 14 of 20 blocks
         assert choose(who, place(2, blocks=20)) == Choice(("c", "b"), ("w", "v"))
 
+    def test_none_more_goes_where_what_one_leaves_is_just_enough(self) -> None:
+        who = [running("a", 9.0), running("d", 8.0), candidate("b", 1.0, tokens=155)]  # 10 blocks, 3 are free
+        assert choose(who, place(2, blocks=17)) == Choice(("b", "d"), ("a",))
+
+
+class TestWithoutADraftModel:
+    """Only the target pool has blocks, and all rules hold for it."""
+
+    def test_what_runs_together_fits(self) -> None:
+        assert choose([candidate("a"), candidate("b", 2.0)], place(2, blocks=13, draft_blocks=0)).run == (
+            "a",
+        )
+
+    def test_a_displaced_one_leaves_its_blocks(self) -> None:
+        who = [running("a", 9.0, draft_blocks=0), candidate("b", 1.0)]
+        assert choose(who, place(2, blocks=13, draft_blocks=0)) == Choice(("b",), ("a",))
+
+    def test_twenty_five_per_cent_where_the_paused_one_would_lose_its_kv(self) -> None:
+        tight = place(1, blocks=12, draft_blocks=0)
+        a = running("a", 1.0, draft_blocks=0)
+        assert choose([a, candidate("b", 0.85)], tight).run == ("a",)
+        assert choose([a, candidate("b", 0.75)], tight) == Choice(("b",), ("a",))
+
 
 class TestPinned:
     def test_never_paused(self) -> None:
@@ -352,6 +375,12 @@ class TestMemory:
         who[0] = candidate("a", 0.1, tokens=220)  # 15 blocks, and 21 are held
         assert choose(who, place(1, blocks=29)).evict == ("c",)
         assert choose(who, place(1, blocks=28)).evict == ("c", "d")
+
+    def test_one_that_holds_blocks_in_the_short_pool_only_is_evicted(self) -> None:
+        who = [candidate("a", 0.1), candidate("b", 2.0, residency=Residency.DEVICE, target_blocks=7)]
+        assert choose(who, place(1, blocks=13, draft_blocks=0)).evict == ("b",)
+        who = [candidate("a", 0.1), candidate("b", 2.0, residency=Residency.DEVICE, draft_blocks=7)]
+        assert choose(who, place(1, blocks=99, draft_blocks=13)).evict == ("b",)
 
     def test_one_without_blocks_in_the_short_pool_is_left_alone(self) -> None:
         who = [
