@@ -81,7 +81,8 @@ class TestStated:
     def test_its_execution_time_is_estimated_from_length_and_acceptance_by_the_formula(self) -> None:
         """T = L / (n·A + 1) · (n·T_SSM + T_LLM)."""
         priors = experienced()
-        left = priors.tokens_left("", 40, 2000, 200.0, by_worker=False).mean
+        tokens = priors.tokens_left("", 40, 2000, 200.0, by_worker=False)
+        left = tokens.mean
         key = rank(
             priors=priors,
             hint=200,
@@ -96,6 +97,8 @@ class TestStated:
         round_s = priors.cost.share_s(140 + left / 2)  # n·T_SSM + T_LLM
         assert seconds(key) == pytest.approx(whole / (n * acceptance + 1) * round_s, abs=1e-9)
         assert key.remaining.mean_s == pytest.approx(left / (n * acceptance + 1) * round_s)
+        assert key.remaining.low_s == pytest.approx(tokens.low / left * key.remaining.mean_s)
+        assert key.remaining.high_s == pytest.approx(tokens.high / left * key.remaining.mean_s)
         assert "30% of its drafted tokens" in key.remaining.basis
 
     def test_preemption_across_queues(self) -> None:
