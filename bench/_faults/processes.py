@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections import defaultdict
 
 import grpc.aio
 
@@ -29,6 +30,7 @@ class Processes:
         """Processes whose end is expected, because the run stopped or killed them."""
         self.retired: set[str] = set()
         """Workers that were scaled down."""
+        self._starting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def schedulers(self) -> list[str]:
         """Return the names of all schedulers."""
@@ -72,9 +74,13 @@ class Processes:
             await asyncio.sleep(0.05)
 
     async def start(self, name: str) -> None:
-        """Start the process again, and wait until it answers."""
-        await asyncio.to_thread(self._stack.restart, name, wait=False)
-        self.expected_ends.discard(name)
+        """Start the process again unless another fault has done so since, and wait until it answers. A worker
+        can be hit by a fault and by a deadly request at once.
+        """
+        async with self._starting[name]:
+            if not self._stack.children[name].alive:
+                await asyncio.to_thread(self._stack.restart, name, wait=False)
+            self.expected_ends.discard(name)
         await self._ready(name)
 
     async def _ready(self, name: str) -> None:
