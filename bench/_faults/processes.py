@@ -78,9 +78,10 @@ class Processes:
         can be hit by a fault and by a deadly request at once.
         """
         async with self._starting[name]:
-            if not self._stack.children[name].alive:
+            # On a busy machine a killed process can still be there.
+            if name in self.expected_ends or not self._stack.children[name].alive:
                 await asyncio.to_thread(self._stack.restart, name, wait=False)
-            self.expected_ends.discard(name)
+                self.expected_ends.discard(name)
         await self._ready(name)
 
     async def _ready(self, name: str) -> None:
