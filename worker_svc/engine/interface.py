@@ -16,7 +16,7 @@ Contract with the caller, in order:
 2. `round(run)` runs exactly the requests in `run`; a known request that is not in `run` is paused and keeps
    its KV.
 3. Before a round the caller makes sure that blocks suffice: `blocks_needed(tokens, growth, block_size)` in
-   both pools for each request in `run`, growth being the longest draft + 1. If they do not, `round` raises
+   both pools for each request in `run`, growth being `Capacity.growth`. If they do not, `round` raises
    `OutOfBlocks` and nothing has changed.
 4. A request that finished stays known (its KV is freed at once) until `drop`.
 5. One thread calls an engine. No method blocks on anything but arithmetic.
@@ -153,12 +153,20 @@ class Capacity:
 
     slots: int  # requests in one round, at most
     target_blocks: int  # KV blocks of the target's pool
-    draft_blocks: int  # KV blocks of the draft's pool; 0 = there is no draft model
+    # KV blocks of the draft's pool; 0 = there is no draft model, or its KV lies in the target's blocks
+    draft_blocks: int
     block_size: int  # tokens in a block
     max_length: int  # longest context, prompt and output, tokens
-    max_draft_len: int  # tokens drafted per request and round, at most; a round grows KV by at most this + 1
+    # tokens drafted per request and round, at most; a round grows KV by at most this + 1 + lookahead
+    max_draft_len: int
     vocab_size: int  # token ids are 0 .. vocab_size - 1
     device: str  # "cpu", "cuda:0", "fake"
+    lookahead: int = 0  # tokens beyond draft and bonus for which a round reserves KV as well
+
+    @property
+    def growth(self) -> int:
+        """Tokens that a request can grow in one round, at most, as blocks are counted."""
+        return self.max_draft_len + 1 + self.lookahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +331,8 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
     # One more than the context: a draft never goes beyond max_tokens, so the last round needs no room for a
     # whole draft.
     for pool, blocks in (("target", capacity.target_blocks), ("draft", capacity.draft_blocks)):
-        if blocks and blocks_needed(len(spec.prompt_ids) + spec.max_tokens, 1, capacity.block_size) > blocks:
+        context = len(spec.prompt_ids) + spec.max_tokens
+        if blocks and blocks_needed(context, 1 + capacity.lookahead, capacity.block_size) > blocks:
             raise ValueError(
                 f"max_tokens: {len(spec.prompt_ids) + spec.max_tokens} tokens do not fit the {pool} KV pool of {blocks} blocks of "
                 f"{capacity.block_size}"

@@ -70,7 +70,8 @@ def hello(
         draft_blocks=capacity.draft_blocks,
         block_size=capacity.block_size,
         max_length=capacity.max_length,
-        max_draft_tokens=capacity.max_draft_len,
+        # The scheduler reads it as the room that a round needs beyond a request's next token.
+        max_draft_tokens=capacity.growth - 1,
         vocab_size=capacity.vocab_size,
         cost=pb.CostModel(
             round_base_s=base_s,

@@ -23,7 +23,7 @@ class Chooser:
         self._engine = engine
         self._requests = requests
         self._capacity = engine.capacity
-        self._growth = engine.capacity.max_draft_len + 1
+        self._growth = engine.capacity.growth
         # The last choice is repeated where `choose` would return it again. With one slot the number of the
         # round matters.
         self._reuse_choices = engine.capacity.slots > 1
@@ -97,7 +97,7 @@ class Chooser:
                 continue
             status = self._engine.status(request_id)
             # No round goes beyond max_tokens, so near its end a request needs less room than a whole draft.
-            longest = len(held.spec.prompt_ids) + held.spec.max_tokens
+            longest = len(held.spec.prompt_ids) + held.spec.max_tokens + self._capacity.lookahead
             tokens = max(1, min(status.tokens, longest + 1 - self._growth))
             candidates.append(
                 Candidate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -289,6 +290,36 @@ def test_a_request_may_fill_the_whole_pool_to_its_last_token() -> None:
     desk.turn_until_idle()
 
     assert len(desk.tokens("a")) == 60
+
+
+def test_room_is_made_for_what_an_engine_reserves_beyond_a_draft() -> None:
+    """vLLM reserves KV for a draft twice. With 4 draft tokens a request of 16 tokens needs two blocks, with 16
+    more a third one, and two such requests do not fit into five.
+    """
+    choices = []
+    for lookahead in (0, 16):
+        small = engine(target_blocks=5, block_size=16, max_draft_len=4)
+        small.capacity = replace(small.capacity, lookahead=lookahead)
+        desk = Desk(small)
+        desk.give(spec("a", prompt=16, max_tokens=40), spec("b", prompt=16, max_tokens=40))
+        desk.assign(entry("a", 1.0), entry("b", 2.0))
+        desk.turns(1)
+        choices += desk.who()
+
+    assert choices == [("a", "b"), ("a",)]
+
+
+def test_a_request_that_no_pool_can_hold_with_its_reserve_ends_at_once() -> None:
+    small = engine(target_blocks=4, block_size=16, max_draft_len=4)
+    small.capacity = replace(small.capacity, lookahead=4)
+    desk = Desk(small)
+    desk.give(spec("whole", prompt=4, max_tokens=60), spec("less", prompt=4, max_tokens=56))
+    desk.assign(entry("whole", 1.0), entry("less", 2.0))
+    desk.turn_until_idle()
+
+    ends = {s.request_id: s for one in desk.rounds for _, s in one.progress if s.finish is not None}
+    assert ends["whole"].error == "max_tokens: 64 tokens do not fit the target KV pool of 4 blocks of 16"
+    assert ends["less"].finish is End.LENGTH
 
 
 def test_a_new_lease_goes_on_with_what_the_record_holds() -> None:
