@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.engine.interface import Sampling
 from worker_svc.engine.sampling.formats import FormatState
 from worker_svc.engine.sampling.tally import Tally
 from worker_svc.engine.sequence import Sequence
@@ -109,7 +108,8 @@ class Adjustments:
                 adjusted[at, ids] += values
             if sampling.penalises:
                 counts = self._counts[member.counted + row - member.first, :width]
-                adjusted[at] = _penalised(adjusted[at], counts, member.sequence, sampling, width)
+                assert member.sequence.tally is not None
+                adjusted[at] = member.sequence.tally.penalised(adjusted[at], counts, sampling)
         return adjusted
 
     def proposed(self, choice_rows: SequenceOf[int], tokens: torch.Tensor) -> None:
@@ -173,16 +173,3 @@ class Adjustments:
             torch.tensor(list(known), dtype=torch.int64, device=self._device),
             torch.tensor(list(known.values()), dtype=torch.float32, device=self._device),
         )
-
-
-def _penalised(
-    logits: torch.Tensor, counts: torch.Tensor, sequence: Sequence, sampling: Sampling, width: int
-) -> torch.Tensor:
-    """`logits`, `counts` [width]."""
-    present = counts > 0
-    if sampling.repetition_penalty != 1:
-        assert sequence.tally is not None
-        factor = sampling.repetition_penalty
-        seen = present | sequence.tally.in_prompt[:width]
-        logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
-    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * present
