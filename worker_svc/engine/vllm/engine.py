@@ -1,0 +1,277 @@
+"""The engine over vLLM's engine core, in this process; ranks of tensor parallelism are vLLM's own processes.
+
+A round is one step of the core, and vLLM's scheduler (`scheduler.RoundScheduler`) runs exactly the requests
+that the round names. Async scheduling is off, since a round returns its own report.
+
+    EngineCore                     vLLM: scheduler, KV blocks, model runner
+      RoundScheduler               the requests of a round; the others are paused and keep their KV
+      coupling, coupled_noise      the choice of tokens, so that equal seeds give equal text
+
+An exception of a step leaves vLLM's scheduler and its model runner in different states, so that every one is
+`DeviceFailed`: the process ends, and a new one continues from committed tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from laps_sd.contract.ends import End
+from worker_svc.engine.interface import (
+    Capacity,
+    DeviceFailed,
+    OutOfBlocks,
+    RequestRound,
+    Residency,
+    RoundResult,
+    SequenceStatus,
+    Specification,
+    UnknownRequest,
+    check_run,
+    check_specification,
+)
+from worker_svc.engine.models.errors import first_line
+from worker_svc.engine.sampling.stopping import Decode, StopText
+from worker_svc.engine.vllm.coupling import couple
+from worker_svc.engine.vllm.grammars import begin_after, wait_for_a_grammar
+from worker_svc.engine.vllm.known import Known
+from worker_svc.engine.vllm.outcome import Step, report
+from worker_svc.engine.vllm.parameters import Chooser, Rules
+from worker_svc.engine.vllm.scheduler import RoundScheduler
+
+__all__ = ["VllmEngine"]
+
+GRAMMAR_WAIT_S = 0.01
+"""Longest time that a round with nothing to compute waits for a grammar: the caller would ask again at once."""
+
+
+class VllmEngine:
+    """An `interface.Engine` over an engine core; see the top of this file.
+
+    `share_prefixes`: KV of the same beginning is shared between requests; a request always finds its own
+    again. `decode` makes stop strings work, `formats` says whether vLLM has a tokenizer for output formats.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        rules: Rules,
+        *,
+        slots: int,
+        fingerprint: str,
+        decode: Decode | None = None,
+        formats: bool = True,
+        share_prefixes: bool = True,
+    ) -> None:
+        self.fingerprint = fingerprint
+        self._core = core
+        self._rules = rules
+        self._decode = decode
+        self._formats = formats
+        self._share_prefixes = share_prefixes
+        self._known: dict[str, Known] = {}
+        self._failure = ""
+        config, scheduler = core.vllm_config, self._scheduler
+        self.capacity = Capacity(
+            slots=slots,
+            target_blocks=scheduler.pool_blocks,
+            draft_blocks=0,
+            block_size=scheduler.block_size,
+            max_length=config.model_config.max_model_len,
+            max_draft_len=scheduler.num_spec_tokens,
+            vocab_size=config.model_config.get_vocab_size(),
+            device=str(config.device_config.device_type),
+            lookahead=scheduler.num_lookahead_tokens,
+        )
+        if rules.chooser is Chooser.REPLACED:
+            couple(core.model_executor.driver_worker.worker.model_runner, self._known)
+
+    @property
+    def _scheduler(self) -> RoundScheduler:
+        scheduler: RoundScheduler = self._core.scheduler
+        return scheduler
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def add(self, spec: Specification) -> None:
+        """Make a request known. Raises ValueError naming the field and its limit."""
+        if spec.request_id in self._known:
+            raise ValueError(f"request_id {spec.request_id!r} is known already")
+        check_specification(spec, self.capacity)
+        if spec.stop and self._decode is None:
+            raise ValueError("stop needs a tokenizer, and this model has none")
+        if spec.format is not None and not self._formats:
+            raise ValueError("format needs a tokenizer, and this model has none")
+        self._rules.check(spec)
+        committed = list(spec.committed_ids)
+        as_prompt = [] if self._rules.second_runner else committed
+        request, _ = self._core.preprocess_add_request(
+            EngineCoreRequest(
+                request_id=spec.request_id,
+                prompt_token_ids=[*spec.prompt_ids, *as_prompt],
+                mm_features=None,
+                sampling_params=self._rules.parameters(spec),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None if self._share_prefixes else spec.request_id,
+                data_parallel_rank=None,
+            )
+        )
+        if committed and not as_prompt:
+            request.append_output_token_ids(committed)
+        begin_after(request, committed)
+        self._core.add_request(request)
+        stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
+        self._known[spec.request_id] = Known(
+            spec, committed, stop_text, request, taken=request.num_output_tokens
+        )
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request and free what it holds; an unknown id is fine."""
+        known = self._known.pop(request_id, None)
+        if known is not None and known.request is not None:
+            self._core.abort_requests([request_id])
+
+    def swap_out(self, request_id: str) -> bool:
+        """Return whether the KV of a request is off the device; it stays where it is.
+
+        vLLM moves KV to host memory by itself, after an eviction, where its `kv_offloading_size` is set.
+        """
+        return self.status(request_id).residency is not Residency.DEVICE
+
+    def evict(self, request_id: str) -> None:
+        """Discard the KV of a request; vLLM's prefix cache may still have it when it runs again."""
+        request = self._get(request_id).request
+        if request is not None and request.status == RequestStatus.RUNNING:
+            self._scheduler.evict(request)
+
+    def status(self, request_id: str) -> SequenceStatus:
+        """Return the progress of a request. Raises UnknownRequest."""
+        known = self._get(request_id)
+        request = known.request
+        if request is None or request.status != RequestStatus.RUNNING:
+            return SequenceStatus(Residency.NONE, known.tokens, 0, 0)
+        return SequenceStatus(Residency.DEVICE, known.tokens, self._scheduler.held_blocks(request), 0)
+
+    def known(self) -> frozenset[str]:
+        """Return the ids of all requests that were added and not dropped."""
+        return frozenset(self._known)
+
+    def check(self) -> None:
+        """Assert that blocks are free or held by resident requests; a shared one counts once."""
+        scheduler = self._scheduler
+        held = {
+            block.block_id
+            for request in scheduler.running
+            for group in scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+            for block in group
+            if not block.is_null
+        }
+        pool = scheduler.kv_cache_manager.block_pool
+        assert len(held) + pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._core.shutdown()
+
+    def _get(self, request_id: str) -> Known:
+        try:
+            return self._known[request_id]
+        except KeyError:
+            raise UnknownRequest(request_id) from None
+
+    # -- a round ---------------------------------------------------------------------------------------------
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        """Run one step over exactly these requests.
+
+        See `interface.Engine.round` for the errors; every exception of vLLM is `DeviceFailed`.
+        """
+        began_s = time.perf_counter()
+        if self._failure:
+            raise DeviceFailed(self._failure)
+        finished = {name for name in run if name in self._known and self._known[name].request is None}
+        check_run(run, self._known.keys(), finished, self.capacity.slots)
+        scheduler = self._scheduler
+        if not run:
+            return RoundResult((), free_target_blocks=scheduler.free_blocks())
+        requests = [request for name in run if (request := self._known[name].request) is not None]
+        draft_caps = {name: min(self.capacity.max_draft_len, self._known[name].draft_room) for name in run}
+        self._check_room(requests, draft_caps)
+        decoding = {r.request_id for r in requests if r.num_computed_tokens == r.num_tokens - 1}
+        scheduler.plan(requests, draft_caps)
+        logprobs = self._step(len(run))
+        reports = tuple(
+            self._report(
+                name,
+                Step(
+                    scheduler.rows.get(name),
+                    name in decoding,
+                    scheduler.found_cached.get(name, 0),
+                    logprobs.get(name),
+                ),
+            )
+            for name in run
+        )
+        if not scheduler.rows:
+            wait_for_a_grammar(requests, GRAMMAR_WAIT_S)
+        total_s = time.perf_counter() - began_s
+        rows = sum(row.computed for row in scheduler.rows.values()) or 1
+        prefill_s = total_s * sum(one.prefilled for one in reports) / rows
+        return RoundResult(
+            reports,
+            verify_s=total_s - prefill_s,
+            prefill_s=prefill_s,
+            total_s=total_s,
+            free_target_blocks=scheduler.free_blocks(),
+        )
+
+    def _check_room(self, requests: Sequence[Request], draft_caps: dict[str, int]) -> None:
+        """Raise OutOfBlocks if vLLM would have to preempt a request for this round."""
+        scheduler = self._scheduler
+        for request in requests:
+            request.spec_token_ids = request.spec_token_ids[: draft_caps[request.request_id]]
+        short = scheduler.blocks_short(requests)
+        if short > 0:
+            raise OutOfBlocks(
+                f"the KV pool has {scheduler.free_blocks()} free blocks and this round needs {short} more"
+            )
+        if scheduler.residents_over(requests) > 0:
+            raise OutOfBlocks(
+                f"vLLM has {scheduler.max_num_running_reqs} places for requests with KV"
+                " (LAPS_SD_VLLM_RESIDENTS), and this round needs more"
+            )
+
+    def _step(self, count: int) -> dict[str, Any]:
+        """Run one step of vLLM and return its log probabilities by request."""
+        try:
+            outputs, executed = self._core.step()
+            self._core.post_step(executed)
+        except Exception as error:
+            self._failure = f"a step of vLLM failed: {first_line(error)}"
+            if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+                self._failure = (
+                    f"the device has no memory for a step of {count} requests: {first_line(error)}; lower"
+                    " LAPS_SD_SLOTS, LAPS_SD_PREFILL_CHUNK, or gpu_memory_utilization in LAPS_SD_VLLM_ARGS"
+                )
+            raise DeviceFailed(self._failure) from error
+        return {one.request_id: one.new_logprobs for made in outputs.values() for one in made.outputs}
+
+    def _report(self, name: str, step: Step) -> RequestRound:
+        known = self._known[name]
+        request = known.request
+        assert request is not None
+        result = report(known, request, step)
+        if result.finish is not None:
+            if not request.is_finished():
+                self._core.abort_requests([name])
+            known.request = known.tally = None
+            if result.finish is End.ERROR:
+                known.logprobs = []
+        return result

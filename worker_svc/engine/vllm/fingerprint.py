@@ -1,0 +1,34 @@
+"""The fingerprint of an engine over vLLM: workers with equal ones give the same text, up to arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from worker_svc.engine.models.fingerprint import fingerprint as fingerprint_of
+from worker_svc.engine.vllm.parameters import Chooser
+
+__all__ = ["fingerprint"]
+
+NOISE_VERSION = "vllm-gumbel-1"
+"""Changes with the rule that chooses tokens."""
+
+
+def fingerprint(config: Any, chooser: Chooser, version: str) -> str:
+    """Return a hash of all that decides the text: model, vLLM, arithmetic, and what chooses tokens."""
+    model, parallel, speculative = config.model_config, config.parallel_config, config.speculative_config
+    directory = Path(model.model)
+    parts = [
+        NOISE_VERSION,
+        version,
+        fingerprint_of(directory) if directory.is_dir() else f"{model.model}@{model.revision}",
+        str(model.dtype),
+        str(model.quantization),
+        chooser.name,
+        [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        speculative and [speculative.method, str(speculative.model), speculative.num_speculative_tokens],
+    ]
+    text = json.dumps(parts, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,43 @@
+"""A request that the engine knows: its specification, its output, and vLLM's request while it is not over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.v1.request import Request
+
+from worker_svc.engine.interface import Specification, TokenLogprobs
+from worker_svc.engine.sampling.stopping import StopText
+from worker_svc.engine.sampling.tally import Tally
+
+__all__ = ["Known"]
+
+
+@dataclass(slots=True)
+class Known:
+    """One known request."""
+
+    spec: Specification
+    # All output tokens, committed ones included.
+    output: list[int]
+    stop_text: StopText | None
+    # None once the request has finished.
+    request: Request | None
+    # Output tokens of vLLM's request that are in `output`: committed ones may be in vLLM's prompt instead.
+    taken: int
+    # Log probabilities and a reason to end it that the coupling found in the last step.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    problem: str = ""
+    # Counts for penalties; made when needed.
+    tally: Tally | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Length of its context."""
+        return len(self.spec.prompt_ids) + len(self.output)
+
+    @property
+    def draft_room(self) -> int:
+        """The most draft tokens that its own limits allow now."""
+        left = max(0, self.spec.max_tokens - len(self.output) - 1)
+        return left if self.spec.max_draft_len is None else min(left, self.spec.max_draft_len)

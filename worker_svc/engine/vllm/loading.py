@@ -1,0 +1,154 @@
+"""Loading of vLLM's engine core for the engine over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request
+
+from laps_vllm import known_faults
+from laps_vllm.versions import VersionError, check_names, check_version
+from worker_svc.engine.interface import ModelError
+from worker_svc.engine.models.errors import first_line
+from worker_svc.engine.models.tokenizer import load_tokenizer
+from worker_svc.engine.vllm.engine import VllmEngine
+from worker_svc.engine.vllm.fingerprint import fingerprint
+from worker_svc.engine.vllm.options import VllmOptions
+from worker_svc.engine.vllm.parameters import Chooser, Rules
+from worker_svc.engine.vllm.scheduler import RoundScheduler
+
+__all__ = ["load_core", "load_engine"]
+
+CPU_MEMORY_BYTES = 2**30
+"""KV on a CPU unless a size is set: vLLM would take a share of all the memory of the machine."""
+CPU_BLOCK_SIZE = 32
+"""Tokens per block on a CPU unless set: the smallest that vLLM's attention takes there, for short contexts."""
+MAX_LOGPROBS = 64
+
+
+def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
+    """Load a model into vLLM and return its engine, and warnings: sentences on known faults of this vLLM.
+
+    Raises ModelError in one sentence.
+    """
+    try:
+        check_version(vllm.__version__)
+        check_names(Scheduler, Request, SchedulerOutput, vllm.__version__)
+    except VersionError as error:
+        raise ModelError(str(error)) from error
+    core, chooser = load_core(options)
+    tokenizer = load_tokenizer(options.model)
+    engine = VllmEngine(
+        core,
+        rules_for(core.vllm_config, chooser),
+        slots=options.slots,
+        fingerprint=fingerprint(core.vllm_config, chooser, vllm.__version__),
+        decode=None if tokenizer is None else tokenizer.decode,
+        formats=tokenizer is not None,
+        share_prefixes=options.share_prefixes,
+    )
+    return engine, tuple(_warnings(core.vllm_config, chooser))
+
+
+def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
+    """Return vLLM's core with the model loaded, and what chooses tokens in it. Raises ModelError."""
+    known = {one.name for one in fields(EngineArgs)}
+    for name in options.arguments:
+        if name not in known:
+            raise ModelError(f"LAPS_SD_VLLM_ARGS has {name!r}, which vLLM {vllm.__version__} does not know")
+    try:
+        config = EngineArgs(**_arguments(options)).create_engine_config()
+        chooser = _chooser(config, options)
+        if chooser is Chooser.PROCESSOR:
+            from worker_svc.engine.vllm.coupled_noise import PATH
+
+            config.model_config.logits_processors = [PATH]
+        return EngineCore(config, Executor.get_class(config), log_stats=False), chooser
+    except ModelError:
+        raise
+    except Exception as error:  # vLLM raises a dozen types; each means that the model cannot be served
+        raise ModelError(f"vLLM cannot load {options.model}: {first_line(error)}") from error
+
+
+def rules_for(config: Any, chooser: Chooser) -> Rules:
+    """Return the rules for requests in this configuration of vLLM."""
+    return Rules(
+        chooser,
+        second_runner=config.use_v2_model_runner,
+        speculates=config.speculative_config is not None,
+        on_cpu=config.device_config.device_type == "cpu",
+        version=vllm.__version__,
+        eos_ids=_end_of_sequence_ids(config.model_config),
+    )
+
+
+def _arguments(options: VllmOptions) -> dict[str, Any]:
+    speculative = options.speculative
+    drafts = int(speculative.get("num_speculative_tokens") or 0) if speculative else 0
+    residents = max(options.residents, options.slots)
+    arguments = {
+        "model": str(options.model),
+        "dtype": options.dtype,
+        "max_model_len": options.max_length,
+        "max_num_seqs": residents,
+        "max_num_active_seqs": options.slots,
+        "max_num_batched_tokens": max(options.prefill_chunk + options.slots * (2 * drafts + 2), residents),
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "scheduler_cls": RoundScheduler,
+        "speculative_config": None if speculative is None else dict(speculative),
+        "max_logprobs": MAX_LOGPROBS,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": not (options.model / "tokenizer.json").is_file(),
+        "trust_remote_code": options.trust_remote_code,
+        "num_gpu_blocks_override": None if options.blocks is None else options.blocks + 1,
+        "kv_cache_memory_bytes": options.memory_bytes,
+    }
+    if _on_cpu():
+        arguments["block_size"] = CPU_BLOCK_SIZE
+        arguments["kv_cache_memory_bytes"] = options.memory_bytes or CPU_MEMORY_BYTES
+    return arguments | dict(options.arguments)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _chooser(config: Any, options: VllmOptions) -> Chooser:
+    if options.sampling == "own":
+        return Chooser.VLLM
+    if config.use_v2_model_runner:
+        return Chooser.PROCESSOR
+    if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
+        return Chooser.REPLACED
+    raise ModelError(
+        "vLLM uses its first model runner for this configuration, and there LAPS_SD_VLLM_SAMPLING=coupled works"
+        " on one CPU only: set LAPS_SD_VLLM_SAMPLING=own, or leave out what needs that runner"
+    )
+
+
+def _end_of_sequence_ids(model_config: Any) -> list[int]:
+    """Return the ids that end a generation, by the generation config if it names any, else by the model's."""
+    for named in (
+        (model_config.try_get_generation_config() or {}).get("eos_token_id"),
+        getattr(model_config.hf_text_config, "eos_token_id", None),
+    ):
+        if named is not None:
+            return sorted(named) if isinstance(named, list | tuple) else [named]
+    return []
+
+
+def _warnings(config: Any, chooser: Chooser) -> Iterator[str]:
+    """Yield known faults. With the coupling vLLM's sampler is not used, and neither are its seeds."""
+    if chooser is Chooser.VLLM:
+        yield from known_faults.warnings(config, vllm.__version__)

@@ -1,0 +1,103 @@
+"""The report of one request after a step of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from vllm.v1.request import Request, RequestStatus
+
+from laps_sd.contract.ends import End
+from laps_vllm.pausing import Row
+from worker_svc.engine.interface import RequestRound, TokenLogprobs
+from worker_svc.engine.models.errors import first_line
+from worker_svc.engine.vllm.grammars import compile_error
+from worker_svc.engine.vllm.known import Known
+
+__all__ = ["Step", "report"]
+
+_ENDS = {
+    RequestStatus.FINISHED_STOPPED: End.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: End.LENGTH,
+    RequestStatus.FINISHED_REPETITION: End.STOP,
+}
+
+
+class Step(NamedTuple):
+    """What a step says about one request."""
+
+    # None: the step did not reach it.
+    row: Row | None
+    # Its context was computed before the step.
+    decoded: bool
+    # Context tokens found in the prefix cache.
+    found_cached: int
+    # vLLM's log probabilities, if it made any.
+    logprobs: Any
+
+
+def report(known: Known, request: Request, step: Step) -> RequestRound:
+    """Return the report of a step, and add its tokens to the output of the request.
+
+    `finish` is set if vLLM ended the request, or must end it now.
+    """
+    position = len(known.output)
+    row = step.row
+    drafted = row.drafted if row else 0
+    accepted = max(0, len(row.sampled) - 1) if row and drafted else 0
+    tested = min(accepted + 1, drafted)
+    tokens = list(request.output_token_ids[known.taken :])
+    finish = _ENDS.get(request.status, End.ERROR) if request.is_finished() else None
+    problem = _problem(known, request, row, finish)
+    cut_characters = 0
+    if not problem and tokens and known.stop_text is not None:
+        try:
+            found = known.stop_text.find(known.output, tokens)
+        except Exception as error:  # a tokenizer that cannot decode its own tokens fails this request only
+            problem, found = f"the output cannot be decoded: {error}", None
+        if found is not None:
+            tokens, cut_characters, finish = tokens[: found[0]], found[1], End.STOP_SEQUENCE
+    if problem:
+        tokens, accepted, tested, finish = [], 0, 0, End.ERROR
+    known.output += tokens
+    known.taken += len(tokens)
+    return RequestRound(
+        request_id=known.spec.request_id,
+        position=position,
+        tokens=tuple(tokens),
+        drafted=drafted,
+        accepted=accepted,
+        tested_by_position=(1,) * tested,
+        accepted_by_position=(1,) * accepted + (0,) * (tested - accepted),
+        prefilled=row.computed if row and not step.decoded else 0,
+        cached=min(step.found_cached, len(known.spec.prompt_ids)),
+        finish=finish,
+        cut_characters=cut_characters,
+        error=problem or None,
+        logprobs=_logprobs(known, step.logprobs, len(tokens)),
+    )
+
+
+def _problem(known: Known, request: Request, row: Row | None, finish: End | None) -> str:
+    if row is not None and row.sampled and known.problem:
+        return known.problem
+    if request.num_nans_in_logits:
+        return "the target's logits are not finite"
+    if finish is End.ERROR:
+        error = compile_error(request)
+        return f"format cannot be used: {first_line(error)}" if error else "vLLM ended it with an error"
+    return ""
+
+
+def _logprobs(known: Known, made: Any, count: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities of the first `count` new tokens: the coupling's, or vLLM's."""
+    top = known.spec.logprobs
+    if top is None or not count:
+        return ()
+    if made is None:
+        return tuple(known.logprobs[:count])
+    reports = []
+    for ids, values in list(zip(made.logprob_token_ids, made.logprobs, strict=True))[:count]:
+        pairs = zip(map(int, ids[1 : top + 1]), map(float, values[1 : top + 1]), strict=True)
+        best = sorted((pair for pair in pairs if pair[1] > float("-inf")), key=lambda pair: -pair[1])
+        reports.append(TokenLogprobs(float(values[0]), tuple(best)))
+    return tuple(reports)

@@ -1,0 +1,105 @@
+"""Specifications as vLLM's sampling parameters, by who chooses tokens."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from vllm import SamplingParams
+
+from worker_svc.engine.interface import Specification
+from worker_svc.engine.vllm.grammars import structured_outputs
+
+__all__ = ["Chooser", "Rules"]
+
+
+class Chooser(enum.Enum):
+    """What chooses the tokens of requests."""
+
+    # `coupling` in place of the sampler of vLLM's first model runner: on a CPU.
+    REPLACED = "replaced"
+    # vLLM's second model runner takes the largest score, and `coupled_noise` adds the noise.
+    PROCESSOR = "processor"
+    # vLLM's own sampler.
+    VLLM = "vllm"
+
+
+class Rules:
+    """What this engine takes, and how it passes it to vLLM."""
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        *,
+        second_runner: bool,
+        speculates: bool,
+        on_cpu: bool,
+        version: str,
+        eos_ids: list[int],
+    ) -> None:
+        self.chooser = chooser
+        self.second_runner = second_runner
+        """vLLM's second model runner takes committed tokens as output; to the first they are prompt."""
+        self._speculates = speculates
+        self._on_cpu = on_cpu
+        self._wrong_with_drafts = on_cpu and speculates and version.startswith("0.32.")
+        self._eos_ids = eos_ids
+
+    def check(self, spec: Specification) -> None:
+        """Raise ValueError for what vLLM's own sampler would do wrong."""
+        sampling = spec.sampling
+        if self.chooser is not Chooser.VLLM:
+            return
+        advice = "set LAPS_SD_VLLM_SAMPLING=coupled on the worker"
+        if self._wrong_with_drafts and sampling.temperature > 0:
+            raise ValueError(
+                "sampling.temperature must be 0 on this worker: vLLM 0.32 on a CPU samples wrong tokens with"
+                f" speculation; {advice}"
+            )
+        if self.second_runner:
+            return
+        if self._speculates and (sampling.min_p or sampling.logit_bias):
+            raise ValueError(
+                "sampling.min_p and sampling.logit_bias cannot be used on this worker: vLLM's first model runner"
+                f" ignores them with speculation; {advice}"
+            )
+        if spec.committed_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+            raise ValueError(
+                "sampling.presence_penalty and sampling.frequency_penalty cannot continue on this worker: vLLM's"
+                f" first model runner does not count output tokens of another worker; {advice}"
+            )
+
+    def parameters(self, spec: Specification) -> SamplingParams:
+        """Return vLLM's parameters of a request."""
+        sampling = spec.sampling
+        committed = 0 if self.second_runner else len(spec.committed_ids)
+        common: dict[str, Any] = {
+            "max_tokens": spec.max_tokens - committed,
+            "stop_token_ids": None if spec.ignore_eos else self._eos_ids,
+            "ignore_eos": spec.ignore_eos,
+            "detokenize": False,
+            "structured_outputs": structured_outputs(spec.format),
+        }
+        if self.chooser is Chooser.REPLACED:
+            return SamplingParams(temperature=0.0, **common)
+        common |= {
+            "logprobs": spec.logprobs,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": {str(token): value for token, value in sampling.logit_bias} or None,
+        }
+        if self.chooser is Chooser.PROCESSOR:
+            ours = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed]
+            return SamplingParams(
+                temperature=0.0, extra_args={"laps_sd": [*ours, len(spec.prompt_ids)]}, **common
+            )
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
+            # On a CPU vLLM cannot set a seeded generator back, which a prompt of several steps needs.
+            seed=None if self._on_cpu else (sampling.seed + 2**63) % 2**64 - 2**63,
+            **common,
+        )
