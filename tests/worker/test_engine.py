@@ -14,27 +14,18 @@ import torch
 from tokenizers import Tokenizer, models
 
 from laps_sd.contract.ends import End
+from tests.worker.contract import EngineContract, Make, decode, spec
 from tests.worker.drive import finish_all, rotate
 from tests.worker.pairs import VOCAB, llama_config, load_pair, write_draft_of, write_model
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
     DeviceFailed,
     Engine,
-    OutOfBlocks,
     OutOfMemory,
     Residency,
     Sampling,
-    Specification,
-    UnknownRequest,
-    blocks_needed,
 )
 from worker_svc.fake.engine import FakeEngine
-
-Make = Callable[..., Engine]
-
-
-def decode(ids: Any) -> str:
-    return "".join(f" w{i}" for i in ids)[1:]
 
 
 @pytest.fixture(scope="module")
@@ -73,201 +64,8 @@ def make(request: pytest.FixtureRequest, spoken_pair: tuple[Path, Path], device:
     return build
 
 
-def spec(name: str = "a", **changes: Any) -> Specification:
-    values: dict[str, Any] = {
-        "request_id": name, "prompt_ids": (5, 6, 7, 8, 9), "committed_ids": (), "sampling": Sampling(0.8, seed=3), "max_tokens": 12,
-        "ignore_eos": True,
-    }  # fmt: skip
-    return Specification(**{**values, **changes})
-
-
-def test_an_engine_is_an_engine(make: Make) -> None:
-    engine = make()
-    assert isinstance(engine, Engine)
-    assert engine.capacity.target_blocks == engine.capacity.draft_blocks == 64
-    assert engine.fingerprint
-
-
-def test_add_allocates_nothing(make: Make) -> None:
-    engine = make()
-    engine.add(spec())
-    assert engine.known() == {"a"}
-    status = engine.status("a")
-    assert (status.residency, status.tokens, status.target_blocks, status.draft_blocks) == (
-        Residency.NONE,
-        5,
-        0,
-        0,
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"prompt_ids": ()}, "prompt_ids must hold"),
-        ({"prompt_ids": (VOCAB,)}, f"prompt_ids must be token ids from 0 to {VOCAB - 1}"),
-        ({"prompt_ids": (-1,)}, "prompt_ids"),
-        ({"committed_ids": (VOCAB,)}, "committed_ids"),
-        ({"committed_ids": (1,) * 12}, "committed_ids holds 12 tokens, max_tokens allows 12"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        (
-            {"max_tokens": 124},
-            "max_tokens: 5 prompt tokens and 124 output tokens exceed the longest context of 128",
-        ),
-        ({"sampling": Sampling(-1.0)}, "sampling.temperature"),
-        ({"sampling": Sampling(float("nan"))}, "sampling.temperature"),
-        ({"sampling": Sampling(9e-6)}, "sampling.temperature"),
-        ({"sampling": Sampling(1.0, top_p=0.0)}, "sampling.top_p"),
-        ({"sampling": Sampling(1.0, top_k=-1)}, "sampling.top_k"),
-        ({"sampling": Sampling(1.0, seed=2**64)}, "sampling.seed"),
-        ({"sampling": Sampling(1.0, min_p=1.5)}, "sampling.min_p must be from 0 to 1"),
-        ({"sampling": Sampling(repetition_penalty=0.0)}, "sampling.repetition_penalty"),
-        ({"sampling": Sampling(presence_penalty=float("nan"))}, "sampling.presence_penalty"),
-        ({"sampling": Sampling(frequency_penalty=-3.0)}, "sampling.frequency_penalty must be from -2 to 2"),
-        ({"sampling": Sampling(logit_bias=((VOCAB, 1.0),))}, "sampling.logit_bias must name token ids"),
-        ({"sampling": Sampling(logit_bias=((1, 101.0),))}, "sampling.logit_bias must be from -100 to 100"),
-        ({"logprobs": 65}, "logprobs must be from 0 to 64"),
-        ({"stop": ("",)}, "stop strings must have 1 to"),
-        ({"stop": ("x",) * 17}, "stop holds 17 strings"),
-        ({"max_draft_len": -1}, "max_draft_len"),
-        ({"request_id": ""}, "request_id"),
-    ],
-)
-def test_bad_specifications_name_the_field_and_the_limit(
-    make: Make, changes: dict[str, Any], words: str
-) -> None:
-    engine = make()
-    with pytest.raises(ValueError, match=words):
-        engine.add(replace(spec(), **changes))
-    assert not engine.known()
-
-
-def test_what_can_never_fit_the_pool_is_refused_at_once(make: Make) -> None:
-    with pytest.raises(ValueError, match="do not fit the target KV pool of 4 blocks of 4"):
-        make(blocks=4).add(spec())
-    make(blocks=5).add(spec())
-
-
-def test_an_id_is_added_once(make: Make) -> None:
-    engine = make()
-    engine.add(spec())
-    with pytest.raises(ValueError, match="known already"):
-        engine.add(spec())
-
-
-def test_runs_that_make_no_sense(make: Make) -> None:
-    engine = make(slots=2)
-    for name in "abc":
-        engine.add(spec(name))
-    with pytest.raises(UnknownRequest, match="unknown request 'z'"):
-        engine.round(["a", "z"])
-    with pytest.raises(ValueError, match="twice"):
-        engine.round(["a", "a"])
-    with pytest.raises(ValueError, match="2 slots"):
-        engine.round(["a", "b", "c"])
-    for call in (engine.status, engine.evict, engine.swap_out):
-        with pytest.raises(UnknownRequest):
-            call("z")
-    engine.drop("z")
-    assert engine.round([]).requests == ()
-
-
-def test_a_finished_request_stays_known_without_kv_until_it_is_dropped(make: Make) -> None:
-    engine = make()
-    engine.add(spec(max_tokens=1))
-    (report,) = engine.round(["a"]).requests
-    assert (report.position, len(report.tokens), report.finish) == (0, 1, End.LENGTH)
-    status = engine.status("a")
-    assert (status.residency, status.tokens, status.target_blocks, status.draft_blocks) == (
-        Residency.NONE,
-        6,
-        0,
-        0,
-    )
-    with pytest.raises(ValueError, match="has finished"):
-        engine.round(["a"])
-    engine.drop("a")
-    assert not engine.known()
-
-
-def test_the_first_round_prefills_and_gives_the_first_token(make: Make) -> None:
-    engine = make()
-    engine.add(spec())
-    (report,) = engine.round(["a"]).requests
-    assert (report.prefilled, len(report.tokens), report.drafted) == (5, 1, 0)
-    (report,) = engine.round(["a"]).requests
-    assert (report.prefilled, report.position, report.drafted) == (0, 1, 3)
-
-
-def test_prefill_shares_one_budget_in_rank_order(make: Make) -> None:
-    """A budget of 8 for contexts of 5, 6 and 7 tokens: the first is done at once, the second needs two
-    rounds, the third three."""
-    engine = make(prefill_chunk=8)
-    for name, length in (("a", 5), ("b", 6), ("c", 7)):
-        engine.add(spec(name, prompt_ids=tuple(range(2, 2 + length))))
-    chunks = [
-        [(r.prefilled, len(r.tokens)) for r in engine.round(["a", "b", "c"]).requests] for _ in range(3)
-    ]
-    assert chunks[0] == [(5, 1), (3, 0), (0, 0)]
-    assert chunks[1][1:] == [(3, 1), (5, 0)]
-    assert chunks[2][2] == (2, 1)
-
-
-def test_blocks_follow_the_context(make: Make) -> None:
-    engine = make()
-    engine.add(spec())
-    while True:
-        before = engine.status("a").tokens
-        result = engine.round(["a"])
-        if result.requests[0].finish:
-            break
-        status = engine.status("a")
-        assert status.residency is Residency.DEVICE
-        assert blocks_needed(status.tokens, 1, 4) - 1 <= status.target_blocks <= blocks_needed(before, 4, 4)
-        assert status.target_blocks + result.free_target_blocks == 64
-        assert status.draft_blocks + result.free_draft_blocks == 64
-    assert result.free_target_blocks == result.free_draft_blocks == 64
-
-
-@pytest.mark.parametrize("how", ["swap", "evict"])
-def test_out_of_blocks_changes_nothing(make: Make, how: str) -> None:
-    """Three requests of 5 blocks in a pool of 8: the impossible round is refused, and continues when one
-    request has left.
-    """
-    engine = make(blocks=8)
-    for name in "abc":
-        engine.add(spec(name, sampling=Sampling(0.8, seed=ord(name)), prompt_ids=(5, 6, 7, 8, 9, 10, 11)))
-    output: dict[str, list[int]] = {name: [] for name in "abc"}
-
-    def run(names: str) -> None:
-        for report in engine.round(list(names)).requests:
-            output[report.request_id].extend(report.tokens)
-
-    run("ab")
-    before = [engine.status(name) for name in "abc"]
-    with pytest.raises(OutOfBlocks, match="pool has"):
-        for _ in range(9):
-            before = [engine.status(name) for name in "abc"]
-            run("abc")
-    assert [engine.status(name) for name in "abc"] == before
-    engine.check()  # type: ignore[attr-defined]
-    for name in "ab":
-        if how == "swap":
-            assert engine.swap_out(name)
-            assert engine.status(name).residency is Residency.HOST
-        else:
-            engine.evict(name)
-            assert engine.status(name).residency is Residency.NONE
-    for name in "cab":
-        while len(output[name]) < 12:
-            run(name)
-        engine.drop(name)
-    alone = make()
-    expected, *_ = finish_all(
-        alone,
-        [spec(n, sampling=Sampling(0.8, seed=ord(n)), prompt_ids=(5, 6, 7, 8, 9, 10, 11)) for n in "abc"],
-    )
-    assert output == expected
+class TestContract(EngineContract):
+    """The contract, once for each of the two engines."""
 
 
 def test_swapping_out_is_refused_when_the_host_is_full(make: Make) -> None:
@@ -285,52 +83,6 @@ def test_swapping_out_is_refused_when_the_host_is_full(make: Make) -> None:
     (report,) = engine.round(["b"]).requests
     assert report.prefilled == 0, "its KV came back"
     assert report.tokens
-
-
-def test_an_evicted_request_is_prefilled_again(make: Make) -> None:
-    engine = make()
-    engine.add(spec())
-    for _ in range(3):
-        engine.round(["a"])
-    tokens = engine.status("a").tokens
-    engine.evict("a")
-    assert engine.status("a") == replace(
-        engine.status("a"), residency=Residency.NONE, tokens=tokens, target_blocks=0, draft_blocks=0
-    )
-    (report,) = engine.round(["a"]).requests
-    assert (report.prefilled, len(report.tokens)) == (tokens, 1)
-
-
-@pytest.mark.parametrize(
-    ("cap", "drafted"), [(0, {0}), (1, {0, 1}), (None, {0, 1, 2, 3}), (100, {0, 1, 2, 3})]
-)
-def test_a_request_caps_its_own_drafts(make: Make, cap: int | None, drafted: set[int]) -> None:
-    _, _, reports = finish_all(make(), [spec(max_draft_len=cap)])
-    assert {report.drafted for report in reports} <= drafted
-    assert max(report.drafted for report in reports) == max(drafted)
-
-
-def test_drafts_do_not_go_beyond_max_tokens(make: Make) -> None:
-    for max_tokens in range(1, 9):
-        output, last, reports = finish_all(make(), [spec(max_tokens=max_tokens)])
-        assert len(output["a"]) == max_tokens
-        assert last["a"].finish is End.LENGTH
-        assert all(report.position + report.drafted < max_tokens for report in reports)
-
-
-def test_a_stop_string_ends_the_text(make: Make) -> None:
-    """Text is cut where the first stop string begins; tokens up to the one that completes it are reported."""
-    whole, *_ = finish_all(make(), [spec(max_tokens=30)])
-    text = decode(whole["a"])
-    for begin, end in ((9, 14), (17, 19), (30, 44)):
-        stop = text[begin:end]
-        output, last, _ = finish_all(make(), [spec(max_tokens=30, stop=("never this", stop))])
-        tokens, report = output["a"], last["a"]
-        assert report.finish is End.STOP_SEQUENCE
-        assert tokens == whole["a"][: len(tokens)]
-        seen = decode(tokens)
-        assert seen[: len(seen) - report.cut_characters] == text[: text.find(stop)]
-        assert stop not in decode(tokens[:-1])
 
 
 def test_eos_ends_the_text_unless_it_is_ignored(spoken_pair: tuple[Path, Path], device: str) -> None:

@@ -38,7 +38,7 @@ from worker_svc.engine.interface import (
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.sampling.stopping import Decode, StopText
 from worker_svc.engine.vllm.coupling import couple
-from worker_svc.engine.vllm.grammars import begin_after, wait_for_a_grammar
+from worker_svc.engine.vllm.grammars import follow_grammar, wait_for_a_grammar
 from worker_svc.engine.vllm.known import Known
 from worker_svc.engine.vllm.outcome import Step, report
 from worker_svc.engine.vllm.parameters import Chooser, Rules
@@ -125,7 +125,7 @@ class VllmEngine:
         )
         if committed and not as_prompt:
             request.append_output_token_ids(committed)
-        begin_after(request, committed)
+        follow_grammar(request, committed)
         self._core.add_request(request)
         stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
         self._known[spec.request_id] = Known(

@@ -21,6 +21,7 @@ from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.tokenizer import load_tokenizer
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.fingerprint import fingerprint
+from worker_svc.engine.vllm.grammars import bound_formats
 from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.engine.vllm.parameters import Chooser, Rules
 from worker_svc.engine.vllm.scheduler import RoundScheduler
@@ -71,7 +72,9 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
             from worker_svc.engine.vllm.coupled_noise import PATH
 
             config.model_config.logits_processors = [PATH]
-        return EngineCore(config, Executor.get_class(config), log_stats=False), chooser
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        bound_formats(core)
+        return core, chooser
     except ModelError:
         raise
     except Exception as error:  # vLLM raises a dozen types; each means that the model cannot be served

@@ -9,8 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 from laps_sd.contract.ends import End
 from laps_vllm.pausing import Row
 from worker_svc.engine.interface import RequestRound, TokenLogprobs
-from worker_svc.engine.models.errors import first_line
-from worker_svc.engine.vllm.grammars import compile_error
+from worker_svc.engine.vllm.grammars import format_problem
 from worker_svc.engine.vllm.known import Known
 
 __all__ = ["Step", "report"]
@@ -82,10 +81,9 @@ def _problem(known: Known, request: Request, row: Row | None, finish: End | None
         return known.problem
     if request.num_nans_in_logits:
         return "the target's logits are not finite"
-    if finish is End.ERROR:
-        error = compile_error(request)
-        return f"format cannot be used: {first_line(error)}" if error else "vLLM ended it with an error"
-    return ""
+    if problem := format_problem(request):
+        return problem
+    return "vLLM ended it with an error" if finish is End.ERROR else ""
 
 
 def _logprobs(known: Known, made: Any, count: int) -> tuple[TokenLogprobs, ...]:

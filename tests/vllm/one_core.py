@@ -1,0 +1,116 @@
+"""One core of vLLM with the demo pair for many engines: a load takes half a minute, a scheduler nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+# As `worker_svc.loading` sets them, before vLLM reads them.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from laps_sd.contract.ends import End
+from tests.worker.contract import decode
+from worker_svc.demo import DRAFT_DIR, TARGET_DIR
+from worker_svc.engine.interface import Sampling, Specification
+from worker_svc.engine.sampling.stopping import Decode
+from worker_svc.engine.vllm.engine import VllmEngine
+from worker_svc.engine.vllm.fingerprint import fingerprint
+from worker_svc.engine.vllm.loading import load_core, rules_for
+from worker_svc.engine.vllm.options import VllmOptions
+from worker_svc.engine.vllm.parameters import Chooser
+from worker_svc.engine.vllm.scheduler import RoundScheduler
+
+DRAFT_LEN = 4
+MAX_LENGTH = 512
+PAIR = VllmOptions(
+    model=TARGET_DIR,
+    slots=20,
+    residents=32,
+    max_length=MAX_LENGTH,
+    speculative={
+        "method": "draft_model",
+        "model": str(DRAFT_DIR),
+        "num_speculative_tokens": DRAFT_LEN,
+    },
+)
+
+
+class OneCore:
+    """The core, and engines over it; each `engine` ends the one before."""
+
+    def __init__(self) -> None:
+        self.core, self.chooser = load_core(PAIR)
+        self._kv = self.core.scheduler.kv_cache_config
+        self._engine: VllmEngine | None = None
+
+    def engine(
+        self,
+        *,
+        slots: int = 4,
+        blocks: int = 64,
+        prefill_chunk: int | None = None,
+        residents: int | None = None,
+        chooser: Chooser | None = None,
+        decode: Decode | None = decode,
+        **more: Any,
+    ) -> VllmEngine:
+        core, config = self.core, self.core.vllm_config
+        if self._engine is not None:
+            for name in self._engine.known():
+                self._engine.drop(name)
+            core.step()  # the model runner forgets them too
+        core.scheduler = RoundScheduler(
+            vllm_config=config,
+            kv_cache_config=replace(self._kv, num_blocks=blocks + 1),
+            structured_output_manager=core.structured_output_manager,
+            block_size=self.core.scheduler.block_size,
+            hash_block_size=self.core.scheduler.block_size,
+            log_stats=False,
+        )
+        if prefill_chunk is not None:
+            core.scheduler.max_num_scheduled_tokens = prefill_chunk
+        if residents is not None:
+            core.scheduler.max_num_running_reqs = residents
+        chosen = chooser or self.chooser
+        self._engine = VllmEngine(
+            core,
+            rules_for(config, chosen),
+            slots=slots,
+            fingerprint=fingerprint(config, chosen, "test"),
+            decode=decode,
+            **more,
+        )
+        if chosen is Chooser.VLLM:  # vLLM's sampler serves requests that the coupling does not know
+            core.model_executor.driver_worker.worker.model_runner._laps_sd_coupling.known = {}
+        return self._engine
+
+
+KINDS = (
+    Sampling(),
+    Sampling(0.8),
+    Sampling(1.0, top_p=0.9),
+    Sampling(0.7, top_k=20),
+    Sampling(1.0, min_p=0.05),
+)
+
+
+def mixed(count: int, max_tokens: int = 48, kinds: tuple[Sampling, ...] = KINDS) -> list[Specification]:
+    """Requests of all kinds, with prompts of 4 to 63 tokens and seeds of up to 64 bits."""
+    return [
+        Specification(
+            f"r{at}",
+            tuple(3 + (at * 37 + n * 11) % 1000 for n in range(4 + at * 3 % 60)),
+            (),
+            replace(kinds[at % len(kinds)], seed=(2**64 - 1) // (at + 1)),
+            max_tokens,
+            ignore_eos=True,
+        )
+        for at in range(count)
+    ]
+
+
+__all__ = ["DRAFT_LEN", "KINDS", "PAIR", "End", "OneCore", "mixed"]

@@ -1,0 +1,484 @@
+"""The engine over vLLM: the contract of engines, and the same text as the torch engine in whatever order."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
+
+from tokenizers import Tokenizer
+
+from laps_sd.contract.choose import Residency
+from laps_sd.contract.ends import End
+from tests.services.worker.harness import Desk, entry
+from tests.vllm.one_core import DRAFT_LEN, PAIR, OneCore, mixed
+from tests.worker.contract import EngineContract, Make, spec
+from tests.worker.drive import Between, everybody, finish_all, rotate
+from worker_svc.demo import DRAFT_DIR, TARGET_DIR
+from worker_svc.engine.interface import (
+    DeviceFailed,
+    FormatKind,
+    ModelError,
+    OutOfBlocks,
+    OutputFormat,
+    Sampling,
+    Specification,
+)
+from worker_svc.engine.vllm.engine import VllmEngine
+from worker_svc.engine.vllm.loading import load_core
+from worker_svc.engine.vllm.parameters import Chooser
+
+Texts = dict[str, list[int]]
+pytestmark = pytest.mark.timeout(900)  # the first test loads the model, which is slow on a busy machine
+
+
+@pytest.fixture(scope="module")
+def one_core() -> OneCore:
+    return OneCore()
+
+
+@pytest.fixture
+def make(one_core: OneCore) -> Make:
+    return one_core.engine
+
+
+@pytest.fixture(scope="module")
+def by_torch() -> Callable[[list[Specification]], Any]:
+    """Return a function that runs requests on the torch engine with the same pair."""
+    from worker_svc.engine.load import load_engine
+    from worker_svc.engine.options import LoadOptions
+
+    engine = load_engine(
+        TARGET_DIR, DRAFT_DIR, LoadOptions(slots=20, max_length=512, max_draft_len=4, draft_len=4)
+    )
+    return lambda specs: finish_all(engine, specs)
+
+
+class TestContract(EngineContract):
+    """The contract of every engine."""
+
+    draft_len = DRAFT_LEN
+    draft_pool = False
+    swaps = False
+    budget_without_drafts = False
+
+
+# -- the same text -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def expected(by_torch: Callable[[list[Specification]], Any]) -> Texts:
+    texts: Texts = by_torch(mixed(20))[0]
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("slots", "between"),
+    [(20, everybody), (4, rotate("keep")), (4, rotate("evict"))],
+    ids=["at once", "paused", "evicted"],
+)
+def test_the_text_is_that_of_the_torch_engine(
+    make: Make, expected: Texts, slots: int, between: Between
+) -> None:
+    texts, _, reports = finish_all(make(slots=slots), mixed(20), between)
+
+    assert texts == expected
+    assert sum(report.accepted for report in reports) > 100
+
+
+def test_the_text_does_not_depend_on_drafts(make: Make, expected: Texts) -> None:
+    plain = [replace(one, max_draft_len=0) for one in mixed(20)]
+    texts, _, reports = finish_all(make(slots=20), plain)
+
+    assert texts == expected
+    assert not any(report.drafted for report in reports)
+
+
+def test_a_request_goes_on_from_committed_tokens(make: Make, expected: Texts) -> None:
+    """As after the crash of a worker."""
+    later = [
+        replace(one, committed_ids=tuple(expected[one.request_id][: 1 + at * 2]))
+        for at, one in enumerate(mixed(20))
+    ]
+    texts, _, reports = finish_all(make(slots=20), later)
+
+    assert texts == expected
+    first = {report.request_id: report for report in reversed(reports)}
+    assert all(first[one.request_id].position == len(one.committed_ids) for one in later)
+
+
+PENALTIES = (
+    Sampling(0.8, presence_penalty=1.5),
+    Sampling(0.8, frequency_penalty=0.7),
+    Sampling(repetition_penalty=1.5),
+    Sampling(0.9, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.3, logit_bias=((40, 2.0), (7, -100.0))),
+    Sampling(logit_bias=((50, 3.0), (60, 3.0))),
+)  # fmt: skip
+
+
+def test_penalties_and_bias_count_all_output_also_after_a_resume(
+    make: Make, by_torch: Callable[[list[Specification]], Any]
+) -> None:
+    specs = mixed(10, kinds=PENALTIES)
+    expected = by_torch(specs)[0]
+    later = [
+        replace(one, committed_ids=tuple(expected[one.request_id][: 9 + at]))
+        for at, one in enumerate(mixed(10, kinds=PENALTIES))
+    ]
+
+    assert finish_all(make(slots=10), specs)[0] == expected
+    assert finish_all(make(slots=3), later, rotate("evict"))[0] == expected
+    assert expected != by_torch(mixed(10, kinds=tuple(Sampling(k.temperature) for k in PENALTIES)))[0]
+
+
+def test_log_probabilities_are_those_of_the_torch_engine(
+    make: Make, by_torch: Callable[[list[Specification]], Any]
+) -> None:
+    specs = [replace(one, logprobs=at % 4) for at, one in enumerate(mixed(8, max_tokens=12))]
+    _, _, ours = by_torch(specs)
+    texts, _, theirs = finish_all(make(slots=8), specs)
+
+    for one in specs:
+        expected, found = (
+            [made for report in reports if report.request_id == one.request_id for made in report.logprobs]
+            for reports in (ours, theirs)
+        )
+        assert len(found) == len(expected) == len(texts[one.request_id])
+        for mine, other in zip(expected, found, strict=True):
+            assert other.logprob == pytest.approx(mine.logprob, abs=1e-4)
+            assert [token for token, _ in other.top] == [token for token, _ in mine.top]
+            assert len(other.top) == one.logprobs
+
+
+def test_eos_ends_the_text_unless_it_is_ignored(make: Make) -> None:
+    """Token 2 is the end token of the pair."""
+    specs = [replace(one, sampling=Sampling(1.0, seed=at), max_tokens=60) for at, one in enumerate(mixed(16))]
+    free, *_ = finish_all(make(slots=16), specs)
+    ended, last, _ = finish_all(make(slots=16), [replace(one, ignore_eos=False) for one in specs])
+
+    stopped = [name for name, report in last.items() if report.finish is End.STOP]
+    assert len(stopped) > 2
+    for name, tokens in ended.items():
+        assert tokens == free[name][: len(tokens)]
+        assert (2 in tokens) == (name in stopped)
+
+
+# -- formats -------------------------------------------------------------------------------------------------
+
+FORMATS = {
+    "object": OutputFormat(FormatKind.JSON_OBJECT),
+    "schema": OutputFormat(
+        FormatKind.JSON_SCHEMA,
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"n": {"type": "integer", "maximum": 999}, "ok": {"type": "boolean"}},
+                "required": ["n", "ok"],
+                "additionalProperties": False,
+            }
+        ),
+    ),
+    "regex": OutputFormat(FormatKind.REGEX, "[a-c]{3,8}=[0-9]{1,3}"),
+    "grammar": OutputFormat(FormatKind.GRAMMAR, 'start: "<" /[a-f]+/ ">"\n'),
+}
+TOKENIZER = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
+
+
+def formatted(names: tuple[str, ...] = tuple(FORMATS)) -> list[Specification]:
+    return [
+        Specification(
+            f"{name}-{at}",
+            tuple(TOKENIZER.encode(f"Write {name} number {at}:").ids),
+            (),
+            Sampling(0.9 * (at > 0), seed=at),
+            64,
+            format=FORMATS[name],
+        )
+        for name in names
+        for at in range(3)
+    ]
+
+
+def matches(name: str, text: str) -> bool:
+    match name.partition("-")[0]:
+        case "object":
+            return isinstance(json.loads(text), dict)
+        case "schema":
+            return json.loads(text).keys() == {"n", "ok"}
+        case "regex":
+            return re.fullmatch("[a-c]{3,8}=[0-9]{1,3}", text) is not None
+        case _:
+            return re.fullmatch("<[a-f]+>", text) is not None
+
+
+@pytest.fixture(scope="module")
+def formatted_texts(one_core: OneCore) -> Texts:
+    texts, last, reports = finish_all(one_core.engine(slots=12), formatted())
+    whole = [name for name, report in last.items() if report.finish is End.STOP]
+    assert len(whole) >= 9
+    for name in whole:
+        assert matches(name, TOKENIZER.decode(texts[name])), (name, TOKENIZER.decode(texts[name]))
+    assert any(report.accepted for report in reports)
+    return texts
+
+
+def test_formatted_texts_are_those_of_the_torch_engine(
+    formatted_texts: Texts, by_torch: Callable[[list[Specification]], Any]
+) -> None:
+    assert formatted_texts == by_torch(formatted())[0]
+
+
+def test_formats_hold_when_requests_are_evicted(make: Make, formatted_texts: Texts) -> None:
+    assert finish_all(make(slots=4), formatted(), rotate("evict", 4))[0] == formatted_texts
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_a_format_goes_on_from_committed_tokens(make: Make, formatted_texts: Texts, cut: int) -> None:
+    """Another worker has nothing but the specification and what is committed."""
+    later = [
+        replace(one, committed_ids=tuple(formatted_texts[one.request_id][:cut]))
+        for one in formatted()
+        if len(formatted_texts[one.request_id]) > cut
+    ]
+    texts, *_ = finish_all(make(slots=12), later)
+
+    assert texts == {one.request_id: formatted_texts[one.request_id] for one in later}
+
+
+def test_a_format_that_cannot_be_compiled_ends_its_request_alone(make: Make) -> None:
+    bad = {
+        "wrong": OutputFormat(FormatKind.GRAMMAR, "start: nowhere"),
+        "without bounds": OutputFormat(FormatKind.GRAMMAR, "start: " + "(" * 1500 + '"a"' + ")" * 1500),
+    }
+    specs = [replace(formatted()[0], request_id=name, format=wanted) for name, wanted in bad.items()]
+    texts, last, _ = finish_all(make(slots=3), [*specs, spec("good")])
+
+    for name in bad:
+        assert (last[name].finish, texts[name]) == (End.ERROR, [])
+        assert (last[name].error or "").startswith("format ")
+        assert "\n" not in (last[name].error or "")
+    assert len(texts["good"]) == 12
+
+
+def test_committed_tokens_that_do_not_match_the_format_end_the_request(make: Make) -> None:
+    one = replace(formatted(("regex",))[0], committed_ids=(TOKENIZER.encode("zz").ids[-1],))
+    texts, last, _ = finish_all(make(), [one])
+
+    assert (last[one.request_id].finish, last[one.request_id].error) == (
+        End.ERROR,
+        "format does not allow the output so far",
+    )
+    assert texts[one.request_id] == list(one.committed_ids)
+
+
+def test_a_schema_that_is_not_json_is_refused_at_once(make: Make) -> None:
+    bad = replace(formatted()[0], format=OutputFormat(FormatKind.JSON_SCHEMA, "{"))
+    with pytest.raises(ValueError, match="format is not valid JSON"):
+        make().add(bad)
+
+
+def test_rounds_wait_while_a_grammar_compiles(
+    one_core: OneCore, formatted_texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner asks for the next round at once; without a wait it would ask some thousand times."""
+    backend = one_core.core.structured_output_manager.backend
+    compile_at_once = backend.compile_grammar
+
+    def compile_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return compile_at_once(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_grammar", compile_slowly)
+    one = formatted()[0]
+    texts, _, reports = finish_all(one_core.engine(), [one])
+
+    assert texts[one.request_id] == formatted_texts[one.request_id]
+    assert 1 <= sum(not report.tokens for report in reports) <= 60
+
+
+# -- room ----------------------------------------------------------------------------------------------------
+
+
+def test_a_round_needs_places_for_its_requests(make: Make) -> None:
+    engine = make(residents=2)
+    for name in "abc":
+        engine.add(spec(name))
+    engine.round(["a", "b"])
+    with pytest.raises(OutOfBlocks, match="vLLM has 2 places for requests with KV"):
+        engine.round(["c"])
+    engine.evict("b")
+
+    assert engine.round(["c"]).requests[0].tokens
+    assert [engine.status(name).residency for name in "abc"] == [
+        Residency.DEVICE,
+        Residency.NONE,
+        Residency.DEVICE,
+    ]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_request_finds_its_own_kv_again_and_that_of_others_if_allowed(make: Make, shared: bool) -> None:
+    engine = make(share_prefixes=shared)
+    prompt = tuple(range(10, 80))  # two whole blocks and a half
+    for name in "ab":
+        engine.add(spec(name, prompt_ids=prompt))
+    engine.round(["a"])
+    assert engine.round(["b"]).requests[0].cached == (64 if shared else 0)
+    engine.evict("a")
+    (report,) = engine.round(["a"]).requests
+    assert (report.cached, report.prefilled) == (64, 71 - 64)
+
+
+def test_the_runner_serves_with_few_blocks_and_changing_ranks(make: Make, expected: Texts) -> None:
+    """The production runner; 14 blocks hold a sixth of the requests."""
+    engine = make(slots=4, blocks=14)
+    desk = Desk(engine)
+    specs = mixed(20)
+    desk.give(*specs)
+    rng = random.Random(4)
+    for _ in range(400):
+        names = [one.request_id for one in specs]
+        rng.shuffle(names)
+        desk.assign(*(entry(name, float(at)) for at, name in enumerate(names)))
+        desk.turns(7)
+        if all(held.ended for held in desk.runner._requests.by_id.values()):
+            break
+
+    assert {one.request_id: list(desk.tokens(one.request_id)) for one in specs} == expected
+    evictions = [change for one in desk.rounds for change in one.residency if change[2] is Residency.NONE]
+    assert len(evictions) > 3
+    engine.check()  # type: ignore[attr-defined]
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_ends_the_engine(one_core: OneCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler and its model runner would go different ways: no half of the batch is tried."""
+    steps: list[None] = []
+
+    def fails() -> None:
+        steps.append(None)
+        raise RuntimeError("CUDA error: device-side assert triggered\nand more")
+
+    engine = one_core.engine()
+    desk = Desk(engine)
+    desk.give(spec("a"), spec("b"))
+    desk.assign(entry("a"), entry("b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(one_core.core, "step", fails)
+        with pytest.raises(DeviceFailed, match="a step of vLLM failed: CUDA error: device-side assert"):
+            desk.turns(1)
+    assert len(steps) == 1
+    with pytest.raises(DeviceFailed):
+        engine.round(["a"])
+
+
+def test_a_step_without_memory_names_the_settings(one_core: OneCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    engine = one_core.engine()
+    engine.add(spec("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(one_core.core, "step", fails)
+        with pytest.raises(DeviceFailed, match=r"no memory for a step of 1 requests.*LAPS_SD_SLOTS"):
+            engine.round(["a"])
+
+
+def test_a_request_whose_numbers_break_ends_alone(one_core: OneCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = one_core.core.model_executor.driver_worker.worker.model_runner
+    compute = runner.model.compute_logits
+    expected, *_ = finish_all(one_core.engine(), [spec("a"), spec("b", prompt_ids=(7, 8, 9))])
+
+    def broken(hidden: Any) -> Any:
+        logits = compute(hidden).clone()
+        if "bad" in runner.input_batch.req_ids:
+            logits[runner.input_batch.req_ids.index("bad")] = float("nan")
+        return logits
+
+    monkeypatch.setattr(runner.model, "compute_logits", broken)
+    specs = [spec("a"), spec("bad", prompt_ids=(4, 3, 2)), spec("b", prompt_ids=(7, 8, 9))]
+    texts, last, _ = finish_all(one_core.engine(), specs)
+
+    assert (last["bad"].finish, texts["bad"]) == (End.ERROR, [])
+    assert "not finite" in (last["bad"].error or "")
+    assert {name: texts[name] for name in "ab"} == expected
+
+
+def test_a_request_that_cannot_be_decoded_ends_alone(make: Make) -> None:
+    def fails(ids: Any) -> str:
+        raise ValueError("no such token")
+
+    texts, last, _ = finish_all(make(decode=fails), [spec("bad", stop=("never",)), spec("good")])
+
+    assert (last["bad"].finish, last["bad"].error) == (
+        End.ERROR,
+        "the output cannot be decoded: no such token",
+    )
+    assert len(texts["good"]) == 12
+
+
+def test_what_needs_a_tokenizer_is_refused_without_one(make: Make) -> None:
+    engine = make(decode=None, formats=False)
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
+        engine.add(spec(stop=("x",)))
+    with pytest.raises(ValueError, match="format needs a tokenizer"):
+        engine.add(spec(ignore_eos=False, format=FORMATS["object"]))
+    assert not engine.known()
+
+
+# -- vLLM's own sampler --------------------------------------------------------------------------------------
+
+
+def test_with_its_own_sampler_greedy_text_is_the_same(make: Make, expected: Texts) -> None:
+    greedy = [one for one in mixed(20) if not one.sampling.temperature]
+    engine = make(chooser=Chooser.VLLM)
+    texts, _, reports = finish_all(engine, [replace(one, logprobs=1) for one in greedy], rotate("evict"))
+
+    assert texts == {one.request_id: expected[one.request_id] for one in greedy}
+    assert sum(report.accepted for report in reports) > 10
+    assert all(len(report.logprobs) == len(report.tokens) for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampling": Sampling(0.5)}, "sampling.temperature must be 0 on this worker"),
+        ({"sampling": Sampling(logit_bias=((1, 1.0),))}, "sampling.min_p and sampling.logit_bias"),
+        (
+            {"sampling": Sampling(presence_penalty=1.0), "committed_ids": (5,)},
+            "sampling.presence_penalty and sampling.frequency_penalty cannot continue",
+        ),
+    ],
+)
+def test_what_its_own_sampler_would_do_wrong_is_refused(
+    make: Make, changes: dict[str, Any], words: str
+) -> None:
+    engine: VllmEngine = make(chooser=Chooser.VLLM)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=words) as caught:
+        engine.add(spec(**changes))
+    assert "LAPS_SD_VLLM_SAMPLING=coupled" in str(caught.value)
+    assert not engine.known()
+
+
+# -- loading -------------------------------------------------------------------------------------------------
+
+
+def test_an_argument_that_vllm_does_not_know_is_named() -> None:
+    with pytest.raises(ModelError, match=r"LAPS_SD_VLLM_ARGS has 'speculation', which vLLM .* does not know"):
+        load_core(replace(PAIR, arguments={"speculation": 4}))
+
+
+def test_a_model_that_vllm_cannot_load_is_one_sentence(tmp_path: Any) -> None:
+    with pytest.raises(ModelError, match=f"vLLM cannot load {tmp_path}") as caught:
+        load_core(replace(PAIR, model=tmp_path))
+    assert "\n" not in str(caught.value)
