@@ -6,14 +6,26 @@ import gc
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from laps_sd.errors import StartupError
+from laps_sd.service.log import get_logger
 from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
 from worker_svc.engine.interface import Engine, ModelError
+from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.fake.paced import paced
 from worker_svc.settings import WorkerSettings
+from worker_svc.vllm_arguments import arguments_of
+
+log = get_logger(__name__)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+RESIDENTS_PER_SLOT = 4
+"""Requests with KV for each slot of vLLM, unless set (our choice): a place costs little, an eviction a prefill."""
+DRAFT_TOKENS = 4
+"""Draft tokens of vLLM in a round, unless set (our choice): it drafts as many in every round."""
+LOOKUP_TOKENS = 4
+"""Tokens that vLLM's prompt lookup compares at most (our choice)."""
 DEMO = Path(__file__).parent / "demo"
 """Directory of the shipped model pair: `target/` and `draft/`."""
 
@@ -23,16 +35,14 @@ def load(settings: WorkerSettings) -> Engine:
 
     Raises StartupError with one sentence if it cannot be loaded.
     """
-    engine = _fake_engine(settings) if settings.engine == "fake" else _model_engine(settings)
+    by_name = {"fake": _fake_engine, "vllm": _vllm_engine}
+    engine = by_name.get(settings.engine, _model_engine)(settings)
     return paced(engine, settings.round_floor_s) if settings.round_floor_s else engine
 
 
 def _model_engine(settings: WorkerSettings) -> Engine:
     target, draft = model_directories(settings)
-    # Before torch is imported: more threads than free cores spin at barriers and make every operation slower.
-    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    _limit_threads(settings)
     # What these imports make stays, and the collector would go through it again and again.
     gc.disable()
     try:
@@ -73,6 +83,80 @@ def _model_engine(settings: WorkerSettings) -> Engine:
         return load_engine(target, draft, options)
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(f"The model pair cannot be served: {error}") from error
+
+
+def _limit_threads(settings: WorkerSettings) -> None:
+    """Set the threads of operations, before torch is imported.
+
+    More threads than free cores spin at barriers and make every operation slower.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def _vllm_engine(settings: WorkerSettings) -> Engine:
+    arguments = arguments_of(settings.vllm_args)
+    named = arguments.pop("model", None)
+    if named is None:
+        target, draft = model_directories(settings)
+    else:
+        target, draft = _on_this_machine(Path(named)), None
+        if not target.is_dir():
+            raise StartupError(
+                f"There is no directory {target}: the 'model' of LAPS_SD_VLLM_ARGS must name a model directory or"
+                " a model of the Hugging Face hub."
+            )
+    speculative = arguments.pop("speculative_config", _speculation(settings, draft))
+    _limit_threads(settings)
+    # Before vLLM is imported. Its core runs in this process, which is the engine's own.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # Threads that are bound to cores would share these with the next worker of this machine.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "debug" else "WARNING")
+    try:
+        from worker_svc.engine.vllm.loading import load_engine
+    except ImportError as error:
+        raise StartupError(
+            f"LAPS_SD_ENGINE=vllm needs vLLM in the Python environment of the worker ({error}): install vllm "
+            "there, or start the worker with an interpreter that has it."
+        ) from error
+    residents = settings.vllm_residents or RESIDENTS_PER_SLOT * settings.slots
+    try:
+        engine, warnings = load_engine(
+            VllmOptions(
+                model=target,
+                slots=settings.slots,
+                residents=residents,
+                max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
+                prefill_chunk=settings.prefill_chunk,
+                dtype=settings.dtype,
+                blocks=settings.kv_blocks,
+                memory_bytes=settings.kv_memory_bytes,
+                share_prefixes=settings.prefix_reuse_tokens > 0,
+                sampling=settings.vllm_sampling,
+                trust_remote_code=settings.trust_remote_code,
+                speculative=speculative,
+                arguments=arguments,
+            )
+        )
+    except ModelError as error:
+        raise StartupError(f"The model cannot be served: {error}.") from error
+    for sentence in warnings:
+        log.warning("a known fault of vLLM", fault=sentence)
+    return engine
+
+
+def _speculation(settings: WorkerSettings, draft: Path | None) -> dict[str, Any] | None:
+    """Return vLLM's configuration of speculation that the settings describe, where its arguments have none."""
+    tokens = min(DRAFT_TOKENS, settings.max_draft_len) if settings.draft_len is None else settings.draft_len
+    if settings.drafter == "none" or not tokens:
+        return None
+    if settings.drafter == "lookup":
+        return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": LOOKUP_TOKENS}
+    if draft is None:
+        return None
+    return {"method": "draft_model", "model": str(draft), "num_speculative_tokens": tokens}
 
 
 def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:

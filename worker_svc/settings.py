@@ -11,6 +11,7 @@ from typing import Literal
 from laps_sd.service.config import field
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
+from worker_svc.vllm_arguments import arguments_of, problems_of
 
 __all__ = ["WorkerSettings"]
 
@@ -43,9 +44,10 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
 
     # -- the model pair
-    engine: Literal["auto", "demo", "fake"] = field(
+    engine: Literal["auto", "demo", "fake", "vllm"] = field(
         "auto",
-        help="auto: LAPS_SD_TARGET if it is set, otherwise the demo pair; fake: no model, scripted tokens",
+        help="auto: LAPS_SD_TARGET if it is set, otherwise the demo pair; vllm: the same models in vLLM, which "
+        "the worker's Python environment must have; fake: no model, scripted tokens",
     )
     target: Path | None = field(
         None,
@@ -75,6 +77,26 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     threads: int = field(
         1, help="Threads of one operation on the CPU; more threads than free cores are slower", minimum=1
+    )
+
+    # -- vLLM
+    vllm_args: str | None = field(
+        None,
+        help="With LAPS_SD_ENGINE=vllm: further arguments of vLLM as a JSON object, by the names of its EngineArgs "
+        '(tensor_parallel_size, quantization, speculative_config …); "model" may stand for LAPS_SD_TARGET',
+    )
+    vllm_residents: int | None = field(
+        None,
+        help="With LAPS_SD_ENGINE=vllm: largest number of requests with KV on the device, running and paused; "
+        "default: four times LAPS_SD_SLOTS. Smaller: paused requests lose their KV sooner; larger: more memory "
+        "for vLLM's batch",
+        minimum=1,
+        maximum=65536,
+    )
+    vllm_sampling: Literal["coupled", "own"] = field(
+        "coupled",
+        help="With LAPS_SD_ENGINE=vllm: coupled: the token depends on seed and position, with and without drafts; "
+        "own: vLLM's sampler, for which equal seeds may give different text after a crash or with speculation",
     )
 
     # -- its size
@@ -188,8 +210,8 @@ class WorkerSettings(ServingSettings, LinkSettings):
             yield "LAPS_SD_DRAFT needs LAPS_SD_TARGET."
         if self.drafter == "model" and self.target is not None and self.draft is None:
             yield "LAPS_SD_DRAFTER=model needs LAPS_SD_DRAFT."
-        if self.target is not None and self.engine != "auto":
-            yield f"LAPS_SD_TARGET needs LAPS_SD_ENGINE=auto, got {self.engine}."
+        if self.target is not None and self.engine not in ("auto", "vllm"):
+            yield f"LAPS_SD_TARGET needs LAPS_SD_ENGINE=auto or vllm, got {self.engine}."
         if self.kv_blocks is not None and self.kv_memory_bytes is not None:
             yield "LAPS_SD_KV_BLOCKS and LAPS_SD_KV_MEMORY_BYTES exclude each other."
         if self.draft_len is not None and self.draft_len > self.max_draft_len:
@@ -202,8 +224,29 @@ class WorkerSettings(ServingSettings, LinkSettings):
                 f"LAPS_SD_HEARTBEAT_S must be smaller than LAPS_SD_SILENCE_S ({self.silence_s} s), "
                 f"got {self.heartbeat_s}."
             )
+        yield from self._vllm_problems()
         if not self.device.replace(":", "").isalnum():
             yield f"LAPS_SD_DEVICE must be cpu, cuda or cuda:N, got {self.device!r}."
+
+    def _vllm_problems(self) -> Iterator[str]:
+        if self.engine != "vllm":
+            if self.vllm_args is not None:
+                yield f"LAPS_SD_VLLM_ARGS needs LAPS_SD_ENGINE=vllm, got {self.engine}."
+            return
+        wrong = list(problems_of(self.vllm_args))
+        yield from wrong
+        if not wrong and self.target is not None and "model" in arguments_of(self.vllm_args):
+            yield "LAPS_SD_TARGET and the 'model' of LAPS_SD_VLLM_ARGS exclude each other."
+        if self.vllm_residents is not None and self.vllm_residents < self.slots:
+            yield (
+                f"LAPS_SD_VLLM_RESIDENTS must be at least LAPS_SD_SLOTS ({self.slots}), "
+                f"got {self.vllm_residents}."
+            )
+        if self.deterministic:
+            yield (
+                "LAPS_SD_DETERMINISTIC is not for LAPS_SD_ENGINE=vllm: leave it out, and see vLLM's "
+                "VLLM_BATCH_INVARIANT."
+            )
 
     @property
     def name(self) -> str:

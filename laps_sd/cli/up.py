@@ -60,12 +60,21 @@ def up(
         ),
     ] = None,
     engine: Annotated[
-        Literal["auto", "demo", "fake"],
+        Literal["auto", "demo", "fake", "vllm"],
         typer.Option(
             envvar="LAPS_SD_ENGINE",
-            help="auto: --target if given, else demo; demo: the shipped model pair; fake: no model, scripted tokens.",
+            help="auto: --target if given, else demo; demo: the shipped model pair; vllm: the same as auto, in vLLM,"
+            " which the workers' Python environment must have; fake: no model, scripted tokens.",
         ),
     ] = "auto",
+    worker_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python interpreter of the workers, if another environment has the packages of their engine"
+            " (vLLM and laps-sd itself); default: the one of this command.",
+            show_default=False,
+        ),
+    ] = None,
     target: Annotated[
         Path | None,
         typer.Option(
@@ -163,6 +172,7 @@ def up(
         gateways=gateways,
         policy=policy,
         engine=engine,
+        worker_python=worker_python,
         target=target,
         draft=draft,
         model=model,

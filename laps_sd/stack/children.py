@@ -45,20 +45,28 @@ class Child:
     """Module that runs as a process, and can be started again with the same arguments."""
 
     def __init__(
-        self, name: str, module: str, *arguments: str, environment: Mapping[str, str], log: Path
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        log: Path,
+        python: Path | None = None,
     ) -> None:
         self.name = name
         self.module = module
         self.arguments = arguments
         self.environment = dict(environment)
         self.log = log
+        self.python = str(python or sys.executable)
+        """The interpreter that runs it."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the process; its output is appended to the log."""
         assert not self.alive, f"{self.name} runs already"
         command = [
-            sys.executable,
+            self.python,
             "-m",
             "laps_sd.stack.child",
             str(os.getpid()),

@@ -38,6 +38,8 @@ __all__ = ["LocalStack", "NotReady", "Progress"]
 
 START_TIMEOUT_S = 90.0
 """A worker that loads a large model from a slow disk needs most of it; the demo pair needs three seconds."""
+VLLM_START_TIMEOUT_S = 900.0
+"""The same with vLLM, which compiles at its first start."""
 START_TIMEOUT_EACH_S = 3.0
 """Additional time for each component: they share the machine while they start."""
 STOP_S = {"gateway": 1.4, "worker": 1.4, "scheduler": 1.2, "valkey": 0.7}
@@ -289,7 +291,8 @@ class LocalStack:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _wait_for(self, names: set[str]) -> None:
-        timeout_s = START_TIMEOUT_S + START_TIMEOUT_EACH_S * len(self.children)
+        longest_s = VLLM_START_TIMEOUT_S if self.options.engine == "vllm" else START_TIMEOUT_S
+        timeout_s = longest_s + START_TIMEOUT_EACH_S * len(self.children)
         deadline = time.monotonic() + timeout_s
         waiting = sorted(names)
         while waiting:

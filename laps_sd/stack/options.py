@@ -11,6 +11,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from laps_sd.errors import StartupError
+from laps_sd.service.config import PREFIX
 from laps_sd.service.wire import Tls
 
 REDIS_PORT = 6379
@@ -29,8 +30,10 @@ class StackOptions:
     schedulers: int = 1
     """Number of schedulers of each shard: one leads, the others are standbys."""
     gateways: int = 1
-    engine: Literal["auto", "demo", "fake"] = "auto"
-    """auto: the target if one is given, else the demo pair."""
+    engine: Literal["auto", "demo", "fake", "vllm"] = "auto"
+    """auto and vllm: the target if one is given, else the demo pair."""
+    worker_python: Path | None = None
+    """Python interpreter of the workers, whose environment has laps-sd and the engine; None: this one."""
     policy: str | None = None
     shard: str = "s0"
     """Name of the first shard; further ones are s1, s2 …"""
@@ -72,10 +75,16 @@ class StackOptions:
 
 def check_models(options: StackOptions) -> None:
     """Raise StartupError if the model directories are not ones, or do not go together."""
-    if options.target is not None and options.engine != "auto":
+    if options.target is not None and options.engine not in ("auto", "vllm"):
         raise StartupError(f"--engine {options.engine} brings its own model: leave out --engine or --target.")
     if options.draft is not None and options.target is None:
         raise StartupError("--draft needs --target, the model that it drafts for.")
+    if options.worker_python is not None and not options.worker_python.is_file():
+        raise StartupError(f"--worker-python {options.worker_python} does not exist.")
+    if options.engine == "vllm" and '"model"' in options.environment.get(f"{PREFIX}VLLM_ARGS", ""):
+        raise StartupError(
+            f"{PREFIX}VLLM_ARGS names a model: name it by --target, so that the gateway has its tokenizer."
+        )
     for what in ("target", "draft", "tokenizer_dir"):
         path: Path | None = getattr(options, what)
         if path is None:

@@ -12,6 +12,8 @@ from laps_sd.stack.children import Child
 from laps_sd.stack.options import StackOptions
 from laps_sd.stack.ports import HOST, PortPlan
 
+WORKER = "worker_svc"
+"""Module of the workers."""
 Front = Callable[[str, str], str]
 """Function from a component's name and address to the address to dial instead; see `LocalStack`."""
 
@@ -102,7 +104,7 @@ class StackPlan:
     def add_worker(self, name: str, shard: str, ports: PortPlan) -> None:
         """Add a worker to a shard whose schedulers are planned."""
         self.shards[name] = shard
-        self._add_service(name, "worker_svc", shard, ports, self._worker_settings(name, shard))
+        self._add_service(name, WORKER, shard, ports, self._worker_settings(name, shard))
 
     def write_shards(self) -> None:
         """Write the file that gateways read; it is replaced as a whole, so that none reads half of it."""
@@ -179,5 +181,10 @@ class StackPlan:
             PREFIX + key.upper(): str(value) for key, value in settings.items() if value is not None
         }
         self.children[name] = Child(
-            name, module, *arguments, environment=environment, log=self.dir / f"{name}.log"
+            name,
+            module,
+            *arguments,
+            environment=environment,
+            log=self.dir / f"{name}.log",
+            python=self._options.worker_python if module == WORKER else None,
         )

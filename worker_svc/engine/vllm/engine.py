@@ -176,10 +176,6 @@ class VllmEngine:
         pool = scheduler.kv_cache_manager.block_pool
         assert len(held) + pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
 
-    def close(self) -> None:
-        """End vLLM's processes."""
-        self._core.shutdown()
-
     def _get(self, request_id: str) -> Known:
         try:
             return self._known[request_id]

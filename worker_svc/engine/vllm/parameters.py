@@ -87,7 +87,7 @@ class Rules:
             "repetition_penalty": sampling.repetition_penalty,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": {str(token): value for token, value in sampling.logit_bias} or None,
+            "logit_bias": dict(sampling.logit_bias) or None,
         }
         if self.chooser is Chooser.PROCESSOR:
             ours = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed]
