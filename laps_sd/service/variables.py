@@ -97,6 +97,7 @@ KNOWN = frozenset(
         "LAPS_SD_TARGET",
         "LAPS_SD_TENANT_FAIRNESS",
         "LAPS_SD_TEST_DEVICE",
+        "LAPS_SD_TEST_VLLM_PYTHON",
         "LAPS_SD_THREADS",
         "LAPS_SD_TLS_CA",
         "LAPS_SD_TLS_CERT",

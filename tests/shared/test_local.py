@@ -211,3 +211,30 @@ def test_up_shows_the_demo_prompt_and_stops_on_ctrl_c():
     assert "-- length: " in shown
     assert f"gRPC 127.0.0.1:{gateway}" in shown
     assert not is_serving(f"127.0.0.1:{gateway}")
+
+
+def test_the_workers_run_with_the_interpreter_that_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh\necho "of another environment"\nexec {sys.executable} "$@"\n""")
+    python.chmod(0o755)
+    with LocalStack(engine="fake", worker_python=python) as stack:
+        assert "of another environment" in stack.log("worker-0")
+        assert not any("another environment" in stack.log(name) for name in ("gateway-0", "scheduler-0"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"worker_python": Path("/no/such/python")}, "--worker-python /no/such/python does not exist"),
+        (
+            {"engine": "vllm", "environment": {"LAPS_SD_VLLM_ARGS": '{"model": "x"}'}},
+            "name it by --target, so that the gateway has its tokenizer",
+        ),
+        ({"engine": "fake", "target": Path("x")}, "--engine fake brings its own model"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_runs(
+    options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(StartupError, match=words):
+        LocalStack(**options).start()

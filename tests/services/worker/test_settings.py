@@ -12,6 +12,7 @@ from worker_svc.engine.interface import RequestRound, RoundResult
 from worker_svc.metrics import CACHED, PREFILLED, MeasuredCost, observe
 from worker_svc.runner.messages import Round
 from worker_svc.settings import WorkerSettings
+from worker_svc.vllm_arguments import arguments_of
 
 
 def test_the_defaults_are_a_worker_of_the_demo_pool_on_this_host() -> None:
@@ -50,11 +51,34 @@ def test_settings_come_from_the_environment() -> None:
         ({"heartbeat_s": 9.0}, "LAPS_SD_SILENCE_S"),
         ({"device": "c p u"}, "LAPS_SD_DEVICE"),
         ({"pool": ""}, "LAPS_SD_POOL"),
+        ({"vllm_args": "{}"}, "LAPS_SD_VLLM_ARGS needs LAPS_SD_ENGINE=vllm, got auto"),
+        ({"engine": "vllm", "vllm_args": "{"}, "LAPS_SD_VLLM_ARGS must be a JSON object: "),
+        ({"engine": "vllm", "vllm_args": "[" * 9999}, "LAPS_SD_VLLM_ARGS must be a JSON object: "),
+        ({"engine": "vllm", "vllm_args": "[]"}, "LAPS_SD_VLLM_ARGS must be a JSON object, such as"),
+        ({"engine": "vllm", "vllm_args": '"' + "x" * 16_384}, "at most 16384 characters, got 16385"),
+        (
+            {"engine": "vllm", "vllm_args": '{"max_num_seqs": 4}'},
+            "LAPS_SD_VLLM_ARGS must not have 'max_num_seqs': set LAPS_SD_VLLM_RESIDENTS",
+        ),
+        ({"engine": "vllm", "vllm_args": '{"speculative_config": 4}'}, "'speculative_config' that is not an"),
+        ({"engine": "vllm", "vllm_args": '{"model": 4}'}, "LAPS_SD_VLLM_ARGS has a 'model'"),
+        ({"engine": "vllm", "vllm_args": '{"model": "x"}', "target": "y"}, "exclude each other"),
+        ({"engine": "vllm", "vllm_residents": 7}, "LAPS_SD_VLLM_RESIDENTS must be at least LAPS_SD_SLOTS"),
+        ({"engine": "vllm", "deterministic": True}, "LAPS_SD_DETERMINISTIC is not for LAPS_SD_ENGINE=vllm"),
     ],
 )
 def test_a_wrong_setting_is_named(values: dict[str, object], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         load(WorkerSettings, values, environ={})
+
+
+def test_the_engine_over_vllm_takes_models_and_arguments() -> None:
+    text = '{"tensor_parallel_size": 2, "speculative_config": {"method": "mtp"}}'
+    values = {"engine": "vllm", "target": "x", "vllm_args": text, "vllm_residents": 8}
+    settings = load(WorkerSettings, values, environ={})
+
+    assert arguments_of(settings.vllm_args)["tensor_parallel_size"] == 2
+    assert settings.vllm_sampling == "coupled"
 
 
 def measured(

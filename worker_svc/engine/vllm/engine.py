@@ -211,6 +211,7 @@ class VllmEngine:
                     name in decoding,
                     scheduler.found_cached.get(name, 0),
                     logprobs.get(name),
+                    not self._rules.speculates,
                 ),
             )
             for name in run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -65,6 +66,9 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
     for name in options.arguments:
         if name not in known:
             raise ModelError(f"LAPS_SD_VLLM_ARGS has {name!r}, which vLLM {vllm.__version__} does not know")
+    if options.speculative is None:
+        # A request whose logits are NaN ends with an error. With speculation vLLM names the wrong request.
+        os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
     try:
         config = EngineArgs(**_arguments(options)).create_engine_config()
         chooser = _chooser(config, options)

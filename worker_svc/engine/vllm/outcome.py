@@ -32,6 +32,8 @@ class Step(NamedTuple):
     found_cached: int
     # vLLM's log probabilities, if it made any.
     logprobs: Any
+    # vLLM counts NaN by request. With speculation it counts by row and names the wrong request.
+    counts_nan: bool
 
 
 def report(known: Known, request: Request, step: Step) -> RequestRound:
@@ -46,7 +48,7 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
     tested = min(accepted + 1, drafted)
     tokens = list(request.output_token_ids[known.taken :])
     finish = _ENDS.get(request.status, End.ERROR) if request.is_finished() else None
-    problem = _problem(known, request, row, finish)
+    problem = _problem(known, request, step, finish)
     cut_characters = 0
     if not problem and tokens and known.stop_text is not None:
         try:
@@ -76,10 +78,11 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
     )
 
 
-def _problem(known: Known, request: Request, row: Row | None, finish: End | None) -> str:
-    if row is not None and row.sampled and known.problem:
+def _problem(known: Known, request: Request, step: Step, finish: End | None) -> str:
+    """Return the reason to end a request with an error; empty: there is none."""
+    if step.row is not None and step.row.sampled and known.problem:
         return known.problem
-    if request.num_nans_in_logits:
+    if step.counts_nan and request.num_nans_in_logits:
         return "the target's logits are not finite"
     if problem := format_problem(request):
         return problem

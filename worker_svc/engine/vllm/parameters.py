@@ -40,7 +40,7 @@ class Rules:
         self.chooser = chooser
         self.second_runner = second_runner
         """vLLM's second model runner takes committed tokens as output; to the first they are prompt."""
-        self._speculates = speculates
+        self.speculates = speculates
         self._on_cpu = on_cpu
         self._wrong_with_drafts = on_cpu and speculates and version.startswith("0.32.")
         self._eos_ids = eos_ids
@@ -58,7 +58,7 @@ class Rules:
             )
         if self.second_runner:
             return
-        if self._speculates and (sampling.min_p or sampling.logit_bias):
+        if self.speculates and (sampling.min_p or sampling.logit_bias):
             raise ValueError(
                 "sampling.min_p and sampling.logit_bias cannot be used on this worker: vLLM's first model runner"
                 f" ignores them with speculation; {advice}"

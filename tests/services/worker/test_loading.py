@@ -1,0 +1,105 @@
+"""The engine that the settings of a worker describe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from laps_sd.errors import StartupError
+from laps_sd.service.config import load as load_settings
+from worker_svc.engine.interface import ModelError
+from worker_svc.engine.vllm.options import VllmOptions
+from worker_svc.loading import DEMO, load
+from worker_svc.settings import WorkerSettings
+
+DRAFT = str(DEMO / "draft")
+
+
+def vllm(**values: Any) -> WorkerSettings:
+    return load_settings(WorkerSettings, {"engine": "vllm", **values}, environ={})
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[VllmOptions]:
+    """Return the options that reach the loading of vLLM, which is not here."""
+    taken: list[VllmOptions] = []
+
+    def load_engine(options: VllmOptions) -> tuple[object, tuple[str, ...]]:
+        taken.append(options)
+        if options.slots == 7:
+            raise ModelError("vLLM cannot load it: no")
+        return object(), ("a fault",)
+
+    module = ModuleType("worker_svc.engine.vllm.loading")
+    module.load_engine = load_engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "worker_svc.engine.vllm.loading", module)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "1")
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "")
+    return taken
+
+
+def test_vllm_gets_the_demo_pair_and_the_sizes(loaded: list[VllmOptions]) -> None:
+    load(vllm(slots=3, kv_blocks=40, prefix_reuse_tokens=0, context_tokens=99))
+
+    (options,) = loaded
+    assert (options.model, options.slots, options.residents) == (DEMO / "target", 3, 12)
+    assert (options.blocks, options.share_prefixes, options.max_length) == (40, False, 99)
+    assert options.speculative == {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"draft_len": 2}, {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}),
+        ({"max_draft_len": 3}, {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}),
+        ({"max_draft_len": 0}, None),
+        ({"drafter": "none"}, None),
+        (
+            {"drafter": "lookup"},
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4},
+        ),
+        ({"target": DEMO / "target"}, None),
+        ({"vllm_args": '{"speculative_config": {"method": "mtp"}}'}, {"method": "mtp"}),
+        ({"vllm_args": '{"speculative_config": null}'}, None),
+    ],
+)
+def test_speculation_is_that_of_the_settings_unless_the_arguments_have_it(
+    loaded: list[VllmOptions], values: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    load(vllm(**values))
+
+    assert loaded[0].speculative == expected
+
+
+def test_a_model_may_be_named_among_the_arguments(loaded: list[VllmOptions]) -> None:
+    load(vllm(vllm_args=f'{{"model": "{DEMO / "target"}", "quantization": "fp8"}}'))
+
+    assert (loaded[0].model, loaded[0].arguments) == (DEMO / "target", {"quantization": "fp8"})
+    with pytest.raises(StartupError, match="the 'model' of LAPS_SD_VLLM_ARGS must name a model directory"):
+        load(vllm(vllm_args='{"model": "/no/such/folder"}'))
+
+
+def test_a_model_that_cannot_be_served_is_one_sentence(loaded: list[VllmOptions]) -> None:
+    with pytest.raises(StartupError, match=r"^The model cannot be served: vLLM cannot load it: no\.$"):
+        load(vllm(slots=7))
+
+
+def test_a_known_fault_is_logged(loaded: list[VllmOptions], capfd: pytest.CaptureFixture[str]) -> None:
+    load(vllm())
+
+    said = capfd.readouterr()
+    assert "a fault" in said.out + said.err
+
+
+def test_without_vllm_the_sentence_names_the_environment(
+    loaded: list[VllmOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "worker_svc.engine.vllm.loading", None)
+    with pytest.raises(StartupError, match="LAPS_SD_ENGINE=vllm needs vLLM in the Python environment"):
+        load(vllm(target=Path(DEMO / "target")))
