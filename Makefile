@@ -93,12 +93,12 @@ test-fast: setup ## Run the tests that say most in a minute: the core, the funda
 .PHONY: test-vllm
 test-vllm: vllm ## Run the tests of the scheduler and the worker engine over vLLM (installs 3.4 GB first)
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
-	$(BIN)/python -m pytest tests/vllm/test_stack.py
+	LAPS_SD_TEST_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm/test_stack.py
 
 # A new release of vLLM is judged in a minute: no model runs.
 .PHONY: judge-vllm
 judge-vllm: ## Run the tests on vLLM's own scheduler with any environment that has vLLM (PYTHON=/path/to/its/python)
-	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/vllm/test_scheduler.py $(ARGS)
+	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/vllm/test_scheduler.py tests/vllm/test_second_runner.py $(ARGS)
 
 .PHONY: test-long
 test-long: setup ## Run the long tests: chaos, fuzzing, policies

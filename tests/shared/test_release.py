@@ -130,7 +130,12 @@ for name in {packages}:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, name + "."):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                # The engine over vLLM is for an environment that has vLLM.
+                if error.name != "vllm" or not module.name.startswith("worker_svc.engine.vllm."):
+                    raise
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
 
@@ -178,7 +183,7 @@ def test_the_type_marker_stubs_scripts_and_models_are_in_the_wheel(wheel: Path) 
     assert needed <= inside, sorted(needed - inside)
 
 
-def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_five_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.partition("/")[0] for name in archive.namelist()}
 
@@ -187,6 +192,7 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None
         "gateway",
         "scheduler_svc",
         "worker_svc",
+        "laps_vllm",
     }
 
 

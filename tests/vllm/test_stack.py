@@ -16,11 +16,12 @@ from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.system.calls import Outcome, seeded, stream, stream_all
 
-PYTHON = Path(os.environ.get("LAPS_SD_TEST_VLLM_PYTHON", ".venv/vllm/bin/python")).absolute()
+NAMED = os.environ.get("LAPS_SD_TEST_VLLM_PYTHON", "")
+PYTHON = Path(NAMED).absolute()
+"""The interpreter of the workers."""
 PATIENCE_S = 600.0
 pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make vllm`"),
+    pytest.mark.skipif(not NAMED, reason="part of `make test-vllm`"),
     pytest.mark.timeout(1800),
 ]
 
