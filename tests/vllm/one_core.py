@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
-# As `worker_svc.loading` sets them, before vLLM reads them.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-from laps_sd.contract.ends import End
 from tests.worker.contract import decode
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
 from worker_svc.engine.interface import Sampling, Specification
@@ -24,6 +16,13 @@ from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.engine.vllm.parameters import Chooser
 from worker_svc.engine.vllm.scheduler import RoundScheduler
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""Variables that `worker_svc.loading` sets before it imports vLLM."""
 DRAFT_LEN = 4
 MAX_LENGTH = 512
 PAIR = VllmOptions(
@@ -113,4 +112,4 @@ def mixed(count: int, max_tokens: int = 48, kinds: tuple[Sampling, ...] = KINDS)
     ]
 
 
-__all__ = ["DRAFT_LEN", "KINDS", "PAIR", "End", "OneCore", "mixed"]
+__all__ = ["DRAFT_LEN", "ENVIRONMENT", "KINDS", "PAIR", "OneCore", "mixed"]

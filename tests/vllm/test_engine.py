@@ -6,7 +6,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,14 @@ import pytest
 pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 
 from tokenizers import Tokenizer
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from laps_vllm.versions import VersionError
 from tests.services.worker.harness import Desk, entry
-from tests.vllm.one_core import DRAFT_LEN, PAIR, OneCore, mixed
+from tests.vllm.one_core import DRAFT_LEN, ENVIRONMENT, PAIR, OneCore, mixed
 from tests.worker.contract import EngineContract, Make, spec
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
@@ -34,6 +37,7 @@ from worker_svc.engine.interface import (
 )
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.loading import load_core
+from worker_svc.engine.vllm.names import check_engine_names
 from worker_svc.engine.vllm.parameters import Chooser
 
 Texts = dict[str, list[int]]
@@ -41,8 +45,11 @@ pytestmark = pytest.mark.timeout(900)  # the first test loads the model, which i
 
 
 @pytest.fixture(scope="module")
-def one_core() -> OneCore:
-    return OneCore()
+def one_core() -> Iterator[OneCore]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield OneCore()
 
 
 @pytest.fixture
@@ -337,9 +344,12 @@ def test_a_request_finds_its_own_kv_again_and_that_of_others_if_allowed(make: Ma
     assert (report.cached, report.prefilled) == (64, 71 - 64)
 
 
-def test_the_runner_serves_with_few_blocks_and_changing_ranks(make: Make, expected: Texts) -> None:
-    """The production runner; 14 blocks hold a sixth of the requests."""
-    engine = make(slots=4, blocks=14)
+@pytest.mark.parametrize("room", [{"blocks": 14}, {"residents": 5}], ids=["few blocks", "few places"])
+def test_the_runner_serves_with_little_room_and_changing_ranks(
+    make: Make, expected: Texts, room: dict[str, int]
+) -> None:
+    """The production runner; 14 blocks hold a sixth of the requests, 5 places a quarter."""
+    engine = make(slots=4, **room)
     desk = Desk(engine)
     specs = mixed(20)
     desk.give(*specs)
@@ -482,3 +492,16 @@ def test_a_model_that_vllm_cannot_load_is_one_sentence(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match=f"vLLM cannot load {tmp_path}") as caught:
         load_core(replace(PAIR, model=tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_vllm_that_lacks_what_the_engine_uses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_engine_names("9.9", first_runner=True)
+    monkeypatch.delattr(EngineCore, "post_step")
+    monkeypatch.setattr(GPUModelRunner, "_sample", check_engine_names)
+
+    with pytest.raises(VersionError) as caught:
+        check_engine_names("9.9", first_runner=True)
+    assert str(caught.value) == (
+        "vLLM 9.9 has changed what LAPS-SD uses: EngineCore.post_step(model_executed), "
+        "GPUModelRunner._sample(logits, spec_decode_metadata)"
+    )

@@ -63,6 +63,9 @@ class Runner:
             assert new.sampling_params.temperature == 0
             settings = new.sampling_params.extra_args["laps_sd"]
             assert settings[5] == len(new.prompt_token_ids), "positions begin after the prompt"
+            self.drafts.pop(
+                new.req_id, None
+            )  # vLLM may pad its first step with placeholders for draft tokens
             self.slots[new.req_id] = Slot(settings[4], len(new.prompt_token_ids), list(new.prefill_token_ids))
         assert len(self.slots) <= PLACES
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

@@ -26,6 +26,8 @@ def fingerprint(config: Any, chooser: Chooser, version: str) -> str:
         fingerprint_of(directory) if directory.is_dir() else f"{model.model}@{model.revision}",
         str(model.dtype),
         str(model.quantization),
+        str(model.hf_overrides),
+        str(config.cache_config.cache_dtype),
         chooser.name,
         [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         speculative and [speculative.method, str(speculative.model), speculative.num_speculative_tokens],

@@ -7,6 +7,7 @@ The backend here is vLLM's with another compiler: that of `sampling.formats`.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -23,6 +24,7 @@ from worker_svc.engine.sampling.formats import matcher_of
 
 __all__ = ["bound_formats", "follow_grammar", "format_problem", "structured_outputs", "wait_for_a_grammar"]
 
+OTHER_WAIT_S = 0.001
 _KINDS = {
     StructuredOutputOptions.JSON: FormatKind.JSON_SCHEMA,
     StructuredOutputOptions.JSON_OBJECT: FormatKind.JSON_OBJECT,
@@ -101,7 +103,10 @@ def follow_grammar(request: Request, committed: Sequence[int]) -> None:
 
 
 def wait_for_a_grammar(requests: Iterable[Request], seconds: float) -> None:
-    """Return when one of the grammars that still compile is ready, or after `seconds`; at once if none does."""
+    """Return when one of the grammars that still compile is ready, or after `seconds`.
+
+    If none does, vLLM waits for something else, such as KV of a connector: return after `OTHER_WAIT_S`.
+    """
     futures = [
         request.structured_output_request._grammar
         for request in requests
@@ -110,6 +115,8 @@ def wait_for_a_grammar(requests: Iterable[Request], seconds: float) -> None:
     ]
     if futures:
         wait(futures, seconds, return_when=FIRST_COMPLETED)
+    else:
+        time.sleep(OTHER_WAIT_S)
 
 
 def format_problem(request: Request) -> str:

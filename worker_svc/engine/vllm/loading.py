@@ -23,6 +23,7 @@ from worker_svc.engine.models.tokenizer import load_tokenizer
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.fingerprint import fingerprint
 from worker_svc.engine.vllm.grammars import bound_formats
+from worker_svc.engine.vllm.names import check_engine_names
 from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.engine.vllm.parameters import Chooser, Rules
 from worker_svc.engine.vllm.scheduler import RoundScheduler
@@ -76,11 +77,14 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
             from worker_svc.engine.vllm.coupled_noise import PATH
 
             config.model_config.logits_processors = [PATH]
+        check_engine_names(vllm.__version__, first_runner=chooser is Chooser.REPLACED)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
         bound_formats(core)
         return core, chooser
     except ModelError:
         raise
+    except VersionError as error:
+        raise ModelError(str(error)) from error
     except Exception as error:  # vLLM raises a dozen types; each means that the model cannot be served
         raise ModelError(f"vLLM cannot load {options.model}: {first_line(error)}") from error
 

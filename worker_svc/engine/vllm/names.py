@@ -1,0 +1,53 @@
+"""The names of vLLM that the engine uses beside those of its scheduler, looked up at start.
+
+Each is an attribute of a class or module of this vLLM. None of them is public: a version that lacks one is
+refused with a sentence, before a request fails on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+from vllm.v1.structured_output.request import StructuredOutputRequest
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from laps_vllm.versions import VersionError
+
+__all__ = ["check_engine_names"]
+
+_METHODS = (
+    (EngineCore, "preprocess_add_request", ("self", "request")),
+    (EngineCore, "add_request", ("self", "request", "request_wave")),
+    (EngineCore, "abort_requests", ("self", "request_ids")),
+    (EngineCore, "step", ("self",)),
+    (EngineCore, "post_step", ("self", "model_executed")),
+    (GuidanceBackend, "compile_grammar", ("self", "request_type", "grammar_spec", "stop_token_ids")),
+    (GuidanceGrammar, "accept_tokens", ("self", "request_id", "tokens")),
+)
+_OF_THE_FIRST_RUNNER = (
+    (GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata")),
+    (SpecDecodeBaseProposer, "_greedy_sample", ("self", "hidden_states")),
+)
+
+
+def check_engine_names(version: str, *, first_runner: bool) -> None:
+    """Raise VersionError with all names that this vLLM lacks, those that `coupling` replaces only if used."""
+    missing = list(_missing(first_runner))
+    if missing:
+        raise VersionError(f"vLLM {version} has changed what LAPS-SD uses: {', '.join(missing)}")
+
+
+def _missing(first_runner: bool) -> Iterator[str]:
+    for owner, name, parameters in (*_METHODS, *(_OF_THE_FIRST_RUNNER if first_runner else ())):
+        found = getattr(owner, name, None)
+        if found is None or tuple(inspect.signature(found).parameters)[: len(parameters)] != parameters:
+            yield f"{owner.__name__}.{name}({', '.join(parameters[1:])})"
+    if "_grammar" not in StructuredOutputRequest.__dataclass_fields__:
+        yield "StructuredOutputRequest._grammar"
+    for name in ("ll_matcher", "ll_tokenizer", "vocab_size"):
+        if name not in GuidanceGrammar.__dataclass_fields__:
+            yield f"GuidanceGrammar.{name}"
