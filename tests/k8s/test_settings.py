@@ -92,7 +92,10 @@ def test_every_setting_arrives_under_its_name(generate: Any, helm: Any, service:
         "heartbeat_s": 0.5,
         "silence_s": 7.0,
         "backoff_max_s": 3.0,
-        "engine": "demo",
+        "engine": "vllm",
+        "vllm_args": '{"quantization": "fp8"}',
+        "vllm_residents": 999,
+        "deterministic": False,
     }.items():
         if name in given:
             given[name] = value
