@@ -18,6 +18,9 @@ from worker_svc.settings import WorkerSettings
 
 log = get_logger(__name__)
 
+ENGINE = "engine"
+"""Health name that is SERVING once the engine is loaded, whether or not a scheduler has been reached."""
+
 
 async def serve(settings: WorkerSettings) -> None:
     """Load the model, then work for the leading scheduler until drained.
@@ -25,6 +28,7 @@ async def serve(settings: WorkerSettings) -> None:
     Signals are handled from the start.
     """
     app = ServiceApp("worker", settings)
+    app.own_names.append(ENGINE)
     await app.start()
     link: SchedulerLink | None = None
     failure: StartupError | None = None
@@ -33,6 +37,7 @@ async def serve(settings: WorkerSettings) -> None:
         nonlocal link, failure
         try:
             runner = await _load(settings)
+            await app.set_health(ENGINE)
             link = SchedulerLink(
                 settings,
                 runner,

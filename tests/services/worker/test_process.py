@@ -94,6 +94,28 @@ async def test_sigterm_drains_and_the_worker_leaves_with_success() -> None:
         assert await worker.exit_code() == 0
 
 
+async def test_health_tells_a_loaded_engine_from_a_greeted_worker() -> None:
+    """A start-up probe that waits for a scheduler would kill workers during the scheduler's outage."""
+    async with process(engine="demo", scheduler_seeds="127.0.0.1:1") as worker:
+        port = (await worker.event("listening"))["port"]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+
+            async def serving(name: str) -> bool:
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+                return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+            assert await serving("liveness")
+            assert not await serving("engine"), "torch is not even imported"
+            await worker.event("engine ready")
+
+            async def loaded() -> bool:
+                return await serving("engine")
+
+            await wait_until_async(loaded, description="health of the engine")
+            assert not await serving("readiness")
+
+
 async def test_a_drain_has_a_bound() -> None:
     async with scheduler() as s, process(scheduler_seeds=s.address, drain_s="0.1") as worker:
         stream = await s.greet()
