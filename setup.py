@@ -1,5 +1,5 @@
 """What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core
-compiled ahead of time, by mypyc."""
+compiled ahead of time, by mypyc. With PURE_PYTHON=1 neither: the wheel then suits every Python and machine."""
 
 import os
 import platform
@@ -36,4 +36,6 @@ def compiled_core() -> list[Any]:
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
-setup(ext_modules=[*([KERNELS] if X86 else []), *compiled_core()])
+PURE = os.environ.get("PURE_PYTHON") == "1"
+
+setup(ext_modules=[] if PURE else [*([KERNELS] if X86 else []), *compiled_core()])

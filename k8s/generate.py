@@ -93,6 +93,7 @@ IMAGE_EXTRAS = {
     "gateway": ("gateway", "otel"),
     "scheduler": ("scheduler", "otel"),
     "worker": ("worker", "otel"),
+    "worker-vllm": ("otel",),
     "operator": ("operator",),
 }
 FROM_ELSEWHERE = {"torch"}

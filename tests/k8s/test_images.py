@@ -56,7 +56,7 @@ def test_every_package_comes_by_hash_but_torch(name: str) -> None:
     assert open_ones == (["--no-warn-conflicts ${TORCH}"] if name == "Dockerfile" else [])
 
 
-@pytest.mark.parametrize("component", ["gateway", "scheduler", "operator"])
+@pytest.mark.parametrize("component", ["gateway", "scheduler", "operator", "worker-vllm"])
 def test_no_torch_where_nothing_is_computed(component: str) -> None:
     packages = re.findall(
         r"^([a-z0-9-]+)==", (IMAGES / "requirements" / f"{component}.txt").read_text("utf-8"), re.MULTILINE
@@ -73,6 +73,7 @@ def test_the_pinned_packages_carry_hashes() -> None:
         assert [entry.partition("==")[0] for entry in entries if "--hash=sha256:" not in entry] == [], path
 
 
+DEFAULT_BASE = "docker.io/library/python:3.11-slim-bookworm"
 BASE_DIGEST = "sha256:" + "0123456789abcdef" * 4
 SCRIPTED_BUILDAH = f"""#!/bin/sh
 echo "$*" >> "$LOG"
@@ -82,6 +83,43 @@ case "$1" in
 esac
 """
 """A script that prints a registry's possible answer, and records its arguments."""
+
+
+def scripted_build(folder: Path, *components: str, **variables: str) -> tuple[list[str], list[list[str]]]:
+    """Run build.sh without buildah; return what it printed, and the arguments of each call."""
+    buildah, log = folder / "buildah", folder / "log"
+    buildah.write_text(SCRIPTED_BUILDAH, encoding="utf-8")
+    buildah.chmod(0o755)
+    done = subprocess.run(
+        [IMAGES / "build.sh", *components],
+        env={"PATH": os.environ["PATH"], "BUILDAH": str(buildah), "LOG": str(log), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines(), [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_build_records_the_vllm_that_a_worker_starts_from(tmp_path: Path) -> None:
+    """And pulls it only when it is wanted: it has more than ten gigabytes."""
+    given = "registry.example.com:5000/vllm-openai:v0.33.0"
+
+    printed, calls = scripted_build(tmp_path, "gateway", "worker-vllm", VLLM_BASE=given)
+
+    assert printed[1] == f"base {given} is registry.example.com:5000/vllm-openai@{BASE_DIGEST}"
+    first, second = (call for call in calls if call[0] == "build")
+    assert given not in " ".join(first)
+    assert second[second.index("--file") + 1] == "k8s/images/worker-vllm.Dockerfile"
+    assert {f"BASE={DEFAULT_BASE}", f"VLLM_BASE={given}"} <= set(second)
+    assert labels_of(second) >= {
+        "org.opencontainers.image.title=laps-sd-worker-vllm",
+        f"org.opencontainers.image.base.name={given}",
+        f"org.opencontainers.image.base.digest={BASE_DIGEST}",
+    }
+
+
+def labels_of(build: list[str]) -> set[str]:
+    return {build[i + 1] for i, word in enumerate(build) if word == "--label"}
 
 
 @pytest.mark.parametrize(
@@ -97,22 +135,10 @@ esac
 )
 def test_a_build_prints_and_records_the_digest_of_its_base(tmp_path: Path, base: str, name: str) -> None:
     """`TestBuilt` looks at the labels of real images."""
-    buildah, log = tmp_path / "buildah", tmp_path / "log"
-    buildah.write_text(SCRIPTED_BUILDAH, encoding="utf-8")
-    buildah.chmod(0o755)
-    environment = {"PATH": os.environ["PATH"], "BUILDAH": str(buildah), "LOG": str(log), "BASE": base}
+    printed, calls = scripted_build(tmp_path, "gateway", "operator", BASE=base)
 
-    done = subprocess.run(
-        [IMAGES / "build.sh", "gateway", "operator"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    given = {"": "docker.io/library/python:3.11-slim-bookworm", "debian": name}.get(base, base)
-    assert done.stdout.splitlines()[0] == f"base {given} is {name}@{BASE_DIGEST}"
-    calls = [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
+    given = {"": DEFAULT_BASE, "debian": name}.get(base, base)
+    assert printed == [f"base {given} is {name}@{BASE_DIGEST}"]
     (pulled,) = (call for call in calls if call[0] == "from")
     assert pulled[-2:] == ["--pull-never" if base == "debian" else "--pull", given]
     builds = [call for call in calls if call[0] == "build"]
@@ -120,8 +146,7 @@ def test_a_build_prints_and_records_the_digest_of_its_base(tmp_path: Path, base:
     for build, component in zip(builds, ("gateway", "operator"), strict=True):
         assert "--pull-never" in build, "what was looked at is what is built on"
         assert f"BASE={given}" in build
-        labels = {build[i + 1] for i, word in enumerate(build) if word == "--label"}
-        assert labels >= {
+        assert labels_of(build) >= {
             f"org.opencontainers.image.title=laps-sd-{component}",
             f"org.opencontainers.image.base.name={given}",
             f"org.opencontainers.image.base.digest={BASE_DIGEST}",
