@@ -82,6 +82,8 @@ OWNED: dict[str, dict[str, str]] = {
         **_LINK,
         "pool": "pools[].name",
         "worker_name": "the pod's name",
+        "engine": "pools[].workers.engine",
+        "vllm_args": "pools[].workers.vllmArgs",
         "target": "pools[].target",
         "draft": "pools[].draft",
         "context_tokens": "pools[].contextTokens",

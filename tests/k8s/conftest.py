@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.k8s.helm import CHART, CRDS, TOOLS, Helm3, Helm4, helm3_program, helm4_installed
+from tests.k8s.helm import CHART, CRDS, ROOT, TOOLS, Helm3, Helm4, helm3_program, helm4_installed
 
 
 def missing(what: str) -> None:
@@ -119,6 +119,13 @@ def local_preset() -> dict[str, Any]:
     return yaml.safe_load((CHART / "values-local.yaml").read_text(encoding="utf-8"))
 
 
+EXAMPLES = ROOT / "k8s" / "examples"
+
+
+def example(name: str) -> dict[str, Any]:
+    return yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
 def secrets_everywhere() -> dict[str, Any]:
     values = copy.deepcopy(EVERYTHING)
     values["tls"] = {
@@ -161,6 +168,9 @@ MATRIX: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"operator": {"enabled": True}, "poolDefaults": {"shards": 3, "drainingShards": [2]}},
         (),
     ),
+    "vLLM": (example("values-vllm-8b"), ()),
+    "vLLM on several GPUs": (example("values-vllm-70b"), ()),
+    "vLLM with the operator": (example("values-vllm-70b") | {"operator": {"enabled": True}}, ()),
     "model in a volume": (
         {
             "pools": [

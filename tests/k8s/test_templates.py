@@ -83,6 +83,9 @@ def test_the_values_of_a_guide_are_taken(helm: Any, page: str) -> None:
 FREE = {
     "global",
     "modelVolume",
+    "cacheVolume",
+    "vllmArgs",
+    "speculative_config",
     "nodeSelector",
     "affinity",
     "podAnnotations",
@@ -98,7 +101,7 @@ FREE = {
     "metricsFrom",
     "schedulerFrom",
 }
-"""Maps whose keys are Kubernetes' or the user's own."""
+"""Maps whose keys are Kubernetes', vLLM's or the user's own."""
 
 
 def test_a_name_that_is_mistyped_is_refused_at_every_level() -> None:
@@ -151,4 +154,4 @@ def keys(values: dict[str, Any]) -> Iterator[str]:
             yield from keys(value)
 
 
-AS_THEY_ARE = {"resources", "modelVolume", "dashboardLabels"}
+AS_THEY_ARE = {"resources", "modelVolume", "cacheVolume", "dashboardLabels"}

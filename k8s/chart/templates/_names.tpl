@@ -59,6 +59,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- define "laps-sd.pool" -}}
 {{- $whole := deepCopy .root.Values.poolDefaults -}}
 {{- if .pool.modelVolume }}{{ $_ := set $whole "modelVolume" (dict) }}{{ end -}}
+{{- if (.pool.workers | default dict).cacheVolume }}{{ $_ := set $whole.workers "cacheVolume" (dict) }}{{ end -}}
 {{- include "laps-sd.overlay" (list $whole .pool) -}}
 {{- toJson $whole -}}
 {{- end -}}

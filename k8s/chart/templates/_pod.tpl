@@ -103,19 +103,22 @@ securityContext:
     drop: [ALL]
 {{- end -}}
 
-{{/* Health is served on a port of its own: Kubernetes' gRPC probes speak no TLS. Argument: health name for readiness. */}}
+{{/* Health is served on a port of its own: Kubernetes' gRPC probes speak no TLS. Arguments: ready (health name for readiness); perhaps
+     started (health name of a start that succeeded), seconds (for the start). */}}
 {{- define "laps-sd.probes" -}}
+{{- $seconds := .seconds | default 120 | int -}}
+{{- $period := ternary 1 5 (le $seconds 120) -}}
 startupProbe:
-  grpc: {port: 50050, service: liveness}
-  periodSeconds: 1
-  failureThreshold: 120
+  grpc: {port: 50050, service: {{ .started | default "liveness" }}}
+  periodSeconds: {{ $period }}
+  failureThreshold: {{ divf $seconds $period | ceil | int }}
 livenessProbe:
   grpc: {port: 50050, service: liveness}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  grpc: {port: 50050, service: {{ . }}}
+  grpc: {port: 50050, service: {{ .ready }}}
   periodSeconds: 2
   timeoutSeconds: 2
 {{- end -}}
@@ -161,7 +164,7 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end -}}
 
 {{/* Init container that downloads one model of the pair. Arguments: root, pool, role (target, draft), image, only (files, or
-     empty for all but weights that nobody here reads). */}}
+     empty for all but weights that nobody here reads: vLLM's drafts are often published as pytorch_model.bin alone). */}}
 {{- define "laps-sd.download" -}}
 {{- $model := get .pool .role -}}
 - name: {{ .role }}-download
@@ -176,8 +179,10 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
     - {{ . }}
     {{- end }}
     {{- else }}
+    {{- if not (and (eq .role "draft") (eq .pool.workers.engine "vllm")) }}
     - --exclude
     - "*.bin"
+    {{- end }}
     - --exclude
     - "*.pth"
     - --exclude

@@ -106,6 +106,7 @@
 {{- if and (not $gpu) (hasPrefix "cuda" ($workers.settings.device | default "cpu")) }}
 {{- fail (printf "settings.device of the workers of %s is %s and no GPU is asked for: add resources.limits.\"nvidia.com/gpu\"." .where $workers.settings.device) }}
 {{- end -}}
+{{- include "laps-sd.validateVllm" (dict "pool" .pool "where" .where) -}}
 {{- $scaling := $workers.autoscaling -}}
 {{- if ne $scaling.keda "off" -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}

@@ -5,7 +5,8 @@
 {{- $pool := .pool -}}
 {{- $values := $pool.workers -}}
 {{- $self := dict "root" $root "pool" $pool "component" "worker" "shard" .shard "values" $values -}}
-{{- $image := include "laps-sd.image" (dict "root" $root "image" $values.image "name" "laps-sd-worker") -}}
+{{- $vllm := eq $values.engine "vllm" -}}
+{{- $image := include "laps-sd.image" (dict "root" $root "image" $values.image "name" (ternary "laps-sd-worker-vllm" "laps-sd-worker" $vllm)) -}}
 {{- $gpu := get ($values.resources.limits | default dict) "nvidia.com/gpu" -}}
 metadata:
   labels:
@@ -49,10 +50,18 @@ spec:
             fieldRef: {fieldPath: metadata.name}
         - name: LAPS_SD_POOL
           value: {{ $pool.name | quote }}
+        {{- if ne $values.engine "auto" }}
+        - name: LAPS_SD_ENGINE
+          value: {{ $values.engine }}
+        {{- end }}
+        {{- if $vllm }}
+        {{- include "laps-sd.vllmEnv" $pool | nindent 8 }}
+        {{- else }}
         {{- range $role := list "target" "draft" }}
         {{- with include "laps-sd.modelFolder" (get $pool $role) }}
         - name: LAPS_SD_{{ upper $role }}
           value: /models/{{ . }}
+        {{- end }}
         {{- end }}
         {{- end }}
         {{- with $pool.contextTokens }}
@@ -66,17 +75,20 @@ spec:
         - name: HF_HUB_OFFLINE
           value: "1"
         - name: HOME
-          value: /tmp
+          value: {{ ternary "/cache" "/tmp" $vllm }}
         {{- include "laps-sd.settings" $values.settings | nindent 8 }}
       ports:
         - {name: health, containerPort: 50050}
         - {name: metrics, containerPort: 9090}
-      {{- include "laps-sd.probes" "readiness" | nindent 6 }}
+      {{- include "laps-sd.probes" (dict "ready" "readiness" "started" (ternary "engine" "liveness" $vllm) "seconds" (include "laps-sd.startupSeconds" $values)) | nindent 6 }}
       {{- include "laps-sd.containerSecurity" . | nindent 6 }}
       resources: {{- toYaml $values.resources | nindent 8 }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shared-memory, mountPath: /dev/shm}
+        {{- if $vllm }}
+        - {name: cache, mountPath: /cache}
+        {{- end }}
         {{- if or $pool.target.repo $pool.target.path }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
@@ -87,7 +99,11 @@ spec:
     - name: tmp
       emptyDir: {}
     - name: shared-memory
-      emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+      emptyDir: {medium: Memory, sizeLimit: {{ include "laps-sd.sharedMemory" $values }}}
+    {{- if $vllm }}
+    - name: cache
+      {{- toYaml $values.cacheVolume | nindent 6 }}
+    {{- end }}
     {{- if or $pool.target.repo $pool.target.path }}
     - name: models
       {{- toYaml $pool.modelVolume | nindent 6 }}

@@ -1,0 +1,76 @@
+{{/* What a worker over vLLM has that others have not. */}}
+
+{{/* Number of GPUs of a worker. Argument: values of the workers. */}}
+{{- define "laps-sd.gpus" -}}
+{{ get (.resources.limits | default dict) "nvidia.com/gpu" | default 0 | int }}
+{{- end -}}
+
+{{/* Arguments of vLLM's EngineArgs, as JSON: those of the values, the models of the pool, and one rank for each GPU.
+     Argument: pool. */}}
+{{- define "laps-sd.vllmArgs" -}}
+{{- $args := deepCopy .workers.vllmArgs -}}
+{{- $_ := set $args "model" (printf "/models/%s" (include "laps-sd.modelFolder" .target)) -}}
+{{- with .contextTokens }}{{ $_ := set $args "max_model_len" (int .) }}{{ end -}}
+{{- with include "laps-sd.modelFolder" .draft }}{{ $_ := set $args "speculative_config" (set ($args.speculative_config | default dict) "model" (printf "/models/%s" .)) }}{{ end -}}
+{{- $gpus := include "laps-sd.gpus" .workers | int -}}
+{{- if and $gpus (not $args.tensor_parallel_size) -}}
+{{- $_ := set $args "tensor_parallel_size" (div $gpus (int ($args.pipeline_parallel_size | default 1))) -}}
+{{- end -}}
+{{- toJson $args -}}
+{{- end -}}
+
+{{/* Seconds in which a worker must be up: with vLLM the model is then loaded, compiled, and its graphs are captured.
+     Argument: values of the workers. */}}
+{{- define "laps-sd.startupSeconds" -}}
+{{ .startupSeconds | default (ternary 1200 120 (eq .engine "vllm")) | int }}
+{{- end -}}
+
+{{/* Size of /dev/shm: ranks of several GPUs talk through it. Argument: values of the workers. */}}
+{{- define "laps-sd.sharedMemory" -}}
+{{ .sharedMemory | default (ternary "8Gi" "1Gi" (gt (include "laps-sd.gpus" . | int) 1)) }}
+{{- end -}}
+
+{{/* The environment of a worker over vLLM. Argument: pool. */}}
+{{- define "laps-sd.vllmEnv" -}}
+- name: LAPS_SD_VLLM_ARGS
+  value: {{ include "laps-sd.vllmArgs" . | quote }}
+{{- if not (hasKey .workers.settings "engineSilenceS") }}
+# A round may compile what no round before it needed.
+- name: LAPS_SD_ENGINE_SILENCE_S
+  value: {{ include "laps-sd.startupSeconds" .workers | int | add 60 | quote }}
+{{- end }}
+- name: VLLM_CACHE_ROOT
+  value: /cache/vllm
+- name: HF_HOME
+  value: /cache/huggingface
+- name: VLLM_NO_USAGE_STATS
+  value: "1"
+{{- end -}}
+
+{{/* Refusals. Arguments: pool, where. */}}
+{{- define "laps-sd.validateVllm" -}}
+{{- $workers := .pool.workers -}}
+{{- $args := $workers.vllmArgs -}}
+{{- $own := or .pool.target.repo .pool.target.path -}}
+{{- if and $own (has $workers.engine (list "demo" "fake")) }}
+{{- fail (printf "engine of the workers of %s is %s, which serves no target: set engine to auto or vllm, or leave target out." .where $workers.engine) }}
+{{- end -}}
+{{- if ne $workers.engine "vllm" -}}
+{{- if $args }}{{ fail (printf "vllmArgs of the workers of %s are arguments of vLLM, and engine is %s: set engine to vllm." .where $workers.engine) }}{{ end -}}
+{{- else -}}
+{{- if not $own }}{{ fail (printf "engine of the workers of %s is vllm, which needs a model: name target.repo or target.path." .where) }}{{ end -}}
+{{- if hasKey $args "model" }}{{ fail (printf "vllmArgs.model of the workers of %s: target names the model, for the gateways too, which need its tokenizer." .where) }}{{ end -}}
+{{- if hasKey $args "max_model_len" }}{{ fail (printf "vllmArgs.max_model_len of the workers of %s: contextTokens is this limit, for the gateways too, which must have the same." .where) }}{{ end -}}
+{{- $speculation := $args.speculative_config | default dict -}}
+{{- if hasKey $speculation "model" }}{{ fail (printf "vllmArgs.speculative_config.model of the workers of %s: draft names the model, which is then downloaded or found in the volume." .where) }}{{ end -}}
+{{- if and (or .pool.draft.repo .pool.draft.path) (not $speculation) }}
+{{- fail (printf "%s has a draft, and its workers do not say how vLLM uses it: give vllmArgs.speculative_config, with method and num_speculative_tokens." .where) }}
+{{- end -}}
+{{- $gpus := include "laps-sd.gpus" $workers | int -}}
+{{- $pipeline := $args.pipeline_parallel_size | default 1 | int -}}
+{{- $tensor := $args.tensor_parallel_size | default (div (max $gpus 1) $pipeline) | int -}}
+{{- if ne (mul $tensor $pipeline) (max $gpus 1 | int64) }}
+{{- fail (printf "The workers of %s have %d GPUs and vllmArgs asks for tensor_parallel_size %d times pipeline_parallel_size %d: make the product the number of resources.limits.\"nvidia.com/gpu\", or leave tensor_parallel_size out." .where $gpus $tensor $pipeline) }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
