@@ -341,6 +341,21 @@ async def test_a_policy_that_is_not_the_schedulers_is_told(monkeypatch: pytest.M
     assert memory.told[0]["problem"].startswith("the schedulers order by fcfs, not las")
 
 
+async def test_gpus_without_a_rank_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "shard", Shard().shard)
+    spec = POOL["spec"] | {
+        "engine": "vllm",
+        "vllmArgs": {"tensor_parallel_size": 2},
+        "resources": {"limits": {"nvidia.com/gpu": 4}},
+    }
+    pool = {**POOL, "spec": spec}
+    memory = Memory(pool, objects.deployment_of(pool, 2))
+
+    await turn(memory)
+
+    assert memory.told[0]["problem"].startswith("workers have 4 GPUs, and vLLM makes 2 ranks")
+
+
 @pytest.mark.parametrize("before", ["pool", "deployment", "pods", "shard", "patch_pod", "drain"])
 async def test_another_operator_may_have_a_turn_at_any_point_and_one_worker_goes(
     before: str, monkeypatch: pytest.MonkeyPatch

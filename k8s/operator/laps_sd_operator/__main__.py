@@ -152,7 +152,7 @@ async def turn(
     shard, problem = None, ""
     try:
         shard = await scheduler.shard(pool["spec"]["scheduler"], tls)
-        problem = objects.other_policy(pool, shard)
+        problem = objects.unequal_ranks(pool) or objects.other_policy(pool, shard)
     except scheduler.NoScheduler as error:
         problem = f"no scheduler answers: {error}"
     # Read after the scheduler: a worker that drains there was marked before, so the mark is seen here and no

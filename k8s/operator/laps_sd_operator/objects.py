@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from laps_sd_operator import vllm
 from laps_sd_operator.reconcile import Phase, Pod, Seen, Worker
 
 GROUP, VERSION, PLURAL, KIND = "laps-sd.dev", "v1alpha1", "speculativepools", "SpeculativePool"
@@ -53,14 +54,12 @@ def template_of(pool: Object) -> dict[str, Any]:
     least = math.ceil(drain_s) + END_S
     pod["terminationGracePeriodSeconds"] = max(pod.get("terminationGracePeriodSeconds") or 0, least)
     worker = next(container for container in pod["containers"] if container["name"] == "worker")
-    given = {"LAPS_SD_DRAIN_S": f"{drain_s:g}"}
-    for role in ("target", "draft"):
-        if spec.get("model", {}).get(role):
-            given[f"LAPS_SD_{role.upper()}"] = spec["model"][role]
-    kept = [one for one in worker.get("env", []) if one["name"] not in given]
-    worker["env"] = kept + [{"name": name, "value": value} for name, value in given.items()]
     if spec.get("resources"):
         worker["resources"] = spec["resources"]
+    given = {"LAPS_SD_DRAIN_S": f"{drain_s:g}"}
+    given |= vllm.engine_environment(spec, worker.get("resources") or {})
+    kept = [one for one in worker.get("env", []) if one["name"] not in given]
+    worker["env"] = kept + [{"name": name, "value": value} for name, value in given.items()]
     return template
 
 
@@ -192,6 +191,11 @@ def other_policy(pool: Object, shard: Shard) -> str:
     if not wanted or wanted == shard.policy:
         return ""
     return f"the schedulers order by {shard.policy}, not {wanted}: LAPS_SD_POLICY is a setting of theirs"
+
+
+def unequal_ranks(pool: Object) -> str:
+    """Return the problem if the pool's workers over vLLM have another number of GPUs than of ranks, else empty."""
+    return vllm.unequal_ranks(template_of(pool))
 
 
 def status_of(pool: Object, seen: Seen, shard: Shard | None, problem: str) -> dict[str, Any]:

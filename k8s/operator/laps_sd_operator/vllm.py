@@ -1,0 +1,57 @@
+"""Workers over vLLM: from the fields of a pool to the variables of its workers. Pure functions on dictionaries."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+ARGS = "LAPS_SD_VLLM_ARGS"
+GPU = "nvidia.com/gpu"
+
+Object = Mapping[str, Any]
+
+
+def engine_environment(spec: Object, resources: Object) -> dict[str, str]:
+    """Return the variables that name the engine of a pool's workers and their models.
+
+    `resources`: those of the container. An engine that the pool does not name is left to its template.
+    """
+    engine = spec.get("engine")
+    models = {role: spec.get("model", {}).get(role) for role in ("target", "draft")}
+    given = {"LAPS_SD_ENGINE": engine} if engine else {}
+    if engine != "vllm":
+        return given | {f"LAPS_SD_{role.upper()}": path for role, path in models.items() if path}
+    args = copy.deepcopy(dict(spec.get("vllmArgs", {})))
+    if models["target"]:
+        args["model"] = models["target"]
+    if models["draft"]:
+        args["speculative_config"] = {**args.get("speculative_config", {}), "model": models["draft"]}
+    gpus = gpus_of(resources)
+    if gpus:
+        args.setdefault("tensor_parallel_size", gpus // args.get("pipeline_parallel_size", 1))
+    return given | {ARGS: json.dumps(args, sort_keys=True)}
+
+
+def gpus_of(resources: Object) -> int:
+    """Return the number of GPUs of a container."""
+    return int((resources.get("limits") or {}).get(GPU, 0))
+
+
+def unequal_ranks(template: Object) -> str:
+    """Return the problem if workers over vLLM have another number of GPUs than of ranks; empty if they agree.
+
+    A template without readable arguments is left to the worker, which refuses them with a sentence.
+    """
+    worker = next(container for container in template["spec"]["containers"] if container["name"] == "worker")
+    text = next((one.get("value", "") for one in worker.get("env", []) if one["name"] == ARGS), "")
+    try:
+        args = json.loads(text)
+        ranks = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
+        gpus = gpus_of(worker.get("resources") or {})
+    except (ValueError, TypeError, AttributeError):
+        return ""
+    if ranks == max(gpus, 1):
+        return ""
+    return f"workers have {gpus} GPUs, and vLLM makes {ranks} ranks: tensor_parallel_size must be the number of GPUs"
