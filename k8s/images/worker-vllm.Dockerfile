@@ -2,12 +2,13 @@
 #
 #   docker build -f k8s/images/worker-vllm.Dockerfile -t laps-sd-worker-vllm .
 #
-# NOT TESTED: this image has never been built and never run on a GPU by us. tests/k8s/test_images.py checks this
-# file, builds the wheel and compares its requirements with the packages that are installed here.
+# NOT TESTED: over vLLM's image this has never been built and never run on a GPU by us, only over a stand-in with
+# older packages. tests/k8s/test_image_vllm.py checks this file, and compares the requirements of the wheel that it
+# builds with the packages that are installed here.
 
 # Where the wheel is built; any Python 3.11 or newer.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
-# vLLM with its torch and its transformers: 0.32 or 0.33, for CUDA, ROCm or the CPU. NAME@sha256:DIGEST pins it.
+# vLLM with its torch and its transformers: 0.32 or 0.33. NAME@sha256:DIGEST pins it.
 ARG VLLM_BASE=docker.io/vllm/vllm-openai:v0.32.0
 
 FROM ${BASE} AS build
@@ -36,15 +37,14 @@ LABEL org.opencontainers.image.title="laps-sd-worker-vllm" \
 USER 0:0
 COPY --from=build /dist /laps-sd/
 COPY k8s/images/join.py k8s/images/requirements/worker-vllm.txt /laps-sd/
-# Only what is missing is installed, and nothing that vLLM's packages exclude: join.py. The system's Python is theirs to use.
-# torch wants a name for the user.
+# Only what is missing is installed, and nothing that vLLM's packages exclude: join.py. Torch looks up the user's name.
 RUN export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_COMPILE=0 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
  && python3 /laps-sd/join.py /laps-sd/worker-vllm.txt /laps-sd/*.whl otel \
  && rm -r /laps-sd \
  && groupadd --gid 10001 laps-sd \
  && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /cache laps-sd \
  && mkdir /cache && chown 10001:10001 /cache
-# /cache is the one volume beside /tmp: compiled kernels and graphs, and what vLLM downloads by itself. The root may be read-only.
+# /cache is the one writable folder apart from /tmp: compiled kernels and graphs, and what vLLM downloads. The root may be read-only.
 ENV HOME=/cache USER=laps-sd VLLM_CACHE_ROOT=/cache/vllm HF_HOME=/cache/huggingface VLLM_NO_USAGE_STATS=1 \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     LAPS_SD_GRPC_HOST=0.0.0.0 LAPS_SD_HEALTH_PORT=50050

@@ -164,7 +164,7 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end -}}
 
 {{/* Init container that downloads one model of the pair. Arguments: root, pool, role (target, draft), image, only (files, or
-     empty for all but weights that nobody here reads: vLLM's drafts are often published as pytorch_model.bin alone). */}}
+     empty for all but weights that the engine does not read: drafts of vLLM are often published as pytorch_model.bin alone). */}}
 {{- define "laps-sd.download" -}}
 {{- $model := get .pool .role -}}
 - name: {{ .role }}-download

@@ -1,4 +1,4 @@
-{{/* What a worker over vLLM has that others have not. */}}
+{{/* The parts of a worker over vLLM that other workers do not have. */}}
 
 {{/* Number of GPUs of a worker. Argument: values of the workers. */}}
 {{- define "laps-sd.gpus" -}}
@@ -25,7 +25,7 @@
 {{ .startupSeconds | default (ternary 1200 120 (eq .engine "vllm")) | int }}
 {{- end -}}
 
-{{/* Size of /dev/shm: ranks of several GPUs talk through it. Argument: values of the workers. */}}
+{{/* Size of /dev/shm: the ranks of several GPUs exchange data there. Argument: values of the workers. */}}
 {{- define "laps-sd.sharedMemory" -}}
 {{ .sharedMemory | default (ternary "8Gi" "1Gi" (gt (include "laps-sd.gpus" . | int) 1)) }}
 {{- end -}}
