@@ -149,10 +149,6 @@ async def test_the_api_server_takes_a_pool_as_the_chart_writes_it(
         ({"model": {"draft": "/models/d"}}, "a draft needs a target"),
         ({"vllmArgs": {"seed": 1}}, "engine must be vllm"),
         ({"engine": "auto", "vllmArgs": {}}, "engine must be vllm"),
-        (
-            {"engine": "vllm", "model": {"target": "/models/t", "draft": "/models/d"}},
-            "a draft of vLLM needs vllmArgs.speculative_config",
-        ),
         ({"engine": "fake", "model": {"target": "/models/t"}}, "serve no target"),
         ({"engine": "vllm", "vllmArgs": {"tensor_parallel_size": 0}}, "spec.vllmArgs.tensor_parallel_size"),
         ({"replicas": -1}, "spec.replicas"),

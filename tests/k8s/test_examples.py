@@ -43,8 +43,11 @@ def test_the_values_use_all_gpus_of_a_worker(helm3: Any, name: str) -> None:
     (pool,) = example(name)["pools"]
     worker = find(helm3.render(example(name)), "Deployment", "llama-worker")
     (container,) = worker["spec"]["template"]["spec"]["containers"]
-    (given,) = (one["value"] for one in container["env"] if one["name"] == "LAPS_SD_VLLM_ARGS")
+    environment = {one["name"]: one.get("value", "") for one in container["env"]}
+    given = environment["LAPS_SD_VLLM_ARGS"]
 
+    assert environment["LAPS_SD_DTYPE"] == "bfloat16", "the default is float32"
+    assert environment["LAPS_SD_TARGET"] == f"/models/{pool['target']['repo'].replace('/', '--')}"
     gpus = pool["workers"]["resources"]["limits"]["nvidia.com/gpu"]
     assert f'"tensor_parallel_size":{gpus}}}' in given
     assert f'"model":"/models/{pool["draft"]["repo"].replace("/", "--")}"' in given

@@ -50,12 +50,18 @@ def test_the_engine_its_models_and_its_arguments_arrive() -> None:
     )
 
     assert environment_of(made)["LAPS_SD_ENGINE"] == "vllm"
+    assert environment_of(made)["LAPS_SD_TARGET"] == "/models/t"
+    assert environment_of(made)["LAPS_SD_DRAFT"] == "/models/d"
     assert args_of(made) == {
-        "model": "/models/t",
         "seed": 0,
         "speculative_config": {"method": "eagle3", "model": "/models/d", "num_speculative_tokens": 3},
     }
-    assert not {"LAPS_SD_TARGET", "LAPS_SD_DRAFT"} & set(environment_of(made)), "they are of another engine"
+
+
+def test_a_pool_without_arguments_gives_none() -> None:
+    made = objects.template_of(pool(model={"target": "/models/t", "draft": "/models/d"}))
+
+    assert "LAPS_SD_VLLM_ARGS" not in environment_of(made)
 
 
 @pytest.mark.parametrize(

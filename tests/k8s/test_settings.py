@@ -153,3 +153,14 @@ def test_what_is_generated_is_up_to_date(generate: Any) -> None:
     stale = [path.name for path, text in generate.files() if path.read_text(encoding="utf-8") != text]
 
     assert stale == [], "run make docs"
+
+
+def test_the_chart_refuses_the_arguments_of_vllm_that_a_worker_refuses(helm3: Any) -> None:
+    """Before anything is installed, and with the name of the value that has the same meaning."""
+    options = pytest.importorskip("worker_svc.engine.vllm.options", reason="needs the engine over vLLM")
+    pool = {"name": "a", "model": "m", "target": {"path": "t"}}
+
+    for name in options.RESERVED:
+        workers = {"engine": "vllm", "vllmArgs": {name: 1}}
+        with pytest.raises(Refused, match=f"vllmArgs.{name} of the workers of"):
+            helm3.render({"pools": [pool | {"workers": workers}]})

@@ -16,13 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 K8S = Path(__file__).parents[2] / "k8s"
-BY_THE_CHART = {
-    "model",
-    "max_model_len",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "speculative_config",
-}
+BY_THE_CHART = {"tensor_parallel_size", "pipeline_parallel_size", "speculative_config"}
 
 
 def loaded(name: str) -> list[dict[str, Any]]:

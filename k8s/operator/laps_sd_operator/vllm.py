@@ -18,20 +18,19 @@ def engine_environment(spec: Object, resources: Object) -> dict[str, str]:
 
     `resources`: those of the container. An engine that the pool does not name is left to its template.
     """
-    engine = spec.get("engine")
-    models = {role: spec.get("model", {}).get(role) for role in ("target", "draft")}
-    given = {"LAPS_SD_ENGINE": engine} if engine else {}
-    if engine != "vllm":
-        return given | {f"LAPS_SD_{role.upper()}": path for role, path in models.items() if path}
-    args = copy.deepcopy(dict(spec.get("vllmArgs", {})))
-    if models["target"]:
-        args["model"] = models["target"]
-    if models["draft"]:
-        args["speculative_config"] = {**args.get("speculative_config", {}), "model": models["draft"]}
-    gpus = gpus_of(resources)
-    if gpus:
-        args.setdefault("tensor_parallel_size", gpus // args.get("pipeline_parallel_size", 1))
-    return given | {ARGS: json.dumps(args, sort_keys=True)}
+    models = spec.get("model", {})
+    given = {f"LAPS_SD_{role.upper()}": models[role] for role in ("target", "draft") if models.get(role)}
+    if spec.get("engine"):
+        given["LAPS_SD_ENGINE"] = spec["engine"]
+    if spec.get("engine") == "vllm":
+        args = copy.deepcopy(dict(spec.get("vllmArgs", {})))
+        if "speculative_config" in args and models.get("draft"):
+            args["speculative_config"]["model"] = models["draft"]
+        if gpus := gpus_of(resources):
+            args.setdefault("tensor_parallel_size", gpus // args.get("pipeline_parallel_size", 1))
+        if args:
+            given[ARGS] = json.dumps(args, sort_keys=True)
+    return given
 
 
 def gpus_of(resources: Object) -> int:

@@ -54,15 +54,14 @@ spec:
         - name: LAPS_SD_ENGINE
           value: {{ $values.engine }}
         {{- end }}
-        {{- if $vllm }}
-        {{- include "laps-sd.vllmEnv" $pool | nindent 8 }}
-        {{- else }}
         {{- range $role := list "target" "draft" }}
         {{- with include "laps-sd.modelFolder" (get $pool $role) }}
         - name: LAPS_SD_{{ upper $role }}
           value: /models/{{ . }}
         {{- end }}
         {{- end }}
+        {{- if $vllm }}
+        {{- include "laps-sd.vllmEnv" $pool | nindent 8 }}
         {{- end }}
         {{- with $pool.contextTokens }}
         - name: LAPS_SD_CONTEXT_TOKENS

@@ -5,18 +5,36 @@
 {{ get (.resources.limits | default dict) "nvidia.com/gpu" | default 0 | int }}
 {{- end -}}
 
-{{/* Arguments of vLLM's EngineArgs, as JSON: those of the values, the models of the pool, and one rank for each GPU.
-     Argument: pool. */}}
+{{/* Arguments of vLLM's EngineArgs, as JSON: those of the values, the pool's draft where they describe speculation, and one
+     rank for each GPU. Argument: pool. */}}
 {{- define "laps-sd.vllmArgs" -}}
 {{- $args := deepCopy .workers.vllmArgs -}}
-{{- $_ := set $args "model" (printf "/models/%s" (include "laps-sd.modelFolder" .target)) -}}
-{{- with .contextTokens }}{{ $_ := set $args "max_model_len" (int .) }}{{ end -}}
-{{- with include "laps-sd.modelFolder" .draft }}{{ $_ := set $args "speculative_config" (set ($args.speculative_config | default dict) "model" (printf "/models/%s" .)) }}{{ end -}}
+{{- $draft := include "laps-sd.modelFolder" .draft -}}
+{{- if and $draft $args.speculative_config }}{{ $_ := set $args.speculative_config "model" (printf "/models/%s" $draft) }}{{ end -}}
 {{- $gpus := include "laps-sd.gpus" .workers | int -}}
 {{- if and $gpus (not $args.tensor_parallel_size) -}}
 {{- $_ := set $args "tensor_parallel_size" (div $gpus (int ($args.pipeline_parallel_size | default 1))) -}}
 {{- end -}}
 {{- toJson $args -}}
+{{- end -}}
+
+{{/* Arguments of vLLM that the worker or the chart sets, as YAML: what to do instead. */}}
+{{- define "laps-sd.vllmReserved" -}}
+model: target names the model, for the gateways too, which need its tokenizer
+max_model_len: contextTokens is this limit, for the gateways too, which must have the same
+dtype: set settings.dtype
+kv_cache_memory_bytes: set settings.kvMemoryBytes
+num_gpu_blocks_override: set settings.kvBlocks
+max_num_active_seqs: set settings.slots
+max_num_seqs: set settings.vllmResidents
+max_num_batched_tokens: set settings.prefillChunk
+enable_prefix_caching: set settings.prefixReuseTokens
+trust_remote_code: set settings.trustRemoteCode
+data_parallel_size: set replicas, which are workers of their own
+async_scheduling: a worker cannot work with it
+logits_processors: they would change the choice of tokens
+scheduler_cls: LAPS-SD has its own
+skip_tokenizer_init: it follows from the model
 {{- end -}}
 
 {{/* Seconds in which a worker must be up: with vLLM the model is then loaded, compiled, and its graphs are captured.
@@ -32,8 +50,12 @@
 
 {{/* The environment of a worker over vLLM. Argument: pool. */}}
 {{- define "laps-sd.vllmEnv" -}}
+{{- with include "laps-sd.vllmArgs" . }}
+{{- if ne . "{}" }}
 - name: LAPS_SD_VLLM_ARGS
-  value: {{ include "laps-sd.vllmArgs" . | quote }}
+  value: {{ . | quote }}
+{{- end }}
+{{- end }}
 {{- if not (hasKey .workers.settings "engineSilenceS") }}
 # A round may compile what no round before it needed.
 - name: LAPS_SD_ENGINE_SILENCE_S
@@ -59,13 +81,10 @@
 {{- if $args }}{{ fail (printf "vllmArgs of the workers of %s are arguments of vLLM, and engine is %s: set engine to vllm." .where $workers.engine) }}{{ end -}}
 {{- else -}}
 {{- if not $own }}{{ fail (printf "engine of the workers of %s is vllm, which needs a model: name target.repo or target.path." .where) }}{{ end -}}
-{{- if hasKey $args "model" }}{{ fail (printf "vllmArgs.model of the workers of %s: target names the model, for the gateways too, which need its tokenizer." .where) }}{{ end -}}
-{{- if hasKey $args "max_model_len" }}{{ fail (printf "vllmArgs.max_model_len of the workers of %s: contextTokens is this limit, for the gateways too, which must have the same." .where) }}{{ end -}}
-{{- $speculation := $args.speculative_config | default dict -}}
-{{- if hasKey $speculation "model" }}{{ fail (printf "vllmArgs.speculative_config.model of the workers of %s: draft names the model, which is then downloaded or found in the volume." .where) }}{{ end -}}
-{{- if and (or .pool.draft.repo .pool.draft.path) (not $speculation) }}
-{{- fail (printf "%s has a draft, and its workers do not say how vLLM uses it: give vllmArgs.speculative_config, with method and num_speculative_tokens." .where) }}
+{{- range $name, $instead := include "laps-sd.vllmReserved" . | fromYaml -}}
+{{- if hasKey $args $name }}{{ fail (printf "vllmArgs.%s of the workers of %s: %s." $name $.where $instead) }}{{ end -}}
 {{- end -}}
+{{- if hasKey ($args.speculative_config | default dict) "model" }}{{ fail (printf "vllmArgs.speculative_config.model of the workers of %s: draft names the model, which is then downloaded or found in the volume." .where) }}{{ end -}}
 {{- $gpus := include "laps-sd.gpus" $workers | int -}}
 {{- $pipeline := $args.pipeline_parallel_size | default 1 | int -}}
 {{- $tensor := $args.tensor_parallel_size | default (div (max $gpus 1) $pipeline) | int -}}
