@@ -77,6 +77,8 @@ class OneWorker:
         self._events: list[Event] = [WorkerUp(facts, ())]
         self._entries: tuple[AssignEntry, ...] = ()
         self._epochs: dict[str, int] = {}
+        self._candidates: dict[str, tuple[AssignEntry, RequestNow, bool, Candidate]] = {}
+        """The newest candidates by request, and what they were made from."""
         self._on_device: set[str] = set()
         """Requests whose KV the core believes to be on the device."""
         self._latched = False
@@ -89,12 +91,13 @@ class OneWorker:
     def ended(self, request_id: str, end: End) -> None:
         """Take in an end that no step brought: a cancellation, a stop string."""
         self._events.append(EndRequested(request_id, end, ""))
-        self._epochs.pop(request_id, None)
+        self._forget(request_id)
 
     def choose(self, now_s: float, state: Callable[[str], RequestNow | None]) -> Choice:
         """Return the requests of the next step and those whose KV has to go.
 
-        `state` returns None for a request that cannot run now (it has ended, or waits for something else).
+        `state` returns None for a request that cannot run now (it has ended, or waits for something else), and
+        the same object as before for one whose state is the same: its candidate is then used again.
         """
         events, self._events = self._events, []
         for command in self.core.step(now_s, events):
@@ -106,25 +109,19 @@ class OneWorker:
                 # It keeps its KV here, but the core believes that it has none: the next report says so.
                 self._on_device.difference_update(name for name, _ in command.requests)
         candidates = []
+        ran, made = self.ran, self._candidates
         for entry in self._entries:
-            now = state(entry.request_id)
+            name = entry.request_id
+            now = state(name)
             if now is None:
                 continue
-            candidates.append(
-                Candidate(
-                    entry.request_id,
-                    entry.rank_class,
-                    entry.index_s,
-                    entry.resume_cost_s,
-                    entry.reserved,
-                    entry.pinned,
-                    entry.request_id in self.ran,
-                    Residency.DEVICE if now.blocks else Residency.NONE,
-                    now.tokens,
-                    now.blocks,
-                    0,
-                )
-            )
+            before = made.get(name)
+            if before is not None and before[0] is entry and before[1] is now and before[2] == (name in ran):
+                candidates.append(before[3])
+                continue
+            candidate = _candidate(entry, now, name in ran)
+            made[name] = (entry, now, name in ran, candidate)
+            candidates.append(candidate)
         facts = self.facts
         choice = choose(
             candidates,
@@ -140,13 +137,17 @@ class OneWorker:
         )
         self._latched, self._clock = choice.kv_latched, choice.reserve_clock
         run = frozenset(choice.run)
-        self.paused += sum(name not in run and state(name) is not None for name in self.ran)
+        self.paused += sum(state(name) is not None for name in self.ran - run)
         self.ran = run
         return choice
 
     def ranked(self, state: Callable[[str], RequestNow | None]) -> list[str]:
         """Return the requests of the newest assignment that can run, best first."""
         return [entry.request_id for entry in self._entries if state(entry.request_id) is not None]
+
+    def _forget(self, request_id: str) -> None:
+        self._epochs.pop(request_id, None)
+        self._candidates.pop(request_id, None)
 
     def report(
         self,
@@ -178,7 +179,7 @@ class OneWorker:
                 )
             )
             if step.end is not None:
-                self._epochs.pop(step.request_id, None)
+                self._forget(step.request_id)
         moved = [(name, Residency.DEVICE) for name in on_device - self._on_device]
         moved += [(name, Residency.NONE) for name in self._on_device - on_device]
         changes = tuple(
@@ -203,3 +204,20 @@ class OneWorker:
                 free_blocks,
             )
         )
+
+
+def _candidate(entry: AssignEntry, now: RequestNow, ran: bool) -> Candidate:
+    """Return an entry of the assignment joined with the state of its request."""
+    return Candidate(
+        entry.request_id,
+        entry.rank_class,
+        entry.index_s,
+        entry.resume_cost_s,
+        entry.reserved,
+        entry.pinned,
+        ran,
+        Residency.DEVICE if now.blocks else Residency.NONE,
+        now.tokens,
+        now.blocks,
+        0,
+    )

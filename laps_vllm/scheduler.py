@@ -84,6 +84,9 @@ class Laps(Pausing):
         self._last_end_s = self._decided_s = self.clock()
         self._observed_s = self._kept_s = self._last_end_s
         self._seen_pauses = self._seen_evictions = 0
+        self._growth_tokens = growth
+        self._known: dict[str, tuple[RequestStatus, int, int, RequestNow]] = {}
+        """What `_now` returned last, by request, with the status and the tokens then: in all, and computed."""
         logger.info(
             "LAPS-SD %s: policy %s, steps of %d requests, %d resident, %s core, what is learnt is %s; %s scheduling,"
             " up to %d draft tokens",
@@ -138,6 +141,7 @@ class Laps(Pausing):
         """End requests that no step ended: cancelled, or stopped by a string that the API server found."""
         gone = super().finish_requests(request_ids, finished_status)
         for request in gone:
+            self._known.pop(request.request_id, None)
             self.one_worker.ended(request.request_id, ENDS.get(finished_status, End.ERROR))
         return gone
 
@@ -168,18 +172,37 @@ class Laps(Pausing):
         return (rank.rank_class, rank.index_s) if rank is not None else (1 << 62, 0.0)
 
     def _now(self, request_id: str) -> RequestNow | None:
+        """Return the state of a request that can run; see `OneWorker.choose`. This is called for each listed
+        request in each step: one that neither ran nor lost its KV is looked at, and not read again.
+        """
         request = self.requests.get(request_id)
-        if request is None or request.is_finished():
+        if request is None:
             return None
-        if request.status != RequestStatus.RUNNING and request_id not in self.waiting.all:
-            return None  # it waits for KV or input from elsewhere, and vLLM brings it back by itself
-        return RequestNow(request.num_tokens, self.held_blocks(request))
+        status, tokens, computed = request.status, request.num_tokens, request.num_computed_tokens
+        if status is not RequestStatus.RUNNING and request_id not in self.waiting.all:
+            return (
+                None  # it ended, or waits for KV or input from elsewhere, and vLLM brings it back by itself
+            )
+        known = self._known.get(request_id)
+        if known is None:
+            now = RequestNow(tokens, self.held_blocks(request))
+        else:
+            if known[0] is status and known[1] == tokens and known[2] == computed:
+                return known[3]
+            blocks = known[3].blocks
+            grows = known[0] is not status or -(-(tokens + self._growth_tokens) // self.block_size) > blocks
+            now = RequestNow(tokens, self.held_blocks(request) if grows else blocks)
+        self._known[request_id] = (status, tokens, computed, now)
+        return now
 
     def observe(self, rows: list[Row], scheduler_output: Any) -> None:
         """Report a step that is over to the core."""
         now_s = self.clock()
         began_s = max(self._last_end_s, min(self._decided_s, now_s))
         steps = [_step(row) for row in rows]
+        for step in steps:
+            if step.end is not None:
+                self._known.pop(step.request_id, None)
         computed = sum(row.computed for row in rows)
         prefill_share = sum(step.prefilled for step in steps) / computed if computed > 0 else 0.0
         total_s = now_s - began_s
