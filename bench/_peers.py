@@ -8,11 +8,11 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from bench._engine.cells import MAX_LENGTH, MIXED, Cell
 from bench._engine.outcomes import Outcome, counted
@@ -29,7 +29,15 @@ class PeerFailed(RuntimeError):
 class Peer:
     """One mode of one engine."""
 
-    def __init__(self, command: Sequence[str], setup: dict[str, Any], folder: Path, name: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        setup: dict[str, Any],
+        folder: Path,
+        name: str,
+        more_environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `command` with the path of the setup as its last argument."""
         self.name = name
         self._setup = setup
         self._log = folder / f"{name.replace(' ', '-').replace(',', '')}.log"
@@ -38,10 +46,10 @@ class Peer:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*command, str(setup_file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env=os.environ | environment(setup["threads"]),
+                env=os.environ | environment(setup["threads"]) | dict(more_environment or {}),
             )  # fmt: skip
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -61,10 +69,7 @@ class Peer:
 
     def run(self, cell: Cell) -> Outcome:
         """Generate a cell, which must be one of those in the setup. Raise PeerFailed if the engine fails."""
-        with contextlib.suppress(OSError):  # a broken pipe is reported below
-            asked = self._pipes()[0]
-            print(json.dumps({"cell": cell_name(cell), "batch": cell.batch}), file=asked, flush=True)
-        answer = self._answer()
+        answer = self.ask({"cell": cell_name(cell), "batch": cell.batch})
         found = counted(
             answer["outputs"],
             self._setup["tokens"],
@@ -73,6 +78,12 @@ class Peer:
             answer["wall_s"],
         )
         return replace(found, decode_s=answer["decode_s"])
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to one question. Raise PeerFailed if the engine fails."""
+        with contextlib.suppress(OSError):  # a broken pipe is reported below
+            print(json.dumps(question), file=self._pipes()[0], flush=True)
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         line = self._pipes()[1].readline()
