@@ -1,0 +1,1 @@
+"""Parts of `laps-sd bench vllm`."""

@@ -1,0 +1,273 @@
+"""vLLM for `laps-sd bench vllm`: `OTHER_PYTHON -m bench._vllm.driver SETUP.json`, in an interpreter with vLLM.
+
+Prints `{"ready": VERSION}` after loading; then each line on stdin is a question in JSON, answered with one
+line. `burst` runs requests through vLLM's engine core in this process, with arrivals and latencies counted in
+engine steps; `cost` (a setup without a model) measures the CPU time of decisions on vLLM's scheduler. The end
+of stdin ends it.
+
+The clock of LAPS-SD is virtual here, `STEP_S` for each step, so that equal questions have equal answers.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench._vllm.replay import Recorded, ReplayExecutor
+
+STEP_S = 0.020
+"""Time of a step on the virtual clock."""
+
+
+class Engine:
+    """vLLM's engine core in this process; each burst gets a scheduler of its own."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        self._slots, self._residents = setup["slots"], setup["residents"]
+        self._ends, self._tokens = setup["ends"], setup["tokens"]
+        self._config = EngineArgs(
+            model=setup["target"],
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=setup["max_length"],
+            max_num_seqs=self._residents,
+            max_num_active_seqs=self._slots,
+            max_num_batched_tokens=setup["budget"],
+            async_scheduling=False,
+            seed=0,
+            disable_log_stats=True,
+            speculative_config={
+                "method": "draft_model",
+                "model": setup["draft"],
+                "num_speculative_tokens": setup["draft_len"],
+            },
+        ).create_engine_config()
+        self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
+        first: Any = self._core.scheduler
+        self._executor = self._core.model_executor
+        self._recorded: list[Recorded] = []
+        self._draft_len = setup["draft_len"]
+        self._parts = {
+            "kv_cache_config": first.kv_cache_config,
+            "structured_output_manager": self._core.structured_output_manager,
+            "block_size": first.block_size,
+            "hash_block_size": first.kv_cache_manager.coordinator.hash_block_size
+            if hasattr(first.kv_cache_manager.coordinator, "hash_block_size")
+            else first.block_size,
+        }
+        self._runs = 0
+        self._now_s = 0.0
+
+    def burst(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Run requests that arrive at given steps, under one scheduler. With `replay`, the model does not run:
+        each request emits what it emitted in the last burst that was no replay, which had the same requests.
+        """
+        scheduler = self._scheduler(asked)
+        self._runs += 1
+        requests = asked["requests"]
+        self._core.model_executor = self._executor
+        if asked["replay"]:
+            recorded = {f"{self._runs}-{number}": each for number, each in enumerate(self._recorded)}
+            self._core.model_executor = ReplayExecutor(scheduler, recorded, self._draft_len)
+        arrivals = [request["arrival"] for request in requests]
+        ends, service = [0] * len(requests), [0] * len(requests)
+        texts: list[list[int]] = [[] for _ in requests]
+        traces: list[list[int]] = [[] for _ in requests]
+        steps = at = full_steps = full_tokens = 0
+        full_cpu_s, unfinished = 0.0, 0
+        while at < len(requests) or scheduler.has_requests():
+            while at < len(requests) and arrivals[at] <= steps:
+                self._add(scheduler, at, requests[at])
+                at, unfinished = at + 1, unfinished + 1
+            full = unfinished >= 2 * self._slots
+            began_s = time.process_time()
+            tokens = 0
+            outputs, executed = self._core.step()
+            self._core.post_step(executed)
+            steps += 1
+            for batch in outputs.values():
+                for one in batch.outputs:
+                    number = int(one.request_id.split("-")[1])
+                    service[number] += 1
+                    traces[number].append(len(one.new_token_ids))
+                    tokens += len(one.new_token_ids)
+                    texts[number] += one.new_token_ids
+                    if one.finish_reason is not None:
+                        ends[number] = steps
+                        unfinished -= 1
+            if full:
+                full_cpu_s += time.process_time() - began_s
+                full_steps, full_tokens = full_steps + 1, full_tokens + tokens
+        if not asked["replay"]:
+            self._recorded = [Recorded(text, trace) for text, trace in zip(texts, traces, strict=True)]
+        worker: Any = getattr(scheduler, "one_worker", None)
+        if asked.get("save"):
+            from laps_vllm.learnt_file import LearntFile
+
+            LearntFile(Path(asked["save"])).save(worker.core.priors)
+        scheduler.shutdown()
+        return {
+            "latencies": [end - arrival for end, arrival in zip(ends, arrivals, strict=True)],
+            "service": service,
+            "lengths": [len(text) for text in texts],
+            "texts": [hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16] for text in texts],
+            "steps": steps,
+            "full_steps": full_steps,
+            "full_tokens": full_tokens,
+            "full_cpu_s": full_cpu_s,
+            "pauses": worker.paused if worker else 0,
+            "evictions": getattr(scheduler, "evictions", 0),
+        }
+
+    def _scheduler(self, asked: dict[str, Any]) -> Any:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from laps_vllm.scheduler import Laps, LapsScheduler
+
+        Laps.clock = staticmethod(lambda: self._now_s)
+        for name, value in asked.get("environment", {}).items():
+            os.environ[name] = value
+        scheduling = self._config.scheduler_config
+        ours = asked["scheduler"] == "laps"
+        scheduling.policy = "priority" if asked["scheduler"] == "priority" else "fcfs"
+        scheduling.max_num_seqs = self._residents if ours else self._slots
+        make: Any = LapsScheduler if ours else Scheduler
+        scheduler = make(vllm_config=self._config, log_stats=False, **self._parts)
+        for name in asked.get("environment", {}):
+            del os.environ[name]
+        schedule = scheduler.schedule
+
+        def and_compute(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._now_s += STEP_S
+            return output
+
+        scheduler.schedule = and_compute
+        self._core.scheduler = scheduler
+        return scheduler
+
+    def _add(self, scheduler: Any, number: int, request: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self._tokens,
+            stop_token_ids=self._ends,
+            detokenize=False,
+            extra_args=request["hints"] or None,
+        )
+        made, _ = self._core.preprocess_add_request(
+            EngineCoreRequest(
+                f"{self._runs}-{number}",
+                request["ids"],
+                None,
+                params,
+                None,
+                time.time(),
+                None,
+                None,
+                None,
+                priority=request["priority"],
+            )
+        )
+        scheduler.add_request(made)
+
+
+class Decisions:
+    """vLLM's scheduler on a virtual runner, whose decisions are timed."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from scheduler_svc.core import COMPILED
+
+        self._compiled = COMPILED
+
+    def cost(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return the mean CPU time of a step's parts, with a constant number of requests that wait."""
+        from laps_vllm.scheduler import LapsScheduler
+        from tests.vllm.virtual import Server, burst
+
+        ours, slots = asked["scheduler"] == "laps", asked["slots"]
+        server = Server(
+            LapsScheduler if ours else None,
+            slots=slots,
+            residents=4 * slots if ours else slots,
+            blocks=asked["blocks"],
+        )
+        scheduler = server.scheduler
+        # As vLLM does after its start: the collector is to look at what is made from here on.
+        gc.collect()
+        gc.freeze()
+        seconds = dict.fromkeys(("schedule", "update_from_output", "choose", "report"), 0.0)
+        for name in ("schedule", "update_from_output"):
+            setattr(scheduler, name, _timed(getattr(scheduler, name), name, seconds))
+        if ours:
+            scheduler.one_worker = _Watched(scheduler.one_worker, ("choose", "report"), seconds)
+        jobs = iter(burst(asked["warm"] * slots + asked["steps"] * slots + asked["waiting"], seed=1))
+        for step in range(asked["warm"] + asked["steps"]):
+            if step == asked["warm"]:
+                seconds.update(dict.fromkeys(seconds, 0.0))
+            while len(scheduler.requests) < slots + asked["waiting"]:
+                job = next(jobs)
+                kind = job.kind if asked["sends_class"] else ""
+                server.add(replace(job, kind=kind, guess=job.guess if asked["guessed"] else None))
+            server.step()
+        scheduler.shutdown()
+        gc.unfreeze()
+        return {
+            "compiled": self._compiled,
+            **{f"{name}_ms": 1e3 * found / asked["steps"] for name, found in seconds.items()},
+        }
+
+
+class _Watched:
+    """Stands in for an object, which compiled code does not allow to change, and times some of its methods."""
+
+    def __init__(self, thing: Any, names: Sequence[str], seconds: dict[str, float]) -> None:
+        self.__dict__["_thing"] = thing
+        for name in names:
+            self.__dict__[name] = _timed(getattr(thing, name), name, seconds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thing, name)
+
+
+def _timed(call: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
+    def and_count(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.thread_time()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            seconds[name] += time.thread_time() - began_s
+
+    return and_count
+
+
+def main() -> None:
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import vllm
+
+    setup = json.loads(Path(sys.argv[1]).read_text())
+    answers: Any = Engine(setup) if setup.get("target") else Decisions(setup)
+    print(json.dumps({"ready": vllm.__version__}), file=channel, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = getattr(answers, asked["task"])(asked)
+        print(json.dumps(answer), file=channel, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Goals of the benchmark, and which of them rows meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench._vllm.decisions import COMPILED, least
+from bench._vllm.figures import BURSTS, compared, ratio
+from bench._vllm.modes import FCFS, GUESS, NO_HINT, OURS
+from bench.report import Interval
+
+GOAL_NO_HINT = 0.70
+GOAL_GUESS = 0.50
+GOAL_PRIORITY = 1.02
+GOAL_PRIORITY_P99 = 1.10
+GOAL_SPEED = 0.98
+GOAL_DECISION_MS = 0.3
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Result for one goal."""
+
+    text: str
+    met: bool
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """Return all goals that these rows can judge, each by the unfavourable end of its interval."""
+    found = []
+    for row in compared(rows):
+        at = f"{row['compared']}, {row['setting']}"
+        bounds: list[tuple[str, str, float]] = []
+        if row["setting"] == BURSTS:
+            bounds += [("ratio_fcfs", "mean / vLLM's FCFS", limit) for limit in _most(row["mode"])]
+        if row["mode"] == GUESS and (row["setting"] == BURSTS or not row["setting"].startswith("burst")):
+            bounds.append(("ratio_priority", "mean / vLLM's priority", GOAL_PRIORITY))
+            bounds.append(("p99_ratio_priority", "p99 / vLLM's priority", GOAL_PRIORITY_P99))
+        for key, words, limit in bounds:
+            if row[key] is not None:
+                told = Interval(row[key], row[f"{key}_low"], row[f"{key}_high"])
+                text = f"{at}: {row['mode']}, {words} {told} (goal: at most {limit:.2f})"
+                found.append(Goal(text, told.high <= limit))
+    speeds = [row for row in rows if row["measured"] == "speed"]
+    for mode in OURS:
+        told_speed = ratio(speeds, mode.name, FCFS, "full_speed")
+        if told_speed is not None:
+            text = f"tokens per CPU second while a full batch waits, {mode.name} / FCFS: {told_speed} (goal: at least {GOAL_SPEED})"
+            found.append(Goal(text, told_speed.low >= GOAL_SPEED))
+        cost_ms = least(rows, mode.name, COMPILED, "decision_ms")
+        if cost_ms is not None:
+            text = f"core and choose of a step, {mode.name}, compiled: {cost_ms:.2f} ms (goal: at most {GOAL_DECISION_MS})"
+            found.append(Goal(text, cost_ms <= GOAL_DECISION_MS))
+    return found
+
+
+def _most(mode: str) -> list[float]:
+    return [GOAL_NO_HINT] if mode == NO_HINT else [GOAL_GUESS] if mode == GUESS else []
+
+
+def verdict(found: Sequence[Goal]) -> tuple[bool, str]:
+    """Return whether all goals are met, and the sentence for the summary line."""
+    missed = [goal.text for goal in found if not goal.met]
+    told = f"{len(found) - len(missed)} of {len(found)} goals are met"
+    return bool(found) and not missed, told + (f"; missed: {'; '.join(missed)}" if missed else "")

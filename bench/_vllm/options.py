@@ -1,0 +1,59 @@
+"""The command line of `laps-sd bench vllm`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import numbers
+
+PARTS = ("steps", "speed", "cost", "clock")
+
+
+def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
+    """Return the options of the command. Exit with a message if one is wrong."""
+    parser = argparse.ArgumentParser(prog="laps-sd bench vllm", description=description)
+    parser.add_argument("--vllm", metavar="PYTHON", required=True, help="an interpreter that has vllm")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"(default {','.join(PARTS)})")
+    parser.add_argument(
+        "--counts", type=numbers, default=[80, 140, 200], help="requests of a burst (default 80,140,200)"
+    )
+    parser.add_argument("--seeds", type=int, default=6, help="seeds in steps (default 6)")
+    parser.add_argument("--load", type=float, default=0.9, help="of the other arrivals (default 0.9)")
+    parser.add_argument("--slots", type=int, default=8, help="requests of a step (default 8)")
+    parser.add_argument("--residents", type=int, default=32, help="requests with KV at most (default 32)")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per request at most (default 200)")
+    parser.add_argument("--turns", type=int, default=5, help="turns of speed and cost (default 5)")
+    parser.add_argument(
+        "--clock-count", type=int, default=100, help="requests of a run on the clock (default 100)"
+    )
+    parser.add_argument("--clock-seeds", type=int, default=4, help="seeds on the clock (default 4)")
+    parser.add_argument(
+        "--compiled", type=Path, metavar="DIR",
+        help="a copy of this checkout with a compiled core (COMPILE_CORE=1 python setup.py build_ext --inplace)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args(argv)
+    options.parts = options.parts.split(",")
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
+    if min(options.seeds, options.turns, options.clock_seeds) < 2:
+        parser.error("--seeds, --turns and --clock-seeds must be 2 at least: one run has no interval")
+    if not 0 < options.load < 1:
+        parser.error("--load must be between 0 and 1")
+    return options
+
+
+def public(given: Sequence[str]) -> list[str]:
+    """Return the given options without the paths of this machine."""
+    shown = {"--vllm": "PYTHON", "--compiled": "DIR"}
+    hidden = list(given)
+    for at, option in enumerate(given):
+        name, equals, _ = option.partition("=")
+        if name in shown:
+            if equals:
+                hidden[at] = f"{name}={shown[name]}"
+            elif at + 1 < len(given):
+                hidden[at + 1] = shown[name]
+    return hidden

@@ -1,0 +1,48 @@
+"""Tables of the benchmark, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench._vllm.figures import compared
+from bench.report import table
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the ratios, and the costs."""
+    found = compared(rows)
+    if found:
+        table(
+            "Latencies (steps, or seconds on the clock) and ratios with 95 % intervals, paired by run",
+            [
+                {
+                    "measured": row["compared"],
+                    "setting": row["setting"],
+                    "mode": row["mode"],
+                    "mean": row["mean"],
+                    "p99": row["p99"],
+                    "mean / fcfs": told(row, "ratio_fcfs"),
+                    "p99 / fcfs": told(row, "p99_ratio_fcfs"),
+                    "mean / priority": told(row, "ratio_priority"),
+                    "p99 / priority": told(row, "p99_ratio_priority"),
+                }
+                for row in found
+            ],
+            width=160,
+        )
+    for measured, keys in (
+        ("speed", ("full_steps", "full_tokens", "full_cpu_s", "full_speed")),
+        ("cost", ("core", "decision_ms", "choose_ms", "report_ms", "schedule_ms", "update_from_output_ms")),
+    ):
+        of_kind = [row for row in rows if row["measured"] == measured]
+        if of_kind:
+            shown = [{key: row[key] for key in ("seed", "mode", *keys)} for row in of_kind]
+            table(measured, shown, width=160)
+
+
+def told(row: Mapping[str, Any], name: str) -> str:
+    """Return a ratio of a row with its interval, as text."""
+    if row[name] is None:
+        return "–"
+    return f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"

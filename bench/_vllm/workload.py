@@ -1,0 +1,77 @@
+"""Requests with their arrivals and hints. Equal seeds give equal requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench._vllm.modes import Mode
+
+GUESS_SIGMA = 0.5
+"""Guessed lengths are the true ones times exp(σ z), as good predictors are."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of one run; what a mode sends of them is up to the mode."""
+
+    seed: int
+    ids: Sequence[Sequence[int]]
+    kinds: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def demo_workload(count: int, seed: int) -> Workload:
+    """Return prompts of all kinds that the demo pair knows, in equal parts."""
+    from tokenizers import Tokenizer
+
+    from demo.prompts import demo_prompts
+    from worker_svc.demo import TARGET_DIR
+
+    tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
+    prompts = demo_prompts(None, count, seed)
+    ids = [tokenizer.encode(prompt.text + "\n").ids for prompt in prompts]
+    return Workload(seed, ids, [prompt.kind for prompt in prompts])
+
+
+def guessed(lengths: Sequence[int], seed: int) -> list[int]:
+    """Return a guess of each length: lognormal around it, at least one token."""
+    rng = random.Random(f"guess/{seed}")
+    return [max(1, round(length * rng.lognormvariate(0, GUESS_SIGMA))) for length in lengths]
+
+
+def burst_arrivals(count: int, within: int) -> list[int]:
+    """Return steps of arrival, evenly over the first `within` steps."""
+    return [number * within // count for number in range(count)]
+
+
+def load_arrivals(service: Sequence[int], slots: int, load: float, seed: int) -> list[int]:
+    """Return steps of Poisson arrivals at this load: the share of the step's places that the requests take,
+    by their own steps (`service`).
+    """
+    rng = random.Random(f"load/{seed}")
+    gap = sum(service) / len(service) / slots / load
+    arrivals, now = [], 0.0
+    for _ in service:
+        now += rng.expovariate(1 / gap)
+        arrivals.append(int(now))
+    return arrivals
+
+
+def requests_of(
+    workload: Workload, mode: Mode, arrivals: Sequence[float], lengths: Sequence[int], guesses: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the requests as a mode sends them: hints of LAPS-SD, or vLLM's priority (smaller first)."""
+    given = {"": None, "guessed": guesses, "true": lengths}[mode.lengths]
+    found = []
+    for number, (ids, kind) in enumerate(zip(workload.ids, workload.kinds, strict=True)):
+        hints: dict[str, Any] = {"workload_class": kind} if mode.sends_class else {}
+        if given is not None and mode.scheduler == "laps":
+            hints["expected_output_tokens"] = given[number]
+        priority = given[number] if given is not None and mode.scheduler == "priority" else 0
+        found.append({"ids": list(ids), "arrival": arrivals[number], "hints": hints, "priority": priority})
+    return found

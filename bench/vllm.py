@@ -1,0 +1,122 @@
+"""What does LAPS-SD gain inside one vLLM server, compared with vLLM's own schedulers? `laps-sd bench vllm --vllm PYTHON`
+
+The demo pair is target and draft of vLLM (method draft_model, 4 draft tokens, temperature 0), 8 requests in a
+step. The same requests, in turn: vLLM's FCFS; vLLM's priority policy with guessed lengths (true ones times
+exp(σ z), σ 0.5) and with the true ones; LAPS-SD without any hint, with a class, with a class and the same
+guesses; and LAPS-SD with what it learnt from an earlier burst.
+
+  * steps: bursts within 40 steps, and Poisson arrivals at load 0.9; arrivals and latencies are counted in
+    engine steps, so that no clock of a busy machine is in them. The engine runs each set of requests once, and
+    the modes replay on vLLM's scheduler what each request emitted; the first burst runs in the engine for every
+    mode, as a check.
+  * speed: tokens per CPU second of the engine while at least a full batch waits.
+  * cost: CPU time of the core and `choose` in a step of 64 requests while 1,000 wait, on vLLM's scheduler with a
+    virtual runner; interpreted, and with `--compiled DIR` compiled.
+  * clock: one OpenAI server of vLLM for each mode, the same requests in turn.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench._peers import Peer
+from bench._vllm import decisions, in_steps, on_clock
+from bench._vllm.decisions import COMPILED, INTERPRETED
+from bench._vllm.goals import goals, verdict
+from bench._vllm.modes import CLOCK
+from bench._vllm.options import arguments, public
+from bench._vllm.tables import tables
+from bench.report import about, finish
+from worker_svc.demo import DRAFT_DIR, TARGET_DIR
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LENGTH = 512
+BUDGET = 640
+DRAFT_LEN = 4
+END_TOKEN = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv, (__doc__ or "").split("\n\n")[0])
+    setup = {
+        "target": str(TARGET_DIR),
+        "draft": str(DRAFT_DIR),
+        "ends": [END_TOKEN],
+        "slots": options.slots,
+        "residents": options.residents,
+        "tokens": options.tokens,
+        "max_length": MAX_LENGTH,
+        "budget": BUDGET,
+        "draft_len": DRAFT_LEN,
+        "threads": 1,
+    }
+    described: dict[str, Any] = {
+        **about("vllm", public(sys.argv[1:] if argv is None else argv)),
+        "pair": "demo",
+        "slots": options.slots,
+        "residents": options.residents,
+        "draft_len": DRAFT_LEN,
+        "tokens": options.tokens,
+        "load": options.load,
+        "dtype": "float32",
+    }
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="laps-sd-vllm-") as name:
+        for row in _measured(options, setup, Path(name), described):
+            rows.append(row)
+            if options.json is not None:
+                # What was measured so far survives an end in the middle.
+                with options.json.with_suffix(".partial").open("a") as partial:
+                    print(row, file=partial)
+    tables(rows)
+    met, summary = verdict(goals(rows))
+    return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
+
+
+def _measured(
+    options: Any, setup: dict[str, Any], folder: Path, described: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all parts."""
+    if {"steps", "speed"} & set(options.parts):
+        with _driver(options.vllm, setup, folder, "engine", ROOT) as peer:
+            described["vllm"] = peer.ready()
+            if "steps" in options.parts:
+                in_steps.learn(peer, folder)
+                seeds = range(1, options.seeds + 1)
+                yield from in_steps.measure(peer, options.counts, seeds, options.load, options.slots, folder)
+            if "speed" in options.parts:
+                yield from decisions.speeds(peer, options.turns, folder)
+    with ExitStack() as stack:
+        if "cost" in options.parts:
+            trees = {INTERPRETED: ROOT} | ({COMPILED: options.compiled} if options.compiled else {})
+            peers = {}
+            for core, tree in trees.items():
+                peers[core] = stack.enter_context(
+                    _driver(options.vllm, {"threads": 1}, folder, core, tree.resolve())
+                )
+                described["vllm"] = peers[core].ready()
+            yield from decisions.costs(peers, options.turns)
+    with ExitStack() as stack:
+        if "clock" in options.parts:
+            servers = [
+                stack.enter_context(on_clock.Server(options.vllm, mode, setup, ROOT, folder))
+                for mode in CLOCK
+            ]
+            seeds = range(101, 101 + options.clock_seeds)
+            yield from on_clock.measure(servers, options.clock_count, seeds, options.load, setup)
+
+
+def _driver(python: str, setup: dict[str, Any], folder: Path, name: str, tree: Path) -> Peer:
+    """Return the driver with the code of a checkout."""
+    # Without the second one, -m would look into the present folder first.
+    more = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+    return Peer([python, "-m", "bench._vllm.driver"], setup, folder, name, more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
