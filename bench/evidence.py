@@ -1,5 +1,5 @@
-"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve`, `control`, `engine` and
-`gateway` wrote with `--json`: no figure in them is typed by hand.
+"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve`, `control`, `engine`, `vllm`
+and `gateway` wrote with `--json`: no figure in them is typed by hand.
 
     python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json, *-serve.json, …
     python -m bench.evidence --results FILE   # from another one
@@ -23,6 +23,7 @@ from bench._evidence.head import head
 from bench._evidence.results import Results, newest, source_of
 from bench._evidence.scope import data, limits, paper
 from bench._evidence.services import carried, deciding, policy_rows, served
+from bench._evidence.vllm import inside_vllm
 from bench.figures import draw_overview, draw_regime, ratios
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,7 @@ MEASURED = {
     "engine": engine,
     "engine-again": engine_again,
     "memory-bound": memory_bound,
+    "vllm": inside_vllm,
     "gateway": carried,
 }
 """Benchmarks of real processes, each with the function that writes its section."""

@@ -11,6 +11,9 @@ import pytest
 from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.results import Results, newest, source_of
 from bench._evidence.services import carried, deciding, served
+from bench._evidence.vllm import inside_vllm
+from bench._vllm.modes import CLASS, GUESS, NO_HINT
+from bench._vllm.modes import FCFS as FCFS_IN_VLLM
 from bench.evidence import FIGURES, MEASURED, PAGE, draw, main, page
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
@@ -326,3 +329,33 @@ def test_a_gateway_carries_so_much_or_too_little(tmp_path):
     assert "below 20 ms: met." in text
     text = "\n".join(carried(results_of(tmp_path, "gateway", [row | {"delay_p99_s": 0.024}])))
     assert "below 20 ms: missed." in text
+
+
+def test_inside_vllm_gains_losses_costs_and_the_check_are_on_the_page(tmp_path):
+    def run(mode, seed, mean, **more):
+        named = {"measured": "steps", "setting": "burst of 80", "seed": seed, "mode": mode, "requests": 80}
+        return named | {"mean": mean, "p99": 4 * mean, "in_engine": None} | more
+
+    rows = [run(FCFS_IN_VLLM, seed, 50.0) for seed in (1, 2)]
+    rows += [run(NO_HINT, 1, 36.0, in_engine=36.9, same_texts=79), run(NO_HINT, 2, 36.0)]
+    rows += [
+        {"measured": "speed", "setting": "s", "seed": seed, "mode": mode, "full_speed": speed}
+        for seed in (1, 2)
+        for mode, speed in ((FCFS_IN_VLLM, 1000.0), (NO_HINT, 970.0), (CLASS, 990.0), (GUESS, 990.0))
+    ]
+    rows += [
+        {"measured": "cost", "seed": 0, "mode": mode, "core": core, "decision_ms": ms, "schedule_ms": 2 * ms}
+        for mode, core, ms in ((FCFS_IN_VLLM, "interpreted", 0.1), (NO_HINT, "compiled", 0.25))
+    ]
+    about = {"vllm": "0.32.0", "slots": 8, "tokens": 200}
+    text = "\n".join(inside_vllm(results_of(tmp_path, "vllm", rows, **about)))
+
+    assert "| LAPS-SD, no hint | 36.0 | 144 | **0.720** [0.720, 0.720] |" in text
+    assert (
+        "in 0 of 1 the mean latency was the same, in the others it differed by 2.5% at most; 79 of 80" in text
+    )
+    assert "| LAPS-SD, no hint | 970 | 0.970 [0.970, 0.970] |" in text
+    assert "| LAPS-SD, no hint | – | – | 0.25 | 0.50 |" in text
+    assert "3 of 5 goals are met" in text
+    assert "- steps, all bursts: LAPS-SD, no hint, mean / vLLM's FCFS 0.720" in text
+    assert "- tokens per CPU second while a full batch waits, LAPS-SD, no hint / FCFS: 0.970" in text

@@ -1,0 +1,133 @@
+"""Section of docs/evidence.md from `laps-sd bench vllm`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench._evidence.results import Row, read_rows
+from bench._markdown import spread, table
+from bench._vllm.decisions import COMPILED, INTERPRETED, SLOTS, WAITING, least
+from bench._vllm.figures import compared, ratio
+from bench._vllm.goals import goals
+from bench._vllm.modes import FCFS, MODES, OURS
+
+
+def inside_vllm(path: Path) -> Iterator[str]:
+    """Yield the section on LAPS-SD inside one vLLM server, compared with vLLM's own schedulers."""
+    rows, source, about = read_rows(path)
+    yield from ("## Inside one vLLM server", "")
+    yield f"LAPS-SD as the scheduler class of vLLM {about['vllm']} ([how to](vllm.md)), the demo pair as target and draft, {about['slots']} requests in a step, temperature 0, {about['tokens']} tokens"
+    yield "at most; the same requests in turn under vLLM's own schedulers. Guesses are the true lengths times exp(σ z), σ 0.5; *learnt before* starts with what an earlier"
+    yield f"burst taught. {source}."
+    yield ""
+    for measured, words in (
+        ("steps", "Counted in engine steps, so that no clock of a busy machine is in it"),
+        ("clock", "On the clock, through one OpenAI server for each mode; seconds"),
+    ):
+        of_kind = [row for row in rows if row["measured"] == measured]
+        if of_kind:
+            yield f"**{words}.** {_runs(of_kind)}"
+            yield from _latencies(of_kind)
+    yield from _check(rows)
+    yield from _speeds([row for row in rows if row["measured"] == "speed"])
+    yield from _costs(rows)
+    judged = goals(rows)
+    missed = [goal.text for goal in judged if not goal.met]
+    yield (
+        f"{len(judged) - len(missed)} of {len(judged)} goals are met, each by the unfavourable end of its interval"
+        + (". Missed:" if missed else ".")
+    )
+    yield ""
+    yield from (f"- {text}" for text in missed)
+    yield ""
+
+
+def _runs(rows: Sequence[Row]) -> str:
+    seeds = len({row["seed"] for row in rows})
+    settings = ", ".join(dict.fromkeys(row["setting"] for row in rows))
+    return f"{settings}; {seeds} seeds each."
+
+
+def _latencies(rows: Sequence[Row]) -> Iterator[str]:
+    found = compared(rows)
+    for setting in dict.fromkeys(row["setting"] for row in found):
+        yield from table(
+            (setting, "mean", "p99", "mean / FCFS", "p99 / FCFS", "mean / priority by guess", "p99 / priority by guess"),
+            (
+                (
+                    row["mode"],
+                    f"{row['mean']:.1f}",
+                    f"{row['p99']:.0f}" if row["compared"] == "steps" else f"{row['p99']:.1f}",
+                    *(_ratio(row, name) for name in ("ratio_fcfs", "p99_ratio_fcfs", "ratio_priority", "p99_ratio_priority")),
+                )
+                for row in found
+                if row["setting"] == setting
+            ),
+        )  # fmt: skip
+
+
+def _ratio(row: Mapping[str, Any], name: str) -> str:
+    return spread(None if row[name] is None else (row[name], row[f"{name}_low"], row[f"{name}_high"]))
+
+
+def _check(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how the replayed steps agree with those of the engine."""
+    checked = [row for row in rows if row.get("in_engine") is not None]
+    if not checked:
+        return
+    same = sum(row["mean"] == row["in_engine"] for row in checked)
+    most = max(abs(row["in_engine"] / row["mean"] - 1) for row in checked)
+    texts = sum(row["same_texts"] for row in checked)
+    yield (
+        f"The steps are replays of what the engine emitted. For {checked[0]['setting']}, seed {checked[0]['seed']}, the engine ran in every mode: in {same} of {len(checked)} the mean"
+        f" latency was the same, in the others it differed by {most:.1%} at most; {texts} of {sum(row['requests'] for row in checked)} texts were those of FCFS."
+    )
+    yield ""
+
+
+def _speeds(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the tokens per second while a full batch waits."""
+    if not rows:
+        return
+    yield "**While a full batch waits**, tokens per second of the engine's CPU time, paired by turn:"
+    yield from table(
+        ("", "tokens per CPU second", "/ FCFS"),
+        (
+            (
+                mode.name,
+                f"{statistics.median(row['full_speed'] for row in rows if row['mode'] == mode.name):,.0f}",
+                str(found)
+                if mode.name != FCFS and (found := ratio(rows, mode.name, FCFS, "full_speed"))
+                else "–",
+            )
+            for mode in (MODES[0], *OURS)
+        ),
+    )
+
+
+def _costs(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the CPU time of decisions."""
+    if not any(row["measured"] == "cost" for row in rows):
+        return
+    alone = least(rows, FCFS, INTERPRETED, "schedule_ms")
+    yield (
+        f"**What a decision costs**: {SLOTS} requests in a step, {WAITING:,} waiting, vLLM's scheduler with a virtual runner; CPU milliseconds a step, the least of the"
+        f" turns. *Core and choose* decides who is in the step and reports it; *schedule* is all of the scheduler's step (vLLM's FCFS: {alone:.2f})."
+    )
+    yield from table(
+        ("", *(f"{part}, {core}" for core in (INTERPRETED, COMPILED) for part in ("core and choose", "schedule"))),
+        (
+            (
+                mode.name,
+                *(
+                    "–" if (found := least(rows, mode.name, core, key)) is None else f"{found:.2f}"
+                    for core in (INTERPRETED, COMPILED)
+                    for key in ("decision_ms", "schedule_ms")
+                ),
+            )
+            for mode in OURS
+        ),
+    )  # fmt: skip
