@@ -92,20 +92,20 @@ def _speeds(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the tokens per second while a full batch waits."""
     if not rows:
         return
-    yield "**While a full batch waits**, tokens per second of the engine's CPU time, paired by turn:"
+    yield "**While a full batch waits**, tokens per second of the engine's CPU time, paired by turn. *By parts*: tokens per step, less the scheduler's share of the step; the model's part is"
+    yield "the same in all modes, so other work on the machine is not in it."
     yield from table(
-        ("", "tokens per CPU second", "/ FCFS"),
-        (
-            (
-                mode.name,
-                f"{statistics.median(row['full_speed'] for row in rows if row['mode'] == mode.name):,.0f}",
-                str(found)
-                if mode.name != FCFS and (found := ratio(rows, mode.name, FCFS, "full_speed"))
-                else "–",
-            )
-            for mode in (MODES[0], *OURS)
-        ),
+        ("", "tokens per CPU second", "scheduler's share", "measured / FCFS", "by parts / FCFS"),
+        ((mode.name, *_speed(rows, mode.name)) for mode in (MODES[0], *OURS)),
     )
+
+
+def _speed(rows: Sequence[Row], mode: str) -> Iterator[str]:
+    own = [row for row in rows if row["mode"] == mode]
+    yield f"{statistics.median(row['full_speed'] for row in own):,.0f}"
+    yield f"{statistics.median(row['scheduler_share'] for row in own):.1%}"
+    for figure in ("full_speed", "full_speed_by_parts"):
+        yield "–" if mode == FCFS else str(ratio(rows, mode, FCFS, figure))
 
 
 def _costs(rows: Sequence[Row]) -> Iterator[str]:

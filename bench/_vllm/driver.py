@@ -69,6 +69,8 @@ class Engine:
         }
         self._runs = 0
         self._now_s = 0.0
+        self._scheduler_s = 0.0
+        """CPU time of the scheduler in the present step."""
 
     def burst(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Run requests that arrive at given steps, under one scheduler. With `replay`, the model does not run:
@@ -86,13 +88,13 @@ class Engine:
         texts: list[list[int]] = [[] for _ in requests]
         traces: list[list[int]] = [[] for _ in requests]
         steps = at = full_steps = full_tokens = 0
-        full_cpu_s, unfinished = 0.0, 0
+        full_cpu_s, full_scheduler_s, unfinished = 0.0, 0.0, 0
         while at < len(requests) or scheduler.has_requests():
             while at < len(requests) and arrivals[at] <= steps:
                 self._add(scheduler, at, requests[at])
                 at, unfinished = at + 1, unfinished + 1
             full = unfinished >= 2 * self._slots
-            began_s = time.process_time()
+            began_s, self._scheduler_s = time.process_time(), 0.0
             tokens = 0
             outputs, executed = self._core.step()
             self._core.post_step(executed)
@@ -109,6 +111,7 @@ class Engine:
                         unfinished -= 1
             if full:
                 full_cpu_s += time.process_time() - began_s
+                full_scheduler_s += self._scheduler_s
                 full_steps, full_tokens = full_steps + 1, full_tokens + tokens
         if not asked["replay"]:
             self._recorded = [Recorded(text, trace) for text, trace in zip(texts, traces, strict=True)]
@@ -127,6 +130,7 @@ class Engine:
             "full_steps": full_steps,
             "full_tokens": full_tokens,
             "full_cpu_s": full_cpu_s,
+            "full_scheduler_s": full_scheduler_s,
             "pauses": worker.paused if worker else 0,
             "evictions": getattr(scheduler, "evictions", 0),
         }
@@ -147,14 +151,22 @@ class Engine:
         scheduler = make(vllm_config=self._config, log_stats=False, **self._parts)
         for name in asked.get("environment", {}):
             del os.environ[name]
-        schedule = scheduler.schedule
+        schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def and_compute(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
             output = schedule(*args, **kwargs)
+            self._scheduler_s += time.thread_time() - began_s
             self._now_s += STEP_S
             return output
 
-        scheduler.schedule = and_compute
+        def and_count(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            outputs = update(*args, **kwargs)
+            self._scheduler_s += time.thread_time() - began_s
+            return outputs
+
+        scheduler.schedule, scheduler.update_from_output = and_compute, and_count
         self._core.scheduler = scheduler
         return scheduler
 

@@ -45,10 +45,11 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
                 found.append(Goal(text, told.high <= limit))
     speeds = [row for row in rows if row["measured"] == "speed"]
     for mode in OURS:
-        told_speed = ratio(speeds, mode.name, FCFS, "full_speed")
-        if told_speed is not None:
-            text = f"tokens per CPU second while a full batch waits, {mode.name} / FCFS: {told_speed} (goal: at least {GOAL_SPEED})"
-            found.append(Goal(text, told_speed.low >= GOAL_SPEED))
+        for figure, how in (("full_speed", "measured"), ("full_speed_by_parts", "by parts")):
+            told_speed = ratio(speeds, mode.name, FCFS, figure)
+            if told_speed is not None:
+                text = f"tokens per CPU second while a full batch waits, {how}, {mode.name} / FCFS: {told_speed} (goal: at least {GOAL_SPEED})"
+                found.append(Goal(text, told_speed.low >= GOAL_SPEED))
         cost_ms = least(rows, mode.name, COMPILED, "decision_ms")
         if cost_ms is not None:
             text = f"core and choose of a step, {mode.name}, compiled: {cost_ms:.2f} ms (goal: at most {GOAL_DECISION_MS})"

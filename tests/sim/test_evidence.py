@@ -340,6 +340,7 @@ def test_inside_vllm_gains_losses_costs_and_the_check_are_on_the_page(tmp_path):
     rows += [run(NO_HINT, 1, 36.0, in_engine=36.9, same_texts=79), run(NO_HINT, 2, 36.0)]
     rows += [
         {"measured": "speed", "setting": "s", "seed": seed, "mode": mode, "full_speed": speed}
+        | {"full_speed_by_parts": speed / 500, "scheduler_share": 0.05}
         for seed in (1, 2)
         for mode, speed in ((FCFS_IN_VLLM, 1000.0), (NO_HINT, 970.0), (CLASS, 990.0), (GUESS, 990.0))
     ]
@@ -354,8 +355,10 @@ def test_inside_vllm_gains_losses_costs_and_the_check_are_on_the_page(tmp_path):
     assert (
         "in 0 of 1 the mean latency was the same, in the others it differed by 2.5% at most; 79 of 80" in text
     )
-    assert "| LAPS-SD, no hint | 970 | 0.970 [0.970, 0.970] |" in text
+    assert "| LAPS-SD, no hint | 970 | 5.0% | 0.970 [0.970, 0.970] | 0.970 [0.970, 0.970] |" in text
     assert "| LAPS-SD, no hint | – | – | 0.25 | 0.50 |" in text
-    assert "3 of 5 goals are met" in text
+    assert "5 of 8 goals are met" in text
     assert "- steps, all bursts: LAPS-SD, no hint, mean / vLLM's FCFS 0.720" in text
-    assert "- tokens per CPU second while a full batch waits, LAPS-SD, no hint / FCFS: 0.970" in text
+    assert (
+        "- tokens per CPU second while a full batch waits, by parts, LAPS-SD, no hint / FCFS: 0.970" in text
+    )
