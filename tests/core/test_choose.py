@@ -201,6 +201,7 @@ class TestHysteresis:
 
     def test_none_more_goes_where_what_one_leaves_is_just_enough(self) -> None:
         who = [running("a", 9.0), running("d", 8.0), candidate("b", 1.0, tokens=155)]  # 10 blocks, 3 are free
+        who.append(candidate("c", 7.9))  # too little better than d to take its place
         assert choose(who, place(2, blocks=17)) == Choice(("b", "d"), ("a",))
 
 
