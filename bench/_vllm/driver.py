@@ -119,7 +119,9 @@ class Engine:
         if asked.get("save"):
             from laps_vllm.learnt_file import LearntFile
 
-            LearntFile(Path(asked["save"])).save(worker.core.priors)
+            learnt = LearntFile(Path(asked["save"]))
+            learnt.keep(worker.core.priors)
+            learnt.save()
         scheduler.shutdown()
         return {
             "latencies": [end - arrival for end, arrival in zip(ends, arrivals, strict=True)],
