@@ -176,6 +176,18 @@ class TestExplain:
             (2.0, "started"),
         ]
 
+    @pytest.mark.parametrize(("policy", "own"), [("laps-sd", True), ("srpt-length", False)])
+    def test_an_estimate_names_its_own_rounds_where_the_policy_uses_them(
+        self, policy: str, own: bool
+    ) -> None:
+        scheduler = core(policy)
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+        scheduler.step(2.0, [report(did("a", 0, 4))])
+        e = scheduler.explain("a", 2.0)
+        assert e is not None
+        assert e.basis.endswith("; 1 rounds of its own") is own
+        assert "None" not in e.basis
+
     @pytest.mark.parametrize(
         ("policy", "has_levels", "perceives"),
         [
