@@ -9,7 +9,8 @@ guesses; and LAPS-SD with what it learnt from an earlier burst.
     engine steps, so that no clock of a busy machine is in them. The engine runs each set of requests once, and
     the modes replay on vLLM's scheduler what each request emitted; the first burst runs in the engine for every
     mode, as a check.
-  * speed: tokens per CPU second of the engine while at least a full batch waits.
+  * speed: tokens per CPU second of the engine while at least a full batch waits; with `--compiled DIR` with the
+    compiled core.
   * cost: CPU time of the core and `choose` in a step of 64 requests while 1,000 wait, on vLLM's scheduler with a
     virtual runner; interpreted, and with `--compiled DIR` compiled.
   * clock: one OpenAI server of vLLM for each mode, the same requests in turn.
@@ -17,6 +18,7 @@ guesses; and LAPS-SD with what it learnt from an earlier burst.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -66,13 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dtype": "float32",
     }
     rows = []
+    partial = options.json and options.json.with_suffix(".partial")
     with tempfile.TemporaryDirectory(prefix="laps-sd-vllm-") as name:
         for row in _measured(options, setup, Path(name), described):
             rows.append(row)
-            if options.json is not None:
+            if partial is not None:
                 # What was measured so far survives an end in the middle.
-                with options.json.with_suffix(".partial").open("a") as partial:
-                    print(row, file=partial)
+                with partial.open("a") as file:
+                    print(json.dumps(row), file=file)
+    if partial is not None:
+        partial.unlink(missing_ok=True)
     tables(rows)
     met, summary = verdict(goals(rows))
     return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
@@ -82,15 +87,16 @@ def _measured(
     options: Any, setup: dict[str, Any], folder: Path, described: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts."""
-    if {"steps", "speed"} & set(options.parts):
+    if "steps" in options.parts:
         with _driver(options.vllm, setup, folder, "engine", ROOT) as peer:
             described["vllm"] = peer.ready()
-            if "steps" in options.parts:
-                in_steps.learn(peer, folder)
-                seeds = range(1, options.seeds + 1)
-                yield from in_steps.measure(peer, options.counts, seeds, options.load, options.slots, folder)
-            if "speed" in options.parts:
-                yield from decisions.speeds(peer, options.turns, folder)
+            in_steps.learn(peer, folder)
+            seeds = range(1, options.seeds + 1)
+            yield from in_steps.measure(peer, options.counts, seeds, options.load, options.slots, folder)
+    if "speed" in options.parts:
+        with _driver(options.vllm, setup, folder, "speed", (options.compiled or ROOT).resolve()) as peer:
+            described["vllm"] = peer.ready()
+            yield from decisions.speeds(peer, options.turns, folder)
     with ExitStack() as stack:
         if "cost" in options.parts:
             trees = {INTERPRETED: ROOT} | ({COMPILED: options.compiled} if options.compiled else {})

@@ -21,7 +21,7 @@ def inside_vllm(path: Path) -> Iterator[str]:
     yield from ("## Inside one vLLM server", "")
     yield f"LAPS-SD as the scheduler class of vLLM {about['vllm']} ([how to](vllm.md)), the demo pair as target and draft, {about['slots']} requests in a step, temperature 0, {about['tokens']} tokens"
     yield "at most; the same requests in turn under vLLM's own schedulers. Guesses are the true lengths times exp(σ z), σ 0.5; *learnt before* starts with what an earlier"
-    yield f"burst taught. {source}."
+    yield f"burst taught. {source}." + (f" {about['machine']}" if "machine" in about else "")
     yield ""
     for measured, words in (
         ("steps", "Counted in engine steps, so that no clock of a busy machine is in it"),
@@ -53,7 +53,11 @@ def _runs(rows: Sequence[Row]) -> str:
 
 def _latencies(rows: Sequence[Row]) -> Iterator[str]:
     found = compared(rows)
-    for setting in dict.fromkeys(row["setting"] for row in found):
+    settings = list(dict.fromkeys(row["setting"] for row in found))
+    bursts = [setting for setting in settings if setting.startswith("burst")]
+    for setting in settings:
+        if [setting] == bursts:
+            continue  # all bursts are this one
         yield from table(
             (setting, "mean", "p99", "mean / FCFS", "p99 / FCFS", "mean / priority by guess", "p99 / priority by guess"),
             (

@@ -30,7 +30,7 @@ from bench.report import progress
 WITHIN_S = 2.0
 """Seconds over which a burst arrives."""
 WARM_SEED, WARM_COUNT = 1000, 16
-START_S = 600.0
+START_S = 1200.0
 """Longest start of a server."""
 SCHEDULER = "laps_vllm.scheduler.LapsScheduler"
 
