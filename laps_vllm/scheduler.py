@@ -84,7 +84,6 @@ class Laps(Pausing):
         self._last_end_s = self._decided_s = self.clock()
         self._observed_s = self._kept_s = self._last_end_s
         self._seen_pauses = self._seen_evictions = 0
-        self._growth_tokens = growth
         self._known: dict[str, tuple[RequestStatus, int, int, RequestNow]] = {}
         """What `_now` returned last, by request, with the status and the tokens then: in all, and computed."""
         logger.info(
@@ -184,14 +183,9 @@ class Laps(Pausing):
                 None  # it ended, or waits for KV or input from elsewhere, and vLLM brings it back by itself
             )
         known = self._known.get(request_id)
-        if known is None:
-            now = RequestNow(tokens, self.held_blocks(request))
-        else:
-            if known[0] is status and known[1] == tokens and known[2] == computed:
-                return known[3]
-            blocks = known[3].blocks
-            grows = known[0] is not status or -(-(tokens + self._growth_tokens) // self.block_size) > blocks
-            now = RequestNow(tokens, self.held_blocks(request) if grows else blocks)
+        if known is not None and known[0] is status and known[1] == tokens and known[2] == computed:
+            return known[3]
+        now = RequestNow(tokens, self.held_blocks(request))
         self._known[request_id] = (status, tokens, computed, now)
         return now
 

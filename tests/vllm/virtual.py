@@ -260,6 +260,10 @@ class Server:
             worker = getattr(scheduler, "one_worker", None)
             if worker is not None:
                 worker.core.check()
+                for name, request in scheduler.requests.items():
+                    now = scheduler._now(name)
+                    if now is not None:
+                        assert now == (request.num_tokens, scheduler.held_blocks(request))
 
 
 def run(server: Server, jobs: Sequence[Job], *, check: bool = False) -> Outcome:
