@@ -34,7 +34,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from laps_vllm.pausing import Pausing
+from laps_vllm.scheduler import Laps
 
 DEMO = Path(__file__).parents[2] / "worker_svc" / "demo"
 BLOCK = 16
@@ -148,7 +148,7 @@ class Server:
             hash_block_size=BLOCK,
             log_stats=False,
         )
-        if isinstance(self.scheduler, Pausing):
+        if isinstance(self.scheduler, Laps):
             self.scheduler.clock = lambda: self.now_s
         self.slots = slots
         self.asynchronous = asynchronous
@@ -255,15 +255,13 @@ class Server:
         assert all(size <= self.slots for size in self.run_sizes[-1:])
         names = [request.request_id for request in scheduler.running]
         assert len(set(names)) == len(names)
-        if isinstance(scheduler, Pausing):
+        if isinstance(scheduler, Laps):
             assert not set(names) & scheduler.waiting.all.keys()
-            worker = getattr(scheduler, "one_worker", None)
-            if worker is not None:
-                worker.core.check()
-                for name, request in scheduler.requests.items():
-                    now = scheduler._now(name)
-                    if now is not None:
-                        assert now == (request.num_tokens, scheduler.held_blocks(request))
+            scheduler.one_worker.core.check()
+            for name, request in scheduler.requests.items():
+                now = scheduler._now(name)
+                if now is not None:
+                    assert now == (request.num_tokens, scheduler.held_blocks(request))
 
 
 def run(server: Server, jobs: Sequence[Job], *, check: bool = False) -> Outcome:
