@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from laps_sd.stack.local import LocalStack
-from tests import distribution, helpers
+from tests import helpers
 
 # Before torch is imported anywhere: two threads on busy cores spin on each other and are many times slower
 # than one.
@@ -62,6 +62,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from tests import distribution  # needs xdist, which an environment with vLLM may lack
+
     return distribution.Distribution(config, log) if config.getoption("dist") == "loadfile" else None
 
 
@@ -72,6 +74,8 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if getattr(config, "workerinput", {}).get("dist") == "loadfile":  # one of several processes
+        from tests import distribution
+
         items.sort(key=lambda item: distribution.rank(item.nodeid.partition("::")[0]))
 
 
