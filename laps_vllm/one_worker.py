@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import NEW_CLOCK, Candidate, Choice, Residency, WorkerState, choose
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, AssignEntry, Drop
@@ -161,7 +162,6 @@ class OneWorker:
         """Take in a step that is over. `on_device`: all unfinished requests that hold KV now."""
         progress = []
         for step in steps:
-            tested = min(step.accepted + 1, step.drafted)
             progress.append(
                 Progress(
                     step.request_id,
@@ -174,8 +174,7 @@ class OneWorker:
                     step.end,
                     0,
                     "",
-                    (1,) * tested,
-                    (1,) * step.accepted + (0,) * (tested - step.accepted),
+                    *by_position(step.accepted, step.drafted),
                 )
             )
             if step.end is not None:

@@ -93,6 +93,11 @@ class Row(NamedTuple):
     position: int
     """Output tokens before the step."""
 
+    @property
+    def accepted(self) -> int:
+        """Return how many of the draft tokens were accepted, before the cut at an end."""
+        return min(max(0, len(self.sampled) - 1), self.drafted)
+
 
 class Pausing:
     """Mix in before vLLM's Scheduler or AsyncScheduler; a subclass defines `select` and `observe`."""

@@ -179,9 +179,8 @@ class Laps(Pausing):
             return None
         status, tokens, computed = request.status, request.num_tokens, request.num_computed_tokens
         if status is not RequestStatus.RUNNING and request_id not in self.waiting.all:
-            return (
-                None  # it ended, or waits for KV or input from elsewhere, and vLLM brings it back by itself
-            )
+            # It ended, or waits for KV or input from elsewhere, and vLLM brings it back by itself.
+            return None
         known = self._known.get(request_id)
         if known is not None and known[0] is status and known[1] == tokens and known[2] == computed:
             return known[3]
@@ -252,14 +251,13 @@ class Laps(Pausing):
 def _step(row: Row) -> Step:
     """Return what a row says, with its tokens cut as vLLM cut them at an end."""
     request = row.request
-    accepted = max(0, len(row.sampled) - 1) if row.drafted else 0
     tokens = min(len(row.sampled), request.num_output_tokens - row.position)
     return Step(
         request_id=request.request_id,
         position=row.position,
         tokens=tokens,
         drafted=row.drafted,
-        accepted=min(accepted, row.drafted),
+        accepted=row.accepted,
         prefilled=max(0, row.computed - row.drafted - 1) if row.sampled else row.computed,
         end=ENDS.get(request.status, End.ERROR) if request.is_finished() else None,
     )

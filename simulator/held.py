@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
+from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.events import Progress
@@ -57,11 +57,5 @@ class HeldRequest:
             own_end if self.ended else None,
             0,
             "",
-            *_by_position(accepted, drafted),
+            *by_position(accepted, drafted),
         )
-
-
-@cache
-def _by_position(accepted: int, drafted: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of compared and of accepted draft tokens, position by position."""
-    return (1,) * min(accepted + 1, drafted), ((1,) * accepted + (0,))[:drafted]

@@ -1,6 +1,8 @@
-"""How much speculation gained, as vLLM counts it."""
+"""How much speculation gained, as vLLM counts it, and the verdicts on draft tokens by position."""
 
 from __future__ import annotations
+
+from functools import cache
 
 
 def mean_acceptance_length(accepted: int, drafts: int) -> float:
@@ -11,3 +13,11 @@ def mean_acceptance_length(accepted: int, drafts: int) -> float:
     the result is 1: the target's token alone.
     """
     return 1.0 + accepted / drafts if drafts else 1.0
+
+
+@cache
+def by_position(accepted: int, drafted: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of compared and of accepted draft tokens, position by position, of a draft of
+    `drafted` tokens whose first `accepted` ones are accepted: the token after these is compared too.
+    """
+    return (1,) * min(accepted + 1, drafted), ((1,) * accepted + (0,))[:drafted]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from worker_svc.engine.cache.blocks import BlockAllocator
 from worker_svc.engine.interface import (
@@ -321,7 +322,7 @@ class FakeEngine:
             request.digest, request.spec.sampling.seed, request.acceptance, position + accepted
         ):
             accepted += 1
-        tested = min(accepted + 1, draft_len)
+        tested_by_position, accepted_by_position = by_position(accepted, draft_len)
         block = [
             self._script.token(request.digest, request.spec, request.length, position + i)
             for i in range(accepted + 1)
@@ -338,8 +339,8 @@ class FakeEngine:
             tokens=tuple(block[: end.tokens]),
             drafted=draft_len,
             accepted=accepted,
-            tested_by_position=(1,) * tested,
-            accepted_by_position=(1,) * accepted + (0,) * (tested - accepted),
+            tested_by_position=tested_by_position,
+            accepted_by_position=accepted_by_position,
             prefilled=chunk,
             finish=end.finish,
             cut_characters=end.cut_characters,

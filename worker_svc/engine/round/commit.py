@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.draft_lengths.outlook import OutputLengths
@@ -57,7 +58,7 @@ class Commit:
             )
         del block[end.tokens :]
         drafted = len(request.draft_tokens)
-        tested = min(accepted + 1, drafted)
+        tested_by_position, accepted_by_position = by_position(accepted, drafted)
         sequence.tokens.extend(block)
         sequence.target.length = len(sequence.tokens) - 1
         self._prefill.remember(sequence)
@@ -68,7 +69,7 @@ class Commit:
             # context now.
             sequence.draft.length = request.context + min(accepted, drafted - 1)
         if not request.chunk:
-            lengths.observe_acceptance(sequence.acceptance, accepted, tested)
+            lengths.observe_acceptance(sequence.acceptance, accepted, len(tested_by_position))
         if end.finish is not None:
             sequence.finished = True
             self._pair.release(sequence)
@@ -79,8 +80,8 @@ class Commit:
             tokens=tuple(block),
             drafted=drafted,
             accepted=accepted,
-            tested_by_position=(1,) * tested,
-            accepted_by_position=(1,) * accepted + (0,) * (tested - accepted),
+            tested_by_position=tested_by_position,
+            accepted_by_position=accepted_by_position,
             prefilled=request.chunk,
             cached=cached,
             finish=end.finish,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
+from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from laps_vllm.pausing import Row
 from worker_svc.engine.interface import RequestRound, TokenLogprobs
@@ -44,8 +45,8 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
     position = len(known.output)
     row = step.row
     drafted = row.drafted if row else 0
-    accepted = max(0, len(row.sampled) - 1) if row and drafted else 0
-    tested = min(accepted + 1, drafted)
+    accepted = row.accepted if row else 0
+    tested_by_position, accepted_by_position = by_position(accepted, drafted)
     tokens = list(request.output_token_ids[known.taken :])
     finish = _ENDS.get(request.status, End.ERROR) if request.is_finished() else None
     problem = _problem(known, request, step, finish)
@@ -58,7 +59,8 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
         if found is not None:
             tokens, cut_characters, finish = tokens[: found[0]], found[1], End.STOP_SEQUENCE
     if problem:
-        tokens, accepted, tested, finish = [], 0, 0, End.ERROR
+        tokens, accepted, finish = [], 0, End.ERROR
+        tested_by_position, accepted_by_position = (), ()
     known.output += tokens
     known.taken += len(tokens)
     return RequestRound(
@@ -67,8 +69,8 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
         tokens=tuple(tokens),
         drafted=drafted,
         accepted=accepted,
-        tested_by_position=(1,) * tested,
-        accepted_by_position=(1,) * accepted + (0,) * (tested - accepted),
+        tested_by_position=tested_by_position,
+        accepted_by_position=accepted_by_position,
         prefilled=row.computed if row and not step.decoded else 0,
         cached=min(step.found_cached, len(known.spec.prompt_ids)),
         finish=finish,
