@@ -57,11 +57,7 @@ class Peer:
     ) -> None:
         with contextlib.suppress(OSError):
             self._pipes()[0].close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 20)
 
     def ready(self) -> str:
         """Wait until it has loaded; return its version. Raise PeerFailed if it ends."""
@@ -89,8 +85,7 @@ class Peer:
         line = self._pipes()[1].readline()
         if not line:
             code = self._process.wait()
-            said = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
-            raise PeerFailed(f"{self.name} ended with code {code}:\n  " + "\n  ".join(said))
+            raise PeerFailed(f"{self.name} ended with code {code}:{last_lines(self._log)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -98,6 +93,21 @@ class Peer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         return self._process.stdin, self._process.stdout
+
+
+def wait_or_kill(process: subprocess.Popen[Any], timeout_s: float) -> None:
+    """Wait until a process ends, and kill it after `timeout_s`."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def last_lines(log: Path) -> str:
+    """Return the last lines of a log, each on a line of its own."""
+    lines = log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def environment(threads: int) -> dict[str, str]:

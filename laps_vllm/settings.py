@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from laps_sd.service.config import Settings, field
+from scheduler_svc.core.policies import PolicyName
 
 __all__ = ["VllmSettings"]
 
@@ -16,9 +16,9 @@ __all__ = ["VllmSettings"]
 class VllmSettings(Settings):
     """LAPS-SD inside one vLLM server."""
 
-    policy: Literal[
-        "laps-sd", "laps-sd-paper", "sd-index", "srpt-length", "sjf-length", "las", "mlfq", "fcfs"
-    ] = field("laps-sd", help="The order of requests; docs/policies.md describes each policy.")
+    policy: PolicyName = field(
+        "laps-sd", help="The order of requests; docs/policies.md describes each policy."
+    )
     reserved_share: bool = field(
         True,
         help="Give one place in 32, at least one, to the oldest requests, so that no request waits forever.",

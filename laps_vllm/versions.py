@@ -47,8 +47,8 @@ def _missing(scheduler: type, request: type, output: type) -> Iterator[str]:
     if preempt is None or list(inspect.signature(preempt).parameters)[:3] != ["self", "request", "timestamp"]:
         yield "Scheduler._preempt_request(request, timestamp)"
     source = inspect.getsource(scheduler)
-    yield from _unset(source, "self", "Scheduler", _SCHEDULER_ATTRIBUTES)
-    yield from _unset(inspect.getsource(request), "self", "Request", _REQUEST_ATTRIBUTES)
+    yield from _unset(source, "Scheduler", _SCHEDULER_ATTRIBUTES)
+    yield from _unset(inspect.getsource(request), "Request", _REQUEST_ATTRIBUTES)
     fields = getattr(output, "__dataclass_fields__", {})
     yield from (f"SchedulerOutput.{name}" for name in _OUTPUT_FIELDS if name not in fields)
 
@@ -88,8 +88,8 @@ _OUTPUT_FIELDS = (
 )
 
 
-def _unset(source: str, owner: str, title: str, names: Iterable[str]) -> Iterator[str]:
+def _unset(source: str, title: str, names: Iterable[str]) -> Iterator[str]:
     """Yield the names that a class assigns nowhere: they exist only on its instances."""
     for name in names:
-        if f"{owner}.{name} =" not in source and f"{owner}.{name}:" not in source:
+        if f"self.{name} =" not in source and f"self.{name}:" not in source:
             yield f"{title}.{name}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from laps_sd.service.config import field, without_password
 from laps_sd.service.serving_settings import ServingSettings
+from scheduler_svc.core.policies import PolicyName
 from scheduler_svc.roles import ClientRoles
 from scheduler_svc.store.redis_url import parse_redis_url
 
@@ -49,9 +49,9 @@ class SchedulerSettings(ServingSettings):
         "s0", help="The shard of which this process is a scheduler; part of every key and request id."
     )
     pool: str = field("demo", help="The pool of workers (one model pair) that the shard serves.")
-    policy: Literal[
-        "laps-sd", "laps-sd-paper", "sd-index", "srpt-length", "sjf-length", "las", "mlfq", "fcfs"
-    ] = field("laps-sd", help="The order of requests; docs/policies.md describes each policy.")
+    policy: PolicyName = field(
+        "laps-sd", help="The order of requests; docs/policies.md describes each policy."
+    )
     perceived_levels: bool = field(
         False,
         help="With laps-sd-paper: a request whose acceptance has settled goes to the level of its remaining "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
 from bench._engine.goals import goals, told_ratio
+from bench._evidence.phrases import goals_met
 from bench._evidence.results import Row, read_rows
 from bench._markdown import table
 
@@ -32,7 +32,7 @@ def engine(path: Path) -> Iterator[str]:
         },
     )  # fmt: skip
     exact = about["dtype"] == "float32" and about["acceptance"] is None
-    yield from _goals(
+    yield from goals_met(
         goals(rows, exact=exact),
         "Most of them require that speculation is never slower than 0.97 of our own plain decoding, for every kind of prompt alone, at every batch size",
     )
@@ -50,7 +50,7 @@ def engine_again(path: Path) -> Iterator[str]:
     yield from ("### Speculation compared with plain decoding, again", "")
     yield f"Without other engines and with {about['turns']} turns, at batch {batches}, where speculation gains least and a loss shows first. {source}."
     yield ""
-    yield from _goals(
+    yield from goals_met(
         goals(rows, exact=about["dtype"] == "float32"),
         f"The least: {told_ratio(least, 'ratio_plain')} for *{least['kind']}* at temperature {least['temperature']}",
     )
@@ -73,7 +73,7 @@ def memory_bound(path: Path) -> Iterator[str]:
             "forward": "time of a forward: vLLM's",
         },
     )
-    yield from _goals(
+    yield from goals_met(
         goals(rows, memory_bound=True),
         "A forward is to take 1.1 of vLLM's at most, speculation 0.97 of plain decoding's speed at least",
     )
@@ -123,17 +123,6 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
         ("compared with", *(f"batch {batch}" for batch in batches)),
         ((words, *(ratio(name, batch) for batch in batches)) for name, words in labels.items()),
     )
-
-
-def _goals(judged: Sequence[Any], words: str) -> Iterator[str]:
-    missed = [goal.text for goal in judged if not goal.met]
-    yield (
-        f"{len(judged) - len(missed)} of {len(judged)} goals are met, each by the end of its interval. {words}"
-        + (". Missed:" if missed else ".")
-    )
-    yield ""
-    yield from (f"- {text}" for text in missed)
-    yield ""
 
 
 def _same(rows: Iterable[Row]) -> str:

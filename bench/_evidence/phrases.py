@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bench._evidence.results import Row
 
@@ -60,3 +61,16 @@ def arrivals_text(arrivals: Row) -> str:
     if arrivals["process"] == "burst":
         return "all at once"
     return f"{process[arrivals['process']]}, load {arrivals['load']:g}"
+
+
+def goals_met(judged: Sequence[Any], remark: str = "") -> Iterator[str]:
+    """Yield how many goals are met, and those that are not."""
+    missed = [goal.text for goal in judged if not goal.met]
+    yield (
+        f"{len(judged) - len(missed)} of {len(judged)} goals are met, each by the end of its interval"
+        + (f". {remark}" if remark else "")
+        + (". Missed:" if missed else ".")
+    )
+    yield ""
+    yield from (f"- {text}" for text in missed)
+    yield ""

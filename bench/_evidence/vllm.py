@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench._evidence.phrases import goals_met
 from bench._evidence.results import Row, read_rows
 from bench._markdown import spread, table
 from bench._vllm.decisions import COMPILED, INTERPRETED, SLOTS, WAITING, least
@@ -34,15 +35,7 @@ def inside_vllm(path: Path) -> Iterator[str]:
     yield from _check(rows)
     yield from _speeds([row for row in rows if row["measured"] == "speed"])
     yield from _costs(rows)
-    judged = goals(rows)
-    missed = [goal.text for goal in judged if not goal.met]
-    yield (
-        f"{len(judged) - len(missed)} of {len(judged)} goals are met, each by the unfavourable end of its interval"
-        + (". Missed:" if missed else ".")
-    )
-    yield ""
-    yield from (f"- {text}" for text in missed)
-    yield ""
+    yield from goals_met(goals(rows))
 
 
 def _runs(rows: Sequence[Row]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bench._peers import LOG_LINES, PeerFailed, environment
+from bench._peers import PeerFailed, environment, last_lines, wait_or_kill
 from bench._vllm.figures import figures
 from bench._vllm.modes import FCFS, Mode
 from bench._vllm.workload import Workload, demo_workload, guessed, requests_of
@@ -59,11 +59,7 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 30)
 
     def wait(self) -> None:
         """Wait until it answers. Raise PeerFailed if it ends, or takes too long."""
@@ -73,8 +69,7 @@ class Server:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5.0).close()
                 return
             time.sleep(0.5)
-        said = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
-        raise PeerFailed(f"the server of {self.mode.name} did not start:\n  " + "\n  ".join(said))
+        raise PeerFailed(f"the server of {self.mode.name} did not start:{last_lines(self._log)}")
 
 
 def _arguments(mode: Mode, setup: dict[str, Any], port: int) -> list[str]:

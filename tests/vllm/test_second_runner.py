@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.vllm.one_core import mixed
-from tests.vllm.virtual import BLOCK, DRAFTS, config_of
+from tests.vllm.virtual import BLOCK, DRAFTS, config_of, model_output
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from worker_svc.engine.interface import Specification
 from worker_svc.engine.vllm.engine import VllmEngine
@@ -79,15 +79,7 @@ class Runner:
             self.drafts[name] = [
                 slot.token(ahead) + (len(slot.tokens) + ahead) % 3 // 2 for ahead in range(DRAFTS)
             ] * bool(tokens)
-        made = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        return made, DraftTokenIds(names, [self.drafts[name] for name in names])
+        return model_output(names, sampled), DraftTokenIds(names, [self.drafts[name] for name in names])
 
     def _sampled(self, name: str, computed: int, output: Any) -> list[int]:
         slot = self.slots[name]

@@ -115,6 +115,18 @@ def config_of(
     )
 
 
+def model_output(names: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
+    """Return a model runner's outcome: the tokens sampled for each request."""
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: at for at, name in enumerate(names)},
+        sampled_token_ids=sampled,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+
+
 class Server:
     """One vLLM scheduler with a virtual runner."""
 
@@ -215,15 +227,7 @@ class Server:
             self.now_s += STEP_S + DRAFT_S + TOKEN_S * output.total_num_scheduled_tokens
         names = list(output.num_scheduled_tokens)
         sampled = [self._sampled(name, output, partial[name]) for name in names]
-        model_output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        outputs = self.scheduler.update_from_output(output, model_output)
+        outputs = self.scheduler.update_from_output(output, model_output(names, sampled))
         if not self.asynchronous:
             drafts = [[7] * DRAFTS if tokens else [] for tokens in sampled]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))

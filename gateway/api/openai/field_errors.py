@@ -37,9 +37,9 @@ EXPECTED_OF_FIELD = {
     "schema": "a JSON schema",
     "stop": "a text or a list of texts",
 }
-"""What a field expects that has no simple type, or is required."""
+"""The kind of value that a field expects which has no simple type, or is required."""
 EXPECTED_TYPES = {PARTS: "text, all that the engine reads", FORMAT: "text, json_object or json_schema"}
-"""What the field `type` of an alternative expects."""
+"""The values of the field `type` that an alternative expects."""
 
 
 def refused(said: str, *, item: str = "") -> PydanticCustomError:

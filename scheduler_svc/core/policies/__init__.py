@@ -7,6 +7,7 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.policies.fcfs import Fcfs
@@ -19,7 +20,12 @@ from scheduler_svc.core.policies.sjf_length import SjfLength
 from scheduler_svc.core.policies.srpt_length import SrptLength
 from scheduler_svc.core.settings import CoreSettings
 
-__all__ = ["POLICIES", "Policy", "policy_named"]
+__all__ = ["POLICIES", "Policy", "PolicyName", "policy_named"]
+
+PolicyName = Literal[
+    "laps-sd", "laps-sd-paper", "sd-index", "srpt-length", "sjf-length", "las", "mlfq", "fcfs"
+]
+"""The names of `POLICIES`, for settings."""
 
 POLICIES: dict[str, Callable[[CoreSettings], Policy]] = {
     policy.name: policy for policy in (LapsSd, LapsSdPaper, SdIndex, SrptLength, SjfLength, Las, Mlfq, Fcfs)
