@@ -586,9 +586,7 @@ class Store:
             (
                 request_id,
                 int(sequence),
-                self.keys.idempotency(tenant.decode(), key.decode())
-                if key
-                else self.keys.request(request_id),
+                self._key_of(request_id, tenant.decode(), key.decode()),
             )
             for request_id, (sequence, tenant, key) in zip(request_ids, replies, strict=True)
             if sequence is not None
@@ -782,9 +780,14 @@ class Store:
         """Return the key that expires with the request: its idempotency key, or without one its own, which
         changes nothing.
         """
-        if not request.idempotency_key:
-            return self.keys.request(request.request_id)
-        return self.keys.idempotency(request.tenant, request.idempotency_key)
+        return self._key_of(request.request_id, request.tenant, request.idempotency_key)
+
+    def _key_of(self, request_id: str, tenant: str, idempotency_key: str) -> str:
+        return (
+            self.keys.idempotency(tenant, idempotency_key)
+            if idempotency_key
+            else self.keys.request(request_id)
+        )
 
     async def _learn_idempotency_keys(self, request_ids: Iterable[str]) -> None:
         """Read the idempotency keys of requests that this process ends, but has neither submitted nor
@@ -798,8 +801,8 @@ class Store:
                 pipeline.hmget(self.keys.request(request_id), "tenant", "idempotency_key")
             replies = await pipeline.execute()
         for request_id, (tenant, key) in zip(unknown, replies, strict=True):
-            self._expires_with[request_id] = (
-                self.keys.idempotency(tenant.decode(), key.decode()) if key else self.keys.request(request_id)
+            self._expires_with[request_id] = self._key_of(
+                request_id, (tenant or b"").decode(), (key or b"").decode()
             )
 
     def _let_go(self, request_id: str) -> None:
