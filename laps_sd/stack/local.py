@@ -22,6 +22,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -185,7 +186,7 @@ class LocalStack:
             for name, child in self.children.items():
                 if name.startswith("scheduler-"):
                     self._launch(child)
-            self._wait_for(set(self.children) - {"valkey"})
+            self._wait_for(set(self.children) - {"valkey"}, ready={"valkey"} & self.children.keys())
         except BaseException:
             self.stop()
             raise
@@ -290,12 +291,18 @@ class LocalStack:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, names: set[str]) -> None:
+    def _wait_for(self, names: set[str], *, ready: AbstractSet[str] = frozenset()) -> None:
+        """Wait until these components are ready. Raise ChildDied if one of them ends, or one of those that
+        are `ready`: what answered for it may have been another program that took its port.
+        """
         longest_s = VLLM_START_TIMEOUT_S if self.options.engine == "vllm" else START_TIMEOUT_S
         timeout_s = longest_s + START_TIMEOUT_EACH_S * len(self.children)
         deadline = time.monotonic() + timeout_s
         waiting = sorted(names)
         while waiting:
+            for name in ready:
+                if not self.children[name].alive:
+                    raise ChildDied(self.children[name], while_what="while the others started")
             for name in list(waiting):
                 child = self.children[name]
                 # Before readiness, so that a child that answered and died is not taken for ready.

@@ -19,6 +19,7 @@ from laps_sd.stack.local import LocalStack
 from laps_sd.stack.ports import Ports
 from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import free_port, wait_until
 
 
@@ -238,3 +239,14 @@ def test_options_that_cannot_work_are_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(StartupError, match=words):
         LocalStack(**options).start()
+
+
+def test_a_foreign_record_that_answers_on_the_port_is_not_taken_for_the_own_one(tmp_path: Path) -> None:
+    """Another program took the free port before the record's process, which ends."""
+    foreign = EmbeddedServer(tmp_path / "foreign").start()
+    try:
+        ports = Ports(gateway=0, http=0, scheduler=0, valkey=foreign.port, metrics=None)
+        with pytest.raises(ChildDied, match="valkey ended with exit code 1"):
+            LocalStack(engine="fake", ports=ports).start()
+    finally:
+        foreign.stop()
