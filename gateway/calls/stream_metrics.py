@@ -48,9 +48,12 @@ class StreamMetrics:
         self.end = reason_text(ended.finish_reason)
         if not (self._fresh and self._billed):  # the attachment that made the request counts it
             return
-        metrics.REQUEST.observe(_now() - self._began)
+        took_s = _now() - self._began
+        metrics.REQUEST.observe(took_s)
         metrics.REQUEST_OUTPUT.observe(ended.usage.completion_tokens)
-        metrics.QUEUE_WAIT.observe(ended.timing.queued_s)
+        # One absurd wait from a scheduler would be in the sum for as long as this process lives. In this order
+        # of arguments NaN becomes 0.
+        metrics.QUEUE_WAIT.observe(min(took_s, max(0.0, ended.timing.queued_s)))
         metrics.PREEMPTIONS.inc(ended.timing.preemptions)
         metrics.ROUNDS.inc(ended.speculation.rounds)
         metrics.DRAFTS.inc(ended.speculation.drafts)

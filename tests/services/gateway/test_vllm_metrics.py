@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import urllib.request
 
 import pytest
@@ -97,7 +98,7 @@ async def test_they_tell_what_runs_what_waits_and_what_has_ended(
     end = link_pb2.RequestEnd(
         kind=Kind.KIND_STOP_SEQUENCE,
         speculation=SpeculationSummary(rounds=3, drafts=2, drafted=8, accepted=6),
-        timing=Timing(queued_s=0.5, first_token_s=0.75, total_s=2.0, preemptions=1),
+        timing=Timing(queued_s=0.001, first_token_s=0.75, total_s=2.0, preemptions=1),
     )
     scheduler.commit(second, [70, 71, 72], end)
     await rest(calls[1])
@@ -112,7 +113,7 @@ async def test_they_tell_what_runs_what_waits_and_what_has_ended(
     assert grown["vllm:num_preemptions_total"] == 1
     assert grown["vllm:generation_tokens_total"] == 3
     assert grown["vllm:request_generation_tokens_sum"] == 3
-    assert grown["vllm:request_queue_time_seconds_sum"] == pytest.approx(0.5)
+    assert grown["vllm:request_queue_time_seconds_sum"] == pytest.approx(0.001)
     assert grown["vllm:e2e_request_latency_seconds_count"] == 1
     assert grown["vllm:time_to_first_token_seconds_count"] == 2
     assert grown["vllm:prompt_tokens_total"] == grown["vllm:request_prompt_tokens_sum"] > 0
@@ -124,6 +125,25 @@ async def test_they_tell_what_runs_what_waits_and_what_has_ended(
         return now["vllm:kv_cache_usage_perc"] == now["vllm:gpu_cache_usage_perc"] == 0.25
 
     await wait_until_async(usage, description="what the leader said is told")
+
+
+@pytest.mark.parametrize("queued_s", [math.nan, -1e300, 1e300])
+async def test_no_wait_is_longer_than_the_request_took(
+    queued_s: float, scheduler: FakeScheduler, start_gateway: StartGateway
+) -> None:
+    running = await start_gateway(scheduler.address, http_port=0, vllm_metrics=True)
+    await asyncio.wait_for(running.link.greeted.wait(), 10)
+    before = await scrape(running)
+    call = running.stub.GenerateStream(GenerateRequest(text="hello there"))
+    end = link_pb2.RequestEnd(kind=Kind.KIND_STOP_SEQUENCE, timing=Timing(queued_s=queued_s))
+    scheduler.commit(await scheduler.submitted(1), [70], end)
+    await rest(call)
+    after = await scrape(running)
+
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["vllm:request_queue_time_seconds_count"] == 1
+    queued, took = "vllm:request_queue_time_seconds_sum", "vllm:e2e_request_latency_seconds_sum"
+    assert 0 <= grown[queued] <= grown[took] + 1e-9
 
 
 async def test_without_the_setting_there_are_none(
