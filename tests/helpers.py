@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+from laps_sd.stack.ports import free_port as free_port
 
 T = TypeVar("T")
 
@@ -47,10 +48,3 @@ async def wait_until_async(
         if time.monotonic() > deadline:
             raise NotYetError(f"not within {timeout_s} s: {description} (last answer: {answer!r})")
         await asyncio.sleep(every_s)
-
-
-def free_port() -> int:
-    """Return a port without a listener at this time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import time
 import urllib.error
@@ -26,6 +25,7 @@ from bench._vllm.figures import figures
 from bench._vllm.modes import FCFS, Mode
 from bench._vllm.workload import Workload, demo_workload, guessed, requests_of
 from bench.report import progress
+from laps_sd.stack.ports import free_port
 
 WITHIN_S = 2.0
 """Seconds over which a burst arrives."""
@@ -40,9 +40,7 @@ class Server:
 
     def __init__(self, python: str, mode: Mode, setup: dict[str, Any], root: Path, folder: Path) -> None:
         self.mode = mode
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._log = folder / f"server-{self.port}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

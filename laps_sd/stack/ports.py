@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 from dataclasses import dataclass
 
 from laps_sd.errors import StartupError
 
-__all__ = ["FREE_PORTS", "HOST", "PortPlan", "Ports"]
+__all__ = ["FREE_PORTS", "HOST", "PortPlan", "Ports", "free_port"]
 
 HOST = "127.0.0.1"
+LISTENING = range(20_000, 32_768)
+"""Ports for listeners: systems give higher ones to outgoing connections (Linux from 32,768, macOS and Windows
+from 49,152), and any connection may take such a port between its choice and the listener's start. Our
+choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,18 @@ FLAGS = {
     "scheduler": "--scheduler-port",
     "metrics": "--metrics-port",
 }
+
+
+def free_port() -> int:
+    """Return a port on which no process listens at this time."""
+    for _ in range(100):
+        port = LISTENING[secrets.randbelow(len(LISTENING))]
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((HOST, port))
+            return port
+    with socket.socket() as probe:  # nearly all are taken: any port at all
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
 
 
 class PortPlan:
@@ -61,9 +79,7 @@ class PortPlan:
     def free(self) -> int:
         """Return a port on which no process listens and which was not allocated here before."""
         while True:
-            with socket.socket() as probe:
-                probe.bind((HOST, 0))
-                port = int(probe.getsockname()[1])
+            port = free_port()
             if port not in self._given:
                 self._given.add(port)
                 return port
