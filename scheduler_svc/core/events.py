@@ -111,25 +111,46 @@ class WorkerDraining:
 
 @final
 @dataclass(slots=True)
+class Merged:
+    """Counts of a request's progress in several rounds that are reported together."""
+
+    rounds: Final[int]
+    """Rounds that verified something."""
+    drafts: Final[int]
+    """Rounds with draft tokens."""
+    token_squares: Final[int]
+    """Sum over the rounds of the squared number of new tokens."""
+
+    def __init__(self, rounds: int, drafts: int, token_squares: int) -> None:
+        self.rounds = rounds
+        self.drafts = drafts
+        self.token_squares = token_squares
+
+
+@final
+@dataclass(slots=True)
 class Progress:
-    """Progress of one request in one round."""
+    """Progress of one request in the rounds of a report."""
 
     request_id: Final[str]
     lease_epoch: Final[int]
     position: Final[int]
-    """Output tokens before the round."""
+    """Output tokens before the first of these rounds."""
     tokens: Final[tuple[int, ...]]
     """New output token ids; the core counts them and hands them on."""
     drafted: Final[int]
     accepted: Final[int]
     prefilled: Final[int]
-    """Context tokens computed for it in this round (prompt, or recompute)."""
+    """Context tokens computed for it (prompt, or recompute)."""
     end: Final[End | None]
     cut_characters: Final[int]
     error: Final[str]
     tested_by_position: Final[tuple[int, ...]]
     accepted_by_position: Final[tuple[int, ...]]
+    """Draft tokens compared and accepted, by position; sums over the rounds."""
     predicted_remaining_tokens: Final[float | None]
+    merged: Final[Merged | None]
+    """None if this is the progress of one round."""
 
     def __init__(
         self,
@@ -146,6 +167,7 @@ class Progress:
         tested_by_position: tuple[int, ...] = (),
         accepted_by_position: tuple[int, ...] = (),
         predicted_remaining_tokens: float | None = None,
+        merged: Merged | None = None,
     ) -> None:
         self.request_id = request_id
         self.lease_epoch = lease_epoch
@@ -160,6 +182,26 @@ class Progress:
         self.tested_by_position = tested_by_position
         self.accepted_by_position = accepted_by_position
         self.predicted_remaining_tokens = predicted_remaining_tokens
+        self.merged = merged
+
+    @property
+    def rounds(self) -> int:
+        """Return in how many rounds it had tokens verified."""
+        if self.merged is not None:
+            return self.merged.rounds
+        return 1 if self.tokens else 0
+
+    @property
+    def drafts(self) -> int:
+        """Return in how many rounds it had draft tokens."""
+        if self.merged is not None:
+            return self.merged.drafts
+        return 1 if self.drafted else 0
+
+    @property
+    def token_squares(self) -> int:
+        """Return the sum over the rounds of its squared number of new tokens."""
+        return self.merged.token_squares if self.merged is not None else len(self.tokens) ** 2
 
 
 @final
@@ -184,7 +226,10 @@ class ResidencyChange:
 
 @dataclass(frozen=True, slots=True)
 class RoundReported:
-    """One round of one worker: the requests that took part, their tokens, the costs."""
+    """One round of one worker, or several that the caller merged: the requests that took part, their tokens,
+    the costs. Rounds can be merged if each of them verified something and no request left the batch between
+    them, except by its end.
+    """
 
     worker_id: str
     progress: tuple[Progress, ...]
@@ -198,6 +243,8 @@ class RoundReported:
     total_s: float
     free_target_blocks: int
     free_draft_blocks: int
+    rounds: int = 1
+    """Rounds that this covers; the times are sums over them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class TestOurChoice:
     def test_the_running_acceptance_is_all_accepted_over_all_drafted_tokens(self) -> None:
         request = make()
         for accepted in (5, 0, 5, 5, 0, 1, 2, 3, 4, 5):
-            request.speculated(5, accepted, remember=True)
+            request.speculated(1, 5, accepted, remember=True)
         sums = (5, 5, 10, 15, 15, 16, 18, 21, 25, 30)
         expected = [total / (5 * n) for n, total in enumerate(sums, start=1)]
         assert request.late_acceptance == pytest.approx(expected[-STABLE_ROUNDS:])
@@ -152,7 +152,7 @@ class TestOurChoice:
     def test_a_round_without_a_draft_says_nothing_of_acceptance(self) -> None:
         request = make()
         for _ in range(20):
-            request.speculated(0, 0, remember=True)
+            request.speculated(0, 0, 0, remember=True)
         assert request.late_acceptance == ()
         assert rank(rounds=20, emitted=20, attained_s=0.6).perceptible is False
 

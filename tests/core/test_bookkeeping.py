@@ -30,7 +30,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.tenants import Account
-from scheduler_svc.core.state.worker import STUCK_ROUNDS, Worker
+from scheduler_svc.core.state.worker import STUCK_REPORTS, Worker
 from scheduler_svc.core.views import Explanation
 from tests.core.test_scheduler import W, core, did, report, request
 
@@ -394,11 +394,11 @@ class TestWhatAnEndTeaches:
 def test_a_worker_is_short_of_blocks_until_it_is_lost_or_runs_all_again(end: str) -> None:
     scheduler = core()
     scheduler.step(0.0, [WorkerUp(replace(W, slots=2), ()), Arrived(request("a")), Arrived(request("b", 2))])
-    for n in range(STUCK_ROUNDS):
+    for n in range(STUCK_REPORTS):
         assert list(scheduler._shard.short_of_blocks) == []
         scheduler.step(1.0 + n, [report(did("a", n, 1))])
     assert list(scheduler._shard.short_of_blocks) == ["w"]
-    again = report(did("a", STUCK_ROUNDS, 1), did("b", 0, 1))
+    again = report(did("a", STUCK_REPORTS, 1), did("b", 0, 1))
     scheduler.step(9.0, [WorkerLost("w") if end == "is lost" else again])
     assert list(scheduler._shard.short_of_blocks) == []
     scheduler.check()

@@ -23,7 +23,7 @@ def draft_positions() -> tuple[Callable[[], None], Callable[[], float]]:
     learner = PositionStatistics()
     return lambda: learner.observe(
         (1, 1), (1, 0)
-    ), lambda: learner.tested[0] * acceptance._KEEP / learner.unit
+    ), lambda: learner.tested[0] * (1 - 1 / acceptance.FORGET_ROUNDS) / learner.unit
 
 
 def rounds_with_positions() -> tuple[Callable[[], None], Callable[[], float]]:

@@ -12,7 +12,7 @@ from scheduler_svc.core.rank import RankKey, Remaining
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.tenants import Account
-from scheduler_svc.core.state.worker import STUCK_ROUNDS, Worker
+from scheduler_svc.core.state.worker import STUCK_REPORTS, Worker
 
 SETTINGS = CoreSettings(resend_index_change=0.25)
 """A quarter: exact in binary, so that a test can stand on the bound."""
@@ -217,11 +217,11 @@ class TestBlocks:
         where = worker(slots=2)
         listed(where, "a", key(1.0), runs=True)
         left_out = listed(where, "b", key(2.0))
-        for number in range(STUCK_ROUNDS):
+        for number in range(STUCK_REPORTS):
             assert where.waiting_for_blocks == []
-            where.rounds += 1
-            where.members["a"].last_round = where.rounds
-            assert (where.waiting_for_blocks == [left_out]) == (number == STUCK_ROUNDS - 1)
+            where.reports += 1
+            where.members["a"].last_report = where.reports
+            assert (where.waiting_for_blocks == [left_out]) == (number == STUCK_REPORTS - 1)
         listed(where, "c", key(3.0))
         assert where.waiting_for_blocks == [], "more than it has slots for"
 
@@ -260,23 +260,23 @@ class TestTheDebtOfTheReservedShare:
     def test_it_is_what_was_used_beyond_the_share(self, slots: int, share: float) -> None:
         where, _, _ = self.holder(slots, short=True)
         for number in (1, 2, 3):
-            where.charge_reserve()
+            where.charge_reserve(1)
             assert where.reserve_debt_blocks == pytest.approx(number * (50 - 100 * share))
 
     def test_it_is_paid_by_the_share_of_each_round_and_nothing_is_saved_up(self) -> None:
         where, old, _ = self.holder(4, short=True)
-        where.charge_reserve()
+        where.charge_reserve(1)
         del where.running[old.request_id]
-        where.charge_reserve()
+        where.charge_reserve(1)
         assert where.reserve_debt_blocks == 0
-        where.charge_reserve()
+        where.charge_reserve(1)
         assert where.reserve_debt_blocks == 0
 
     def test_room_does_not_keep_it_from_being_paid(self) -> None:
         where, _, _ = self.holder(4, short=True)
-        where.charge_reserve()
+        where.charge_reserve(1)
         where.free_target_blocks = 100
-        where.charge_reserve()
+        where.charge_reserve(1)
         assert where.reserve_debt_blocks == 0
 
     def test_less_than_a_block_is_a_debt(self) -> None:
@@ -285,13 +285,13 @@ class TestTheDebtOfTheReservedShare:
             listed(where, name, key(1.0), runs, prompt).reserved = True
         where.free_target_blocks = 0
         assert sent(where) == ["old", "waits"]
-        where.charge_reserve()
+        where.charge_reserve(1)
         assert where.reserve_debt_blocks == 0.5
         found = assignment(where, SETTINGS)
         assert found is not None
         assert [entry.request_id for entry in found.entries if entry.reserved] == ["old"]
         del where.running["old"]
-        where.charge_reserve()
+        where.charge_reserve(1)
         found = assignment(where, SETTINGS)
         assert found is not None
         assert [entry.request_id for entry in found.entries if entry.reserved] == ["old", "waits"]
@@ -302,12 +302,12 @@ class TestTheDebtOfTheReservedShare:
 
     def test_where_there_is_room_there_is_none(self) -> None:
         where, _, _ = self.holder(4, short=False)
-        where.charge_reserve()
+        where.charge_reserve(1)
         assert where.reserve_debt_blocks == 0
 
     def test_until_it_is_paid_only_what_runs_is_preferred(self) -> None:
         where, old, _ = self.holder(4, short=True)
-        where.charge_reserve()
+        where.charge_reserve(1)
         found = assignment(where, SETTINGS)
         assert found is not None
         assert {entry.request_id: entry.reserved for entry in found.entries} == {
@@ -317,7 +317,7 @@ class TestTheDebtOfTheReservedShare:
         }
         old.running = False
         del where.running[old.request_id]
-        where.charge_reserve()
+        where.charge_reserve(1)
         found = assignment(where, SETTINGS)
         assert found is not None
         assert [entry.request_id for entry in found.entries if entry.reserved] == ["old", "waits"]
@@ -325,5 +325,5 @@ class TestTheDebtOfTheReservedShare:
     def test_a_worker_that_is_not_up_owes_nothing(self) -> None:
         where, _, _ = self.holder(4, short=True)
         where.facts = None
-        where.charge_reserve()
+        where.charge_reserve(1)
         assert where.reserve_debt_blocks == 0

@@ -40,7 +40,6 @@ ACCEPTANCE_LIMITS = (0.001, 0.999)
 REBUILD_ROUNDS = 64.0
 """Rounds between two builds of the table of tokens by draft length; fewer while there is little history."""
 _LARGEST_UNIT = 1e6
-_KEEP = 1 - 1 / FORGET_ROUNDS
 
 
 @final
@@ -75,12 +74,14 @@ class AcceptanceStatistics:
     sum_within: float = 0.0
     """Squared deviations of rounds from the mean of their own request."""
 
-    def observe_round(self, tokens: int, drafted: int) -> None:
-        """Learn from a round in which a request gained `tokens` tokens and `drafted` were drafted."""
-        self.rounds = self.rounds * _KEEP + 1
-        self.tokens = self.tokens * _KEEP + tokens
-        self.drafted = self.drafted * _KEEP + drafted
-        self.drafted_of_late += (drafted - self.drafted_of_late) / min(self.rounds, OF_LATE_ROUNDS)
+    def observe_round(self, tokens: int, drafted: int, rounds: int = 1) -> None:
+        """Learn from a round, or several, in which a request gained `tokens` tokens and `drafted` were drafted."""
+        keep = 1 - rounds / FORGET_ROUNDS
+        self.rounds = self.rounds * keep + rounds
+        self.tokens = self.tokens * keep + tokens
+        self.drafted = self.drafted * keep + drafted
+        of_late = min(self.rounds, OF_LATE_ROUNDS)
+        self.drafted_of_late += (drafted - rounds * self.drafted_of_late) / max(of_late, rounds)
 
     def observe_end(self, rounds: int, tokens: float, squares: float) -> None:
         """Learn from an ended request: its rounds, the sum of their tokens and of their squared tokens."""
@@ -133,8 +134,8 @@ class PositionStatistics:
     by_length: list[float] = field(default_factory=lambda: [1.0, 1.0 + DEFAULT_ACCEPTANCE])
     """Tokens per round that drafts 0, 1, 2 … tokens, as of the last build."""
 
-    def observe(self, tested: tuple[int, ...], accepted: tuple[int, ...]) -> None:
-        """Learn from a round: draft tokens compared and accepted, by position. Positions beyond
+    def observe(self, tested: tuple[int, ...], accepted: tuple[int, ...], rounds: int = 1) -> None:
+        """Learn from rounds: draft tokens compared and accepted, by position. Positions beyond
         `MAX_POSITIONS` are ignored."""
         more = min(len(tested), MAX_POSITIONS) - len(self.tested)
         if more > 0:
@@ -144,9 +145,10 @@ class PositionStatistics:
         for i in range(min(len(tested), len(accepted), MAX_POSITIONS)):
             sums_tested[i] += unit * tested[i]
             sums_accepted[i] += unit * accepted[i]
-        self.rounds = self.rounds * _KEEP + 1
-        self.since_built += 1
-        self.unit = unit / _KEEP
+        keep = 1 - rounds / FORGET_ROUNDS
+        self.rounds = self.rounds * keep + rounds
+        self.since_built += rounds
+        self.unit = unit / keep
         if self.unit > _LARGEST_UNIT:
             self.tested = [value / self.unit for value in self.tested]
             self.accepted = [value / self.unit for value in self.accepted]

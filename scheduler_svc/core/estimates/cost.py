@@ -64,7 +64,7 @@ class CostModel:
     swap_s: float = 0.0
     swap_tokens: float = 0.0
 
-    def observe_round(self, batch: int, tokens: int, context_tokens: int, seconds: float) -> None:
+    def observe_round(self, batch: float, tokens: float, context_tokens: float, seconds: float) -> None:
         """Learn from a round of `batch` sequences that verified `tokens` tokens with `context_tokens` of
         context in all and took `seconds` for draft and verification. A time of 0 is ignored: invalid times
         are reported as 0.

@@ -173,7 +173,7 @@ class Priors:
             self._tables_changed = False
             self.version += 1
 
-    def observe_round(self, batch: int, tokens: int, context_tokens: int, seconds: float) -> None:
+    def observe_round(self, batch: float, tokens: float, context_tokens: float, seconds: float) -> None:
         """Learn from the cost of a round; see `CostModel`."""
         self.cost.observe_round(batch, tokens, context_tokens, seconds)
 
@@ -193,14 +193,15 @@ class Priors:
         tested: tuple[int, ...] = (),
         accepted: tuple[int, ...] = (),
         tenant: str = "",
+        rounds: int = 1,
     ) -> None:
-        """Learn from one round of a request, which gained `tokens` tokens with `drafted` draft tokens;
+        """Learn from `rounds` rounds of a request, which gained `tokens` tokens with `drafted` draft tokens;
         `tested` and `accepted` count by position.
         """
         for priors in self._touch(workload_class, tenant, ended=False):
-            priors.acceptance.observe_round(tokens, drafted)
+            priors.acceptance.observe_round(tokens, drafted, rounds)
             if tested:
-                priors.positions.observe(tested, accepted)
+                priors.positions.observe(tested, accepted, rounds)
                 if priors.positions.stale:
                     priors.rebuild_positions(None if priors is self._all else self._all.positions.rates)
 

@@ -27,34 +27,40 @@ class Learner:
         self, report: RoundReported, prefilled: int, present: list[tuple[Progress, Request]], worker: Worker
     ) -> int:
         """Learn the costs of a round from its report and from the requests that are `present` in the shard;
-        return how many sequences the round verified; the others only had context computed.
+        return how many sequences the round verified; the others only had context computed. Of rounds that
+        were merged their mean is learnt, and the sequences are counted in each of them.
         """
         seconds = report.draft_s + report.verify_s
         verified = drafted_by_all = 0
         for progress in report.progress:
-            if progress.tokens:
-                verified += 1
+            if progress.rounds:
+                verified += progress.rounds
                 drafted_by_all += progress.drafted
         context = tokens = drafted = accepted = 0
         for progress, request in present:
-            if progress.tokens:
-                context += request.context_tokens
+            if progress.rounds:
+                context += request.context_tokens * progress.rounds
                 tokens += len(progress.tokens)
             drafted += progress.drafted
             accepted += progress.accepted
         if verified:
-            self._priors.observe_round(verified, drafted_by_all + verified, context, seconds)
+            n = report.rounds
+            self._priors.observe_round(
+                verified / n, (drafted_by_all + verified) / n, context / n, seconds / n
+            )
         if prefilled:
             # A round that verifies nothing is all prefill, whatever it calls its parts.
             self._priors.observe_prefill(prefilled, report.prefill_s + (0.0 if verified else seconds))
         if report.swap_s > 0:
             self._learn_swap(report, present, worker)
-        worker.rounds += 1
+        worker.reports += 1
+        worker.rounds += report.rounds
         worker.tokens += tokens
-        worker.drafted += OF_LATE * (drafted - worker.drafted)
-        worker.accepted += OF_LATE * (accepted - worker.accepted)
+        weight = min(1.0, OF_LATE * report.rounds)
+        worker.drafted += weight * (drafted / report.rounds - worker.drafted)
+        worker.accepted += weight * (accepted / report.rounds - worker.accepted)
         if report.total_s > 0:
-            worker.tokens_per_s += OF_LATE * (tokens / report.total_s - worker.tokens_per_s)
+            worker.tokens_per_s += weight * (tokens / report.total_s - worker.tokens_per_s)
         return verified
 
     def learn_end(self, end: End, request: Request) -> None:

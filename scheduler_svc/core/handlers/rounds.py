@@ -55,7 +55,7 @@ class Rounds:
             prefilled = sum([progress.prefilled for progress in report.progress])
             verified = self._learner.learn_round(report, prefilled, present, worker)
             self._who_ran(present, worker, ledger)
-            worker.charge_reserve()
+            worker.charge_reserve(report.rounds)
             for progress, request in present:
                 self._charge(progress, request, report, prefilled, verified)
                 self._progressed(progress, request, verified, ledger)
@@ -67,20 +67,20 @@ class Rounds:
             move_running(worker, self._shard, self._priors, ledger)
 
     def _who_ran(self, present: list[tuple[Progress, Request]], worker: Worker, ledger: Ledger) -> None:
-        """Update which members run: starts, pauses, resumptions."""
-        this, newcomers = worker.rounds, []
+        """Update which members run: starts, pauses, resumptions. They are reported for the newest round."""
+        this, newcomers = worker.reports, []
         for _, request in present:
-            if not request.running and request.last_round != this:
+            if not request.running and request.last_report != this:
                 newcomers.append(request)
-            request.last_round = this
+            request.last_report = this
         best = min(newcomers, key=order_key_of, default=None)
         version = self._priors.version
         if worker.priors_version != version:
             worker.priors_version = version
             for request in worker.members.values():
-                if request.last_round != this:  # requests that ran are ranked again in any case
+                if request.last_report != this:  # requests that ran are ranked again in any case
                     ledger.refresh(request)
-        for request in [request for request in worker.running.values() if request.last_round != this]:
+        for request in [request for request in worker.running.values() if request.last_report != this]:
             self._pause(request, worker, self._why_paused(request, best), ledger)
         for request in newcomers:
             request.record_event(
@@ -112,12 +112,14 @@ class Rounds:
     def _charge(
         self, progress: Progress, request: Request, report: RoundReported, prefilled: int, verified: int
     ) -> None:
-        """Charge the attained service: an equal share of the round to all requests that it verified (to all
+        """Charge the attained service: an equal share of each round to all requests that it verified (to all
         that took part, if it verified nothing), and a share of the prefill by the tokens computed.
         """
         seconds = 0.0
-        if progress.tokens or not verified:
-            seconds = (report.draft_s + report.verify_s) / (verified or len(report.progress))
+        if progress.rounds:
+            seconds = (report.draft_s + report.verify_s) / verified * progress.rounds
+        elif not verified:
+            seconds = (report.draft_s + report.verify_s) / len(report.progress)
         if progress.prefilled:
             seconds += report.prefill_s * progress.prefilled / prefilled
         request.attained_s += seconds
@@ -128,18 +130,18 @@ class Rounds:
         tokens = progress.tokens[request.emitted - progress.position :]
         position = request.emitted
         request.emitted += len(tokens)
-        request.speculated(progress.drafted, progress.accepted, self._policy.looks_back)
+        request.speculated(progress.drafts, progress.drafted, progress.accepted, self._policy.looks_back)
         workload_class = request.facts.workload_class
         if tokens:
-            request.rounds += 1
+            request.rounds += progress.rounds
             if request.deaths and request.has_survived:
                 request.record_event(
                     ledger.now_s, "cleared", f"{SURVIVED_ROUNDS} rounds since a worker died with it"
                 )
                 self._deaths.lower(request, 0)
-            request.seen_rounds += 1
+            request.seen_rounds += progress.rounds
             request.seen_tokens += len(tokens)
-            request.seen_squares += len(tokens) ** 2
+            request.seen_squares += progress.token_squares
             self._priors.observe_tokens(
                 workload_class,
                 len(tokens),
@@ -147,6 +149,7 @@ class Rounds:
                 progress.tested_by_position,
                 progress.accepted_by_position,
                 request.facts.tenant,
+                progress.rounds,
             )
         if progress.predicted_remaining_tokens is not None:
             request.expected_total = max(1.0, request.emitted + progress.predicted_remaining_tokens)

@@ -72,8 +72,8 @@ class Request:
     """Has run at least once, anywhere."""
     ran_here: bool = False
     """Has run under the present lease."""
-    last_round: int = 0
-    """The round of its worker in which it last ran, by the worker's count; before that, the one after which
+    last_report: int = 0
+    """The report of its worker in which it last ran, by the worker's count; before that, the one after which
     it was leased."""
     reserved: bool = False
     expected_total: float | None = None
@@ -197,12 +197,12 @@ class Request:
         cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
         self.order_key = (rank_class, cost, self.facts.request_id)
 
-    def speculated(self, drafted: int, accepted: int, remember: bool) -> None:
-        """Count a round with `drafted` draft tokens, `accepted` of them accepted. `remember`: for policies
-        that look back.
+    def speculated(self, drafts: int, drafted: int, accepted: int, remember: bool) -> None:
+        """Count `drafts` rounds with `drafted` draft tokens in all, `accepted` of them accepted. `remember`:
+        for policies that look back.
         """
-        if drafted:
-            self.drafts += 1
+        if drafts:
+            self.drafts += drafts
             self.drafted += drafted
             self.accepted += accepted
             if remember:
@@ -216,9 +216,9 @@ class Request:
             return
         if not kept:
             kept[Moment.ARRIVAL] = self._estimate()
-        elif self.rounds == 1 and Moment.FIRST_ROUND not in kept:
+        elif self.rounds >= 1 and Moment.FIRST_ROUND not in kept:
             kept[Moment.FIRST_ROUND] = self._estimate()
-        elif self.rounds == SETTLED_ROUNDS and Moment.SETTLED not in kept:
+        elif self.rounds >= SETTLED_ROUNDS and Moment.SETTLED not in kept:
             kept[Moment.SETTLED] = self._estimate()
         if self.rank.perceptible and _PERCEPTIBLE not in kept:
             kept[_PERCEPTIBLE] = self._estimate()

@@ -12,9 +12,9 @@ from scheduler_svc.core.state.request import Request, order_key_of
 
 MOST_TAKEN_OFF = 256
 """Requests remembered after they left a worker: more than it can have in one batch. Our choice."""
-STUCK_ROUNDS = 2
-"""Rounds that a worker with slots for all must have left a request out before it counts as short of memory;
-one may pass between the lease and the first round.
+STUCK_REPORTS = 2
+"""Reports in which a worker with slots for all must have left a request out before it counts as short of
+memory; one may come between the lease and the first round.
 """
 
 
@@ -51,6 +51,8 @@ class Worker:
     free_draft_blocks: int = 0
     reserve_debt_blocks: float = 0.0
     """KV blocks times rounds that its reserved share has used beyond its part; see `charge_reserve`."""
+    reports: int = 0
+    """Reports of rounds in which a member ran; `rounds` counts these rounds."""
     rounds: int = 0
     tokens: int = 0
     drafted: float = 0.0
@@ -90,8 +92,8 @@ class Worker:
         """
         return reserved_slots(self.slots) or 1
 
-    def charge_reserve(self) -> None:
-        """Charge the reserved share for a round. Where KV is short, the share is one of blocks as much as of
+    def charge_reserve(self, rounds: int) -> None:
+        """Charge the reserved share for rounds that are over. Where KV is short, the share is one of blocks as much as of
         slots: blocks used beyond its part are a debt, and until that is paid no other old request is
         preferred. Otherwise the oldest requests, which are the largest of all where the small ones overtake
         them, would take many times their share. Our choice.
@@ -106,7 +108,7 @@ class Worker:
         share = self.reserved_share / facts.slots if facts.slots > 1 else 1 / RESERVED_ONE_IN
         due = share * facts.target_blocks
         owed = self.reserve_debt_blocks > 0
-        self.reserve_debt_blocks = max(0.0, self.reserve_debt_blocks + used - due)
+        self.reserve_debt_blocks = max(0.0, self.reserve_debt_blocks + rounds * (used - due))
         if owed != (self.reserve_debt_blocks > 0):
             for request in self.members.values():
                 if request.reserved:
@@ -151,7 +153,7 @@ class Worker:
         """Return the members that it leaves out although it has slots for all, best first."""
         if len(self.members) > self.slots:
             return []
-        return [request for request in self.in_order if self.rounds - request.last_round >= STUCK_ROUNDS]
+        return [request for request in self.in_order if self.reports - request.last_report >= STUCK_REPORTS]
 
     @property
     def in_order(self) -> list[Request]:
@@ -169,7 +171,7 @@ class Worker:
         self.members[request.request_id] = request
         self.unsent += 1
         self.priors_version = min(self.priors_version, request.priors_version)
-        request.last_round = self.rounds
+        request.last_report = self.reports
         if self._is_in_order:
             insort(self._listed, request, key=order_key_of)
         else:
