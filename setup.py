@@ -26,9 +26,16 @@ def compiled_core() -> list[Any]:
     from mypyc.build import mypycify
 
     core = (path for path in Path("scheduler_svc/core").rglob("*.py") if path.name != "__init__.py")
+    inside_vllm = (Path(f"laps_vllm/{name}.py") for name in ("merged_steps", "one_worker"))
     return list(
         mypycify(
-            [*map(str, sorted(core)), "laps_sd/contract/choose.py", "laps_sd/contract/ends.py"],
+            [
+                *map(str, sorted(core)),
+                "laps_sd/contract/choose.py",
+                "laps_sd/contract/ends.py",
+                # The scheduler's image is built without this package.
+                *(str(path) for path in inside_vllm if path.exists()),
+            ],
             opt_level=os.environ.get("MYPYC_OPT_LEVEL", "3"),
         )
     )

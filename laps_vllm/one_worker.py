@@ -1,28 +1,30 @@
 """The scheduling core and `choose` for one engine in the same process: no network, no record.
 
-The caller reports arrivals, ends and steps, and asks for the requests of each step. One step of the engine is
-one round of the only worker that the core knows.
+The caller reports arrivals, ends and steps, and gets the requests of each step. One step of the engine is one
+round of the only worker that the core knows. With many slots the core receives steps merged (`MergedSteps`), and
+arrivals and ends with them; at once where a place is free. A choice is repeated while nothing that it depends
+on has changed. Why: docs/decisions/0032.
 
 Invariants
   * Standard library only, and no clock: equal calls at equal times give equal choices.
+  * Whenever the core decides, it has all steps that are over.
   * Residency that the core believes is corrected with each report, so an eviction that the engine decided
-    itself is known to the core one step later.
+    itself is known to the core with the next report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import NEW_CLOCK, Candidate, Choice, Residency, WorkerState, choose
 from laps_sd.contract.ends import End
+from laps_vllm.merged_steps import MergedSteps, Step
 from scheduler_svc.core.commands import Assign, AssignEntry, Drop
 from scheduler_svc.core.events import (
     Arrived,
     EndRequested,
     Event,
-    Progress,
     RequestFacts,
     ResidencyChange,
     RoundReported,
@@ -31,10 +33,12 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.scheduler import Scheduler
 
-__all__ = ["NO_LEASE", "OneWorker", "RequestNow", "Step"]
+__all__ = ["MOST_REPORT_STEPS", "OneWorker", "RequestNow"]
 
-NO_LEASE = 0
-"""Lease epoch of a request that the core has not assigned yet; its reports change nothing there."""
+MOST_REPORT_STEPS = 4
+"""Most steps in one report to the core (decision 0032). Our choice, like the next one."""
+ROWS_PER_STEP = 8
+"""Slots for each step in a report: small steps cost little, and are reported one by one."""
 
 
 class RequestNow(NamedTuple):
@@ -44,23 +48,6 @@ class RequestNow(NamedTuple):
     """Context length: prompt and outputs."""
     blocks: int
     """KV blocks that it holds on the device."""
-
-
-class Step(NamedTuple):
-    """Outcome of one step for one request."""
-
-    request_id: str
-    position: int
-    """Output tokens before the step."""
-    tokens: int
-    """New output tokens, after the cut at an end."""
-    drafted: int
-    """Draft tokens that were verified."""
-    accepted: int
-    """Those of them that were accepted, before the cut at an end."""
-    prefilled: int
-    """Context tokens computed, without draft tokens and the last token."""
-    end: End | None
 
 
 class OneWorker:
@@ -75,84 +62,146 @@ class OneWorker:
         self.paused = 0
         """Requests paused so far: in one choice, unfinished, and not in the next."""
         self._growth_tokens = growth_tokens
+        self._blocks_per_step = -(-growth_tokens // facts.block_size)
+        """Most KV blocks that a request takes in one step."""
+        self._report_steps = max(1, min(MOST_REPORT_STEPS, facts.slots // ROWS_PER_STEP))
         self._events: list[Event] = [WorkerUp(facts, ())]
         self._entries: tuple[AssignEntry, ...] = ()
         self._epochs: dict[str, int] = {}
-        self._candidates: dict[str, tuple[AssignEntry, RequestNow, bool, Candidate]] = {}
-        """The newest candidates by request, and what they were made from."""
+        self._unfinished: set[str] = set()
+        self._unreported = MergedSteps()
         self._on_device: set[str] = set()
         """Requests whose KV the core believes to be on the device."""
+        self._now_on_device: set[str] = set()
+        """Those that hold KV, as of the newest step; and the free blocks then."""
+        self._free_blocks = facts.target_blocks
+        self._choice = Choice((), ())
+        self._candidates: list[Candidate] = []
+        """Those of the newest choice."""
+        self._nothing_new = False
+        """Whether nothing that it depends on has changed since, except the sizes of requests."""
+        self._look_in = 0
+        """Steps until the states of requests must be read again; 0: now."""
+        self._all_ready = False
+        self._looked_at = self._steps = 0
         self._latched = False
         self._clock = NEW_CLOCK
 
     def arrived(self, facts: RequestFacts) -> None:
         """Take in a new request."""
         self._events.append(Arrived(facts))
+        self._unfinished.add(facts.request_id)
 
     def ended(self, request_id: str, end: End) -> None:
         """Take in an end that no step brought: a cancellation, a stop string."""
+        self._report()
         self._events.append(EndRequested(request_id, end, ""))
         self._forget(request_id)
+
+    def settle(self, now_s: float) -> None:
+        """Let the core learn now from all that was reported, whatever the next step will be."""
+        self._decide(now_s)
 
     def choose(self, now_s: float, state: Callable[[str], RequestNow | None]) -> Choice:
         """Return the requests of the next step and those whose KV has to go.
 
-        `state` returns None for a request that cannot run now (it has ended, or waits for something else), and
-        the same object as before for one whose state is the same: its candidate is then used again.
+        `state` returns None for a request that cannot run now (it has ended, or waits for something else). While
+        KV is plentiful it is not called in each step.
         """
+        if self._report_steps == 1 or self._unreported.count >= self._report_steps:
+            self._decide(now_s)
+        if self._look_in and self._nothing_new and (len(self.ran) == self.facts.slots or not self._events):
+            self._look_in -= 1
+            return self._choice
+        candidates = self._runnable(state)
+        if len(candidates) < min(self.facts.slots, len(self._unfinished)):
+            # The core may have others to list, once it knows of ends and arrivals.
+            self._decide(now_s)
+            candidates = self._runnable(state)
+        return self._chosen(candidates, state)
+
+    def _decide(self, now_s: float) -> None:
+        """Let the core decide, if something has happened."""
+        self._report()
+        if not self._events:
+            return
         events, self._events = self._events, []
         for command in self.core.step(now_s, events):
             if isinstance(command, Assign):
                 self._entries = command.entries
+                self._look_in = 0
                 for entry in command.entries:
                     self._epochs[entry.request_id] = entry.lease_epoch
             elif isinstance(command, Drop):
                 # It keeps its KV here, but the core believes that it has none: the next report says so.
-                self._on_device.difference_update(name for name, _ in command.requests)
+                self._on_device.difference_update([name for name, _ in command.requests])
+                self._look_in = 0
+
+    def _runnable(self, state: Callable[[str], RequestNow | None]) -> list[Candidate]:
+        """Return the listed requests that can run."""
+        ran = self.ran
+        if self._look_in:
+            self._look_in -= 1
+            return [
+                one if one.running == (one.request_id in ran) else _with_running(one, not one.running)
+                for one in self._candidates
+                if one.request_id in self._unfinished
+            ]
         candidates = []
-        ran, made = self.ran, self._candidates
+        self._all_ready = True
         for entry in self._entries:
-            name = entry.request_id
-            now = state(name)
-            if now is None:
-                continue
-            before = made.get(name)
-            if before is not None and before[0] is entry and before[1] is now and before[2] == (name in ran):
-                candidates.append(before[3])
-                continue
-            candidate = _candidate(entry, now, name in ran)
-            made[name] = (entry, now, name in ran, candidate)
-            candidates.append(candidate)
+            now = state(entry.request_id)
+            if now is not None:
+                candidates.append(_candidate(entry, now, entry.request_id in ran))
+            elif entry.request_id in self._unfinished:
+                self._all_ready = False
+        self._looked_at = self._steps
+        return candidates
+
+    def _chosen(self, candidates: list[Candidate], state: Callable[[str], RequestNow | None]) -> Choice:
         facts = self.facts
+        unseen = (self._steps - self._looked_at) * facts.slots * self._blocks_per_step
         choice = choose(
             candidates,
             WorkerState(
                 slots=facts.slots,
                 block_size=facts.block_size,
-                target_blocks=facts.target_blocks,
+                target_blocks=facts.target_blocks - unseen,
                 draft_blocks=0,
                 max_growth_tokens=self._growth_tokens,
                 kv_latched=self._latched,
                 reserve_clock=self._clock,
             ),
         )
+        self._choice, self._candidates, self._nothing_new = choice, candidates, True
         self._latched, self._clock = choice.kv_latched, choice.reserve_clock
         run = frozenset(choice.run)
-        self.paused += sum(state(name) is not None for name in self.ran - run)
+        self.paused += sum([state(name) is not None for name in self.ran - run])
         self.ran = run
+        if self._looked_at == self._steps:
+            self._look_in = self._report_steps if self._kv_is_plentiful(candidates, choice) else 0
         return choice
+
+    def _kv_is_plentiful(self, candidates: list[Candidate], choice: Choice) -> bool:
+        """Return whether only ranks decide until the next assignment, so that the states of requests need not
+        be read in each step: all that are listed can run, and whatever they do in these steps, blocks remain.
+        """
+        if choice.kv_latched or choice.evict or not self._all_ready or self.facts.slots == 1:
+            return False
+        growth, size = self._growth_tokens, self.facts.block_size
+        spare = self._free_blocks
+        for one in candidates:
+            spare -= max(0, -(-(one.tokens - 1 + growth) // size) - one.target_blocks)
+        # One step may be on the device already, with blocks that the newest report does not count.
+        return spare >= (self._report_steps + 1) * self.facts.slots * self._blocks_per_step
 
     def ranked(self, state: Callable[[str], RequestNow | None]) -> list[str]:
         """Return the requests of the newest assignment that can run, best first."""
         return [entry.request_id for entry in self._entries if state(entry.request_id) is not None]
 
-    def _forget(self, request_id: str) -> None:
-        self._epochs.pop(request_id, None)
-        self._candidates.pop(request_id, None)
-
     def report(
         self,
-        steps: Iterable[Step],
+        steps: Sequence[Step],
         on_device: set[str],
         *,
         decode_s: float,
@@ -160,49 +209,56 @@ class OneWorker:
         free_blocks: int,
     ) -> None:
         """Take in a step that is over. `on_device`: all unfinished requests that hold KV now."""
-        progress = []
+        if not self._unreported.can_take(steps):
+            self._report()
+        self._steps += 1
+        self._unreported.add(steps, decode_s=decode_s, prefill_s=prefill_s)
+        self._now_on_device, self._free_blocks = on_device, free_blocks
         for step in steps:
-            progress.append(
-                Progress(
-                    step.request_id,
-                    self._epochs.get(step.request_id, NO_LEASE),
-                    step.position,
-                    (0,) * step.tokens,
-                    step.drafted,
-                    step.accepted,
-                    step.prefilled,
-                    step.end,
-                    0,
-                    "",
-                    *by_position(step.accepted, step.drafted),
-                )
-            )
             if step.end is not None:
-                self._forget(step.request_id)
-        moved = [(name, Residency.DEVICE) for name in on_device - self._on_device]
-        moved += [(name, Residency.NONE) for name in self._on_device - on_device]
+                self._unfinished.discard(step.request_id)
+                self._nothing_new = False
+
+    def _report(self) -> None:
+        """Report the steps since the last report."""
+        merged = self._unreported
+        if not merged.count:
+            return
+        self._unreported = MergedSteps()
+        progress = merged.progress(self._epochs)
+        for one in progress:
+            if one.end is not None:
+                self._forget(one.request_id)
+        before, now = self._on_device, self._now_on_device
+        moved = [(name, Residency.DEVICE) for name in now - before]
+        moved += [(name, Residency.NONE) for name in before - now]
         changes = tuple(
             ResidencyChange(name, self._epochs[name], residency)
             for name, residency in sorted(moved)
             if name in self._epochs
         )
-        self._on_device = set(on_device)
-        total_s = decode_s + prefill_s
+        self._on_device = set(now)
         self._events.append(
             RoundReported(
                 self.facts.worker_id,
-                tuple(progress),
+                progress,
                 changes,
-                0.0,
-                decode_s,
-                prefill_s,
-                0.0,
-                0.0,
-                total_s,
-                free_blocks,
-                free_blocks,
+                draft_s=0.0,
+                verify_s=merged.decode_s,
+                prefill_s=merged.prefill_s,
+                swap_s=0.0,
+                idle_s=0.0,
+                total_s=merged.decode_s + merged.prefill_s,
+                free_target_blocks=self._free_blocks,
+                free_draft_blocks=self._free_blocks,
+                rounds=merged.count,
             )
         )
+
+    def _forget(self, request_id: str) -> None:
+        self._epochs.pop(request_id, None)
+        self._unfinished.discard(request_id)
+        self._nothing_new = False
 
 
 def _candidate(entry: AssignEntry, now: RequestNow, ran: bool) -> Candidate:
@@ -219,4 +275,21 @@ def _candidate(entry: AssignEntry, now: RequestNow, ran: bool) -> Candidate:
         now.tokens,
         now.blocks,
         0,
+    )
+
+
+def _with_running(one: Candidate, running: bool) -> Candidate:
+    """Return a candidate that runs now, or does not any more. One that runs has its KV on the device."""
+    return Candidate(
+        one.request_id,
+        one.rank_class,
+        one.index_s,
+        one.resume_cost_s,
+        one.reserved,
+        one.pinned,
+        running,
+        Residency.DEVICE if running else one.residency,
+        one.tokens,
+        one.target_blocks,
+        one.draft_blocks,
     )

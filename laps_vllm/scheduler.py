@@ -26,8 +26,9 @@ from laps_sd.service.config import load
 from laps_vllm import known_faults
 from laps_vllm.hints import hints_of
 from laps_vllm.learnt_file import LearntFile
+from laps_vllm.merged_steps import Step
 from laps_vllm.metrics import Publisher
-from laps_vllm.one_worker import OneWorker, RequestNow, Step
+from laps_vllm.one_worker import OneWorker, RequestNow
 from laps_vllm.pausing import Pausing, Row
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import check_names, check_version
@@ -212,6 +213,8 @@ class Laps(Pausing):
 
     def _count(self, now_s: float) -> None:
         metrics, worker = self._publisher.metrics, self.one_worker
+        if not self.requests:
+            worker.settle(now_s)
         for judged in worker.core.estimate_errors.latest:
             metrics.estimate_error.labels(metrics.engine, judged.moment.value, judged.basis.value).observe(
                 judged.ratio

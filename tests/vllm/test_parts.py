@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from prometheus_client import CollectorRegistry, write_to_textfile
 from laps_sd.contract.ends import End
 from laps_vllm.hints import MAX_CLASS_CHARACTERS, hints_of
 from laps_vllm.learnt_file import MAX_FILE_BYTES, LearntFile
+from laps_vllm.merged_steps import MergedSteps, Step
 from laps_vllm.metrics import Metrics
 from laps_vllm.metrics_page import EngineFiles, file_of
-from laps_vllm.one_worker import OneWorker, RequestNow, Step
+from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
@@ -86,7 +88,7 @@ class TestOneWorker:
         assert one.paused == 0
         assert not one.core.queue(0.1, 10)
 
-    def test_an_eviction_by_the_engine_is_known_one_step_later(self) -> None:
+    def test_an_eviction_by_the_engine_is_known_with_the_next_report(self) -> None:
         one = worker(slots=2)
         now = {"a": RequestNow(16, 1)}
         one.arrived(facts("a", 1, 100))
@@ -101,6 +103,146 @@ class TestOneWorker:
         assert running is not None
         assert evicted is not None
         assert (running.state.value, evicted.state.value) == ("running", "listed")
+
+
+def many(slots: int = 32, waiting: int = 8, blocks: int = 10_000) -> tuple[OneWorker, dict[str, RequestNow]]:
+    """Return a worker whose slots are all in use, with others that wait."""
+    one = worker(slots, blocks)
+    now = {f"r{number:02}": RequestNow(16, 0) for number in range(slots + waiting)}
+    for number, name in enumerate(now):
+        one.arrived(facts(name, number, 100))
+    return one, now
+
+
+def step(
+    one: OneWorker, now: dict[str, RequestNow], run: Sequence[str], ended: str = "", free: int = 9000
+) -> None:
+    """Let the requests of a step gain a token each."""
+    steps = []
+    for name in run:
+        emitted = now[name].tokens - 16
+        steps.append(Step(name, emitted, 1, 0, 0, 0, End.STOP if name == ended else None))
+        now[name] = RequestNow(now[name].tokens + 1, 2)
+    now.pop(ended, None)
+    on_device = {name for name, state in now.items() if state.blocks}
+    one.report(steps, on_device, decode_s=0.02, prefill_s=0.0, free_blocks=free)
+
+
+def emitted(one: OneWorker, name: str) -> int | None:
+    found = one.core.explain(name, 0.0)
+    return None if found is None else found.emitted
+
+
+class TestStepsAreMerged:
+    def test_a_full_worker_reports_four_steps_at_once(self) -> None:
+        one, now = many()
+        known = []
+        for _ in range(2 * MOST_REPORT_STEPS):
+            run = one.choose(0.0, now.get).run
+            known.append(emitted(one, run[0]))
+            step(one, now, run)
+
+        assert len(run) == 32
+        assert known == [0] * MOST_REPORT_STEPS + [MOST_REPORT_STEPS] * MOST_REPORT_STEPS
+
+    def test_a_worker_with_few_slots_reports_each_step(self) -> None:
+        one, now = many(slots=8)
+        run = one.choose(0.0, now.get).run
+        step(one, now, run)
+        one.choose(0.0, now.get)
+
+        assert emitted(one, run[0]) == 1
+
+    def test_the_place_of_one_that_ended_is_taken_in_the_next_step(self) -> None:
+        one, now = many()
+        before = one.choose(0.0, now.get).run
+        step(one, now, before, ended=before[3])
+        after = one.choose(0.0, now.get).run
+
+        assert emitted(one, before[0]) == 0, "the core does not know of the step"
+        assert len(after) == 32
+        assert set(before) - set(after) == {before[3]}
+
+    def test_an_arrival_takes_a_free_place_at_once(self) -> None:
+        one, now = many(waiting=0)
+        run = one.choose(0.0, now.get).run
+        step(one, now, run, ended=run[0])
+        now["new"] = RequestNow(16, 0)
+        one.arrived(facts("new", 99, 100))
+
+        assert "new" in one.choose(0.0, now.get).run
+
+    def test_an_arrival_waits_for_the_report_while_all_places_are_taken(self) -> None:
+        one, now = many()
+        run = one.choose(0.0, now.get).run
+        now["new"] = RequestNow(16, 0)
+        one.arrived(facts("new", 99, 100))
+        known = []
+        for _ in range(MOST_REPORT_STEPS):
+            step(one, now, run)
+            run = one.choose(0.0, now.get).run
+            known.append(emitted(one, "new") is not None)
+
+        assert known == [False] * (MOST_REPORT_STEPS - 1) + [True]
+
+    def test_a_request_that_leaves_the_step_unfinished_ends_the_merging(self) -> None:
+        merged = MergedSteps()
+        merged.add(
+            [Step("a", 0, 1, 0, 0, 0, None), Step("b", 0, 1, 0, 0, 0, End.STOP)], decode_s=1, prefill_s=0
+        )
+
+        assert merged.can_take([Step("a", 1, 1, 0, 0, 0, None)]), "b has ended"
+        assert merged.can_take([Step("a", 1, 1, 0, 0, 0, None), Step("c", 0, 0, 0, 0, 16, None)])
+        assert not merged.can_take([Step("c", 0, 1, 0, 0, 0, None)]), "a was paused"
+
+    def test_a_step_that_verified_nothing_is_reported_alone(self) -> None:
+        merged, prefill = MergedSteps(), [Step("a", 0, 0, 0, 0, 16, None)]
+        assert merged.can_take(prefill)
+        merged.add(prefill, decode_s=0, prefill_s=1)
+
+        assert not merged.can_take([Step("a", 0, 1, 0, 0, 0, None)])
+        merged = MergedSteps()
+        merged.add([Step("a", 0, 1, 0, 0, 0, None)], decode_s=1, prefill_s=0)
+        assert not merged.can_take(prefill)
+
+    def test_counts_are_summed_and_drafts_by_position(self) -> None:
+        merged = MergedSteps()
+        merged.add([Step("a", 0, 1, 3, 0, 16, None)], decode_s=0.5, prefill_s=0.25)
+        merged.add([Step("a", 1, 3, 4, 2, 0, None)], decode_s=0.5, prefill_s=0.0)
+        merged.add([Step("a", 4, 1, 0, 0, 0, None)], decode_s=0.5, prefill_s=0.0)
+        (one,) = merged.progress({"a": 7})
+
+        assert (one.lease_epoch, one.position, len(one.tokens)) == (7, 0, 5)
+        assert (one.rounds, one.drafts, one.drafted, one.accepted) == (3, 2, 7, 2)
+        assert one.token_squares == 1 + 9 + 1
+        assert one.tested_by_position == (2, 1, 1)
+        assert one.accepted_by_position == (1, 1, 0)
+        assert (merged.decode_s, merged.prefill_s) == (1.5, 0.25)
+
+
+class TestStatesAreRead:
+    """How often the scheduler inside vLLM has to look at its requests."""
+
+    def reads(self, free: int, blocks: int = 10_000) -> list[int]:
+        one, now = many(blocks=blocks)
+        counts = []
+        for _ in range(MOST_REPORT_STEPS + 1):
+            read: list[str] = []
+
+            def state(name: str, read: list[str] = read) -> RequestNow | None:
+                read.append(name)
+                return now.get(name)
+
+            run = one.choose(0.0, state).run
+            counts.append(len(read))
+            step(one, now, run, free=free)
+        return counts
+
+    def test_not_in_each_step_while_kv_is_plentiful(self) -> None:
+        assert self.reads(free=9000)[1:-1] == [0] * (MOST_REPORT_STEPS - 1)
+
+    def test_in_each_step_where_kv_is_short(self) -> None:
+        assert min(self.reads(free=20, blocks=100)) > 0
 
 
 class TestLearntFile:
