@@ -22,6 +22,10 @@ Contract with the caller, in order:
 5. One thread calls an engine. No method blocks on anything but arithmetic.
 6. An engine may keep KV that no request needs any more (prefix cache), and use it for a request with the same
    start. Blocks with such KV count as free.
+7. With `Capacity.lag` = 1 the engine prepares a round while the device works on the one before. `round(run)`
+   then begins `run` and returns the outcome of the round before, without the requests that have ended or were
+   dropped since that began; `round(())` begins nothing. A request whose end is not known yet may be in `run`:
+   what is computed for it is discarded.
 
 The text of a request never depends on its rounds, on the other requests in them, on preemption, or on the
 draft tokens: the same specification gives the same tokens (exactly in deterministic mode, up to arithmetic
@@ -162,6 +166,8 @@ class Capacity:
     vocab_size: int  # token ids are 0 .. vocab_size - 1
     device: str  # "cpu", "cuda:0", "fake"
     lookahead: int = 0  # tokens beyond draft and bonus for which a round reserves KV as well
+    # Rounds by which results are late: 0, or 1 if the device works on one round while the next is prepared.
+    lag: int = 0
 
     @property
     def growth(self) -> int:
@@ -290,7 +296,8 @@ class Engine(Protocol):
         """Run one draft and verify step over exactly these requests, best rank first.
 
         Requests without KV get a prefill chunk in the same forward (the first of `run` are served first from
-        the round's chunk budget); requests in host memory are brought back first. Raises OutOfBlocks,
+        the round's chunk budget); requests in host memory are brought back first. The result is that of this
+        round, or of the one before (`Capacity.lag`). Raises OutOfBlocks,
         UnknownRequest, or ValueError (one id twice, a finished request, more than `capacity.slots`), in each
         case before any state changes. Raises OutOfMemory if the device has no memory for the round, also
         before any change that counts.

@@ -2,7 +2,8 @@
 
 It owns the engine and runs in a thread or process of its own. Messages come from an inbox; outcomes go to the
 given `deliver`. A *turn* is: take in the messages that arrived, choose, make room, run one round, deliver its
-report.
+report. With an engine whose results are one round late (`Capacity.lag`) the report is that of the round before,
+and the choice is made on what was known then.
 
 Invariants
   * Reports are numbered 1, 2, 3 …; a round is delivered exactly once (offering it again is the link's work).
@@ -60,6 +61,9 @@ class Runner:
         self._requests = HeldRequests(engine, max_unacknowledged_tokens=max_unacknowledged_tokens)
         self._chooser = Chooser(engine, self._requests)
         self._rounds = GuardedRounds(engine, self._requests, self._report_part)
+        self._lag = engine.capacity.lag
+        self._in_flight = False
+        """Whether the engine has begun a round whose outcome it has not returned."""
         self._round_ended_s: float | None = None
         self._waited_s = 0.0
 
@@ -87,7 +91,7 @@ class Runner:
             return True
         before = self._requests.running
         run, swap_out_s = self._choose()
-        if not run:
+        if not run and not self._in_flight:
             if self._requests.must_report:
                 target, draft = self._chooser.free_blocks
                 self._report(RoundResult((), free_target_blocks=target, free_draft_blocks=draft))
@@ -100,14 +104,18 @@ class Runner:
             0.0 if self._round_ended_s is None else max(0.0, started_s - self._round_ended_s - swap_out_s)
         )
         self._round_ended_s = time.perf_counter()
-        self._chooser.round_ran()
         held = self._requests.by_id
         preempted = 0
-        if before is not run:
-            now = set(run)
-            preempted = sum([name not in now and name in held for name in before])
-        self._requests.running = run
-        context_tokens = sum([held[name].tokens for name in run])
+        if run:
+            self._chooser.round_ran()
+            if before is not run:
+                now = set(run)
+                preempted = sum([name not in now and name in held for name in before])
+            self._requests.running = run
+        self._in_flight = bool(self._lag and run)
+        if self._lag and not result.requests and not self._requests.must_report:
+            return True
+        context_tokens = sum([held[one.request_id].tokens for one in result.requests])
         self._report(result, swap_out_s, idle_s, context_tokens, preempted)
         return True
 
