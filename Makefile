@@ -98,7 +98,7 @@ test-vllm: vllm ## Run the tests of the scheduler and the worker engine over vLL
 # A new release of vLLM is judged in a minute: no model runs.
 .PHONY: judge-vllm
 judge-vllm: ## Run the tests on vLLM's own scheduler with any environment that has vLLM (PYTHON=/path/to/its/python)
-	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/vllm/test_scheduler.py tests/vllm/test_second_runner.py $(ARGS)
+	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/vllm/test_scheduler.py tests/vllm/test_second_runner.py tests/vllm/test_overlap.py $(ARGS)
 
 .PHONY: test-long
 test-long: setup ## Run the long tests: chaos, fuzzing, policies

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 __all__ = ["MAX_CLASS_CHARACTERS", "MAX_EXPECTED_TOKENS", "Hints", "hints_of"]
 
 MAX_CLASS_CHARACTERS = 64
-"""As in a gateway of LAPS-SD."""
+"""The same bound as in a gateway of LAPS-SD."""
 MAX_EXPECTED_TOKENS = 2**31 - 1
 
 
 class Hints(NamedTuple):
-    """What a client says about a request, within bounds."""
+    """Hints of a client about a request, within bounds."""
 
     workload_class: str
     """Kind of request, whose lengths and acceptance are learned together; empty: none given."""

@@ -79,7 +79,7 @@ class OneWorker:
         self._candidates: list[Candidate] = []
         """Those of the newest choice."""
         self._nothing_new = False
-        """Whether nothing that it depends on has changed since, except the sizes of requests."""
+        """True while nothing that it depends on has changed since, except the sizes of requests."""
         self._look_in = 0
         """Steps until the states of requests must be read again; 0: now."""
         self._all_ready = False
@@ -133,7 +133,7 @@ class OneWorker:
                 for entry in command.entries:
                     self._epochs[entry.request_id] = entry.lease_epoch
             elif isinstance(command, Drop):
-                # It keeps its KV here, but the core believes that it has none: the next report says so.
+                # It keeps its KV here, but the core believes that it has none: the next report corrects that.
                 self._on_device.difference_update([name for name, _ in command.requests])
                 self._look_in = 0
 

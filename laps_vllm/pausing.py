@@ -69,11 +69,11 @@ class Window(RequestQueue):
             self.all.pop(request.request_id, None)
 
     def __bool__(self) -> bool:
-        """Return whether a request is shown: vLLM's loop asks for this."""
+        """Return whether a request is shown. vLLM's loop calls this."""
         return bool(self._shown)
 
     def __len__(self) -> int:
-        """Return the number of all waiting requests: vLLM's metrics and its idle check ask for this."""
+        """Return the number of all waiting requests: vLLM's metrics and its idle check use it."""
         return len(self.all)
 
     def __iter__(self) -> Iterator[Request]:

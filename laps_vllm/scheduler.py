@@ -252,7 +252,7 @@ class Laps(Pausing):
 
 
 def _step(row: Row) -> Step:
-    """Return what a row says, with its tokens cut as vLLM cut them at an end."""
+    """Return a row as a step, with its tokens cut as vLLM cut them at an end."""
     request = row.request
     tokens = min(len(row.sampled), request.num_output_tokens - row.position)
     return Step(

@@ -17,7 +17,7 @@ UNTESTED_VARIABLE = "LAPS_SD_VLLM_UNTESTED"
 
 
 class VersionError(RuntimeError):
-    """This vLLM cannot be used. The message says which can, and what to do."""
+    """This vLLM cannot be used. The message names the versions that can, and what to do."""
 
 
 def check_version(version: str, environ: Mapping[str, str] = os.environ) -> None:

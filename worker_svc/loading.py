@@ -135,6 +135,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
                 memory_bytes=settings.kv_memory_bytes,
                 share_prefixes=settings.prefix_reuse_tokens > 0,
                 sampling=settings.vllm_sampling,
+                overlap=settings.vllm_overlap,
                 trust_remote_code=settings.trust_remote_code,
                 speculative=speculative,
                 arguments=arguments,

@@ -98,6 +98,11 @@ class WorkerSettings(ServingSettings, LinkSettings):
         help="With LAPS_SD_ENGINE=vllm: coupled: the token depends on seed and position, with and without drafts; "
         "own: vLLM's sampler, for which equal seeds may give different text after a crash or with speculation",
     )
+    vllm_overlap: Literal["auto", "on", "off"] = field(
+        "auto",
+        help="With LAPS_SD_ENGINE=vllm: prepare a round while the device works on the one before (vLLM's async "
+        "scheduling), and report one round later; auto: where vLLM does so by default, on GPUs; not on CPUs",
+    )
 
     # -- its size
     slots: int = field(

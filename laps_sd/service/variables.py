@@ -109,6 +109,7 @@ KNOWN = frozenset(
         "LAPS_SD_URL",
         "LAPS_SD_VLLM_ARGS",
         "LAPS_SD_VLLM_METRICS",
+        "LAPS_SD_VLLM_OVERLAP",
         "LAPS_SD_VLLM_RESIDENTS",
         "LAPS_SD_VLLM_SAMPLING",
         "LAPS_SD_VLLM_UNTESTED",

@@ -1,10 +1,11 @@
 """The engine over vLLM's engine core, in this process; ranks of tensor parallelism are vLLM's own processes.
 
-A round is one step of the core, and vLLM's scheduler (`scheduler.RoundScheduler`) runs exactly the requests
-that the round names. Async scheduling is off, since a round returns its own report.
+A round is one step of the core, and vLLM's scheduler (`scheduler.Rounds`) runs exactly the requests that the
+round names. With async scheduling `round` returns the outcome of the round before (`Capacity.lag`), and the
+device does not wait for the choice of the next one.
 
     EngineCore                     vLLM: scheduler, KV blocks, model runner
-      RoundScheduler               the requests of a round; the others are paused and keep their KV
+      Rounds                       the requests of a round; the others are paused and keep their KV
       coupling, coupled_noise      the choice of tokens, so that equal seeds give equal text
 
 An exception of a step leaves vLLM's scheduler and its model runner in different states, so that every one is
@@ -42,19 +43,19 @@ from worker_svc.engine.vllm.grammars import follow_grammar, wait_for_a_grammar
 from worker_svc.engine.vllm.known import Known
 from worker_svc.engine.vllm.outcome import Step, report
 from worker_svc.engine.vllm.parameters import Chooser, Rules
-from worker_svc.engine.vllm.scheduler import RoundScheduler
+from worker_svc.engine.vllm.scheduler import OverlappedRoundScheduler, Planned, Rounds
 
 __all__ = ["VllmEngine"]
 
 GRAMMAR_WAIT_S = 0.01
-"""Longest time that a round with nothing to compute waits for a grammar: the caller would ask again at once."""
+"""Longest time that a round with nothing to compute waits for a grammar: the caller would begin the next one at once."""
 
 
 class VllmEngine:
     """An `interface.Engine` over an engine core; see the top of this file.
 
     `share_prefixes`: KV of the same beginning is shared between requests; a request always finds its own
-    again. `decode` makes stop strings work, `formats` says whether vLLM has a tokenizer for output formats.
+    again. `decode` makes stop strings work, `formats`: vLLM has a tokenizer for output formats.
     """
 
     def __init__(
@@ -75,8 +76,13 @@ class VllmEngine:
         self._formats = formats
         self._share_prefixes = share_prefixes
         self._known: dict[str, Known] = {}
+        self._names: dict[str, str] = {}
+        """Ids of unfinished requests by those that vLLM has for them."""
+        self._added = 0
+        self._busy_since_s = 0.0
         self._failure = ""
         config, scheduler = core.vllm_config, self._scheduler
+        lag = int(isinstance(scheduler, OverlappedRoundScheduler))
         self.capacity = Capacity(
             slots=slots,
             target_blocks=scheduler.pool_blocks,
@@ -86,14 +92,16 @@ class VllmEngine:
             max_draft_len=scheduler.num_spec_tokens,
             vocab_size=config.model_config.get_vocab_size(),
             device=str(config.device_config.device_type),
-            lookahead=scheduler.num_lookahead_tokens,
+            # With a round in flight a request may have grown by as much again when the next one begins.
+            lookahead=scheduler.num_lookahead_tokens + lag * (1 + scheduler.num_spec_tokens),
+            lag=lag,
         )
         if rules.chooser is Chooser.REPLACED:
             couple(core.model_executor.driver_worker.worker.model_runner, self._known)
 
     @property
-    def _scheduler(self) -> RoundScheduler:
-        scheduler: RoundScheduler = self._core.scheduler
+    def _scheduler(self) -> Rounds:
+        scheduler: Rounds = self._core.scheduler
         return scheduler
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -112,7 +120,7 @@ class VllmEngine:
         as_prompt = [] if self._rules.second_runner else committed
         request, _ = self._core.preprocess_add_request(
             EngineCoreRequest(
-                request_id=spec.request_id,
+                request_id=self._new_name(spec.request_id),
                 prompt_token_ids=[*spec.prompt_ids, *as_prompt],
                 mm_features=None,
                 sampling_params=self._rules.parameters(spec),
@@ -127,16 +135,27 @@ class VllmEngine:
             request.append_output_token_ids(committed)
         follow_grammar(request, committed)
         self._core.add_request(request)
+        self._names[request.request_id] = spec.request_id
         stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
         self._known[spec.request_id] = Known(
             spec, committed, stop_text, request, taken=request.num_output_tokens
         )
 
+    def _new_name(self, request_id: str) -> str:
+        """Return vLLM's id for a request. What a step in flight brings for a dropped request must not count
+        for one that is added again under the same id.
+        """
+        if not self.capacity.lag:
+            return request_id
+        self._added += 1
+        return f"{request_id}~{self._added}"
+
     def drop(self, request_id: str) -> None:
         """Forget a request and free what it holds; an unknown id is fine."""
         known = self._known.pop(request_id, None)
         if known is not None and known.request is not None:
-            self._core.abort_requests([request_id])
+            self._core.abort_requests([known.request.request_id])
+            del self._names[known.request.request_id]
 
     def swap_out(self, request_id: str) -> bool:
         """Return whether the KV of a request is off the device; it stays where it is.
@@ -185,55 +204,76 @@ class VllmEngine:
     # -- a round ---------------------------------------------------------------------------------------------
 
     def round(self, run: Sequence[str]) -> RoundResult:
-        """Run one step over exactly these requests.
+        """Begin one step over exactly these requests, and return the oldest one that is over.
 
         See `interface.Engine.round` for the errors; every exception of vLLM is `DeviceFailed`.
         """
-        began_s = time.perf_counter()
+        now_s = time.perf_counter()
         if self._failure:
             raise DeviceFailed(self._failure)
         finished = {name for name in run if name in self._known and self._known[name].request is None}
         check_run(run, self._known.keys(), finished, self.capacity.slots)
         scheduler = self._scheduler
-        if not run:
-            return RoundResult((), free_target_blocks=scheduler.free_blocks())
-        requests = [request for name in run if (request := self._known[name].request) is not None]
-        draft_caps = {name: min(self.capacity.max_draft_len, self._known[name].draft_room) for name in run}
-        self._check_room(requests, draft_caps)
-        decoding = {r.request_id for r in requests if r.num_computed_tokens == r.num_tokens - 1}
-        scheduler.plan(requests, draft_caps)
+        if not scheduler.in_flight:
+            self._busy_since_s = now_s
+            if not run:
+                return RoundResult((), free_target_blocks=scheduler.free_blocks())
+        scheduler.plan(self._planned(run))
         logprobs = self._step(len(run))
-        reports = tuple(
-            self._report(
-                name,
-                Step(
-                    scheduler.rows.get(name),
-                    name in decoding,
-                    scheduler.found_cached.get(name, 0),
-                    logprobs.get(name),
-                    not self._rules.speculates,
-                ),
+        return self._result(scheduler.over, logprobs)
+
+    def _planned(self, run: Sequence[str]) -> Planned:
+        """Return the plan of a round. Raises OutOfBlocks if vLLM would have to preempt a request for it."""
+        requests = [request for name in run if (request := self._known[name].request) is not None]
+        # With async scheduling draft tokens stay on the device, and how many there are is vLLM's choice.
+        draft_caps = {} if self.capacity.lag else {name: self._draft_cap(name) for name in run}
+        self._check_room(requests, draft_caps)
+        decoding = (r.request_id for r in requests if r.num_computed_tokens >= r.num_tokens - 1)
+        return Planned(requests, draft_caps, frozenset(decoding))
+
+    def _draft_cap(self, name: str) -> int:
+        return min(self.capacity.max_draft_len, self._known[name].draft_room)
+
+    def _result(self, over: Planned | None, logprobs: dict[str, Any]) -> RoundResult:
+        """Return the outcome of a round that is over, without requests that ended before it did, or were
+        dropped.
+        """
+        free_blocks = self._scheduler.free_blocks()
+        if over is None:
+            return RoundResult((), free_target_blocks=free_blocks)
+        reports = []
+        for request in over.run:
+            name = self._names.get(request.request_id)
+            if name is None:
+                continue
+            step = Step(
+                over.rows.get(request.request_id),
+                request.request_id in over.decoding,
+                over.found_cached.get(request.request_id, 0),
+                logprobs.get(request.request_id),
+                not self._rules.speculates,
             )
-            for name in run
-        )
-        if not scheduler.rows:
-            wait_for_a_grammar(requests, GRAMMAR_WAIT_S)
-        total_s = time.perf_counter() - began_s
-        rows = sum(row.computed for row in scheduler.rows.values()) or 1
+            reports.append(self._report(name, step))
+        if over.run and not over.rows:
+            wait_for_a_grammar(over.run, GRAMMAR_WAIT_S)
+        now_s = time.perf_counter()
+        total_s, self._busy_since_s = now_s - self._busy_since_s, now_s
+        rows = sum(row.computed for row in over.rows.values()) or 1
         prefill_s = total_s * sum(one.prefilled for one in reports) / rows
         return RoundResult(
-            reports,
+            tuple(reports),
             verify_s=total_s - prefill_s,
             prefill_s=prefill_s,
             total_s=total_s,
-            free_target_blocks=scheduler.free_blocks(),
+            free_target_blocks=free_blocks,
         )
 
     def _check_room(self, requests: Sequence[Request], draft_caps: dict[str, int]) -> None:
         """Raise OutOfBlocks if vLLM would have to preempt a request for this round."""
         scheduler = self._scheduler
         for request in requests:
-            request.spec_token_ids = request.spec_token_ids[: draft_caps[request.request_id]]
+            if request.request_id in draft_caps:
+                request.spec_token_ids = request.spec_token_ids[: draft_caps[request.request_id]]
         short = scheduler.blocks_short(requests)
         if short > 0:
             raise OutOfBlocks(
@@ -248,7 +288,8 @@ class VllmEngine:
     def _step(self, count: int) -> dict[str, Any]:
         """Run one step of vLLM and return its log probabilities by request."""
         try:
-            outputs, executed = self._core.step()
+            core = self._core
+            outputs, executed = core.step_with_batch_queue() if self.capacity.lag else core.step()
             self._core.post_step(executed)
         except Exception as error:
             self._failure = f"a step of vLLM failed: {first_line(error)}"
@@ -258,7 +299,7 @@ class VllmEngine:
                     " LAPS_SD_SLOTS, LAPS_SD_PREFILL_CHUNK, or gpu_memory_utilization in LAPS_SD_VLLM_ARGS"
                 )
             raise DeviceFailed(self._failure) from error
-        return {one.request_id: one.new_logprobs for made in outputs.values() for one in made.outputs}
+        return {one.request_id: one.new_logprobs for made in (outputs or {}).values() for one in made.outputs}
 
     def _report(self, name: str, step: Step) -> RequestRound:
         known = self._known[name]
@@ -267,7 +308,8 @@ class VllmEngine:
         result = report(known, request, step)
         if result.finish is not None:
             if not request.is_finished():
-                self._core.abort_requests([name])
+                self._core.abort_requests([request.request_id])
+            del self._names[request.request_id]
             known.request = known.tally = None
             if result.finish is End.ERROR:
                 known.logprobs = []

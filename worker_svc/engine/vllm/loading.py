@@ -26,7 +26,7 @@ from worker_svc.engine.vllm.grammars import bound_formats
 from worker_svc.engine.vllm.names import check_engine_names
 from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.engine.vllm.parameters import Chooser, Rules
-from worker_svc.engine.vllm.scheduler import RoundScheduler
+from worker_svc.engine.vllm.scheduler import round_scheduler
 
 __all__ = ["load_core", "load_engine"]
 
@@ -73,6 +73,7 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
     try:
         config = EngineArgs(**_arguments(options)).create_engine_config()
         chooser = _chooser(config, options)
+        _check_overlap(config, chooser, options)
         if chooser is Chooser.PROCESSOR:
             from worker_svc.engine.vllm.coupled_noise import PATH
 
@@ -113,8 +114,8 @@ def _arguments(options: VllmOptions) -> dict[str, Any]:
         "max_num_active_seqs": options.slots,
         "max_num_batched_tokens": max(options.prefill_chunk + options.slots * (2 * drafts + 2), residents),
         "enable_prefix_caching": True,
-        "async_scheduling": False,
-        "scheduler_cls": RoundScheduler,
+        "async_scheduling": {"auto": None, "on": True, "off": False}[options.overlap],
+        "scheduler_cls": f"{round_scheduler.__module__}.{round_scheduler.__name__}",
         "speculative_config": None if speculative is None else dict(speculative),
         "max_logprobs": MAX_LOGPROBS,
         "disable_log_stats": True,
@@ -146,6 +147,20 @@ def _chooser(config: Any, options: VllmOptions) -> Chooser:
         "vLLM uses its first model runner for this configuration, and there LAPS_SD_VLLM_SAMPLING=coupled works"
         " on one CPU only: set LAPS_SD_VLLM_SAMPLING=own, or leave out what needs that runner"
     )
+
+
+def _check_overlap(config: Any, chooser: Chooser, options: VllmOptions) -> None:
+    overlaps = config.scheduler_config.async_scheduling
+    if options.overlap == "on" and not overlaps:
+        raise ModelError(
+            "LAPS_SD_VLLM_OVERLAP=on, and vLLM has no async scheduling on this device or with these settings:"
+            " set it to auto or off"
+        )
+    if overlaps and chooser is Chooser.REPLACED:
+        raise ModelError(
+            "LAPS_SD_VLLM_SAMPLING=coupled chooses tokens between two steps with this model runner, so that they"
+            " cannot overlap: set LAPS_SD_VLLM_OVERLAP=off, or LAPS_SD_VLLM_SAMPLING=own"
+        )
 
 
 def _end_of_sequence_ids(model_config: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""The names of vLLM that the engine uses beside those of its scheduler, looked up at start.
+"""The names of vLLM that the engine uses in addition to those of its scheduler, looked up at start.
 
 Each is an attribute of a class or module of this vLLM. None of them is public: a version that lacks one is
 refused with a sentence, before a request fails on it.
@@ -24,6 +24,7 @@ _METHODS = (
     (EngineCore, "add_request", ("self", "request", "request_wave")),
     (EngineCore, "abort_requests", ("self", "request_ids")),
     (EngineCore, "step", ("self",)),
+    (EngineCore, "step_with_batch_queue", ("self",)),
     (EngineCore, "post_step", ("self", "model_executed")),
     (GuidanceBackend, "compile_grammar", ("self", "request_type", "grammar_spec", "stop_token_ids")),
     (GuidanceGrammar, "accept_tokens", ("self", "request_id", "tokens")),

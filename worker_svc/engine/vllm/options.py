@@ -10,7 +10,7 @@ from typing import Any, Literal
 __all__ = ["RESERVED", "VllmOptions"]
 
 RESERVED: Mapping[str, str] = {
-    "async_scheduling": "a round returns its own report",
+    "async_scheduling": "set LAPS_SD_VLLM_OVERLAP",
     "data_parallel_size": "start several workers instead",
     "dtype": "set LAPS_SD_DTYPE",
     "enable_prefix_caching": "set LAPS_SD_PREFIX_REUSE_TOKENS",
@@ -39,7 +39,7 @@ class VllmOptions:
     residents: int = 32
     # Longest context, tokens.
     max_length: int = 1024
-    # Context tokens computed per round beside the tokens of running requests.
+    # Context tokens computed per round in addition to the tokens of running requests.
     prefill_chunk: int = 512
     dtype: str = "float32"
     # Size of the KV pool; None: from `memory_bytes`, or what vLLM finds free.
@@ -49,6 +49,9 @@ class VllmOptions:
     share_prefixes: bool = True
     # Equal seeds give equal text; own: vLLM's sampler chooses.
     sampling: Literal["coupled", "own"] = "coupled"
+    # A round is prepared while the device works on the one before (vLLM's async scheduling); auto: where vLLM does
+    # so by default.
+    overlap: Literal["auto", "on", "off"] = "auto"
     trust_remote_code: bool = False
     # vLLM's configuration of speculation; None: none.
     speculative: Mapping[str, Any] | None = None

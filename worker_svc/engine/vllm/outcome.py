@@ -23,7 +23,7 @@ _ENDS = {
 
 
 class Step(NamedTuple):
-    """What a step says about one request."""
+    """The outcome of a step for one request."""
 
     # None: the step did not reach it.
     row: Row | None

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from laps_vllm.pausing import Pausing, Row
 
-__all__ = ["RoundScheduler"]
+__all__ = ["OverlappedRoundScheduler", "Planned", "RoundScheduler", "Rounds", "round_scheduler"]
 
 
-class RoundScheduler(Pausing, Scheduler):
-    """Runs what `plan` named, best first, with at most so many draft tokens each."""
+@dataclass(slots=True)
+class Planned:
+    """A round: its requests, and what became of them once it is over."""
+
+    run: Sequence[Request] = ()
+    # The most draft tokens to verify of each request; one that is not named has no limit.
+    draft_caps: Mapping[str, int] = field(default_factory=dict)
+    # Requests whose context was computed when the round began.
+    decoding: frozenset[str] = frozenset()
+    # Context tokens that the prefix cache had for requests that began in it.
+    found_cached: dict[str, int] = field(default_factory=dict)
+    # The outcome by request; one that vLLM left out is not in it.
+    rows: dict[str, Row] = field(default_factory=dict)
+
+
+class Rounds(Pausing):
+    """Runs what `plan` named, best first. Mixed in before one of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rows: dict[str, Row] = {}
-        """The outcome of the last step by request; a request that it did not reach is not in it."""
-        self.found_cached: dict[str, int] = {}
-        """Context tokens that the prefix cache had for requests that began in the last step."""
-        self._run: Sequence[Request] = ()
-        self._draft_caps: Mapping[str, int] = {}
+        self.over: Planned | None = None
+        """The round that has ended since `plan`; None if none has."""
+        self._planned = Planned()
+        self._begun: deque[Planned] = deque()
+        """Rounds that vLLM has scheduled and whose outcome it has not applied, the oldest first."""
 
-    def plan(self, run: Sequence[Request], draft_caps: Mapping[str, int]) -> None:
-        """Name the requests of the next step, and the most draft tokens to verify of each."""
-        self._run, self._draft_caps = run, draft_caps
-        self.rows, self.found_cached = {}, {}
+    def plan(self, planned: Planned) -> None:
+        """Set the round of the next step."""
+        self._planned, self.over = planned, None
+
+    @property
+    def in_flight(self) -> int:
+        """The rounds that have begun and are not over."""
+        return len(self._begun)
 
     def residents_over(self, run: Sequence[Request]) -> int:
         """Return by how many requests the places of the model runner are too few for this run."""
@@ -40,24 +61,42 @@ class RoundScheduler(Pausing, Scheduler):
 
     def select(self) -> list[Request]:
         """Return the planned requests."""
-        return [request for request in self._run if not request.is_finished()]
+        return [request for request in self._planned.run if not request.is_finished()]
 
     def draft_cap(self, request: Request) -> int | None:
         """Return the planned limit."""
-        return self._draft_caps.get(request.request_id)
+        return self._planned.draft_caps.get(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the planned requests, and note what the prefix cache had."""
-        fresh = [request for request in self._run if not request.num_computed_tokens]
+        planned = self._planned
+        fresh = [request for request in planned.run if not request.num_computed_tokens]
         output = super().schedule(*args, **kwargs)
         counts = output.num_scheduled_tokens
         for request in fresh:
             if request.request_id in counts:
-                self.found_cached[request.request_id] = (
+                planned.found_cached[request.request_id] = (
                     request.num_computed_tokens - counts[request.request_id]
                 )
+        self._begun.append(planned)
         return output
 
     def observe(self, rows: list[Row], scheduler_output: Any) -> None:
-        """Keep the rows of the step."""
-        self.rows = {row.request.request_id: row for row in rows}
+        """Keep the rows of the step that is over: steps end in the order in which they began."""
+        self.over = self._begun.popleft()
+        self.over.rows = {row.request.request_id: row for row in rows}
+
+
+class RoundScheduler(Rounds, Scheduler):
+    """Without async scheduling: a round is over when its step returns."""
+
+
+class OverlappedRoundScheduler(Rounds, AsyncScheduler):
+    """With async scheduling: a round is prepared while the device works on the one before."""
+
+
+def round_scheduler(*args: Any, **kwargs: Any) -> Rounds:
+    """Return the scheduler for this configuration: what vLLM's `scheduler_cls` names."""
+    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    cls = OverlappedRoundScheduler if config.scheduler_config.async_scheduling else RoundScheduler
+    return cls(*args, **kwargs)
