@@ -75,9 +75,10 @@ class Device:
         """Take in new and resumed requests; return them."""
         began = set()
         for new in output.scheduled_new_reqs:
-            self._contexts[new.req_id] = _Context(
-                list(new.prompt_token_ids), computed=new.num_computed_tokens
-            )
+            # To vLLM's second runner a resumed request is a new one, with its output in what it prefills.
+            prompt = list(new.prompt_token_ids)
+            outputs = list(new.prefill_token_ids or ())[len(prompt) :]
+            self._contexts[new.req_id] = _Context(prompt, outputs, new.num_computed_tokens)
             began.add(new.req_id)
         cached = output.scheduled_cached_reqs
         for at, name in enumerate(cached.req_ids):
