@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._peers import Peer
-from bench._vllm import decisions, in_steps, on_clock
+from bench._vllm import decisions, in_steps, on_clock, workers
 from bench._vllm.decisions import COMPILED, INTERPRETED
 from bench._vllm.goals import goals, verdict
 from bench._vllm.modes import CLOCK
@@ -46,6 +46,7 @@ END_TOKEN = 2
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv, (__doc__ or "").split("\n\n")[0])
     setup = {
+        "kind": "engine",
         "target": str(TARGET_DIR),
         "draft": str(DRAFT_DIR),
         "ends": [END_TOKEN],
@@ -103,10 +104,18 @@ def _measured(
             peers = {}
             for core, tree in trees.items():
                 peers[core] = stack.enter_context(
-                    _driver(options.vllm, {"threads": 1}, folder, core, tree.resolve())
+                    _driver(options.vllm, {"kind": "decisions", "threads": 1}, folder, core, tree.resolve())
                 )
                 described["vllm"] = peers[core].ready()
             yield from decisions.costs(peers, options.turns)
+    with ExitStack() as stack:
+        if "worker" in options.parts:
+            peers = {}
+            for mode, sampling in workers.SAMPLING.items():
+                more = {"kind": "worker", "sampling": sampling}
+                peers[mode] = stack.enter_context(_driver(options.vllm, setup | more, folder, sampling, ROOT))
+                described["vllm"] = peers[mode].ready()
+            yield from workers.workers(peers, options.turns)
     with ExitStack() as stack:
         if "clock" in options.parts:
             servers = [

@@ -14,6 +14,7 @@ from bench._vllm.decisions import COMPILED, INTERPRETED, SLOTS, WAITING, least
 from bench._vllm.figures import compared, ratio
 from bench._vllm.goals import goals
 from bench._vllm.modes import FCFS, MODES, OURS
+from bench._vllm.workers import PLAIN, SAMPLING
 
 
 def inside_vllm(path: Path) -> Iterator[str]:
@@ -35,6 +36,7 @@ def inside_vllm(path: Path) -> Iterator[str]:
     yield from _check(rows)
     yield from _speeds([row for row in rows if row["measured"] == "speed"])
     yield from _costs(rows)
+    yield from _workers([row for row in rows if row["measured"] == "worker"])
     yield from goals_met(goals(rows))
 
 
@@ -56,8 +58,8 @@ def _latencies(rows: Sequence[Row]) -> Iterator[str]:
             (
                 (
                     row["mode"],
-                    f"{row['mean']:.1f}",
-                    f"{row['p99']:.0f}" if row["compared"] == "steps" else f"{row['p99']:.1f}",
+                    f"{row['mean']:.3g}",
+                    f"{row['p99']:.3g}",
                     *(_ratio(row, name) for name in ("ratio_fcfs", "p99_ratio_fcfs", "ratio_priority", "p99_ratio_priority")),
                 )
                 for row in found
@@ -103,6 +105,29 @@ def _speed(rows: Sequence[Row], mode: str) -> Iterator[str]:
     yield f"{statistics.median(row['scheduler_share'] for row in own):.1%}"
     for figure in ("full_speed", "full_speed_by_parts"):
         yield "–" if mode == FCFS else str(ratio(rows, mode, FCFS, figure))
+
+
+def _workers(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the speed of a worker over vLLM against that of vLLM alone."""
+    if not rows:
+        return
+    yield (
+        f"**A worker over vLLM** (`LAPS_SD_ENGINE=vllm`) and vLLM alone on the same {rows[0]['setting']}, all there from the start, first come first served: the runner, the"
+        " engine and its reports against vLLM's loop; no network on either side."
+    )
+    yield from table(
+        ("", "tokens per CPU second", "of vLLM alone", "texts as vLLM's"),
+        (
+            (
+                mode,
+                f"{statistics.median(row['worker_speed'] for row in own):,.0f}",
+                "–" if mode == PLAIN else str(ratio(rows, mode, PLAIN, "worker_speed")),
+                f"{sum(row['same_texts'] for row in own):,}",
+            )
+            for mode in (PLAIN, *SAMPLING)
+            if (own := [row for row in rows if row["mode"] == mode])
+        ),
+    )
 
 
 def _costs(rows: Sequence[Row]) -> Iterator[str]:

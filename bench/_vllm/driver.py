@@ -2,8 +2,8 @@
 
 Prints `{"ready": VERSION}` after loading; then each line on stdin is a question in JSON, answered with one
 line. `burst` runs requests through vLLM's engine core in this process, with arrivals and latencies counted in
-engine steps; `cost` (a setup without a model) measures the CPU time of decisions on vLLM's scheduler. The end
-of stdin ends it.
+engine steps; `cost` (without a model) measures the CPU time of decisions on vLLM's scheduler; `plain` and
+`engine` run requests by vLLM alone and by a worker. The end of stdin ends it.
 
 The clock of LAPS-SD is virtual here, `STEP_S` for each step, so that equal questions have equal answers.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._vllm.replay import Recorded, ReplayExecutor
+from bench._vllm.worker_driver import WorkerRuns
 
 STEP_S = 0.020
 """Time of a step on the virtual clock."""
@@ -269,13 +270,20 @@ def _timed(call: Callable[..., Any], name: str, seconds: dict[str, float]) -> Ca
     return and_count
 
 
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "engine": Engine,
+    "decisions": Decisions,
+    "worker": WorkerRuns,
+}
+
+
 def main() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import vllm
 
     setup = json.loads(Path(sys.argv[1]).read_text())
-    answers: Any = Engine(setup) if setup.get("target") else Decisions(setup)
+    answers: Any = KINDS[setup["kind"]](setup)
     print(json.dumps({"ready": vllm.__version__}), file=channel, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

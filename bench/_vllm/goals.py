@@ -9,6 +9,7 @@ from typing import Any
 from bench._vllm.decisions import COMPILED, least
 from bench._vllm.figures import BURSTS, compared, ratio
 from bench._vllm.modes import FCFS, GUESS, NO_HINT, OURS
+from bench._vllm.workers import PLAIN, SAMPLING
 from bench.report import Interval
 
 GOAL_NO_HINT = 0.70
@@ -17,6 +18,7 @@ GOAL_PRIORITY = 1.02
 GOAL_PRIORITY_P99 = 1.10
 GOAL_SPEED = 0.98
 GOAL_DECISION_MS = 0.3
+GOAL_WORKER = 0.97
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
         if cost_ms is not None:
             text = f"core and choose of a step, {mode.name}, compiled: {cost_ms:.2f} ms (goal: at most {GOAL_DECISION_MS})"
             found.append(Goal(text, cost_ms <= GOAL_DECISION_MS))
+    of_workers = [row for row in rows if row["measured"] == "worker"]
+    for mode_name in SAMPLING:
+        told_speed = ratio(of_workers, mode_name, PLAIN, "worker_speed")
+        if told_speed is not None:
+            text = f"tokens per CPU second, {mode_name} / vLLM alone: {told_speed} (goal: at least {GOAL_WORKER})"
+            found.append(Goal(text, told_speed.low >= GOAL_WORKER))
     return found
 
 

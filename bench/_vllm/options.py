@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.report import numbers
 
-PARTS = ("steps", "speed", "cost", "clock")
+PARTS = ("steps", "speed", "cost", "worker", "clock")
 
 
 def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -24,7 +24,7 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument("--slots", type=int, default=8, help="requests of a step (default 8)")
     parser.add_argument("--residents", type=int, default=32, help="requests with KV at most (default 32)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per request at most (default 200)")
-    parser.add_argument("--turns", type=int, default=5, help="turns of speed and cost (default 5)")
+    parser.add_argument("--turns", type=int, default=5, help="turns of speed, cost and worker (default 5)")
     parser.add_argument(
         "--clock-count", type=int, default=100, help="requests of a run on the clock (default 100)"
     )
@@ -36,6 +36,8 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(argv)
     options.parts = options.parts.split(",")
+    if Path(options.vllm).parent.name:  # a path, and not a name to be looked up
+        options.vllm = str(Path(options.vllm).absolute())
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
     if min(options.seeds, options.turns, options.clock_seeds) < 2:

@@ -33,6 +33,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
         )
     for measured, keys in (
         ("speed", ("full_steps", "full_tokens", "full_cpu_s", "full_speed", "scheduler_share")),
+        ("worker", ("tokens", "steps", "cpu_s", "worker_speed", "same_texts")),
         ("cost", ("core", "decision_ms", "choose_ms", "report_ms", "schedule_ms", "update_from_output_ms")),
     ):
         of_kind = [row for row in rows if row["measured"] == measured]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from bench._vllm.goals import (
     GOAL_PRIORITY,
     GOAL_PRIORITY_P99,
     GOAL_SPEED,
+    GOAL_WORKER,
     goals,
     verdict,
 )
@@ -21,6 +23,7 @@ from bench._vllm.modes import CLASS, FCFS, GUESS, MODES, NO_HINT, PRIORITY, SHOR
 from bench._vllm.on_clock import body_of
 from bench._vllm.options import arguments, public
 from bench._vllm.replay import Recorded, boundaries, next_tokens
+from bench._vllm.workers import COUPLED, PLAIN
 from bench._vllm.workload import Workload, burst_arrivals, demo_workload, guessed, load_arrivals, requests_of
 
 BY_NAME = {mode.name: mode for mode in MODES}
@@ -151,6 +154,14 @@ def speed(ours: float, by_parts: float = 1.0) -> list[dict[str, Any]]:
     ]
 
 
+def worker(ours: float) -> list[dict[str, Any]]:
+    return [
+        {"measured": "worker", "setting": "s", "seed": seed, "mode": mode, "worker_speed": found}
+        for seed in (1, 2)
+        for mode, found in ((PLAIN, 1.0), (COUPLED, ours))
+    ]
+
+
 def cost(core: str, *found: float) -> list[dict[str, Any]]:
     return [
         {"measured": "cost", "setting": "s", "seed": seed, "mode": GUESS, "core": core, "decision_ms": each}
@@ -171,6 +182,8 @@ def cost(core: str, *found: float) -> list[dict[str, Any]]:
         (speed(GOAL_SPEED + 0.001), True),
         (speed(GOAL_SPEED - 0.001), False),
         (speed(1.0, GOAL_SPEED - 0.001), False),
+        (worker(GOAL_WORKER + 0.001), True),
+        (worker(GOAL_WORKER - 0.001), False),
         (cost("compiled", GOAL_DECISION_MS + 1, GOAL_DECISION_MS), True),
         (cost("compiled", GOAL_DECISION_MS + 0.01), False),
         (cost("interpreted", GOAL_DECISION_MS / 2), False),
@@ -194,6 +207,11 @@ def test_the_load_is_compared_with_priority_and_not_with_the_goals_of_bursts():
 def test_results_tell_the_command_without_paths_of_the_machine():
     given = ["--vllm", "/home/a/bin/python", "--compiled=/tmp/b", "--seeds", "3"]
     assert public(given) == ["--vllm", "PYTHON", "--compiled=DIR", "--seeds", "3"]
+
+
+def test_a_path_to_the_interpreter_holds_in_every_folder_and_a_name_is_looked_up():
+    assert Path(arguments(["--vllm", ".venv/vllm/bin/python"], "").vllm).is_absolute()
+    assert arguments(["--vllm", "python3"], "").vllm == "python3"
 
 
 @pytest.mark.parametrize("wrong", [["--parts", "steps,more"], ["--seeds", "1"], ["--load", "1"]])

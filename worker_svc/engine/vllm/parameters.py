@@ -43,7 +43,7 @@ class Rules:
         self.speculates = speculates
         self._on_cpu = on_cpu
         self._wrong_with_drafts = on_cpu and speculates and version.startswith("0.32.")
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
 
     def check(self, spec: Specification) -> None:
         """Raise ValueError for what vLLM's own sampler would do wrong."""
@@ -75,7 +75,7 @@ class Rules:
         committed = 0 if self.second_runner else len(spec.committed_ids)
         common: dict[str, Any] = {
             "max_tokens": spec.max_tokens - committed,
-            "stop_token_ids": None if spec.ignore_eos else self._eos_ids,
+            "stop_token_ids": None if spec.ignore_eos else self.eos_ids,
             "ignore_eos": spec.ignore_eos,
             "detokenize": False,
             "structured_outputs": structured_outputs(spec.format),
