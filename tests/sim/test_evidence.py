@@ -14,6 +14,7 @@ from bench._evidence.services import carried, deciding, served
 from bench._evidence.vllm import inside_vllm
 from bench._vllm.modes import CLASS, GUESS, NO_HINT
 from bench._vllm.modes import FCFS as FCFS_IN_VLLM
+from bench._vllm.workers import COUPLED, OWN, PLAIN
 from bench.evidence import FIGURES, MEASURED, PAGE, draw, main, page
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
@@ -348,16 +349,24 @@ def test_inside_vllm_gains_losses_costs_and_the_check_are_on_the_page(tmp_path):
         {"measured": "cost", "seed": 0, "mode": mode, "core": core, "decision_ms": ms, "schedule_ms": 2 * ms}
         for mode, core, ms in ((FCFS_IN_VLLM, "interpreted", 0.1), (NO_HINT, "compiled", 0.25))
     ]
+    rows += [
+        {"measured": "worker", "setting": "100 requests", "seed": seed, "mode": mode, "worker_speed": speed}
+        | {"same_texts": 99}
+        for seed in (1, 2)
+        for mode, speed in ((PLAIN, 1000.0), (OWN, 960.0), (COUPLED, 980.0))
+    ]
     about = {"vllm": "0.32.0", "slots": 8, "tokens": 200}
     text = "\n".join(inside_vllm(results_of(tmp_path, "vllm", rows, **about)))
 
-    assert text.count("| LAPS-SD, no hint | 36.0 | 144 | **0.720** [0.720, 0.720] |") == 1
+    assert text.count("| LAPS-SD, no hint | 36 | 144 | **0.720** [0.720, 0.720] |") == 1
     assert (
         "in 0 of 1 the mean latency was the same, in the others it differed by 2.5% at most; 79 of 80" in text
     )
     assert "| LAPS-SD, no hint | 970 | 5.0% | 0.970 [0.970, 0.970] | 0.970 [0.970, 0.970] |" in text
     assert "| LAPS-SD, no hint | – | – | 0.25 | 0.50 |" in text
-    assert "5 of 8 goals are met" in text
+    assert "| worker, vLLM's sampler | 960 | 0.960 [0.960, 0.960] | 198 |" in text
+    assert "6 of 10 goals are met" in text
+    assert "- tokens per CPU second, worker, vLLM's sampler / vLLM alone: 0.960" in text
     assert "- steps, all bursts: LAPS-SD, no hint, mean / vLLM's FCFS 0.720" in text
     assert (
         "- tokens per CPU second while a full batch waits, by parts, LAPS-SD, no hint / FCFS: 0.970" in text
