@@ -150,7 +150,7 @@ class Progress:
     """Draft tokens compared and accepted, by position; sums over the rounds."""
     predicted_remaining_tokens: Final[float | None]
     merged: Final[Merged | None]
-    """None if this is the progress of one round."""
+    """Counts of several rounds; None for one."""
 
     def __init__(
         self,
@@ -198,10 +198,11 @@ class Progress:
             return self.merged.drafts
         return 1 if self.drafted else 0
 
-    @property
-    def token_squares(self) -> int:
-        """Return the sum over the rounds of its squared number of new tokens."""
-        return self.merged.token_squares if self.merged is not None else len(self.tokens) ** 2
+    def squares(self, new: int) -> int:
+        """Return the sum over the rounds of the squared number of tokens. `new` of them are counted: of one
+        round that is reported again, only those that were not committed before.
+        """
+        return self.merged.token_squares if self.merged is not None else new * new
 
 
 @final

@@ -240,6 +240,7 @@ class TestReportsThatComeTwice:
         assert [(c.position, c.tokens) for c in commands if isinstance(c, Commit)] == [(3, (3, 4))]
         found = of(scheduler, "a")
         assert (found.emitted, found.rounds) == (5, 2)
+        assert scheduler._shard.requests["a"].seen_squares == 3**2 + 2**2, "two of the four tokens are new"
 
     def test_an_end_that_comes_again_ends_it(self) -> None:
         scheduler = core()

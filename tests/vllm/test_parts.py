@@ -214,7 +214,7 @@ class TestStepsAreMerged:
 
         assert (one.lease_epoch, one.position, len(one.tokens)) == (7, 0, 5)
         assert (one.rounds, one.drafts, one.drafted, one.accepted) == (3, 2, 7, 2)
-        assert one.token_squares == 1 + 9 + 1
+        assert one.squares(5) == 1 + 9 + 1
         assert one.tested_by_position == (2, 1, 1)
         assert one.accepted_by_position == (1, 1, 0)
         assert (merged.decode_s, merged.prefill_s) == (1.5, 0.25)

@@ -141,7 +141,7 @@ class Rounds:
                 self._deaths.lower(request, 0)
             request.seen_rounds += progress.rounds
             request.seen_tokens += len(tokens)
-            request.seen_squares += progress.token_squares
+            request.seen_squares += progress.squares(len(tokens))
             self._priors.observe_tokens(
                 workload_class,
                 len(tokens),

@@ -93,10 +93,10 @@ class Worker:
         return reserved_slots(self.slots) or 1
 
     def charge_reserve(self, rounds: int) -> None:
-        """Charge the reserved share for rounds that are over. Where KV is short, the share is one of blocks as much as of
-        slots: blocks used beyond its part are a debt, and until that is paid no other old request is
-        preferred. Otherwise the oldest requests, which are the largest of all where the small ones overtake
-        them, would take many times their share. Our choice.
+        """Charge the reserved share for rounds that are over. Where KV is short, the share is one of blocks as
+        much as of slots: blocks used beyond its part are a debt, and until that is paid no other old request
+        is preferred. Otherwise the oldest requests, which are the largest of all where the small ones
+        overtake them, would take many times their share. Our choice.
         """
         facts = self.facts
         if facts is None:
