@@ -9,6 +9,7 @@ and stores its numbers in itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final, final
 
 MAX_LEVELS = 32
@@ -32,6 +33,11 @@ def pack_rank_class(priority: int, level: int) -> int:
         rank_class = −priority · 2 · MAX_LEVELS + (AHEAD if the tenant is ahead) + level
     """
     return -priority * 2 * MAX_LEVELS + level
+
+
+def last_of_class(key: OrderKey) -> OrderKey:
+    """Return a key after all keys of the same priority and tenant turn, whatever their level and cost."""
+    return (key[0] | (MAX_LEVELS - 1), inf, "")
 
 
 @final

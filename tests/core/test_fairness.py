@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import Phase, given
+from hypothesis import Phase, example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
@@ -42,6 +42,13 @@ LOAD = st.tuples(
 )
 LOADS = st.lists(LOAD, min_size=2, max_size=4)
 SLOTS = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+STALE_FRONT = [
+    ([(253, 115, (2,), 256)], 51, 0.0, [1]),
+    ([(253, 115, (2,), 256)], 51, 0.0, [1]),
+    ([(318, 100, (2, 3, 6), None)], 26, 0.02, [0]),
+    ([(213, 80, (4, 1, 2, 6), 179), (54, 38, (1,), 1)], 12, 0.0, [0]),
+]
+"""More requests of the tenant whose turn comes wait on older priors than one step ranks again."""
 
 
 def jobs(tenant: str, load) -> list[Job]:  # type: ignore[no-untyped-def]
@@ -115,6 +122,7 @@ def check_bound(policy: str, loads, slots: list[int], reserved_share: bool) -> N
 
 
 @ANY_POLICY
+@example(loads=STALE_FRONT, slots=[1], reserved_share=False)
 @given(loads=LOADS, slots=SLOTS, reserved_share=st.booleans())
 @examples(max_examples=6, deadline=None, phases=NO_SHRINKING)
 def test_backlogged_tenants_differ_by_the_longest_request_and_a_round(  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.placement.ledger import Ledger
+from scheduler_svc.core.rank import last_of_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
@@ -190,14 +191,16 @@ def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
     """Lease a queued request that belongs into the first part of a full list: onto the list with the worst
     end.
 
-    So a better arrival is on a list in the step in which it arrives, and may displace a running request.
+    So a better arrival is on a list in the step in which it arrives, and may displace a running request. By an
+    older rank a request would come and go again, so with such a rank it overtakes only requests of a lower
+    priority, or of tenants that are ahead: that does not depend on estimates, and the bound between tenants
+    does not allow for a step that waits.
     """
     refreshed = 0
     while shard.queued:
         request, fresh = front.at(0)
-        if not fresh:
-            return  # by an older rank it would come and go again; the next step looks further
-        full_lists = shard.worker_orders.full_lists_after(request.order_key)
+        key = request.key_now if fresh else last_of_class(request.key_now)
+        full_lists = shard.worker_orders.full_lists_after(key)
         worker = next((worker for worker in full_lists if worker.holds(request)), None)
         if worker is None:
             return
