@@ -64,6 +64,7 @@ class Reader:
     def round(self, *run: str) -> RoundResult:
         result = self.engine.round(run)
         self.engine.check()
+        assert result.free_target_blocks == self.engine._scheduler.free_blocks()
         for one in result.requests:
             assert one.position == len(self.output[one.request_id])
             self.output[one.request_id].extend(one.tokens)

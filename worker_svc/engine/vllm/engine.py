@@ -238,9 +238,8 @@ class VllmEngine:
         """Return the outcome of a round that is over, without requests that ended before it did, or were
         dropped.
         """
-        free_blocks = self._scheduler.free_blocks()
         if over is None:
-            return RoundResult((), free_target_blocks=free_blocks)
+            return RoundResult((), free_target_blocks=self._scheduler.free_blocks())
         reports = []
         for request in over.run:
             name = self._names.get(request.request_id)
@@ -265,7 +264,8 @@ class VllmEngine:
             verify_s=total_s - prefill_s,
             prefill_s=prefill_s,
             total_s=total_s,
-            free_target_blocks=free_blocks,
+            # After the reports: those that end a request free its blocks.
+            free_target_blocks=self._scheduler.free_blocks(),
         )
 
     def _check_room(self, requests: Sequence[Request], draft_caps: dict[str, int]) -> None:
