@@ -80,10 +80,10 @@ class OneWorker:
         """Those of the newest choice."""
         self._nothing_new = False
         """True while nothing that it depends on has changed since, except the sizes of requests."""
-        self._look_in = 0
-        """Steps until the states of requests must be read again; 0: now."""
-        self._all_ready = False
-        self._looked_at = self._steps = 0
+        self._plentiful = False
+        """True if the states of requests need not be read in each step; see `_kv_is_plentiful`."""
+        self._unread_steps = 0
+        """Steps that were chosen since these states were read."""
         self._latched = False
         self._clock = NEW_CLOCK
 
@@ -96,11 +96,9 @@ class OneWorker:
         """Take in an end that no step brought: a cancellation, a stop string."""
         self._report()
         self._events.append(EndRequested(request_id, end, ""))
-        self._forget(request_id)
-
-    def settle(self, now_s: float) -> None:
-        """Let the core learn now from all that was reported, whatever the next step will be."""
-        self._decide(now_s)
+        self._epochs.pop(request_id, None)
+        self._unfinished.discard(request_id)
+        self._nothing_new = False
 
     def choose(self, now_s: float, state: Callable[[str], RequestNow | None]) -> Choice:
         """Return the requests of the next step and those whose KV has to go.
@@ -109,19 +107,22 @@ class OneWorker:
         KV is plentiful it is not called in each step.
         """
         if self._report_steps == 1 or self._unreported.count >= self._report_steps:
-            self._decide(now_s)
-        if self._look_in and self._nothing_new and (len(self.ran) == self.facts.slots or not self._events):
-            self._look_in -= 1
-            return self._choice
-        candidates = self._runnable(state)
+            self.decide(now_s)
+        if self._plentiful and self._unread_steps < self._report_steps:
+            self._unread_steps += 1
+            if self._nothing_new and (len(self.ran) == self.facts.slots or not self._events):
+                return self._choice
+            candidates = self._unfinished_candidates()
+        else:
+            candidates = self._read(state)
         if len(candidates) < min(self.facts.slots, len(self._unfinished)):
             # The core may have others to list, once it knows of ends and arrivals.
-            self._decide(now_s)
-            candidates = self._runnable(state)
+            self.decide(now_s)
+            candidates = self._read(state)
         return self._chosen(candidates, state)
 
-    def _decide(self, now_s: float) -> None:
-        """Let the core decide, if something has happened."""
+    def decide(self, now_s: float) -> None:
+        """Let the core take in all that has happened, and decide."""
         self._report()
         if not self._events:
             return
@@ -129,44 +130,40 @@ class OneWorker:
         for command in self.core.step(now_s, events):
             if isinstance(command, Assign):
                 self._entries = command.entries
-                self._look_in = 0
+                self._plentiful = False
                 for entry in command.entries:
                     self._epochs[entry.request_id] = entry.lease_epoch
             elif isinstance(command, Drop):
                 # It keeps its KV here, but the core believes that it has none: the next report corrects that.
                 self._on_device.difference_update([name for name, _ in command.requests])
-                self._look_in = 0
+                self._plentiful = False
 
-    def _runnable(self, state: Callable[[str], RequestNow | None]) -> list[Candidate]:
-        """Return the listed requests that can run."""
-        ran = self.ran
-        if self._look_in:
-            self._look_in -= 1
-            return [
-                one if one.running == (one.request_id in ran) else _with_running(one, not one.running)
-                for one in self._candidates
-                if one.request_id in self._unfinished
-            ]
-        candidates = []
-        self._all_ready = True
-        for entry in self._entries:
-            now = state(entry.request_id)
-            if now is not None:
-                candidates.append(_candidate(entry, now, entry.request_id in ran))
-            elif entry.request_id in self._unfinished:
-                self._all_ready = False
-        self._looked_at = self._steps
-        return candidates
+    def _read(self, state: Callable[[str], RequestNow | None]) -> list[Candidate]:
+        """Return the listed requests that can run, by their present states."""
+        self._unread_steps = 0
+        return [
+            _candidate(entry, now, entry.request_id in self.ran)
+            for entry in self._entries
+            if (now := state(entry.request_id)) is not None
+        ]
+
+    def _unfinished_candidates(self) -> list[Candidate]:
+        """Return the candidates of the newest choice that have not ended, by the states that they had."""
+        return [
+            one if one.running == (one.request_id in self.ran) else _with_running(one, not one.running)
+            for one in self._candidates
+            if one.request_id in self._unfinished
+        ]
 
     def _chosen(self, candidates: list[Candidate], state: Callable[[str], RequestNow | None]) -> Choice:
         facts = self.facts
-        unseen = (self._steps - self._looked_at) * facts.slots * self._blocks_per_step
+        unread_blocks = self._unread_steps * facts.slots * self._blocks_per_step
         choice = choose(
             candidates,
             WorkerState(
                 slots=facts.slots,
                 block_size=facts.block_size,
-                target_blocks=facts.target_blocks - unseen,
+                target_blocks=facts.target_blocks - unread_blocks,
                 draft_blocks=0,
                 max_growth_tokens=self._growth_tokens,
                 kv_latched=self._latched,
@@ -178,15 +175,16 @@ class OneWorker:
         run = frozenset(choice.run)
         self.paused += sum([state(name) is not None for name in self.ran - run])
         self.ran = run
-        if self._looked_at == self._steps:
-            self._look_in = self._report_steps if self._kv_is_plentiful(candidates, choice) else 0
+        if not self._unread_steps:
+            self._plentiful = self._kv_is_plentiful(candidates, choice)
         return choice
 
     def _kv_is_plentiful(self, candidates: list[Candidate], choice: Choice) -> bool:
         """Return whether only ranks decide until the next assignment, so that the states of requests need not
         be read in each step: all that are listed can run, and whatever they do in these steps, blocks remain.
         """
-        if choice.kv_latched or choice.evict or not self._all_ready or self.facts.slots == 1:
+        listed = sum([entry.request_id in self._unfinished for entry in self._entries])
+        if choice.kv_latched or choice.evict or len(candidates) < listed or self.facts.slots == 1:
             return False
         growth, size = self._growth_tokens, self.facts.block_size
         spare = self._free_blocks
@@ -211,7 +209,6 @@ class OneWorker:
         """Take in a step that is over. `on_device`: all unfinished requests that hold KV now."""
         if not self._unreported.can_take(steps):
             self._report()
-        self._steps += 1
         self._unreported.add(steps, decode_s=decode_s, prefill_s=prefill_s)
         self._now_on_device, self._free_blocks = on_device, free_blocks
         for step in steps:
@@ -228,7 +225,7 @@ class OneWorker:
         progress = merged.progress(self._epochs)
         for one in progress:
             if one.end is not None:
-                self._forget(one.request_id)
+                self._epochs.pop(one.request_id, None)
         before, now = self._on_device, self._now_on_device
         moved = [(name, Residency.DEVICE) for name in now - before]
         moved += [(name, Residency.NONE) for name in before - now]
@@ -254,11 +251,6 @@ class OneWorker:
                 rounds=merged.count,
             )
         )
-
-    def _forget(self, request_id: str) -> None:
-        self._epochs.pop(request_id, None)
-        self._unfinished.discard(request_id)
-        self._nothing_new = False
 
 
 def _candidate(entry: AssignEntry, now: RequestNow, ran: bool) -> Candidate:

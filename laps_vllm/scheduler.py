@@ -214,7 +214,7 @@ class Laps(Pausing):
     def _count(self, now_s: float) -> None:
         metrics, worker = self._publisher.metrics, self.one_worker
         if not self.requests:
-            worker.settle(now_s)
+            worker.decide(now_s)
         for judged in worker.core.estimate_errors.latest:
             metrics.estimate_error.labels(metrics.engine, judged.moment.value, judged.basis.value).observe(
                 judged.ratio
