@@ -20,9 +20,17 @@ from typing import Any, NamedTuple
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-__all__ = ["Pausing", "Row", "Window"]
+__all__ = ["Pausing", "Row", "Window", "schedules_ahead"]
 
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def schedules_ahead(*args: Any, **kwargs: Any) -> bool:
+    """Return whether a scheduler with these arguments of vLLM's is for async scheduling. vLLM does not check
+    its class: a plain Scheduler under async scheduling, the default on GPUs, never gets a draft token.
+    """
+    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    return bool(config.scheduler_config.async_scheduling)
 
 
 class Window(RequestQueue):
@@ -131,10 +139,6 @@ class Pausing:
         """Return waiting requests that may take the places of selected ones that are not ready, best first."""
         return ()
 
-    def draft_cap(self, request: Request) -> int | None:
-        """Return the most draft tokens of this request to verify in its next step; None: no limit."""
-        return None
-
     def rank_key(self, request: Request) -> Any:
         """Return the sort key for keeping KV: the largest loses its KV first."""
         return request.arrival_time
@@ -151,10 +155,6 @@ class Pausing:
         run = [request for request in self.running if request.request_id in rank]
         run.sort(key=lambda request: rank[request.request_id])
         paused = [request for request in self.running if request.request_id not in rank]
-        for request in run:
-            cap = self.draft_cap(request)
-            if cap is not None and len(request.spec_token_ids) > cap:
-                request.spec_token_ids = request.spec_token_ids[:cap]
         admitted = self._admitted(chosen)
         if paused:
             for request in paused:

@@ -29,7 +29,7 @@ from laps_vllm.learnt_file import LearntFile
 from laps_vllm.merged_steps import Step
 from laps_vllm.metrics import Publisher
 from laps_vllm.one_worker import OneWorker, RequestNow
-from laps_vllm.pausing import Pausing, Row
+from laps_vllm.pausing import Pausing, Row, schedules_ahead
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import check_names, check_version
 from scheduler_svc.core import COMPILED
@@ -275,13 +275,8 @@ class LapsAsyncScheduler(Laps, AsyncScheduler):
 
 
 def LapsScheduler(*args: Any, **kwargs: Any) -> Laps:
-    """Return the scheduler for this configuration: what `--scheduler-cls` names.
-
-    A function, since vLLM does not check the class: a plain Scheduler under async scheduling, the default on
-    GPUs, never gets a draft token. Raises VersionError.
-    """
+    """Return the scheduler for this configuration: what `--scheduler-cls` names. Raises VersionError."""
     check_version(vllm.__version__)
     check_names(Scheduler, Request, SchedulerOutput, vllm.__version__)
-    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    cls = LapsAsyncScheduler if config.scheduler_config.async_scheduling else LapsSyncScheduler
+    cls = LapsAsyncScheduler if schedules_ahead(*args, **kwargs) else LapsSyncScheduler
     return cls(*args, **kwargs)

@@ -225,14 +225,13 @@ class VllmEngine:
     def _planned(self, run: Sequence[str]) -> Planned:
         """Return the plan of a round. Raises OutOfBlocks if vLLM would have to preempt a request for it."""
         requests = [request for name in run if (request := self._known[name].request) is not None]
-        # With async scheduling draft tokens stay on the device, and how many there are is vLLM's choice.
-        draft_caps = {} if self.capacity.lag else {name: self._draft_cap(name) for name in run}
-        self._check_room(requests, draft_caps)
+        if not self.capacity.lag:
+            # With async scheduling draft tokens stay on the device, and how many there are is vLLM's choice.
+            for name, request in zip(run, requests, strict=True):
+                request.spec_token_ids = request.spec_token_ids[: self._known[name].draft_room]
+        self._check_room(requests)
         decoding = (r.request_id for r in requests if r.num_computed_tokens >= r.num_tokens - 1)
-        return Planned(requests, draft_caps, frozenset(decoding))
-
-    def _draft_cap(self, name: str) -> int:
-        return min(self.capacity.max_draft_len, self._known[name].draft_room)
+        return Planned(requests, frozenset(decoding))
 
     def _result(self, over: Planned | None, logprobs: dict[str, Any]) -> RoundResult:
         """Return the outcome of a round that is over, without requests that ended before it did, or were
@@ -268,12 +267,9 @@ class VllmEngine:
             free_target_blocks=self._scheduler.free_blocks(),
         )
 
-    def _check_room(self, requests: Sequence[Request], draft_caps: dict[str, int]) -> None:
+    def _check_room(self, requests: Sequence[Request]) -> None:
         """Raise OutOfBlocks if vLLM would have to preempt a request for this round."""
         scheduler = self._scheduler
-        for request in requests:
-            if request.request_id in draft_caps:
-                request.spec_token_ids = request.spec_token_ids[: draft_caps[request.request_id]]
         short = scheduler.blocks_short(requests)
         if short > 0:
             raise OutOfBlocks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from laps_vllm.pausing import Pausing, Row
+from laps_vllm.pausing import Pausing, Row, schedules_ahead
 
 __all__ = ["OverlappedRoundScheduler", "Planned", "RoundScheduler", "Rounds", "round_scheduler"]
 
@@ -21,8 +21,6 @@ class Planned:
     """A round: its requests, and what became of them once it is over."""
 
     run: Sequence[Request] = ()
-    # The most draft tokens to verify of each request; one that is not named has no limit.
-    draft_caps: Mapping[str, int] = field(default_factory=dict)
     # Requests whose context was computed when the round began.
     decoding: frozenset[str] = frozenset()
     # Context tokens that the prefix cache had for requests that began in it.
@@ -63,10 +61,6 @@ class Rounds(Pausing):
         """Return the planned requests."""
         return [request for request in self._planned.run if not request.is_finished()]
 
-    def draft_cap(self, request: Request) -> int | None:
-        """Return the planned limit."""
-        return self._planned.draft_caps.get(request.request_id)
-
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the planned requests, and note what the prefix cache had."""
         planned = self._planned
@@ -97,6 +91,5 @@ class OverlappedRoundScheduler(Rounds, AsyncScheduler):
 
 def round_scheduler(*args: Any, **kwargs: Any) -> Rounds:
     """Return the scheduler for this configuration: what vLLM's `scheduler_cls` names."""
-    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    cls = OverlappedRoundScheduler if config.scheduler_config.async_scheduling else RoundScheduler
+    cls = OverlappedRoundScheduler if schedules_ahead(*args, **kwargs) else RoundScheduler
     return cls(*args, **kwargs)
