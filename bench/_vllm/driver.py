@@ -11,7 +11,6 @@ The clock of LAPS-SD is virtual here, `STEP_S` for each step, so that equal ques
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench._vllm.in_core import core_request, digest
 from bench._vllm.replay import Recorded, ReplayExecutor
 from bench._vllm.worker_driver import WorkerRuns
 
@@ -128,7 +128,7 @@ class Engine:
             "latencies": [end - arrival for end, arrival in zip(ends, arrivals, strict=True)],
             "service": service,
             "lengths": [len(text) for text in texts],
-            "texts": [hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16] for text in texts],
+            "texts": [digest(text) for text in texts],
             "steps": steps,
             "full_steps": full_steps,
             "full_tokens": full_tokens,
@@ -175,7 +175,6 @@ class Engine:
 
     def _add(self, scheduler: Any, number: int, request: dict[str, Any]) -> None:
         from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         params = SamplingParams(
             temperature=0.0,
@@ -184,20 +183,8 @@ class Engine:
             detokenize=False,
             extra_args=request["hints"] or None,
         )
-        made, _ = self._core.preprocess_add_request(
-            EngineCoreRequest(
-                f"{self._runs}-{number}",
-                request["ids"],
-                None,
-                params,
-                None,
-                time.time(),
-                None,
-                None,
-                None,
-                priority=request["priority"],
-            )
-        )
+        asked = core_request(f"{self._runs}-{number}", request["ids"], params, priority=request["priority"])
+        made, _ = self._core.preprocess_add_request(asked)
         scheduler.add_request(made)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from bench._vllm.in_core import model_output
+
 
 class Recorded(NamedTuple):
     """What a request emitted."""
@@ -49,22 +51,13 @@ class ReplayExecutor:
 
     def execute_model(self, output: Any, non_block: bool = False) -> Any:
         """Return a finished future of what a model runner returns for this step."""
-        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds
 
         names = list(output.num_scheduled_tokens)
         sampled = [self._sampled(name, output) for name in names]
         self._drafts = DraftTokenIds(names, [[0] * self._draft_len if tokens else [] for tokens in sampled])
         done: Future[Any] = Future()
-        done.set_result(
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: at for at, name in enumerate(names)},
-                sampled_token_ids=sampled,
-                logprobs=None,
-                prompt_logprobs_dict={},
-                pooler_output=[],
-            )
-        )
+        done.set_result(model_output(names, sampled))
         return done
 
     def take_draft_token_ids(self) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench._vllm.in_core import core_request, digest
 
 
 @dataclass
@@ -75,12 +75,15 @@ class WorkerRuns:
         cpu_s = time.process_time() - began_s
         # The model runner forgets the requests with the next step.
         self._core.step()
-        texts = [hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16] for text in found.texts]
-        return {"cpu_s": cpu_s, "tokens": sum(map(len, found.texts)), "steps": found.steps, "texts": texts}
+        return {
+            "cpu_s": cpu_s,
+            "tokens": sum(map(len, found.texts)),
+            "steps": found.steps,
+            "texts": [digest(text) for text in found.texts],
+        }
 
     def _plain(self, prompts: list[list[int]], found: _Run) -> None:
         from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         core = self._core
         eos_ids = self._rules.eos_ids
@@ -88,11 +91,7 @@ class WorkerRuns:
             params = SamplingParams(
                 temperature=0.0, max_tokens=self._tokens, stop_token_ids=eos_ids, detokenize=False
             )
-            request, _ = core.preprocess_add_request(
-                EngineCoreRequest(
-                    f"{self._runs}-{number}", ids, None, params, None, time.time(), None, None, None
-                )
-            )
+            request, _ = core.preprocess_add_request(core_request(f"{self._runs}-{number}", ids, params))
             core.add_request(request)
         while core.scheduler.has_unfinished_requests():
             outputs, executed = core.step()

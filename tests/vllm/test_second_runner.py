@@ -22,8 +22,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from bench._vllm.in_core import model_output
 from tests.vllm.one_core import mixed
-from tests.vllm.virtual import BLOCK, DRAFTS, config_of, model_output
+from tests.vllm.virtual import BLOCK, DRAFTS, config_of
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from worker_svc.engine.interface import Specification
 from worker_svc.engine.vllm.engine import VllmEngine

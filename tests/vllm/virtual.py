@@ -30,10 +30,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from bench._vllm.in_core import model_output
 from laps_vllm.scheduler import Laps
 
 DEMO = Path(__file__).parents[2] / "worker_svc" / "demo"
@@ -112,18 +113,6 @@ def config_of(
     attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return config, KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)]
-    )
-
-
-def model_output(names: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
-    """Return a model runner's outcome: the tokens sampled for each request."""
-    return ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: at for at, name in enumerate(names)},
-        sampled_token_ids=sampled,
-        logprobs=None,
-        prompt_logprobs_dict={},
-        pooler_output=[],
     )
 
 

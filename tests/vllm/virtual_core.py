@@ -19,7 +19,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.vllm.virtual import BLOCK, config_of, model_output
+from bench._vllm.in_core import model_output
+from tests.vllm.virtual import BLOCK, config_of
 from tests.worker.contract import decode
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.parameters import Chooser, Rules
