@@ -137,7 +137,7 @@ def _costs(rows: Sequence[Row]) -> Iterator[str]:
     alone = least(rows, FCFS, INTERPRETED, "schedule_ms")
     yield (
         f"**What a decision costs**: {SLOTS} requests in a step, {WAITING:,} waiting, vLLM's scheduler with a virtual runner; CPU milliseconds a step, the least of the"
-        f" turns. *Core and choose* decides who is in the step and reports it; *schedule* is all of the scheduler's step (vLLM's FCFS: {alone:.2f})."
+        f" turns. *Core and choose* selects the requests of the step and reports it; *schedule* is all of the scheduler's step (vLLM's FCFS: {alone:.2f})."
     )
     yield from table(
         ("", *(f"{part}, {core}" for core in (INTERPRETED, COMPILED) for part in ("core and choose", "schedule"))),

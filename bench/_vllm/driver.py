@@ -235,7 +235,7 @@ class Decisions:
 
 
 class _Watched:
-    """Stands in for an object, which compiled code does not allow to change, and times some of its methods."""
+    """Replaces an object, which compiled code does not allow to change, and times some of its methods."""
 
     def __init__(self, thing: Any, names: Sequence[str], seconds: dict[str, float]) -> None:
         self.__dict__["_thing"] = thing

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from laps_sd import __version__
 from laps_sd.v1 import inference_pb2_grpc
 from tests.conftest import StackMaker
-from tests.helpers import wait_until
+from tests.helpers import free_port, wait_until
 from tests.k8s.helm import ROOT
 from tests.system.calls import seeded, stream
 
@@ -203,9 +202,7 @@ class TestBuilt:
 
     @pytest.mark.parametrize("component", ["gateway", "scheduler", "worker"])
     def test_an_image_starts_and_says_that_it_lives(self, container: str, component: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         settings = ["--grpc-host", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--drain-s", "1"]
         process = subprocess.Popen(
             [

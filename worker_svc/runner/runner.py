@@ -63,7 +63,7 @@ class Runner:
         self._rounds = GuardedRounds(engine, self._requests, self._report_part)
         self._lag = engine.capacity.lag
         self._in_flight = False
-        """Whether the engine has begun a round whose outcome it has not returned."""
+        """True while the engine has begun a round whose outcome it has not returned."""
         self._round_ended_s: float | None = None
         self._waited_s = 0.0
 

@@ -42,11 +42,11 @@ EXPECTED_TYPES = {PARTS: "text, all that the engine reads", FORMAT: "text, json_
 """The values of the field `type` that an alternative expects."""
 
 
-def refused(said: str, *, item: str = "") -> PydanticCustomError:
-    """Return the exception by which a validator refuses a value: `said` follows the field's name, and `item`
+def refused(problem: str, *, item: str = "") -> PydanticCustomError:
+    """Return the exception by which a validator refuses a value: `problem` follows the field's name, and `item`
     names a part of the value."""
     # Not as the template, in which braces have a meaning: it may quote the client.
-    return PydanticCustomError(REFUSED, "{said}", {"said": said, "item": item})
+    return PydanticCustomError(REFUSED, "{problem}", {"problem": problem, "item": item})
 
 
 def invalid_argument(error: ValidationError) -> InvalidArgument:
@@ -72,7 +72,7 @@ def _name(location: Sequence[int | str]) -> str:
 
 def _sentence(kind: str, location: Sequence[int | str], value: object, context: dict[str, Any]) -> str:
     if kind == REFUSED:
-        return str(context["said"])
+        return str(context["problem"])
     if IDS in location and isinstance(location[-1], int):
         return f"must be a token id, got {shown(value)}"
     match kind:

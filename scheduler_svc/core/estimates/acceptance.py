@@ -75,7 +75,7 @@ class AcceptanceStatistics:
     """Squared deviations of rounds from the mean of their own request."""
 
     def observe_round(self, tokens: int, drafted: int, rounds: int = 1) -> None:
-        """Learn from a round, or several, in which a request gained `tokens` tokens and `drafted` were drafted."""
+        """Learn from rounds in which a request gained `tokens` tokens and `drafted` were drafted, in all."""
         keep = 1 - rounds / FORGET_ROUNDS
         self.rounds = self.rounds * keep + rounds
         self.tokens = self.tokens * keep + tokens

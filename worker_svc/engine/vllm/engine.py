@@ -48,7 +48,8 @@ from worker_svc.engine.vllm.scheduler import OverlappedRoundScheduler, Planned, 
 __all__ = ["VllmEngine"]
 
 GRAMMAR_WAIT_S = 0.01
-"""Longest time that a round with nothing to compute waits for a grammar: the caller would begin the next one at once."""
+"""Longest time that a round with nothing to compute waits for a grammar: the caller would begin the next one at
+once."""
 
 
 class VllmEngine:

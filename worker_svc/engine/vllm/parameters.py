@@ -14,7 +14,7 @@ __all__ = ["Chooser", "Rules"]
 
 
 class Chooser(enum.Enum):
-    """What chooses the tokens of requests."""
+    """The part that chooses the tokens of requests."""
 
     # `coupling` in place of the sampler of vLLM's first model runner: on a CPU.
     REPLACED = "replaced"
@@ -25,7 +25,7 @@ class Chooser(enum.Enum):
 
 
 class Rules:
-    """What this engine takes, and how it passes it to vLLM."""
+    """Checks of specifications, and their form as vLLM's parameters."""
 
     def __init__(
         self,
