@@ -1,0 +1,1 @@
+"""Training of what the scheduler knows of output lengths before it has seen any."""

@@ -1,0 +1,304 @@
+"""Output lengths predicted from prompts, learned online from requests that ended.
+
+A prompt arrives as a set of hashed words (`laps_sd.contract.length_features`). ln(length) is a sum of one
+weight for each of them, divided by the root of their number, and of a location for all requests, for its
+class and for its tenant. Each weight has a variance, and an ended request moves it as a Kalman filter with a
+diagonal covariance does (as in AROW, Crammer et al. 2009): what was seen rarely moves far, what was seen
+often moves little. There is no learning rate.
+
+Two such sums learn side by side. `fresh` begins with weights of 0, `warm` beside a fixed sum of start weights,
+which were learned elsewhere, times a factor that is learned. The prediction is their mean, weighted by how
+well each has predicted lately (exponential weights, Vovk 1990). So start weights help where the traffic is
+similar to what they were learned from, and elsewhere they are soon ignored.
+
+A request that its limit cut is a censored observation: its length is replaced by the expected one beyond the
+cut, given the prediction (Tobin 1958), with a weight that falls to 0 where the cut tells nothing.
+
+A prediction is a guess like a client's hint: its error is learned, and it is combined with the lengths of the
+class, as those are (`calibration.py`, `guesses.py`). All of this is our choice; the paper takes predicted
+lengths as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+from laps_sd.contract.length_features import FEATURES, unpacked
+from scheduler_svc.core.estimates.lengths import DEFAULT_LOG_MEAN, chance_above
+
+WEIGHT_VARIANCE = 1.0
+"""Variance of a weight that nothing is known of."""
+ERROR_VARIANCE = 0.7
+"""Variance of ln(length) that no prompt gives away. Between 0.3 and 1.4 predictions are as good."""
+LOCATION_VARIANCE = 0.5
+"""Variance of the location of a class or a tenant among the others."""
+START_VARIANCE = 0.25
+"""Variance of the factor of the start weights, around 1."""
+MOST_ERROR = 2.1
+"""Errors of ln(length) are limited to this before anything is learned from them: 2.5 standard deviations."""
+LEAST_VARIANCE = 0.002
+"""Locations, the factor and weights remain movable, so that they follow a drift of the traffic."""
+LOSS_WEIGHT = 0.7
+"""Share of a difference in loss (squared error over its variance) that counts in the mean of the two sums."""
+LOSS_KEEP: Final = 1 - 1 / 300
+"""Losses are forgotten over this many requests."""
+MOST_CLASSES = 256
+MOST_TENANTS = 512
+LEARNED_ENOUGH = 20.0
+"""Requests before predictions are made."""
+SAVED_PER_LEARNED = 0.02
+"""Weights are encoded for the record again when they have learned from this share of requests more."""
+LONGEST_LOG = math.log(1e7)
+_WEIGHT_STEP = 1 / 48
+"""Weights are saved in a byte each, in these steps."""
+_VARIANCE_STEPS = 24.0
+"""Variances are saved in a byte each, in this many steps per factor of e."""
+_ROOT_TWO_PI = math.sqrt(2 * math.pi)
+FORMAT = 1
+
+
+@final
+class _Location:
+    """Where the lengths of a class or a tenant lie among all, in ln(length), for either sum."""
+
+    __slots__ = ("fresh", "variance", "warm")
+
+    def __init__(self, fresh: float, warm: float, variance: float) -> None:
+        self.fresh = fresh
+        self.warm = warm
+        self.variance = variance
+
+
+_NOWHERE: Final = _Location(0.0, 0.0, LOCATION_VARIANCE)
+
+
+@final
+class _Sums:
+    """The two sums of one request, and what they were made of."""
+
+    __slots__ = ("fresh", "scale", "start", "warm")
+
+    def __init__(self, fresh: float, warm: float, scale: float, start: float) -> None:
+        self.fresh: Final = fresh
+        self.warm: Final = warm
+        self.scale: Final = scale
+        self.start: Final = start
+
+
+@final
+class PromptLengths:
+    """The predictor of one model."""
+
+    def __init__(self, start_weights: Sequence[float] = (), start_name: str = "") -> None:
+        """Begin with these weights of features (`FEATURES`, or none); `start_name` distinguishes them, and the
+        key that features are hashed under, from others in the record."""
+        self._start: Final = [*start_weights]
+        self._start_name: Final = start_name
+        self._begin()
+
+    def _begin(self) -> None:
+        self._fresh = [0.0] * FEATURES
+        self._warm = [0.0] * FEATURES
+        self._variances = [WEIGHT_VARIANCE] * FEATURES
+        self._everyone = _Location(DEFAULT_LOG_MEAN, DEFAULT_LOG_MEAN, 1.0)
+        self._classes: dict[str, _Location] = {}
+        self._tenants: dict[str, _Location] = {}
+        """Both with the least recently ended first."""
+        self._factor = 1.0
+        self._factor_variance = START_VARIANCE
+        self._fresh_loss = 0.0
+        self._warm_loss = 0.0
+        self.learned = 0.0
+        """Ended requests that it has learned from."""
+        self._saved_at = -1.0
+        self._saved_weights = ""
+
+    def predict(self, features: bytes, workload_class: str, tenant: str) -> float | None:
+        """Return the predicted output tokens of a request with these packed features; None without features,
+        and while too little is known."""
+        if not features or (self.learned < LEARNED_ENOUGH and not self._start):
+            return None
+        sums = self._sums(unpacked(features), workload_class, tenant)
+        return math.exp(min(max(0.0, self._mean(sums)), LONGEST_LOG))
+
+    def learn(self, features: bytes, workload_class: str, tenant: str, length: int, cut: bool) -> None:
+        """Learn from a request that ended after `length` tokens (1 or more), by itself or `cut` by its limit."""
+        if not features:
+            return
+        ids = unpacked(features)
+        sums = self._sums(ids, workload_class, tenant)
+        log_length = math.log(length)
+        fresh_error, warm_error, weight = log_length - sums.fresh, log_length - sums.warm, 1.0
+        if cut:
+            fresh_error, fresh_weight = _beyond(fresh_error)
+            warm_error, warm_weight = _beyond(warm_error)
+            weight = max(fresh_weight, warm_weight)
+            if weight < 0.01:
+                return
+        fresh_error = min(max(-MOST_ERROR, fresh_error), MOST_ERROR)
+        warm_error = min(max(-MOST_ERROR, warm_error), MOST_ERROR)
+        self._fresh_loss = self._fresh_loss * LOSS_KEEP + weight * fresh_error * fresh_error
+        self._warm_loss = self._warm_loss * LOSS_KEEP + weight * warm_error * warm_error
+        self._move(ids, sums, fresh_error, warm_error, weight, workload_class, tenant)
+        self.learned += 1
+
+    def _move(
+        self,
+        ids: tuple[int, ...],
+        sums: _Sums,
+        fresh_error: float,
+        warm_error: float,
+        weight: float,
+        workload_class: str,
+        tenant: str,
+    ) -> None:
+        """Move everything that the sums were made of towards the observed length."""
+        variances, fresh, warm = self._variances, self._fresh, self._warm
+        scale, start = sums.scale, sums.start
+        locations = [
+            self._everyone,
+            _newest(self._classes, workload_class, MOST_CLASSES),
+            _newest(self._tenants, tenant, MOST_TENANTS),
+        ]
+        total = ERROR_VARIANCE / weight
+        for i in ids:
+            total += variances[i] * scale * scale
+        for location in locations:
+            total += location.variance
+        warm_total = total + self._factor_variance * start * start
+        fresh_gain, warm_gain = fresh_error / total, warm_error / warm_total
+        for location in locations:
+            variance = location.variance
+            location.fresh += variance * fresh_gain
+            location.warm += variance * warm_gain
+            location.variance = max(LEAST_VARIANCE, variance - variance * variance / total)
+        variance = self._factor_variance
+        self._factor += variance * start * warm_gain
+        self._factor_variance = max(LEAST_VARIANCE, variance - (variance * start) ** 2 / warm_total)
+        fresh_gain *= scale
+        warm_gain *= scale
+        shrinks = scale * scale / total
+        for i in ids:
+            variance = variances[i]
+            fresh[i] += variance * fresh_gain
+            warm[i] += variance * warm_gain
+            variance -= variance * variance * shrinks
+            variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
+
+    def _sums(self, ids: tuple[int, ...], workload_class: str, tenant: str) -> _Sums:
+        of_class = self._classes.get(workload_class, _NOWHERE)
+        of_tenant = self._tenants.get(tenant, _NOWHERE)
+        everyone = self._everyone
+        scale = 1 / math.sqrt(len(ids) + 1)
+        fresh_weights, warm_weights, start_weights = self._fresh, self._warm, self._start
+        fresh = warm = start = 0.0
+        for i in ids:
+            fresh += fresh_weights[i]
+            warm += warm_weights[i]
+        if start_weights:
+            for i in ids:
+                start += start_weights[i]
+        start *= scale
+        return _Sums(
+            everyone.fresh + of_class.fresh + of_tenant.fresh + scale * fresh,
+            everyone.warm + of_class.warm + of_tenant.warm + scale * warm + self._factor * start,
+            scale,
+            start,
+        )
+
+    def _mean(self, sums: _Sums) -> float:
+        """Return the mean of the two sums, by their losses."""
+        if not self._start:
+            return sums.fresh
+        ahead = (self._warm_loss - self._fresh_loss) * LOSS_WEIGHT / (2 * ERROR_VARIANCE)
+        share = 1 / (1 + math.exp(min(max(-50.0, -ahead), 50.0)))
+        return share * sums.fresh + (1 - share) * sums.warm
+
+    # The record.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings, for JSON. The weights are those of a little earlier, since
+        encoding them takes milliseconds."""
+        if self.learned and self.learned >= self._saved_at * (1 + SAVED_PER_LEARNED):
+            self._saved_at = self.learned
+            self._saved_weights = self._encoded()
+        return {
+            "format": FORMAT,
+            "start": self._start_name,
+            "learned": self.learned,
+            "weights": self._saved_weights,
+            "everyone": _numbers(self._everyone),
+            "classes": {name: _numbers(found) for name, found in self._classes.items()},
+            "tenants": {name: _numbers(found) for name, found in self._tenants.items()},
+            "factor": [self._factor, self._factor_variance],
+            "losses": [self._fresh_loss, self._warm_loss],
+        }
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Take up what `to_dict` gave. With another format, or other start weights or another key, begin
+        anew: features would mean something else."""
+        if data.get("format") != FORMAT or data["start"] != self._start_name:
+            return
+        if data["weights"]:
+            self._decode(data["weights"])
+        self.learned = data["learned"]
+        self._everyone = _Location(*data["everyone"])
+        self._classes = {name: _Location(*found) for name, found in data["classes"].items()}
+        self._tenants = {name: _Location(*found) for name, found in data["tenants"].items()}
+        self._factor, self._factor_variance = data["factor"]
+        self._fresh_loss, self._warm_loss = data["losses"]
+
+    def _encoded(self) -> str:
+        raw = bytearray(3 * FEATURES)
+        for i in range(FEATURES):
+            if self._variances[i] != WEIGHT_VARIANCE:
+                raw[i] = min(255, round(-_VARIANCE_STEPS * math.log(self._variances[i])))
+                raw[FEATURES + i] = _byte(self._fresh[i])
+                raw[2 * FEATURES + i] = _byte(self._warm[i])
+        return base64.b64encode(zlib.compress(bytes(raw), 6)).decode()
+
+    def _decode(self, encoded: str) -> None:
+        raw = zlib.decompress(base64.b64decode(encoded))
+        for i in range(FEATURES):
+            self._variances[i] = math.exp(-raw[i] / _VARIANCE_STEPS)
+            self._fresh[i] = _number(raw[FEATURES + i])
+            self._warm[i] = _number(raw[2 * FEATURES + i])
+
+
+def _newest(locations: dict[str, _Location], name: str, most: int) -> _Location:
+    """Return the location of this name, moved to the end or added there; the one at the front may make room."""
+    found = locations.pop(name, None)
+    if found is None:
+        found = _Location(0.0, 0.0, LOCATION_VARIANCE)
+    locations[name] = found
+    if len(locations) > most:
+        del locations[next(iter(locations))]
+    return found
+
+
+def _beyond(error: float) -> tuple[float, float]:
+    """Return the expected error of a length that is known to lie beyond a cut, and the weight of this
+    observation (1 where the cut lies far beyond the prediction, 0 far before it). `error` is that of the cut.
+    """
+    spread = math.sqrt(ERROR_VARIANCE)
+    z = error / spread
+    if z > 8.0:
+        return error, 1.0
+    hazard = math.exp(-z * z / 2) / _ROOT_TWO_PI / chance_above(z)
+    return spread * hazard, min(1.0, hazard * (hazard - z))
+
+
+def _numbers(location: _Location) -> list[float]:
+    return [location.fresh, location.warm, location.variance]
+
+
+def _byte(weight: float) -> int:
+    return min(max(-127, round(weight / _WEIGHT_STEP)), 127) & 0xFF
+
+
+def _number(byte: int) -> float:
+    return (byte - 256 if byte > 127 else byte) * _WEIGHT_STEP

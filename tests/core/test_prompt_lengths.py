@@ -1,0 +1,220 @@
+"""Output lengths learned from the words of prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laps_sd.contract.length_features import FEATURES, FeatureHash, packed
+from scheduler_svc.core.estimates.prompt_lengths import LEARNED_ENOUGH, PromptLengths
+
+SUBJECTS = [f"subject{chr(97 + n)}{chr(97 + m)}" for n in range(12) for m in range(8)]
+TASKS = {"name": 8.0, "list": 60.0, "explain": 250.0, "write": 700.0}
+HASHED = FeatureHash()
+
+
+def prompts(count: int, seed: int = 1, spread: float = 0.3) -> list[tuple[bytes, int]]:
+    """Return prompts whose task gives their length away, up to an error of this spread."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        task = rng.choice(sorted(TASKS))
+        text = f"please {task} me something about {rng.choice(SUBJECTS)} and {rng.choice(SUBJECTS)}"
+        made.append(
+            (packed(HASHED.features_of(text)), math.ceil(rng.lognormvariate(math.log(TASKS[task]), spread)))
+        )
+    return made
+
+
+def learned(
+    observed: Sequence[tuple[bytes, int]], lengths: PromptLengths | None = None, tenant: str = ""
+) -> PromptLengths:
+    lengths = lengths or PromptLengths()
+    for features, length in observed:
+        lengths.learn(features, "", tenant, length, cut=False)
+    return lengths
+
+
+def log_error(lengths: PromptLengths, asked: Sequence[tuple[bytes, int]], tenant: str = "") -> float:
+    """Return the root mean square of ln(length / prediction)."""
+    squares = []
+    for features, length in asked:
+        predicted = lengths.predict(features, "", tenant)
+        assert predicted is not None
+        squares.append(math.log(length / predicted) ** 2)
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def started(factor: float = 1.0) -> PromptLengths:
+    """Return a predictor that starts with the weights of the task words, times a factor."""
+    weights = [0.0] * FEATURES
+    mean = sum(map(math.log, TASKS.values())) / len(TASKS)
+    for task, length in TASKS.items():
+        (feature,) = set(HASHED.features_of(f"please {task}")) & set(
+            HASHED.features_of(f"{task} please")
+        ) - set(HASHED.features_of("please"))
+        weights[feature] = factor * 4.5 * (math.log(length) - mean)
+    return PromptLengths(weights, "tasks")
+
+
+class TestLearning:
+    def test_it_finds_the_words_that_tell(self) -> None:
+        asked = prompts(200, seed=2)
+        assert log_error(learned(prompts(30)), asked) > 0.8
+        assert log_error(learned(prompts(300)), asked) < 0.5
+        assert log_error(learned(prompts(2000)), asked) < 0.38, "0.3 is in the lengths themselves"
+
+    def test_it_predicts_nothing_before_it_knows_something(self) -> None:
+        features = prompts(1)[0][0]
+        lengths = learned(prompts(int(LEARNED_ENOUGH) - 1))
+        assert lengths.predict(features, "", "") is None
+        lengths.learn(features, "", "", 10, cut=False)
+        assert lengths.predict(features, "", "") is not None
+
+    def test_a_request_without_features_neither_teaches_nor_gets_a_prediction(self) -> None:
+        lengths = learned(prompts(50))
+        before = lengths.to_dict()
+        lengths.learn(b"", "", "", 10, cut=False)
+        assert lengths.to_dict() == before
+        assert lengths.predict(b"", "", "") is None
+
+    def test_it_follows_a_change(self) -> None:
+        lengths = learned(prompts(3000))
+        changed = [(features, 5 * length) for features, length in prompts(600, seed=3)]
+        assert log_error(lengths, changed) > 1.4
+        assert log_error(learned(changed, lengths), changed[-200:]) < 0.6
+
+    def test_the_same_requests_in_the_same_order_teach_the_same(self) -> None:
+        assert learned(prompts(100)).to_dict() == learned(prompts(100)).to_dict()
+
+    def test_classes_and_tenants_have_their_own_location(self) -> None:
+        lengths = PromptLengths()
+        for n, (features, length) in enumerate(prompts(600)):
+            tenant, factor = ("short", 0.2) if n % 2 else ("long", 5.0)
+            lengths.learn(features, tenant + " class", tenant, math.ceil(factor * length), cut=False)
+        features = prompts(1, seed=9)[0][0]
+        of_long = lengths.predict(features, "long class", "long")
+        of_short = lengths.predict(features, "short class", "short")
+        assert of_long is not None and of_short is not None
+        assert of_long / of_short == pytest.approx(25, rel=0.4)
+
+    def test_a_tenant_whose_prompts_look_short_is_known_after_a_few_requests(self) -> None:
+        lengths = learned(prompts(1000))
+        short = [(features, 700) for features, length in prompts(2000, seed=4) if length < 15][:20]
+        assert log_error(lengths, short, "honest") > 3.5
+        for features, length in short:
+            lengths.learn(features, "", "liar", length, cut=False)
+        assert log_error(lengths, short, "liar") < 0.5 * log_error(lengths, short, "honest")
+
+    @given(
+        st.lists(
+            st.tuples(
+                st.lists(st.integers(0, FEATURES - 1), unique=True, max_size=256).map(
+                    lambda ids: packed(sorted(ids))
+                ),
+                st.sampled_from(["", "a", "b"]),
+                st.integers(1, 10**7),
+                st.booleans(),
+            ),
+            max_size=60,
+        )
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_no_sequence_of_requests_makes_a_prediction_that_is_none(
+        self, observed: list[tuple[bytes, str, int, bool]]
+    ) -> None:
+        lengths = PromptLengths([0.5] * FEATURES, "half")
+        for features, name, length, cut in observed:
+            lengths.learn(features, name, name, length, cut)
+            predicted = lengths.predict(features, name, name)
+            assert predicted is None if not features else 1 <= (predicted or 0) <= 1.01e7
+
+
+class TestCutRequests:
+    CUT = 32
+
+    def observed(self, share: float) -> PromptLengths:
+        """Return what it learns if this share of the requests is cut after `CUT` tokens."""
+        rng, lengths = random.Random(8), PromptLengths()
+        for features, length in prompts(2000):
+            cut = rng.random() < share and length > self.CUT
+            lengths.learn(features, "", "", self.CUT if cut else length, cut)
+        return lengths
+
+    @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+    def test_they_are_longer_than_the_cut(self, share: float) -> None:
+        asked = [(features, length) for features, length in prompts(300, seed=2)]
+        assert log_error(self.observed(share), asked) < log_error(self.observed(0.0), asked) + 0.1
+
+    def test_a_cut_far_below_the_prediction_teaches_nothing(self) -> None:
+        lengths = learned(prompts(500))
+        features = next(features for features, length in prompts(50, seed=5) if length > 500)
+        before = lengths.predict(features, "", "")
+        lengths.learn(features, "", "", 5, cut=True)
+        assert lengths.predict(features, "", "") == before
+
+    def test_a_cut_above_the_prediction_raises_it(self) -> None:
+        lengths = learned(prompts(500))
+        features = next(features for features, length in prompts(50, seed=5) if length < 15)
+        before = lengths.predict(features, "", "")
+        lengths.learn(features, "", "", 500, cut=True)
+        after = lengths.predict(features, "", "")
+        assert before is not None and after is not None and after > 1.1 * before
+
+
+class TestStartWeights:
+    def test_they_help_at_once_where_they_fit(self) -> None:
+        asked = prompts(200, seed=2)
+        assert log_error(learned(prompts(30), started()), asked) < 0.75 * log_error(
+            learned(prompts(30)), asked
+        )
+
+    def test_they_are_soon_ignored_where_they_mislead(self) -> None:
+        asked = prompts(200, seed=2)
+        scratch, misled = learned(prompts(300)), learned(prompts(300), started(-1.0))
+        assert log_error(misled, asked) < 1.05 * log_error(scratch, asked)
+
+    def test_they_predict_before_anything_was_learned(self) -> None:
+        lengths = started()
+        predicted = [lengths.predict(features, "", "") for features, _ in prompts(50)]
+        assert max(map(float, filter(None, predicted))) > 10 * min(map(float, filter(None, predicted)))
+
+
+class TestTheRecord:
+    def test_there_and_back(self) -> None:
+        lengths = learned(prompts(400), started())
+        again = started()
+        again.restore(json.loads(json.dumps(lengths.to_dict())))
+        assert again.to_dict() == lengths.to_dict()
+        asked = prompts(100, seed=2)
+        assert log_error(again, asked) == pytest.approx(log_error(lengths, asked), rel=0.02)
+
+    def test_with_other_start_weights_or_another_format_it_begins_anew(self) -> None:
+        kept = learned(prompts(400), started()).to_dict()
+        for other in (kept | {"format": 99}, kept | {"start": "others"}):
+            again = started()
+            again.restore(other)
+            assert again.to_dict() == started().to_dict()
+
+    def test_it_is_small_however_much_it_has_learned(self) -> None:
+        rng, lengths = random.Random(1), PromptLengths()
+        for n in range(2000):
+            features = packed(sorted(rng.sample(range(FEATURES), 200)))
+            lengths.learn(features, f"class {n}", f"tenant {n}", rng.randint(1, 5000), cut=False)
+        blob = lengths.to_dict()
+        assert len(json.dumps(blob)) < 200_000
+        assert (len(blob["classes"]), len(blob["tenants"])) == (256, 512)
+
+    def test_weights_are_encoded_again_when_they_have_learned_more(self) -> None:
+        lengths = learned(prompts(1000))
+        first = lengths.to_dict()["weights"]
+        learned(prompts(10, seed=2), lengths)
+        assert lengths.to_dict()["weights"] == first
+        learned(prompts(20, seed=3), lengths)
+        assert lengths.to_dict()["weights"] != first
