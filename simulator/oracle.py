@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from laps_sd.contract.choose import Residency
+from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Estimate, Policy, rank_key
 from scheduler_svc.core.rank import RankKey, Remaining
@@ -32,5 +33,5 @@ class Oracle(Policy):
         per_token_s = machine.swap_token_s if on_host else machine.prefill_token_s
         resume_s = per_token_s * request.context_tokens
         total_s = left_s if request.residency is Residency.DEVICE else left_s + resume_s
-        found = Estimate(left_s, resume_s, Remaining(total_s, total_s, total_s, "the truth"))
+        found = Estimate(left_s, resume_s, Remaining(total_s, total_s, total_s, Basis.CLASS))
         return rank_key(request, found, left_s, counts_resuming=True)

@@ -27,6 +27,8 @@ class RequestFacts:
     max_tokens: int
     expected_output_tokens: int | None
     """The client's own guess; never trusted blindly."""
+    length_features: bytes = b""
+    """Hashed words of the prompt, as `laps_sd.contract.length_features` packs them; empty: none."""
 
     @property
     def guessed_tokens(self) -> float | None:

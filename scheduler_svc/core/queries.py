@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
 
+from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Policy, resume_cost_s
 from scheduler_svc.core.rank import AHEAD, OrderKey, pack_rank_class
@@ -17,7 +19,9 @@ from scheduler_svc.core.state.worker import Worker
 from scheduler_svc.core.views import Ahead, Explanation, QueueEntry, RequestState, Totals, WorkerView
 
 
-def explain(shard: Shard, policy: Policy, request_id: str, now_s: float) -> Explanation | None:
+def explain(
+    shard: Shard, policy: Policy, priors: Priors, errors: EstimateErrors, request_id: str, now_s: float
+) -> Explanation | None:
     """Return everything about one request; None when it is not here (any more)."""
     request = shard.requests.get(request_id)
     if request is None:
@@ -37,7 +41,7 @@ def explain(shard: Shard, policy: Policy, request_id: str, now_s: float) -> Expl
         remaining_s=rank.remaining.mean_s,
         remaining_low_s=rank.remaining.low_s,
         remaining_high_s=rank.remaining.high_s,
-        basis=rank.remaining.basis,
+        basis="; ".join(_basis_of(request, priors, errors)),
         worker_id=request.worker,
         lease_epoch=request.lease_epoch,
         reserved=request.reserved,
@@ -53,6 +57,33 @@ def explain(shard: Shard, policy: Policy, request_id: str, now_s: float) -> Expl
         arrival_s=request.facts.arrival_s,
         story=tuple(request.story),
     )
+
+
+def _basis_of(request: Request, priors: Priors, errors: EstimateErrors) -> Iterator[str]:
+    """Yield what the estimate of its remaining service rests on, and how good such estimates have been."""
+    remaining, guesses = request.rank.remaining, request.guesses
+    basis = remaining.basis
+    if basis is Basis.WORKER and guesses.worker is not None:
+        prediction = guesses.worker
+        yield (
+            f"the worker's prediction of {prediction.remaining:.0f} more tokens after {prediction.emitted}"
+        )
+    if basis in (Basis.CLIENT, Basis.CLIENT_AND_PROMPT):
+        yield f"the client's estimate of {guesses.client:.0f} tokens"
+    if basis in (Basis.PROMPT, Basis.CLIENT_AND_PROMPT):
+        yield f"a prediction of {guesses.prompt:.0f} tokens from the words of its prompt"
+    seen = priors.lengths_seen(request.facts.workload_class)
+    yield f"lengths of {seen:.0f} requests of its class"
+    if remaining.own_rounds is not None:
+        yield f"{remaining.own_rounds} rounds of its own"
+    if remaining.note:
+        yield remaining.note
+    judged = errors.by.get((Moment.ARRIVAL, basis))
+    if judged is not None:
+        yield (
+            f"at arrival such estimates were wrong by a factor of {math.exp(judged.rms):.2g} (root mean square "
+            f"of {judged.count} requests)"
+        )
 
 
 def queue(shard: Shard, policy: Policy, now_s: float, limit: int) -> list[QueueEntry]:

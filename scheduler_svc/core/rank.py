@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, final
 
+from scheduler_svc.core.estimates.basis import Basis
+
 MAX_LEVELS = 32
 """Levels are numbered 0 … MAX_LEVELS − 1. The record has a sorted set for each, so the number has to be
 bounded."""
@@ -48,27 +50,29 @@ class Remaining:
     mean_s: Final[float]
     low_s: Final[float]
     high_s: Final[float]
-    length_basis: Final[str]
-    """Basis of the estimate of the length, for people."""
+    basis: Final[Basis]
+    """Source of the estimate of the length."""
     own_rounds: Final[int | None]
     """The request's own rounds that its pace is estimated from; None if it is taken to be as fast as its
     class."""
+    note: Final[str]
+    """More about the estimate, for people."""
 
     def __init__(
-        self, mean_s: float, low_s: float, high_s: float, length_basis: str, own_rounds: int | None = None
+        self,
+        mean_s: float,
+        low_s: float,
+        high_s: float,
+        basis: Basis,
+        own_rounds: int | None = None,
+        note: str = "",
     ) -> None:
         self.mean_s = mean_s
         self.low_s = low_s
         self.high_s = high_s
-        self.length_basis = length_basis
+        self.basis = basis
         self.own_rounds = own_rounds
-
-    @property
-    def basis(self) -> str:
-        """Return the basis of the estimate, for people."""
-        if self.own_rounds is None:
-            return self.length_basis
-        return f"{self.length_basis}; {self.own_rounds} rounds of its own"
+        self.note = note
 
 
 @final

@@ -116,7 +116,7 @@ class Scheduler:
 
     def explain(self, request_id: str, now_s: float) -> Explanation | None:
         """Return everything about one request; None when it is not here (any more)."""
-        return queries.explain(self._shard, self.policy, request_id, now_s)
+        return queries.explain(self._shard, self.policy, self.priors, self.estimate_errors, request_id, now_s)
 
     def rank_of(self, request_id: str) -> RankKey | None:
         """Return its present rank; None when it is not here (any more)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.rank import RankKey
@@ -31,7 +32,7 @@ def make(
     **fields: object,
 ) -> Request:
     about = RequestFacts("r", sequence, 0.0, "t", priority, "", prompt, most, hint)
-    request = Request(about, expected_total=None if hint is None else float(hint))
+    request = Request(about, guesses=Guesses(about.guessed_tokens))
     for name, value in fields.items():
         setattr(request, name, value)
     return request
@@ -41,7 +42,7 @@ def experienced(lengths: list[int] = [150] * 50, guesses: float = 1.0) -> Priors
     """Return priors that saw requests of these lengths, each guessed wrong by this factor."""
     priors = Priors()
     for length in lengths:
-        priors.observe_length("", length, length * guesses, None)
+        priors.observe_length("", length, Guesses(client=length * guesses))
     return priors
 
 

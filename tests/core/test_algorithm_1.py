@@ -12,6 +12,7 @@ import pytest
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import Commit
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import Arrived, WorkerUp
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.policies.base import STEADY_S
@@ -81,7 +82,7 @@ class TestStated:
     def test_its_execution_time_is_estimated_from_length_and_acceptance_by_the_formula(self) -> None:
         """T = L / (n·A + 1) · (n·T_SSM + T_LLM)."""
         priors = experienced()
-        tokens = priors.tokens_left("", 40, 2000, 200.0, by_worker=False)
+        tokens = priors.tokens_left("", 40, 2000, Guesses(client=200.0))
         left = tokens.mean
         key = rank(
             priors=priors,
@@ -99,7 +100,7 @@ class TestStated:
         assert key.remaining.mean_s == pytest.approx(left / (n * acceptance + 1) * round_s)
         assert key.remaining.low_s == pytest.approx(tokens.low / left * key.remaining.mean_s)
         assert key.remaining.high_s == pytest.approx(tokens.high / left * key.remaining.mean_s)
-        assert "30% of its drafted tokens" in key.remaining.basis
+        assert "30% of its drafted tokens" in key.remaining.note
 
     def test_preemption_across_queues(self) -> None:
         """Abstract."""

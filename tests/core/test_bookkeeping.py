@@ -11,6 +11,7 @@ import pytest
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Drained, Lease, Rank, Release
+from scheduler_svc.core.estimates.calibration import GuessHistory
 from scheduler_svc.core.estimates.cost import CONTEXT_UNIT
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
@@ -361,16 +362,20 @@ class TestLeavingADrainingWorker:
 
 class TestWhatAnEndTeaches:
     def guesses(self, hint: int | None, *predictions: float) -> tuple[float, float]:
-        """Return the sums of ln(guess) of clients and workers after a request of three rounds."""
+        """Return the sums of ln(guess) of clients and workers (of what remained) after a request of three
+        rounds of three tokens.
+        """
         scheduler = core()
         scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", expected_output_tokens=hint))])
         for n in range(3):
             told = {"predicted_remaining_tokens": predictions[n]} if n < len(predictions) else {}
             end = End.STOP if n == 2 else None
             scheduler.step(1.0 + n, [report(did("a", 3 * n, 3, end=end, **told))])
-        learnt = scheduler.priors.to_dict()["classes"]["chat"]
-        assert sum(learnt["length_counts"].values()) == 1
-        return learnt["client_guesses"]["guesses"], learnt["worker_guesses"]["guesses"]
+        learnt = scheduler.priors.to_dict()
+        of_class = learnt["classes"]["chat"]
+        assert sum(of_class["length_counts"].values()) == 1
+        of_clients = GuessHistory(*learnt["hints"]["classes"].get("chat", ()))
+        return of_clients.guesses, sum(stage["guesses"]["guesses"] for stage in of_class["stages"])
 
     @pytest.mark.parametrize(
         ("hint", "log_guess"), [(None, 0.0), (0, 0.0), (1, 0.0), (2, math.log(2)), (60, math.log(60))]
@@ -378,17 +383,23 @@ class TestWhatAnEndTeaches:
     def test_the_clients_guess_of_at_least_one_token(self, hint: int | None, log_guess: float) -> None:
         assert self.guesses(hint) == (pytest.approx(log_guess), 0.0)
 
-    def test_the_workers_first_prediction_of_the_whole(self) -> None:
-        assert self.guesses(None, 400.0, 20.0) == (0.0, pytest.approx(math.log(403)))
-        assert self.guesses(None, 0.0) == (0.0, pytest.approx(math.log(3)))
+    def test_the_workers_first_prediction_in_each_stage(self) -> None:
+        assert self.guesses(None, 400.0) == (0.0, pytest.approx(math.log(400)))
+        assert self.guesses(None, 400.0, 20.0) == (0.0, pytest.approx(math.log(400) + math.log(20)))
 
-    def test_a_prediction_of_one_token_in_all_is_one(self) -> None:
+    def test_a_prediction_of_less_than_one_token_is_one(self) -> None:
+        assert self.guesses(None, 0.0) == (0.0, 0.0)
+
+    def test_what_really_remained_is_what_a_prediction_is_judged_by(self) -> None:
         scheduler = core()
         scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", expected_output_tokens=None))])
-        scheduler.step(1.0, [report(did("a", 0, 1, predicted_remaining_tokens=0.0))])
-        scheduler.step(2.0, [report(did("a", 1, 2, end=End.STOP))])
-        learnt = scheduler.priors.to_dict()["classes"]["chat"]["worker_guesses"]
-        assert (learnt["weight"], learnt["guesses"]) == (1.0, 0.0)
+        scheduler.step(1.0, [report(did("a", 0, 1, predicted_remaining_tokens=2.0))])
+        scheduler.step(2.0, [report(did("a", 1, 2, predicted_remaining_tokens=9.0))])
+        scheduler.step(3.0, [report(did("a", 3, 4, end=End.STOP))])
+        stages = scheduler.priors.to_dict()["classes"]["chat"]["stages"]
+        seen = [stage["guesses"] for stage in stages]
+        assert [each["weight"] for each in seen] == [0, 1, 0, 0, 0, 0, 0], "1 and 3 tokens are one stage"
+        assert seen[1]["lengths"] == pytest.approx(math.log(6))
 
 
 @pytest.mark.parametrize("end", ["is lost", "has room again"])

@@ -20,6 +20,7 @@ from scheduler_svc.core.estimates.calibration import (
     TenantGuesses,
 )
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
+from scheduler_svc.core.estimates.sources import Guesses
 
 MOST = 100_000
 
@@ -101,7 +102,7 @@ def learned(guesses: dict[str, float | None], count: int = 100) -> Priors:
     for length in lengths(count):
         for tenant, always in guesses.items():
             guess = length * math.exp(rng.gauss(0, 0.3)) if always is None else always
-            priors.observe_length("", length, guess, None, tenant)
+            priors.observe_length("", length, Guesses(client=guess), tenant)
     return priors
 
 
@@ -110,15 +111,15 @@ class TestTenants:
 
     def test_one_whose_guesses_are_wrong_is_estimated_as_if_it_said_nothing(self) -> None:
         priors = learned({**self.HONEST, "liar": 1.0}, count=50)
-        said = priors.tokens_left("", 0, MOST, 1.0, False, "liar")
-        assert said == priors.tokens_left("", 0, MOST, None, False, "liar")
+        said = priors.tokens_left("", 0, MOST, Guesses(client=1.0), "liar")
+        assert said == priors.tokens_left("", 0, MOST, Guesses(), "liar")
 
     def test_the_others_are_believed_as_if_it_were_not_there(self) -> None:
         alone = learned(self.HONEST, count=50)
         beside = learned({**self.HONEST, "liar": 1.0, "another": 1.0}, count=50)
         for guess in (30.0, 150.0, 800.0):
-            expected = alone.tokens_left("", 0, MOST, guess, False, "honest 0")
-            found = beside.tokens_left("", 0, MOST, guess, False, "honest 0")
+            expected = alone.tokens_left("", 0, MOST, Guesses(client=guess), "honest 0")
+            found = beside.tokens_left("", 0, MOST, Guesses(client=guess), "honest 0")
             assert found.mean == pytest.approx(expected.mean, rel=0.15)
             assert found.high / found.low < 1.5 * expected.high / expected.low
 
@@ -156,26 +157,28 @@ class TestTenants:
 
     def test_one_without_a_history_is_judged_like_its_class(self) -> None:
         priors = learned(self.HONEST)
-        left = priors.tokens_left("", 0, MOST, 800.0, False, "newcomer")
-        assert left == priors.tokens_left("", 0, MOST, 800.0, False, "another newcomer")
+        left = priors.tokens_left("", 0, MOST, Guesses(client=800.0), "newcomer")
+        assert left == priors.tokens_left("", 0, MOST, Guesses(client=800.0), "another newcomer")
         assert left.mean == pytest.approx(800, rel=0.3)
 
     def test_one_whose_guesses_are_wrong_is_not_believed_again_in_another_class(self) -> None:
         priors = learned({**self.HONEST, "liar": 1.0})
         for length in lengths(100):
-            priors.observe_length("other", length, float(length), None, "honest 0")
-        said = priors.tokens_left("other", 0, MOST, 1.0, False, "liar")
-        assert said == priors.tokens_left("other", 0, MOST, None, False, "liar")
+            priors.observe_length("other", length, Guesses(client=float(length)), "honest 0")
+        said = priors.tokens_left("other", 0, MOST, Guesses(client=1.0), "liar")
+        assert said == priors.tokens_left("other", 0, MOST, Guesses(), "liar")
 
     def test_a_tenant_may_be_right_in_one_class_and_wrong_in_another(self) -> None:
         priors = learned({})
         for length in lengths(300):
             for tenant in ("t", "u"):
-                priors.observe_length("good", length, float(length), None, tenant)
-                priors.observe_length("bad", length, 7.0, None, tenant)
-        assert priors.tokens_left("good", 0, MOST, 800.0, False, "t").mean == pytest.approx(800, rel=0.15)
-        said = priors.tokens_left("bad", 0, MOST, 800.0, False, "t")
-        assert said == priors.tokens_left("bad", 0, MOST, None, False, "t")
+                priors.observe_length("good", length, Guesses(client=float(length)), tenant)
+                priors.observe_length("bad", length, Guesses(client=7.0), tenant)
+        assert priors.tokens_left("good", 0, MOST, Guesses(client=800.0), "t").mean == pytest.approx(
+            800, rel=0.15
+        )
+        said = priors.tokens_left("bad", 0, MOST, Guesses(client=800.0), "t")
+        assert said == priors.tokens_left("bad", 0, MOST, Guesses(), "t")
 
     def test_histories_are_bounded_and_the_newest_stay(self) -> None:
         tenants = TenantGuesses()
@@ -189,45 +192,45 @@ class TestTenants:
         priors = learned({**self.HONEST, "liar": 1.0})
         again = Priors.from_dict(json.loads(json.dumps(priors.to_dict())))
         assert again.to_dict() == priors.to_dict()
-        said = again.tokens_left("", 0, MOST, 1.0, False, "liar")
-        assert said == again.tokens_left("", 0, MOST, None, False, "liar")
+        said = again.tokens_left("", 0, MOST, Guesses(client=1.0), "liar")
+        assert said == again.tokens_left("", 0, MOST, Guesses(), "liar")
 
     def test_errors_without_a_slope_are_forgotten_when_an_older_format_is_read(self) -> None:
         data = learned(self.HONEST).to_dict() | {"format": 3}
-        del data["tenants"], data["tenants_by_class"]
+        del data["hints"], data["predictions"], data["prompts"]
         for own in (data["all"], *data["classes"].values()):
-            del own["client_guesses"], own["worker_guesses"], own["owner"]
+            del own["stages"], own["owner"]
             own["client_guess"] = own["worker_guess"] = {"weight": 1.0, "total": 0.0, "squares": 0.0}
         again = Priors.from_dict(json.loads(json.dumps(data)))
         assert again.to_dict()["all"]["length_counts"] == data["all"]["length_counts"]
-        assert again.tokens_left("", 0, MOST, 800.0, False, "honest 0").mean < 800
+        assert again.tokens_left("", 0, MOST, Guesses(client=800.0), "honest 0").mean < 800
 
 
 class TestClassesOfManyTenants:
     def test_one_tenants_classes_do_not_keep_another_from_learning(self) -> None:
         priors = Priors()
         for i in range(MAX_CLASSES + 50):
-            priors.observe_length(f"flood {i}", 1000, None, None, "flood")
+            priors.observe_length(f"flood {i}", 1000, Guesses(), "flood")
         for _ in range(100):
-            priors.observe_length("mine", 20, None, None, "me")
+            priors.observe_length("mine", 20, Guesses(), "me")
         for i in range(MAX_CLASSES):
-            priors.observe_length(f"more {i}", 1000, None, None, "flood")
-        assert priors.tokens_left("mine", 0, MOST, None, False, "me").mean == pytest.approx(20, rel=0.3)
+            priors.observe_length(f"more {i}", 1000, Guesses(), "flood")
+        assert priors.tokens_left("mine", 0, MOST, Guesses(), "me").mean == pytest.approx(20, rel=0.3)
         assert len(priors.to_dict()["classes"]) == MAX_CLASSES
 
     def test_a_further_class_takes_the_place_of_the_one_that_ended_a_request_longest_ago(self) -> None:
         priors = Priors()
         for i in range(MAX_CLASSES):
-            priors.observe_length(f"class {i}", 10, None, None)
-        priors.observe_length("class 0", 10, None, None)
-        priors.observe_length("new", 10, None, None)
+            priors.observe_length(f"class {i}", 10, Guesses())
+        priors.observe_length("class 0", 10, Guesses())
+        priors.observe_length("new", 10, Guesses())
         names = priors.to_dict()["classes"]
         assert "class 1" not in names and {"class 0", "class 2", "new"} <= set(names)
 
     def test_rounds_of_requests_that_run_replace_no_class(self) -> None:
         priors = Priors()
         for i in range(MAX_CLASSES):
-            priors.observe_length(f"class {i}", 10, None, None)
+            priors.observe_length(f"class {i}", 10, Guesses())
         before = priors.to_dict()["classes"].keys()
         priors.observe_tokens("new", 3)
         assert priors.to_dict()["classes"].keys() == before

@@ -97,14 +97,10 @@ class TestWhatIsJudged:
         assert ratios["perceptible"] == ratios["arrival"], "it was at its arrival"
 
     def test_what_the_estimate_rested_on(self) -> None:
-        for fact, more, basis in (
-            (None, {}, Basis.CLASS),
-            (60, {}, Basis.CLIENT),
-            (None, {"predicted_remaining_tokens": 9.0}, Basis.WORKER),
-        ):
+        for fact, basis in ((None, Basis.CLASS), (60, Basis.CLIENT)):
             scheduler = core()
             scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a", expected_output_tokens=fact))])
-            scheduler.step(2.0, [report(did("a", 0, 3, **more))])
+            scheduler.step(2.0, [report(did("a", 0, 3))])
             scheduler.step(3.0, [report(did("a", 3, 3, end=End.STOP))])
             bases = {one.moment: one.basis for one in scheduler.estimate_errors.latest}
             assert bases[Moment.FIRST_ROUND] is basis

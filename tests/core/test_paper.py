@@ -12,6 +12,7 @@ import pytest
 
 from laps_sd.contract.choose import HYSTERESIS, Residency
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.settings import CoreSettings
@@ -54,7 +55,7 @@ class TestThePaper:
         priors = experienced(guesses=1.0)
         request = make(hint=400, rounds=50, emitted=150, residency=Residency.DEVICE)
         key = policy_named("laps-sd", SETTINGS).rank(request, priors)
-        left = priors.tokens_left("", 150, 2000, 400.0, by_worker=False).mean
+        left = priors.tokens_left("", 150, 2000, Guesses(client=400.0)).mean
         pace = priors.tokens_per_round("", 50, 150).mean
         share = priors.cost.share_s(250 + left / 2)
         assert key.remaining.mean_s == pytest.approx(left / pace * share)
@@ -107,7 +108,7 @@ class TestOurChoice:
         lengths = [3, 3000] * 40
         priors = Priors()
         for length in lengths:
-            priors.observe_length("", length, 100.0, None)
+            priors.observe_length("", length, Guesses(client=100.0))
         assert not rank(priors, hint=100, most=100_000).perceptible
 
     def test_perceptible_is_not_lost_at_once(self) -> None:
@@ -190,7 +191,7 @@ class TestTheEstimate:
     ) -> None:
         priors = experienced()
         by_acceptance = policy in ("laps-sd", "sd-index")
-        left = priors.tokens_left("", 40, 2000, 200.0, by_worker=False)
+        left = priors.tokens_left("", 40, 2000, Guesses(client=200.0))
         prefill_s = priors.cost.prefill_share_s(140)
         setup_s = {Residency.NONE: prefill_s, Residency.HOST: prefill_s / 4, Residency.DEVICE: 0.0}[residency]
         pace = priors.tokens_per_round("", 20, 40) if by_acceptance else priors.tokens_per_round("", 0, 0)
@@ -206,7 +207,7 @@ class TestTheEstimate:
 
     def test_the_pace_widens_it_as_an_independent_factor(self) -> None:
         priors = experienced()
-        left = priors.tokens_left("", 40, 2000, 200.0, by_worker=False)
+        left = priors.tokens_left("", 40, 2000, Guesses(client=200.0))
         spread = 1.28 * priors.tokens_per_round("", 20, 40).spread
         found = rank(priors, hint=200, emitted=40, rounds=20, residency=Residency.DEVICE).remaining
         assert math.log(found.mean_s / found.low_s) == pytest.approx(

@@ -8,12 +8,13 @@ import math
 import random
 from itertools import pairwise
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.estimates import priors as priors_module
+from scheduler_svc.core.estimates import calibration as calibration_module
 from scheduler_svc.core.estimates.acceptance import (
     DEFAULT_SHRINKAGE,
     DEFAULT_TOKENS_PER_ROUND,
@@ -23,11 +24,13 @@ from scheduler_svc.core.estimates.acceptance import (
     shrinkage,
     tokens_per_round,
 )
-from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessHistory
+from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessHistory, GuessSource
 from scheduler_svc.core.estimates.cost import ROUND_PRIOR, ROUND_PRIOR_WEIGHT, CostModel
 from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, REACH, GuessedLengths, rounded_spread
 from scheduler_svc.core.estimates.lengths import EDGES, SHAPE_PRIOR, SHAPE_WEIGHT, LengthTable, bounded
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
+from scheduler_svc.core.estimates.sources import Guesses
 from tests.core.learned import tokens_by_draft_length
 
 MOST = 100_000
@@ -282,7 +285,7 @@ class TestShrinkage:
 
 class TestLengths:
     def test_with_no_history_it_is_chat_like(self) -> None:
-        left = LengthTable().left(0, MOST, "")
+        left = LengthTable().left(0, MOST)
         assert left.mean == pytest.approx(150 * math.exp(0.5), rel=0.03)
         assert left.low == pytest.approx(150 * math.exp(-1.28), rel=0.1)
         assert left.high == pytest.approx(150 * math.exp(1.28), rel=0.1)
@@ -290,11 +293,10 @@ class TestLengths:
     def test_it_learns(self) -> None:
         priors = Priors()
         for i in range(400):
-            priors.observe_length("short", 20 + i % 5, None, None)
-        left = priors.tokens_left("short", 0, MOST, None, False)
+            priors.observe_length("short", 20 + i % 5, Guesses())
+        left = priors.tokens_left("short", 0, MOST, Guesses())
         assert left.mean == pytest.approx(22, rel=0.25)
-        assert "400" in left.basis or "3" in left.basis
-        assert priors.tokens_left("other", 0, MOST, None, False).mean == pytest.approx(22, rel=0.5)
+        assert priors.tokens_left("other", 0, MOST, Guesses()).mean == pytest.approx(22, rel=0.5)
 
     def test_given_what_was_emitted(self) -> None:
         """Half end at 10, half at 1000: a request past 50 has some 950 left, not the mean of 500."""
@@ -302,15 +304,15 @@ class TestLengths:
         for i in range(2000):
             table.observe(10 if i % 2 else 1000)
         table.rebuild(None)
-        assert table.left(0, MOST, "").mean == pytest.approx(505, rel=0.1)
-        assert table.left(50, MOST, "").mean == pytest.approx(950, rel=0.1)
+        assert table.left(0, MOST).mean == pytest.approx(505, rel=0.1)
+        assert table.left(50, MOST).mean == pytest.approx(950, rel=0.1)
 
     def test_the_limit_bounds_it(self) -> None:
-        left = LengthTable().left(0, 40, "")
+        left = LengthTable().left(0, 40)
         assert left.high <= 40
         assert left.mean < 40
-        assert LengthTable().left(39, 40, "").mean == 1
-        at_its_limit = LengthTable().left(40, 40, "")
+        assert LengthTable().left(39, 40).mean == 1
+        at_its_limit = LengthTable().left(40, 40)
         assert (at_its_limit.low, at_its_limit.mean, at_its_limit.high) == (1, 1, 1)
 
     def test_an_unfinished_request_has_one_token_left_at_least(self) -> None:
@@ -318,7 +320,7 @@ class TestLengths:
         for _ in range(3000):
             table.observe(10)
         table.rebuild(None)
-        assert table.left(9, MOST, "").low == 1
+        assert table.left(9, MOST).low == 1
 
     @pytest.mark.parametrize("of_all", [[], [2000] * 60])
     def test_the_histogram_is_filled_up_by_a_lognormal_of_the_same_shape(self, of_all: list[int]) -> None:
@@ -380,28 +382,27 @@ class TestLengths:
         for _ in range(200):
             table.observe(length)
         table.rebuild(None)
-        left = table.left(emitted, 10**9, "")
+        left = table.left(emitted, 10**9)
         assert left.mean == pytest.approx(length - emitted, abs=0.06 * length)
         assert emitted + left.low <= 1.1 * length and emitted + left.high >= length / 1.1
         assert left.low < left.mean < left.high
 
     def test_longer_than_any_histogram_half_of_its_length_so_far_is_left(self) -> None:
         """And the interval is a factor of ten either way: of such a length nothing is known."""
-        left = LengthTable().left(4_000_000, 10**9, "")
+        left = LengthTable().left(4_000_000, 10**9)
         assert (left.mean, left.low, left.high) == (2e6, 2e5, 2e7)
-        assert left.basis == "longer than any request before"
-        assert LengthTable().left(4_000_000, 4_000_100, "").mean == 100
+        assert LengthTable().left(4_000_000, 4_000_100).mean == 100
 
     def test_longer_than_anything_seen(self) -> None:
-        left = LengthTable().left(3_000_000, 9_000_000, "")
+        left = LengthTable().left(3_000_000, 9_000_000)
         assert left.mean == pytest.approx(1_500_000)
         assert (left.low, left.high) == (pytest.approx(150_000), 6_000_000)
-        assert LengthTable().left(3_000_000, 90_000_000, "").high == pytest.approx(15_000_000)
-        assert LengthTable().left(3_000_000, 3_000_010, "").mean == 10
+        assert LengthTable().left(3_000_000, 90_000_000).high == pytest.approx(15_000_000)
+        assert LengthTable().left(3_000_000, 3_000_010).mean == 10
 
     @pytest.mark.parametrize(("emitted", "most"), [(0, 100_000), (20, 300), (150, 100_000), (400, 900)])
     def test_it_is_what_remains_of_the_distribution(self, emitted: int, most: int) -> None:
-        left = LengthTable().left(emitted, most, "")
+        left = LengthTable().left(emitted, most)
         assert (left.mean, left.low, left.high) == pytest.approx(
             remaining_of_lognormal(math.log(150), 1.0, emitted, most), rel=0.04
         )
@@ -411,7 +412,7 @@ class TestLengths:
         for length in [1000] * 2000 + [10] * 5000:
             table.observe(length)
         table.rebuild(None)
-        assert table.left(0, MOST, "").mean < 40
+        assert table.left(0, MOST).mean < 40
 
     def test_sums_stay_small_however_long_it_runs(self) -> None:
         table = LengthTable()
@@ -439,7 +440,7 @@ class TestLengths:
         for length in seen:
             table.observe(length)
         table.rebuild(None)
-        left = table.left(emitted, emitted + more, "")
+        left = table.left(emitted, emitted + more)
         assert 1 <= left.low <= left.mean <= left.high <= more
 
 
@@ -487,7 +488,7 @@ class TestGuesses:
         cell = math.log(1.1) / math.ceil(8 * math.log(1.1) / spread)
         log_guess = round(found.log_length(guess) / cell) * cell
         centre = (trust * log_guess + class_trust * math.log(150)) / (trust + class_trust)
-        left = GuessedLengths(LengthTable()).left(found, guess, emitted, most, "")
+        left = GuessedLengths(LengthTable()).left(found, guess, emitted, most, Basis.CLIENT)
         mean, low, high = remaining_of_lognormal(centre, (trust + class_trust) ** -0.5, emitted, most)
         assert (left.mean, left.low, left.high) == pytest.approx((mean, low, high), rel=0.04)
 
@@ -535,14 +536,16 @@ class TestGuesses:
         expected = max(1.0, mean / total - emitted)
         assume(beyond_reach < 0.01 * expected * total)
 
-        left = GuessedLengths(table).left(calibration, float(guess), emitted, most, "")
+        left = GuessedLengths(table).left(calibration, float(guess), emitted, most, Basis.CLIENT)
         assert left.mean == pytest.approx(expected, rel=0.03, abs=0.002 * emitted + 0.1)
 
     def test_far_beyond_the_guess_lengths_fall_off_like_an_exponential(self) -> None:
         """Its mean is that of the tail of a lognormal there, and the interval holds four fifths of it."""
         spread = rounded_spread(0.3)
         emitted = round(50 * math.exp(6 * spread))
-        left = GuessedLengths(LengthTable()).left(Calibration(1.0, 0.0, 0.09), 50.0, emitted, 10**6, "")
+        left = GuessedLengths(LengthTable()).left(
+            Calibration(1.0, 0.0, 0.09), 50.0, emitted, 10**6, Basis.CLIENT
+        )
         total = mean = 0.0
         for i in range(20_000):
             x = math.log(emitted) + (i + 0.5) * 1e-4
@@ -555,34 +558,38 @@ class TestGuesses:
     @pytest.mark.parametrize(("guess", "like"), [(1e-3, 1.0), (1e12, 1.1**150)])
     def test_a_guess_beyond_all_lengths_is_like_the_outermost_one(self, guess: float, like: float) -> None:
         guesses, line = GuessedLengths(LengthTable()), Calibration(1.0, 0.0, 0.09)
-        assert guesses.left(line, guess, 0, 10**6, "") == guesses.left(line, like, 0, 10**6, "")
+        assert guesses.left(line, guess, 0, 10**6, Basis.CLIENT) == guesses.left(
+            line, like, 0, 10**6, Basis.CLIENT
+        )
 
     def test_a_class_of_equal_lengths_is_known_after_some_dozens_whatever_is_guessed(self) -> None:
         priors = Priors()
         for i in range(60):
-            priors.observe_length("", 400, 400 * math.exp(0.3 * (-1) ** i), None)
+            priors.observe_length("", 400, Guesses(client=400 * math.exp(0.3 * (-1) ** i)))
         for guess in (400 * math.exp(-0.6), 400 * math.exp(0.6)):
-            assert priors.tokens_left("", 0, MOST, guess, False).mean == pytest.approx(400, rel=0.1)
+            assert priors.tokens_left("", 0, MOST, Guesses(client=guess)).mean == pytest.approx(400, rel=0.1)
 
     def test_where_answers_of_a_class_are_short_or_long_a_guess_says_which(self) -> None:
         """A lognormal of these lengths has most of its mass between them, where there are no answers."""
         priors = Priors()
         for i in range(600):
             length = 400 if i % 2 else 80
-            priors.observe_length("", length, length * math.exp(0.3 * (-1) ** (i // 2)), None)
+            priors.observe_length("", length, Guesses(client=length * math.exp(0.3 * (-1) ** (i // 2))))
         for guess, length in ((100.0, 80), (300.0, 400), (600.0, 400)):
-            assert priors.tokens_left("", 0, MOST, guess, False).mean == pytest.approx(length, rel=0.1)
-        assert priors.tokens_left("", 300, MOST, 300.0, False).mean == pytest.approx(100, rel=0.2)
+            assert priors.tokens_left("", 0, MOST, Guesses(client=guess)).mean == pytest.approx(
+                length, rel=0.1
+            )
+        assert priors.tokens_left("", 300, MOST, Guesses(client=300.0)).mean == pytest.approx(100, rel=0.2)
 
     def test_a_few_requests_do_not_make_their_lengths_the_only_ones(self) -> None:
         priors = Priors()
         for length in (100, 200, 400):
-            priors.observe_length("", length, float(length), None)
-        assert priors.tokens_left("", 0, MOST, 1000.0, False).mean > 500
+            priors.observe_length("", length, Guesses(client=float(length)))
+        assert priors.tokens_left("", 0, MOST, Guesses(client=1000.0)).mean > 500
 
     def test_what_clients_guess_does_not_grow_the_memory(self) -> None:
         guessed = GuessedLengths(LengthTable())
-        means = [guessed.left(ASSUMED, 1.05**n, 0, MOST, "").mean for n in range(1000)]
+        means = [guessed.left(ASSUMED, 1.05**n, 0, MOST, Basis.CLIENT).mean for n in range(1000)]
         assert means == sorted(means)
         assert len(guessed._likely) <= MOST_CELLS
 
@@ -593,7 +600,11 @@ class TestGuesses:
         if error is not None:
             for i in range(n):
                 history.observe(100 * math.exp(error if i % 2 else -error), 100)
-        return GuessedLengths(LengthTable()).left(history.calibrated(ASSUMED), guess, emitted, most, "").mean
+        return (
+            GuessedLengths(LengthTable())
+            .left(history.calibrated(ASSUMED), guess, emitted, most, Basis.CLIENT)
+            .mean
+        )
 
     def test_with_no_history_a_guess_is_half_believed(self) -> None:
         assert 150 < self.left(1000.0) < 1000
@@ -608,7 +619,7 @@ class TestGuesses:
         history = GuessHistory()
         for _ in range(3000):
             history.observe(1000.0, 100)
-        left = GuessedLengths(LengthTable()).left(history.calibrated(ASSUMED), 1000.0, 0, MOST, "")
+        left = GuessedLengths(LengthTable()).left(history.calibrated(ASSUMED), 1000.0, 0, MOST, Basis.CLIENT)
         assert left.mean == pytest.approx(105, rel=0.15)
 
     def test_what_is_left_falls_as_tokens_come(self) -> None:
@@ -628,15 +639,18 @@ class TestGuesses:
         priors = Priors()
         for i in range(500):
             length = 50 + 10 * (i % 90)
-            priors.observe_length("", length, 50.0 if i % 2 else 5000.0, float(length))
-        by_worker = priors.tokens_left("", 0, MOST, 700.0, True)
-        by_client = priors.tokens_left("", 0, MOST, 700.0, False)
+            guesses = Guesses(client=50.0 if i % 2 else 5000.0)
+            guesses.predicted(priors.prediction("", float(length), 0, MOST, guesses, ""))
+            priors.observe_length("", length, guesses)
+        asked = Guesses(client=700.0)
+        by_client = priors.tokens_left("", 0, MOST, asked)
+        asked.predicted(priors.prediction("", 700.0, 0, MOST, asked, ""))
+        by_worker = priors.tokens_left("", 0, MOST, asked)
         assert abs(by_worker.mean - 700) < abs(by_client.mean - 700)
         assert by_worker.high / by_worker.low < by_client.high / by_client.low
-        assert "worker" in by_worker.basis
-        assert by_client == priors.tokens_left(
-            "", 0, MOST, None, False
-        )  # its guesses do not follow the lengths
+        assert by_worker.basis is Basis.WORKER
+        # Its guesses do not follow the lengths.
+        assert by_client == priors.tokens_left("", 0, MOST, Guesses())
 
     @given(st.floats(1, 1e6), st.integers(0, 10_000), st.integers(1, 10_000), st.floats(0, 3))
     @settings(max_examples=200, deadline=None)
@@ -645,7 +659,7 @@ class TestGuesses:
         for i in range(30):
             history.observe(100 * math.exp(error if i % 2 else -error), 100)
         found = history.calibrated(ASSUMED)
-        left = GuessedLengths(LengthTable()).left(found, guess, emitted, emitted + more, "")
+        left = GuessedLengths(LengthTable()).left(found, guess, emitted, emitted + more, Basis.CLIENT)
         assert 1 <= left.low <= left.mean <= left.high <= more
 
 
@@ -817,7 +831,7 @@ class TestVersions:
 
     def test_another_length_table(self) -> None:
         priors = Priors()
-        priors.observe_length("", 100, None, None)
+        priors.observe_length("", 100, Guesses())
         priors.publish()
         priors.publish()
         assert priors.version == 1
@@ -844,6 +858,23 @@ class TestVersions:
         assert priors.version == 1
 
 
+def as_format_4(data: dict[str, Any]) -> dict[str, Any]:
+    """Return these priors as the build before wrote them; no worker had predicted anything."""
+    hints = data.pop("hints")
+    del data["predictions"], data["prompts"]
+    names = ("weight", "lengths", "guesses", "length_squares", "guess_squares", "products")
+    for name, own in (("", data["all"]), *data["classes"].items()):
+        sums = hints["classes"][name] if own is not data["all"] else hints["everyone"]
+        own["client_guesses"] = dict(zip(names, sums, strict=True))
+        own["worker_guesses"] = dict.fromkeys(names, 0.0)
+        del own["stages"]
+    return data | {
+        "format": 4,
+        "tenants": hints["tenants"],
+        "tenants_by_class": hints["tenants_by_class"],
+    }
+
+
 class TestTheRecord:
     def learnt(self) -> Priors:
         priors = Priors()
@@ -857,7 +888,7 @@ class TestTheRecord:
                 drafted = source.choice([5, 8])
                 priors.observe_tokens(name, kept + 1, drafted, *chain(kept, drafted))
             priors.observe_acceptance(name, rounds, length, 4 * length)
-            priors.observe_length(name, length, length * source.uniform(0.5, 2), None)
+            priors.observe_length(name, length, Guesses(client=length * source.uniform(0.5, 2)))
             batch = source.randint(1, 8)
             priors.observe_round(batch, 6 * batch, 500, source.uniform(0.02, 0.04))
             priors.observe_prefill(100, 0.02)
@@ -878,14 +909,14 @@ class TestTheRecord:
                 tokens_by_draft_length(priors, name, 4), rel=0.05
             )
             mine, theirs = (
-                priors.tokens_left(name, 20, 900, 80.0, False),
-                again.tokens_left(name, 20, 900, 80.0, False),
+                priors.tokens_left(name, 20, 900, Guesses(client=80.0)),
+                again.tokens_left(name, 20, 900, Guesses(client=80.0)),
             )
             assert theirs.basis == mine.basis
             assert theirs.mean == pytest.approx(mine.mean, rel=0.1)  # the tables are built again
             mine, theirs = (
-                priors.tokens_left(name, 20, 900, None, False),
-                again.tokens_left(name, 20, 900, None, False),
+                priors.tokens_left(name, 20, 900, Guesses()),
+                again.tokens_left(name, 20, 900, Guesses()),
             )
             assert theirs.basis == mine.basis
             assert theirs.mean == pytest.approx(mine.mean, rel=0.1)
@@ -897,10 +928,21 @@ class TestTheRecord:
 
     def test_what_the_build_before_learnt_is_taken_on(self) -> None:
         learnt = self.learnt().to_dict()
-        before = json.loads(json.dumps(learnt | {"format": 2}))
+        before = as_format_4(json.loads(json.dumps(learnt)))
+        assert Priors.from_dict(before).to_dict() == learnt
+
+    def test_hints_of_builds_before_that_are_forgotten(self) -> None:
+        learnt = self.learnt().to_dict()
+        before = as_format_4(json.loads(json.dumps(learnt))) | {"format": 2}
         for own in (before["all"], *before["classes"].values()):
             own["log_lengths"] = {"weight": 10.0, "total": 45.0, "squares": 210.0}
-        assert Priors.from_dict(before).to_dict() == learnt
+            own["client_guess"] = own.pop("client_guesses")
+        del before["tenants"], before["tenants_by_class"]
+        again = Priors.from_dict(before).to_dict()
+        assert again["all"] == learnt["all"]
+        assert again["hints"] == Priors().to_dict()["hints"] | {
+            "classes": dict.fromkeys(learnt["classes"], [0.0] * 6)
+        }
 
     def test_what_a_much_earlier_build_wrote_starts_afresh(self) -> None:
         old = {
@@ -920,18 +962,18 @@ class TestTheRecord:
         assert len(json.dumps(priors.to_dict())) < 2_000_000
 
     def test_the_number_of_calibrations_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(priors_module, "MAX_CALIBRATIONS", 3)
-        priors, kept = Priors(), []
+        monkeypatch.setattr(calibration_module, "MOST_LINES", 3)
+        source, kept = GuessSource(), []
         for i in range(5):
-            priors.tokens_left("", 0, 1000, 100.0, False, f"tenant {i}")
-            priors.tokens_left("", 0, 1000, 200.0, False, f"tenant {i}")
-            kept.append(len(priors._calibrations))
+            source.line(f"tenant {i}", f"class {i}")
+            source.line(f"tenant {i}", f"class {i}")
+            kept.append(len(source._of_pair))
         assert kept == [1, 2, 3, 1, 2]
 
     def test_the_number_of_classes_is_bounded(self) -> None:
         priors = Priors()
         for i in range(MAX_CLASSES + 50):
-            priors.observe_length(f"class {i}", 10, None, None)
+            priors.observe_length(f"class {i}", 10, Guesses())
             priors.observe_tokens(f"class {i}", 3)
         assert len(priors.to_dict()["classes"]) == MAX_CLASSES
         assert priors.tokens_per_round(f"class {MAX_CLASSES + 1}", 0, 0).mean > 2
@@ -975,13 +1017,16 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
                 length = data.draw(contexts)
                 guess = data.draw(st.none() | st.floats(1, 3.5e38))
                 for _ in range(min(times, 5)):
-                    priors.observe_length("a", length, guess, guess)
+                    guesses = Guesses(client=guess, prompt=guess)
+                    if guess is not None:
+                        guesses.predicted(priors.prediction("a", guess, 0, 2**25, guesses, ""))
+                    priors.observe_length("a", length, guesses)
     priors = data.draw(st.sampled_from([priors, Priors.from_dict(json.loads(json.dumps(priors.to_dict())))]))
     emitted, more = data.draw(st.integers(0, 2**24)), data.draw(st.integers(1, 2**24))
     guess = data.draw(st.none() | st.floats(1, 3.5e38))
     for name in ("a", "b"):
         pace = priors.tokens_per_round(name, data.draw(counts), emitted)
-        left = priors.tokens_left(name, emitted, emitted + more, guess, False)
+        left = priors.tokens_left(name, emitted, emitted + more, Guesses(client=guess))
         estimates = [
             *(pace.mean, left.mean, left.low, left.high),
             tokens_by_draft_length(priors, name, data.draw(st.floats(0, 4096))),

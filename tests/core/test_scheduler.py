@@ -11,6 +11,7 @@ from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, Commit, Drained, Drop, Finish, Lease, Rank, Release
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import (
     Arrived,
     EndRequested,
@@ -391,18 +392,34 @@ class TestReports:
         assert isinstance(commit, Commit)
         assert (commit.tokens, commit.standing.attained_s) == ((), pytest.approx(0.23))
 
-    def test_the_workers_prediction_replaces_the_clients(self) -> None:
+    def test_workers_predictions_are_used_once_they_were_better(self) -> None:
         scheduler = core()
-        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
-        scheduler.step(2.0, [report(did("a", 0, 3, predicted_remaining_tokens=400.0))])
-        e = scheduler.explain("a", 2.0)
-        assert e is not None
-        assert "worker's prediction" in e.basis
-        before = e.remaining_s
-        scheduler.step(3.0, [report(did("a", 3, 3, predicted_remaining_tokens=2.0))])
-        e = scheduler.explain("a", 2.0)
-        assert e is not None
-        assert e.remaining_s < before / 3
+        scheduler.step(1.0, [WorkerUp(W, ())])
+        for n in range(20):
+            length = 40 if n % 2 else 400
+            scheduler.step(2.0, [Arrived(request("a", n))])
+            told = report(did("a", 0, 3, predicted_remaining_tokens=length - 3.0))
+            scheduler.step(2.0, [told])
+            e = scheduler.explain("a", 2.0)
+            assert e is not None
+            assert ("worker's prediction" in e.basis) == (n > 8)
+            scheduler.step(2.0, [report(did("a", 3, length - 3, end=End.STOP))])
+
+    def test_the_newest_prediction_is_read_as_what_remains(self) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ())])
+        for n in range(40):
+            length = 4 + 30 * n
+            scheduler.step(2.0, [Arrived(request("a", n, max_tokens=3900))])
+            for at in range(0, length - 3, 30):
+                step = min(30, length - at - 1)
+                said = length - at - step
+                scheduler.step(2.0, [report(did("a", at, step, predicted_remaining_tokens=float(said)))])
+            scheduler.step(2.0, [report(did("a", at + step, 1, end=End.STOP))])
+        scheduler.step(3.0, [Arrived(request("b", 99, max_tokens=3900))])
+        scheduler.step(3.0, [report(did("b", 0, 1000, predicted_remaining_tokens=5.0))])
+        left = scheduler._shard.requests["b"]
+        assert scheduler.priors.tokens_left("chat", 1000, 3900, left.guesses).mean < 10
 
     def test_a_failed_request_teaches_no_length(self) -> None:
         scheduler = core()
@@ -451,7 +468,7 @@ class TestReports:
         scheduler = core()
         versions = []
         for quarter in range(240):
-            scheduler.priors.observe_length(f"class {quarter}", 10, None, None)
+            scheduler.priors.observe_length(f"class {quarter}", 10, Guesses())
             scheduler.step(quarter / 4, [])
             versions.append(scheduler.priors.version)
         assert versions[0] == 1

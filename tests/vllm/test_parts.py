@@ -19,6 +19,7 @@ from laps_vllm.metrics_page import EngineFiles, file_of
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
@@ -249,7 +250,7 @@ class TestLearntFile:
     def learnt(self) -> Priors:
         priors = Priors()
         for length in range(10, 60):
-            priors.observe_length("chat", length, None, None, "")
+            priors.observe_length("chat", length, Guesses(), "")
         return priors
 
     def test_what_was_learnt_is_read_after_a_restart(self, tmp_path: Path) -> None:

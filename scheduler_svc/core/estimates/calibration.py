@@ -13,8 +13,9 @@ All of this is our choice; the paper takes predicted lengths as they are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final, TypeVar, final
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any, Final, TypeVar, final
 
 Key = TypeVar("Key")
 
@@ -31,6 +32,9 @@ at all, but `GUESS_LOG_SPREAD`."""
 GUESS_FORGET = 300.0
 MOST_TENANTS = 512
 """Tenants whose guesses are judged by their own history; and as many pairs of a tenant and a class."""
+MOST_CLASSES = 256
+MOST_LINES = 4096
+"""Lines that are kept computed."""
 LEAST_LOG_SPREAD = 0.01
 WORTHLESS_SPREAD = 3.0
 """Guesses with an error beyond a factor of 20 are not used."""
@@ -144,10 +148,76 @@ class TenantGuesses:
         return of_pair.calibrated(prior, TENANT_WEIGHT)
 
 
-def _newest(histories: dict[Key, GuessHistory], key: Key) -> GuessHistory:
+@final
+class GuessSource:
+    """One source of guesses: what it was worth so far in each class, and for each tenant there."""
+
+    def __init__(self) -> None:
+        self.everyone = GuessHistory()
+        self.classes: dict[str, GuessHistory] = {}
+        self.tenants = TenantGuesses()
+        self._of_class: dict[str | None, Calibration] = {}
+        """None: of all classes."""
+        self._of_pair: dict[tuple[str, str], Calibration] = {}
+
+    def observe(self, tenant: str, workload_class: str, guess: float, length: int) -> None:
+        """Take in a request that ended by itself; see `GuessHistory.observe`."""
+        self.everyone.observe(guess, length)
+        _newest(self.classes, workload_class, MOST_CLASSES).observe(guess, length)
+        self.tenants.observe(tenant, workload_class, guess, length)
+        self._of_pair.pop((tenant, workload_class), None)
+
+    def line(self, tenant: str, workload_class: str) -> Calibration:
+        """Return the line of this tenant in this class. The history of the class is that of the last `settle`,
+        that of the tenant is the newest."""
+        key = (tenant, workload_class)
+        found = self._of_pair.get(key)
+        if found is None:
+            history = self.classes.get(workload_class, self.everyone)
+            name = workload_class if history is not self.everyone else None
+            of_class = self._of_class.get(name)
+            if of_class is None:
+                of_class = self._of_class[name] = history.calibrated(ASSUMED)
+            if len(self._of_pair) >= MOST_LINES:
+                self._of_pair.clear()
+            found = self.tenants.calibrated(tenant, workload_class, of_class, history.weight)
+            self._of_pair[key] = found
+        return found
+
+    def settle(self) -> None:
+        """Use what was observed so far in the lines of all classes."""
+        self._of_class.clear()
+        self._of_pair.clear()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, lists and dictionaries, for JSON."""
+        tenants = self.tenants
+        return {
+            "everyone": list(astuple(self.everyone)),
+            "classes": {name: list(astuple(history)) for name, history in self.classes.items()},
+            "tenants": {tenant: list(astuple(history)) for tenant, history in tenants.by_tenant.items()},
+            "tenants_by_class": [[*key, *astuple(history)] for key, history in tenants.by_class.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GuessSource:
+        """Return the source that `to_dict` gave."""
+        source = cls()
+        source.everyone = GuessHistory(*data["everyone"])
+        source.classes = {name: GuessHistory(*sums) for name, sums in data["classes"].items()}
+        tenants = source.tenants
+        tenants.by_tenant = {tenant: GuessHistory(*sums) for tenant, sums in data["tenants"].items()}
+        tenants.by_class = {
+            (tenant, workload_class): GuessHistory(*sums)
+            for tenant, workload_class, *sums in data["tenants_by_class"]
+        }
+        return source
+
+
+def _newest(histories: dict[Key, GuessHistory], key: Key, most: int = MOST_TENANTS) -> GuessHistory:
     """Return the history with this key, moved to the end or added there; the one at the front may make room."""
     history = histories.pop(key) if key in histories else GuessHistory()
     histories[key] = history
-    if len(histories) > MOST_TENANTS:
+    if len(histories) > most:
         del histories[next(iter(histories))]
     return history

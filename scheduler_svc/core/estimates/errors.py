@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, final
 
+from scheduler_svc.core.estimates.basis import Basis
+
 MOST_RATIO = 1024.0
 """Ratios of actual to predicted service are limited to 1/MOST_RATIO … MOST_RATIO."""
 BINS_PER_OCTAVE = 8
@@ -31,14 +33,6 @@ class Moment(enum.StrEnum):
     """The first time that its policy called the request perceptible, as of its arrival or of a round."""
     SETTLED = "round_32"
     """After `SETTLED_ROUNDS` rounds: the estimate depends on its own acceptance."""
-
-
-class Basis(enum.StrEnum):
-    """Source of the estimated length."""
-
-    CLASS = "class"
-    CLIENT = "client"
-    WORKER = "worker"
 
 
 @final

@@ -14,6 +14,7 @@ from functools import cache
 from statistics import NormalDist
 from typing import final
 
+from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.calibration import Calibration
 from scheduler_svc.core.estimates.lengths import (
     BINS,
@@ -58,14 +59,19 @@ class GuessedLengths:
         self._likely: dict[tuple[float, int], _Likely] = {}
         """Distributions by the rounded spread, and the cell of the guess."""
 
-    def left(self, calibration: Calibration, guess: float, emitted: int, most: int, basis: str) -> TokensLeft:
+    def left(
+        self, calibration: Calibration, guess: float, emitted: int, most: int, basis: Basis
+    ) -> TokensLeft:
         """Return the tokens left of a request that emitted `emitted` of at most `most`, whose length was
         guessed."""
         if calibration.spread == math.inf:
-            return self._table.left(emitted, most, self._table.basis)
-        spread = rounded_spread(calibration.spread)
+            return self._table.left(emitted, most)
+        return self.near(calibration.log_length(guess), calibration.spread, emitted, most, basis)
+
+    def near(self, log_guess: float, log_spread: float, emitted: int, most: int, basis: Basis) -> TokensLeft:
+        """Return the tokens left of a request whose ln(length) was measured with an error of this spread."""
+        spread = rounded_spread(log_spread)
         normal = _normal(spread)
-        log_guess = calibration.log_length(guess)
         cell = min(max(0, round(log_guess / normal.cell_width)), BINS * normal.cells_per_bin)
         likely = self._likely.get((spread, cell))
         if likely is None:
@@ -141,7 +147,7 @@ class _Likely:
         """At the end of bin `_last - i`; the last one is the start of the first bin in reach."""
         self._moments = moments
 
-    def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
+    def left(self, emitted: int, most: int, basis: Basis) -> TokensLeft:
         """Return the tokens left; see `GuessedLengths.left`."""
         if emitted > self._longest:
             # Far beyond the guess: the tail of a lognormal there falls off like an exponential of this

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final, final
 
+from scheduler_svc.core.estimates.basis import Basis
+
 DEFAULT_LOG_MEAN = math.log(150)
 DEFAULT_LOG_SPREAD = 1.0
 """Output lengths with no history: chat-like, lognormal(ln 150, 1.0). Our choice."""
@@ -48,9 +50,9 @@ class TokensLeft:
     mean: Final[float]
     low: Final[float]
     high: Final[float]
-    basis: Final[str]
+    basis: Final[Basis]
 
-    def __init__(self, mean: float, low: float, high: float, basis: str) -> None:
+    def __init__(self, mean: float, low: float, high: float, basis: Basis) -> None:
         self.mean = mean
         self.low = low
         self.high = high
@@ -93,8 +95,6 @@ class LengthTable:
         counts."""
         self.weight = 0.0
         self._since_built = 0
-        self._basis = ""
-        self._basis_weight = -1.0
         self._log_mean = DEFAULT_LOG_MEAN
         self._log_variance = DEFAULT_LOG_SPREAD**2
         self._masses = DEFAULT_MASSES
@@ -115,16 +115,6 @@ class LengthTable:
     def masses(self) -> list[float]:
         """Return the share of the lengths in each bin, as of the last build."""
         return self._masses
-
-    @property
-    def basis(self) -> str:
-        """Return the basis of this table's estimates, for people. It is formatted once for each weight, since
-        every rank has it.
-        """
-        if self._basis_weight != self.weight:
-            self._basis_weight = self.weight
-            self._basis = f"lengths of {self.weight:.0f} requests of its class"
-        return self._basis
 
     @property
     def stale(self) -> bool:
@@ -188,7 +178,24 @@ class LengthTable:
         inside = self._masses[i] * (EDGES[i + 1] - length) / (EDGES[i + 1] - EDGES[i])
         return self._tail[i + 1] + inside, self._moment[i + 1] + inside * (EDGES[i + 1] + length) / 2
 
-    def left(self, emitted: int, most: int, basis: str) -> TokensLeft:
+    def after(self, emitted: int) -> LengthTable:
+        """Return the table of what remains of the requests that are longer than `emitted`, as of the last build."""
+        residual = LengthTable()
+        i = _bin_above(emitted)
+        survivors = self._beyond(emitted, i)[0] if i < BINS else 0.0
+        if survivors >= _NOTHING:
+            masses, above = [], survivors
+            for edge in EDGES[1:]:
+                end = emitted + int(edge)
+                i = _bin_above(end)
+                beyond = self._beyond(end, i)[0] if i < BINS else 0.0
+                masses.append(max(0.0, above - beyond) / survivors)
+                above = beyond
+            residual._masses = masses
+            residual._build()
+        return residual
+
+    def left(self, emitted: int, most: int) -> TokensLeft:
         """Return the tokens left after `emitted`, with never more than `most` in all."""
         i = _bin_above(emitted)
         if i >= BINS:
@@ -204,7 +211,7 @@ class LengthTable:
         part = (emitted - EDGES[i]) / (EDGES[i + 1] - EDGES[i])
         low = self._low[i] + part * (self._low[i + 1] - self._low[i])
         high = self._high[i] + part * (self._high[i + 1] - self._high[i])
-        return bounded(mean, low - emitted, high - emitted, most - emitted, basis)
+        return bounded(mean, low - emitted, high - emitted, most - emitted, Basis.CLASS)
 
 
 _BIN_ABOVE = [bisect_right(EDGES, length) - 1 for length in range(4097)]
@@ -234,10 +241,10 @@ def _exceeded_by(share: float, tail: list[float]) -> list[float]:
 def _lindy(emitted: int, most: int) -> TokensLeft:
     """Return an estimate for a request longer than all observed ones: half of its length so far."""
     guess = max(1.0, emitted / 2)
-    return bounded(guess, guess / 10, guess * 10, most - emitted, "longer than any request before")
+    return bounded(guess, guess / 10, guess * 10, most - emitted, Basis.CLASS)
 
 
-def bounded(mean: float, low: float, high: float, most: int, basis: str) -> TokensLeft:
+def bounded(mean: float, low: float, high: float, most: int, basis: Basis) -> TokensLeft:
     """Return the estimate within bounds: an unfinished request has at least one token left, at most what its
     limit allows.
     """

@@ -6,10 +6,12 @@ here reaches a waiting request with its next event, never by itself.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from scheduler_svc.core.estimates.acceptance import (
     DEFAULT_TOKENS_PER_ROUND,
@@ -21,15 +23,26 @@ from scheduler_svc.core.estimates.acceptance import (
     shrinkage,
     tokens_per_round,
 )
-from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessHistory, TenantGuesses
+from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessSource
 from scheduler_svc.core.estimates.cost import CostModel
 from scheduler_svc.core.estimates.guesses import GuessedLengths
-from scheduler_svc.core.estimates.lengths import BINS, LengthTable, TokensLeft
+from scheduler_svc.core.estimates.lengths import BINS, EDGES, LengthTable, TokensLeft
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
+from scheduler_svc.core.estimates.sources import (
+    STAGES,
+    Guesses,
+    Prediction,
+    StageHistory,
+    stage_of,
+    stages_from_list,
+    stages_to_list,
+)
 
-FORMAT = 4
-READABLE_FORMATS = (2, 3, 4)
+FORMAT = 5
+READABLE_FORMATS = (2, 3, 4, 5)
 """Formats that can be read. Priors of earlier builds are used, except the errors of guesses in formats 2 and
-3, which have no slope."""
+3, which have no slope, and of workers' predictions before 5, which have no stages."""
 COST_CHANGE = 0.05
 ENOUGH_ROUNDS = 50.0
 """Rounds of a class before its means are carried from one draft length to another."""
@@ -37,7 +50,8 @@ MAX_CLASSES = 256
 """Bound on classes: clients name them, and they must not grow the memory. A further class replaces the class
 with the oldest last end of a request, among the classes of the tenant that has brought the most: one tenant's
 classes do not drive out those of others."""
-MAX_CALIBRATIONS = 4096
+MOST_RESIDUALS = 32
+"""Tables of what remains after so many tokens, that a class keeps built."""
 
 
 @dataclass(slots=True)
@@ -47,13 +61,13 @@ class ClassPriors:
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     positions: PositionStatistics = field(default_factory=PositionStatistics)
     lengths: LengthTable = field(default_factory=LengthTable)
-    client_guesses: GuessHistory = field(default_factory=GuessHistory)
-    worker_guesses: GuessHistory = field(default_factory=GuessHistory)
+    stages: list[StageHistory] = field(default_factory=lambda: [StageHistory() for _ in range(STAGES)])
+    """Predictions of workers."""
     guessed: GuessedLengths = field(init=False)
-    of_client: Calibration = ASSUMED
-    """Calibration of the hints of all clients in this class. This and `of_worker` are as of the last build of
-    the table."""
-    of_worker: Calibration = ASSUMED
+    of_stages: list[Calibration] = field(default_factory=lambda: [ASSUMED] * STAGES)
+    """Calibrations of workers' predictions, as of the last build of the table."""
+    residuals: dict[int, GuessedLengths] = field(default_factory=dict)
+    """Likely lengths beyond the edge of a bin, by the bin."""
     owner: str = ""
     """The tenant that brought the class."""
     variances: tuple[float, float] | None = None
@@ -63,17 +77,28 @@ class ClassPriors:
     """Tokens per round at the present draft length, over those at the draft lengths of the class's history."""
 
     def __post_init__(self) -> None:
-        self._take_up_guesses()
-
-    def rebuild_lengths(self, pool: LengthTable | None) -> None:
-        """Recompute the tables from the lengths and guesses observed so far."""
-        self.lengths.rebuild(pool)
-        self._take_up_guesses()
-
-    def _take_up_guesses(self) -> None:
         self.guessed = GuessedLengths(self.lengths)
-        self.of_client = self.client_guesses.calibrated(ASSUMED)
-        self.of_worker = self.worker_guesses.calibrated(ASSUMED)
+
+    def rebuild_lengths(self, pool: ClassPriors | None) -> None:
+        """Recompute the tables from the lengths and predictions observed so far."""
+        self.lengths.rebuild(None if pool is None else pool.lengths)
+        self.guessed = GuessedLengths(self.lengths)
+        self.residuals.clear()
+        wider = [ASSUMED] * STAGES if pool is None else pool.of_stages
+        self.of_stages = [
+            stage.guesses.calibrated(prior) for stage, prior in zip(self.stages, wider, strict=True)
+        ]
+
+    def remaining(self, emitted: int) -> GuessedLengths:
+        """Return the likely lengths of what remains after `emitted` tokens; to the edge of a bin."""
+        at = max(0, bisect_right(EDGES, emitted) - 1)
+        found = self.residuals.get(at)
+        if found is None:
+            if len(self.residuals) >= MOST_RESIDUALS:
+                self.residuals.clear()
+            table = self.lengths if at == 0 else self.lengths.after(int(EDGES[at]))
+            found = self.residuals[at] = GuessedLengths(table)
+        return found
 
     def rebuild_positions(self, pool: list[float] | None) -> None:
         """Recompute the tables from the draft positions and draft lengths observed so far."""
@@ -92,16 +117,16 @@ class Priors:
     moved by more than `COST_CHANGE`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: PromptLengths | None = None) -> None:
         self.version = 0
+        self.prompts: Final = PromptLengths() if prompts is None else prompts
         self.cost = CostModel()
         self._all = ClassPriors()
         self._classes: dict[str, ClassPriors] = {}
         """Ordered by the time of their last end of a request, oldest first."""
-        self._tenants = TenantGuesses()
-        self._calibrations: dict[tuple[str, str], Calibration] = {}
-        """Calibration of the hints of a tenant in a class, as of its last end there or of the last build of a
-        table."""
+        self._hints = GuessSource()
+        self._predictions = GuessSource()
+        """Predictions from prompts, as if they were another client's hints."""
         self._share_s = self.cost.share_s(0)
         """Cost of a round as of this version."""
         self._tables_changed = False
@@ -133,35 +158,56 @@ class Priors:
         return self.tokens_per_round(workload_class, 0, 0).mean
 
     def tokens_left(
-        self,
-        workload_class: str,
-        emitted: int,
-        most: int,
-        guess: float | None,
-        by_worker: bool,
-        tenant: str = "",
+        self, workload_class: str, emitted: int, most: int, guesses: Guesses, tenant: str = ""
     ) -> TokensLeft:
-        """Return the remaining output tokens of a request that emitted `emitted` of at most `most`; `guess`
-        is of the total.
-        """
-        own = self._of(workload_class)
-        if guess is None:
-            return own.lengths.left(emitted, most, own.lengths.basis)
-        if by_worker:
-            return own.guessed.left(own.of_worker, guess, emitted, most, "the worker's prediction")
-        calibration = self._calibration(tenant, workload_class, own)
-        return own.guessed.left(calibration, guess, emitted, most, "the client's estimate")
+        """Return the remaining output tokens of a request that emitted `emitted` of at most `most`, by the
+        lengths of its class and by the guesses whose sources have been worth something."""
+        worker = guesses.worker
+        if worker is not None and self._all.stages[stage_of(worker.emitted)].is_used:
+            return self._by_worker(workload_class, worker, emitted, most)
+        return self._by_arrival(workload_class, emitted, most, guesses, tenant)
 
-    def _calibration(self, tenant: str, workload_class: str, own: ClassPriors) -> Calibration:
-        key = (tenant, workload_class)
-        found = self._calibrations.get(key)
-        if found is None:
-            if len(self._calibrations) >= MAX_CALIBRATIONS:
-                self._calibrations.clear()
-            weight = own.client_guesses.weight
-            found = self._tenants.calibrated(tenant, workload_class, own.of_client, weight)
-            self._calibrations[key] = found
-        return found
+    def _by_worker(self, workload_class: str, prediction: Prediction, emitted: int, most: int) -> TokensLeft:
+        own, at = self._of(workload_class), prediction.emitted
+        line = own.of_stages[stage_of(at)]
+        table = own.remaining(at)
+        return table.left(line, prediction.remaining, max(0, emitted - at), most - at, Basis.WORKER)
+
+    def _by_arrival(
+        self, workload_class: str, emitted: int, most: int, guesses: Guesses, tenant: str
+    ) -> TokensLeft:
+        """Each guess is a measurement of ln(length), and their errors are taken to be independent."""
+        own = self._of(workload_class)
+        basis = Basis.CLASS
+        precision = weighted = 0.0
+        if guesses.client is not None:
+            line = self._hints.line(tenant, workload_class)
+            if line.spread < math.inf:
+                basis = Basis.CLIENT
+                precision = line.spread**-2
+                weighted = precision * line.log_length(guesses.client)
+        if guesses.prompt is not None:
+            line = self._predictions.line(tenant, workload_class)
+            if line.spread < math.inf:
+                basis = Basis.PROMPT if basis is Basis.CLASS else Basis.CLIENT_AND_PROMPT
+                precision += line.spread**-2
+                weighted += line.spread**-2 * line.log_length(guesses.prompt)
+        if basis is Basis.CLASS:
+            return own.lengths.left(emitted, most)
+        return own.guessed.near(weighted / precision, precision**-0.5, emitted, most, basis)
+
+    def prediction(
+        self, workload_class: str, remaining: float, emitted: int, most: int, guesses: Guesses, tenant: str
+    ) -> Prediction:
+        """Return a worker's prediction with the estimates that it is judged by."""
+        made = Prediction(remaining, emitted)
+        made.with_it = self._by_worker(workload_class, made, emitted, most).mean
+        made.without_it = self._by_arrival(workload_class, emitted, most, guesses, tenant).mean
+        return made
+
+    def lengths_seen(self, workload_class: str) -> float:
+        """Return how many requests of this class its lengths were learned from; older ones count less."""
+        return self._of(workload_class).lengths.weight
 
     # Observations, from the scheduler.
 
@@ -213,28 +259,21 @@ class Priors:
             priors.acceptance.observe_end(rounds, tokens, squares)
             priors.variances = priors.acceptance.variances()
 
-    def observe_length(
-        self,
-        workload_class: str,
-        length: int,
-        client_guess: float | None,
-        worker_guess: float | None,
-        tenant: str = "",
-    ) -> None:
+    def observe_length(self, workload_class: str, length: int, guesses: Guesses, tenant: str = "") -> None:
         """Learn from a request that ran to its own end after `length` tokens."""
-        if client_guess is not None:
-            self._tenants.observe(tenant, workload_class, client_guess, length)
-            self._calibrations.pop((tenant, workload_class), None)
+        if guesses.client is not None:
+            self._hints.observe(tenant, workload_class, guesses.client, length)
+        if guesses.prompt is not None:
+            self._predictions.observe(tenant, workload_class, guesses.prompt, length)
         for priors in self._touch(workload_class, tenant, ended=True):
             priors.lengths.observe(length)
-            if client_guess is not None:
-                priors.client_guesses.observe(client_guess, length)
-            if worker_guess is not None:
-                priors.worker_guesses.observe(worker_guess, length)
+            for prediction in guesses.by_stage:
+                priors.stages[stage_of(prediction.emitted)].observe(prediction, length)
             if priors.lengths.stale:
-                priors.rebuild_lengths(None if priors is self._all else self._all.lengths)
+                priors.rebuild_lengths(None if priors is self._all else self._all)
                 self._tables_changed = True
-                self._calibrations.clear()
+                self._hints.settle()
+                self._predictions.settle()
         self._classes[workload_class] = self._classes.pop(workload_class)
 
     def _of(self, workload_class: str) -> ClassPriors:
@@ -253,7 +292,7 @@ class Priors:
                     return [self._all]
                 self._forget_class(tenant)
             own = self._classes[workload_class] = ClassPriors(owner=tenant)
-            own.rebuild_lengths(self._all.lengths)
+            own.rebuild_lengths(self._all)
         return [self._all, own]
 
     def _forget_class(self, newcomer: str) -> None:
@@ -275,20 +314,17 @@ class Priors:
             "cost": asdict(self.cost),
             "all": _class_to_dict(self._all),
             "classes": {name: _class_to_dict(priors) for name, priors in self._classes.items()},
-            "tenants": {
-                tenant: list(astuple(history)) for tenant, history in self._tenants.by_tenant.items()
-            },
-            "tenants_by_class": [
-                [*key, *astuple(history)] for key, history in self._tenants.by_class.items()
-            ],
+            "hints": self._hints.to_dict(),
+            "predictions": self._predictions.to_dict(),
+            "prompts": self.prompts.to_dict(),
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Priors:
-        """Return the priors that `to_dict` gave. With an unknown format return new ones: the core can work
-        without any priors.
+    def from_dict(cls, data: Mapping[str, Any], prompts: PromptLengths | None = None) -> Priors:
+        """Return the priors that `to_dict` gave; `prompts`, still untaught, learns on from what it had learned.
+        With an unknown format return new ones: the core can work without any priors.
         """
-        priors = cls()
+        priors = cls(prompts)
         if data.get("format") not in READABLE_FORMATS:
             return priors
         priors.version = data["version"]
@@ -296,11 +332,12 @@ class Priors:
         priors._share_s = priors.cost.share_s(0)
         priors._all = everyone = _class_from_dict(data["all"], None)
         priors._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
-        tenants = priors._tenants
-        for tenant, sums in data.get("tenants", {}).items():
-            tenants.by_tenant[tenant] = GuessHistory(*sums)
-        for tenant, workload_class, *sums in data.get("tenants_by_class", ()):
-            tenants.by_class[tenant, workload_class] = GuessHistory(*sums)
+        if data["format"] == FORMAT:
+            priors._hints = GuessSource.from_dict(data["hints"])
+            priors._predictions = GuessSource.from_dict(data["predictions"])
+            priors.prompts.restore(data["prompts"])
+        else:
+            priors._hints = _hints_of_format_4(data)
         return priors
 
 
@@ -314,8 +351,7 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
             "accepted": [value / positions.unit for value in positions.accepted],
         },
         "length_counts": {str(i): count for i, count in enumerate(priors.lengths.counts) if count},
-        "client_guesses": asdict(priors.client_guesses),
-        "worker_guesses": asdict(priors.worker_guesses),
+        "stages": stages_to_list(priors.stages),
         "owner": priors.owner,
     }
 
@@ -323,16 +359,30 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
 def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> ClassPriors:
     priors = ClassPriors(
         acceptance=AcceptanceStatistics(**data["acceptance"]),
-        client_guesses=GuessHistory(**data.get("client_guesses", {})),
-        worker_guesses=GuessHistory(**data.get("worker_guesses", {})),
         owner=data.get("owner", ""),
     )
+    if "stages" in data:
+        priors.stages = stages_from_list(data["stages"])
     lengths, positions = priors.lengths, priors.positions
     counts = data["length_counts"]
     lengths.counts = [counts.get(str(i), 0.0) for i in range(BINS)]
-    priors.rebuild_lengths(None if pool is None else pool.lengths)
+    priors.rebuild_lengths(pool)
     seen = data["positions"]
     positions.rounds, positions.tested, positions.accepted = seen["rounds"], seen["tested"], seen["accepted"]
     priors.rebuild_positions(None if pool is None else pool.positions.rates)
     priors.variances = priors.acceptance.variances()
     return priors
+
+
+def _hints_of_format_4(data: Mapping[str, Any]) -> GuessSource:
+    """Return the hints of earlier formats, which kept them with the classes."""
+    return GuessSource.from_dict(
+        {
+            "everyone": list(data["all"].get("client_guesses", {}).values()),
+            "classes": {
+                name: list(own.get("client_guesses", {}).values()) for name, own in data["classes"].items()
+            },
+            "tenants": data.get("tenants", {}),
+            "tenants_by_class": data.get("tenants_by_class", ()),
+        }
+    )

@@ -73,12 +73,9 @@ class Learner:
         if end in OWN_ENDS and request.kept_estimates is not None:
             self._estimate_errors.judge(request.kept_estimates, request.attained_s)
         if end in OWN_ENDS and request.emitted:
-            self._priors.observe_length(
-                workload_class,
-                request.emitted,
-                request.facts.guessed_tokens,
-                request.first_prediction,
-                tenant,
+            self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant)
+            self._priors.prompts.learn(
+                request.facts.length_features, workload_class, tenant, request.emitted, end is End.LENGTH
             )
 
     def _learn_swap(

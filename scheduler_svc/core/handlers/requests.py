@@ -7,6 +7,7 @@ from itertools import islice
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Finish, Rank
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import Recovered, RequestFacts
 from scheduler_svc.core.placement.ledger import Ledger
 from scheduler_svc.core.policies.ranker import Ranker
@@ -35,7 +36,7 @@ class Requests:
         if facts.request_id in self._shard.requests:
             return
         self._refresh_waiting(ledger)
-        request = Request(facts, expected_total=facts.guessed_tokens, kept_estimates={})
+        request = Request(facts, guesses=self._guesses(facts), kept_estimates={})
         request.record_event(ledger.now_s, "arrived")
         self._enter(request)
         request.remember_estimate()
@@ -58,7 +59,7 @@ class Requests:
             deaths=event.deaths,
             death_round=event.death_round,
             started=event.rounds > 0,
-            expected_total=event.facts.guessed_tokens,
+            guesses=self._guesses(event.facts),
         )
         if request.has_survived:
             request.deaths = 0
@@ -84,6 +85,12 @@ class Requests:
         if request.worker is not None:
             ledger.take_off(request)
         self._shard.leave(request)
+
+    def _guesses(self, facts: RequestFacts) -> Guesses:
+        """Return what is guessed of the length of a request before it runs."""
+        prompts = self._ranker.priors.prompts
+        predicted = prompts.predict(facts.length_features, facts.workload_class, facts.tenant)
+        return Guesses(facts.guessed_tokens, predicted)
 
     def _enter(self, request: Request) -> None:
         request.set_rank(self._ranker.rank(request))

@@ -152,9 +152,7 @@ class Rounds:
                 progress.rounds,
             )
         if progress.predicted_remaining_tokens is not None:
-            request.expected_total = max(1.0, request.emitted + progress.predicted_remaining_tokens)
-            request.predicted_by_worker = True
-            request.first_prediction = request.first_prediction or request.expected_total
+            self._predicted(request, max(1.0, progress.predicted_remaining_tokens))
         if progress.end is None:
             self._reside(request, Residency.DEVICE, ledger)
             request.remember_estimate()
@@ -164,6 +162,14 @@ class Rounds:
             ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
             self._learner.learn_end(progress.end, request)
             self._shard.leave(request)
+
+    def _predicted(self, request: Request, remaining: float) -> None:
+        """Take in the worker's prediction of what remains."""
+        facts, guesses = request.facts, request.guesses
+        prediction = self._priors.prediction(
+            facts.workload_class, remaining, request.emitted, facts.max_tokens, guesses, facts.tenant
+        )
+        guesses.predicted(prediction)
 
     def _moved_memory(self, request: Request, residency: Residency, worker: Worker, ledger: Ledger) -> None:
         if request.running and residency is not Residency.DEVICE:

@@ -113,6 +113,7 @@ def estimate(
     low: float,
     high: float,
     own_rounds: int | None = None,
+    note: str = "",
 ) -> Estimate:
     """Return the estimate at `pace` tokens per round, each round at the machine's cost for a context half way
     to its end; `low` and `high` are the ends of the interval as shares of the mean.
@@ -121,7 +122,12 @@ def estimate(
     resume_s = resume_cost_s(request, priors)
     setup_s = 0.0 if request.residency is Residency.DEVICE else resume_s
     remaining = Remaining(
-        decoding_s + setup_s, decoding_s * low + setup_s, decoding_s * high + setup_s, left.basis, own_rounds
+        decoding_s + setup_s,
+        decoding_s * low + setup_s,
+        decoding_s * high + setup_s,
+        left.basis,
+        own_rounds,
+        note,
     )
     return Estimate(decoding_s, resume_s, remaining)
 
@@ -154,12 +160,7 @@ def tokens_left(request: Request, priors: Priors) -> TokensLeft:
     """Return the remaining output tokens, by the best guess available."""
     facts = request.facts
     return priors.tokens_left(
-        facts.workload_class,
-        request.emitted,
-        facts.max_tokens,
-        request.expected_total,
-        request.predicted_by_worker,
-        facts.tenant,
+        facts.workload_class, request.emitted, facts.max_tokens, request.guesses, facts.tenant
     )
 
 

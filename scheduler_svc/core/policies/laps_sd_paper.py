@@ -106,6 +106,6 @@ def _estimate(request: Request, priors: Priors, left: TokensLeft) -> Estimate:
     """Return the estimate T = L / (n·A + 1) · (n·T_SSM + T_LLM), here for the tokens that are left."""
     n = request.drafted / request.rounds
     acceptance = request.accepted / request.drafted
-    basis = f"{left.basis}; {acceptance:.0%} of its drafted tokens were accepted so far"
-    left = TokensLeft(left.mean, left.low, left.high, basis)
-    return estimate(request, priors, left, n * acceptance + 1, left.low / left.mean, left.high / left.mean)
+    note = f"{acceptance:.0%} of its drafted tokens were accepted so far"
+    low, high = left.low / left.mean, left.high / left.mean
+    return estimate(request, priors, left, n * acceptance + 1, low, high, note=note)

@@ -7,7 +7,8 @@ from typing import Final
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
-from scheduler_svc.core.estimates.errors import SETTLED_ROUNDS, Basis, KeptEstimate, Moment
+from scheduler_svc.core.estimates.errors import SETTLED_ROUNDS, KeptEstimate, Moment
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey
 from scheduler_svc.core.state.tenants import Account
@@ -76,11 +77,7 @@ class Request:
     """The report of its worker in which it last ran, by the worker's count; before that, the one after which
     it was leased."""
     reserved: bool = False
-    expected_total: float | None = None
-    """Output tokens in all, by the client's hint or by the worker's newest prediction."""
-    predicted_by_worker: bool = False
-    first_prediction: float | None = None
-    """The worker's first prediction of its length; the error of such predictions is learnt from it."""
+    guesses: Guesses = field(default_factory=Guesses)
     seen_rounds: int = 0
     """Rounds that this core has seen, with their tokens and squared tokens: the priors learn from them at its
     end."""
@@ -224,13 +221,8 @@ class Request:
             kept[_PERCEPTIBLE] = self._estimate()
 
     def _estimate(self) -> KeptEstimate:
-        if self.predicted_by_worker:
-            basis = Basis.WORKER
-        elif self.expected_total is not None:
-            basis = Basis.CLIENT
-        else:
-            basis = Basis.CLASS
-        return KeptEstimate(self.rank.remaining.mean_s, self.attained_s, basis)
+        remaining = self.rank.remaining
+        return KeptEstimate(remaining.mean_s, self.attained_s, remaining.basis)
 
     def record_event(self, now_s: float, what: str, detail: str = "") -> None:
         """Add an event to its story, on the clock of `step`."""

@@ -1,0 +1,19 @@
+"""What the estimate of a length rests on."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Basis(enum.StrEnum):
+    """Source of an estimated length. Every estimate also uses the lengths of the class."""
+
+    CLASS = "class"
+    """Nothing but the earlier lengths of its class."""
+    CLIENT = "client"
+    """The client's hint."""
+    PROMPT = "prompt"
+    """The prediction from its prompt."""
+    CLIENT_AND_PROMPT = "client_prompt"
+    WORKER = "worker"
+    """The worker's prediction of what remains."""

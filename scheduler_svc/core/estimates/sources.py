@@ -1,0 +1,107 @@
+"""Guesses of the length of a request, by their sources, and what a worker's predictions are worth.
+
+A client's hint and the prediction from the prompt are known at arrival and are guesses of the whole output
+(`calibration.GuessSource` has what they are worth). A worker predicts what remains while the request runs, and
+predicts better the more of the output exists. So its predictions are judged by stage, and one is used only
+where such predictions were closer than the estimate without them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, final
+
+from scheduler_svc.core.estimates.calibration import GuessHistory
+
+STAGES = 7
+"""Stages of a request: before its first token, from 1, 4, 16, 64, 256 and 1024 tokens on. Our choice."""
+ENOUGH_PREDICTIONS = 8.0
+"""Ended requests with a prediction of a stage before predictions of that stage are used. Our choice."""
+ERROR_KEEP: Final = 1 - 1 / 300
+
+
+def stage_of(emitted: int) -> int:
+    """Return the stage of a request that has emitted this many tokens."""
+    return min((emitted.bit_length() + 1) // 2, STAGES - 1)
+
+
+@final
+class Prediction:
+    """A worker's prediction of what remains, and the estimates with and without it at that moment."""
+
+    __slots__ = ("emitted", "remaining", "with_it", "without_it")
+
+    def __init__(self, remaining: float, emitted: int) -> None:
+        self.remaining: Final = remaining
+        """Predicted tokens (above 0) after `emitted` tokens."""
+        self.emitted: Final = emitted
+        self.with_it = 0.0
+        self.without_it = 0.0
+        """Expected tokens that remain; 0 until they are known."""
+
+
+@final
+@dataclass(slots=True)
+class Guesses:
+    """All guesses of the length of one request, above 0; None for those that do not exist."""
+
+    client: float | None = None
+    """Output tokens in all, by the client's hint."""
+    prompt: float | None = None
+    """Output tokens in all, predicted from the prompt at arrival."""
+    worker: Prediction | None = None
+    """The worker's newest prediction."""
+    by_stage: list[Prediction] = field(default_factory=list)
+    """The worker's first prediction in each stage, to be judged at the end."""
+
+    def predicted(self, prediction: Prediction) -> bool:
+        """Take in a worker's prediction; return whether it is the first of its stage."""
+        self.worker = prediction
+        before = self.by_stage
+        if before and stage_of(before[-1].emitted) >= stage_of(prediction.emitted):
+            return False
+        before.append(prediction)
+        return True
+
+
+@final
+@dataclass(slots=True)
+class StageHistory:
+    """Predictions of one stage: what they were worth, and the squared errors of ln(remaining) with and without
+    them (decayed sums over ended requests)."""
+
+    guesses: GuessHistory = field(default_factory=GuessHistory)
+    with_them: float = 0.0
+    without_them: float = 0.0
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether estimates were closer with such predictions."""
+        return self.guesses.weight >= ENOUGH_PREDICTIONS and self.with_them < self.without_them
+
+    def observe(self, prediction: Prediction, length: int) -> None:
+        """Take in a request with this prediction that ended by itself after `length` tokens."""
+        actual = length - prediction.emitted
+        if actual < 1:
+            return
+        self.guesses.observe(prediction.remaining, actual)
+        self.with_them = self.with_them * ERROR_KEEP + math.log(actual / prediction.with_it) ** 2
+        self.without_them = self.without_them * ERROR_KEEP + math.log(actual / prediction.without_it) ** 2
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, for JSON."""
+        return asdict(self)
+
+
+def stages_to_list(stages: list[StageHistory]) -> list[dict[str, Any]]:
+    """Return the histories of all stages as plain numbers, for JSON."""
+    return [stage.to_dict() for stage in stages]
+
+
+def stages_from_list(data: list[dict[str, Any]]) -> list[StageHistory]:
+    """Return the histories that `stages_to_list` gave."""
+    return [
+        StageHistory(GuessHistory(**found["guesses"]), found["with_them"], found["without_them"])
+        for found in data
+    ]
