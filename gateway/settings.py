@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from laps_sd.contract.limits import MAX_LOGPROBS
-from laps_sd.service.config import field
+from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
@@ -120,6 +120,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
     max_priority: int = field(
         100, help="Largest absolute value of a priority that is accepted.", minimum=0, maximum=2**31 - 1
     )
+    predict_lengths: bool = field(
+        True,
+        help="Send hashed words of each prompt, from which the scheduler predicts the length of the output",
+    )
+    length_key: str = field("", help=LENGTH_KEY_HELP, secret=True)
     max_draft_tokens: int = field(
         64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from laps_sd.service.config import field, without_password
+from laps_sd.service.config import LENGTH_KEY_HELP, field, without_password
 from laps_sd.service.serving_settings import ServingSettings
 from scheduler_svc.core.policies import PolicyName
 from scheduler_svc.roles import ClientRoles
@@ -126,6 +126,11 @@ class SchedulerSettings(ServingSettings):
     finished_ttl_s: float = field(
         900.0, help="How long an ended request can be read back (Resume, Explain).", minimum=1.0
     )
+    predict_lengths: bool = field(
+        True,
+        help="Predict the length of an output from the words of its prompt, as learned from earlier requests.",
+    )
+    length_key: str = field("", help=LENGTH_KEY_HELP, secret=True)
     priors_save_s: float = field(
         10.0, help="Interval at which learnt estimates are written to the record.", minimum=0.1
     )

@@ -42,6 +42,7 @@ from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
+from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.service.advice import StreamTurns
 from laps_sd.service.tracing import Tracing
@@ -76,7 +77,7 @@ class Calls:
         self._tenants = tenants
         self._tracing = tracing
         self._shards = shards
-        self._prompts = Prompts(model)
+        self._prompts = Prompts(model, FeatureHash(settings.length_key) if settings.predict_lengths else None)
         self._formats = FormatJudge()
         self._refused = StreamTurns()
         """Retry times of calls refused by the limit of open streams."""
@@ -211,6 +212,7 @@ class Calls:
         for request in requests:
             await self._check_format(request.output_format)
             prompt_ids = await self._prompts.ids_of(request)
+            features = self._prompts.features_of(request)
             seed = secrets.randbits(64)
             for choice in range(choices_of(request)):
                 submit = complete(
@@ -224,6 +226,7 @@ class Calls:
                 )
                 submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
                 submit.traceparent = traceparent
+                submit.length_features.extend(features)
                 made.append(submit)
         return made
 

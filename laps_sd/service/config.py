@@ -107,6 +107,12 @@ class Settings:
         return iter(())
 
 
+LENGTH_KEY_HELP = (
+    "Key under which the words of prompts are hashed, the same in all gateways and schedulers of a deployment. "
+    "Empty: hashes mean the same in every deployment that has no key."
+)
+
+
 def variable(name: str) -> str:
     """Return the environment variable of a field."""
     return PREFIX + name.upper()

@@ -304,6 +304,7 @@ class Submit(_message.Message):
     SHOWN_IDS_FIELD_NUMBER: _builtins.int
     ATTACHMENT_ID_FIELD_NUMBER: _builtins.int
     RESTORES_FIELD_NUMBER: _builtins.int
+    LENGTH_FEATURES_FIELD_NUMBER: _builtins.int
     submission_id: _builtins.int
     """Unique on this gateway. A gateway that never got the answer (broken stream) sends the same Submit
     again with the same request_id: the record makes that harmless.
@@ -339,6 +340,12 @@ class Submit(_message.Message):
     def shown_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens shown to a client already, when the record has lost the request (both scheduler and Redis)."""
 
+    @_builtins.property
+    def length_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hashed words of the prompt, by which the scheduler predicts the length of the output: at most 256, ascending, each below 2^15.
+        They are kept until the request ends. Empty: no prediction.
+        """
+
     def __init__(
         self,
         *,
@@ -360,10 +367,11 @@ class Submit(_message.Message):
         shown_ids: _abc.Iterable[_builtins.int] | None = ...,
         attachment_id: _builtins.str = ...,
         restores: _builtins.bool = ...,
+        length_features: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "specification", b"specification", "time_limit_ms", b"time_limit_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "attachment_id", b"attachment_id", "body_hash", b"body_hash", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "grace_ms", b"grace_ms", "idempotency_key", b"idempotency_key", "keep", b"keep", "model", b"model", "priority", b"priority", "request_id", b"request_id", "restores", b"restores", "shown_ids", b"shown_ids", "specification", b"specification", "submission_id", b"submission_id", "tenant", b"tenant", "time_limit_ms", b"time_limit_ms", "traceparent", b"traceparent", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "attachment_id", b"attachment_id", "body_hash", b"body_hash", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "grace_ms", b"grace_ms", "idempotency_key", b"idempotency_key", "keep", b"keep", "length_features", b"length_features", "model", b"model", "priority", b"priority", "request_id", b"request_id", "restores", b"restores", "shown_ids", b"shown_ids", "specification", b"specification", "submission_id", b"submission_id", "tenant", b"tenant", "time_limit_ms", b"time_limit_ms", "traceparent", b"traceparent", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_in_ms: _TypeAlias = _typing.Literal["deadline_in_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_in_ms: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms"]  # noqa: Y015

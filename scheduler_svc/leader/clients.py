@@ -313,6 +313,8 @@ class Clients:
             except InvalidArgument as error:
                 _refuse(session, submission, Refusal.INVALID, error.message)
                 continue
+            if not self._settings.predict_lengths:
+                submission.message.ClearField("length_features")
             new = requests.new_request(submission, unix_ms)
             if new.request_id in self.doubtful:  # its withdrawal may be executed later
                 _refuse(

@@ -15,6 +15,7 @@ from laps_sd.service.tracing import QUIET, Tracing
 from scheduler_svc import metrics
 from scheduler_svc.core import COMPILED
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
@@ -24,6 +25,7 @@ from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import LeadInDoubt
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.start_weights import start_weights
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.store import Store
 
@@ -161,7 +163,7 @@ class Leadership:
         core = Scheduler(
             policy_named(self.settings.policy, core_settings),
             core_settings,
-            Priors.from_dict(json.loads(blob)) if blob else Priors(),
+            self._priors(blob),
         )
         loop = Loop(
             settings=self.settings,
@@ -173,6 +175,11 @@ class Leadership:
         )
         await loop.recover()
         return loop
+
+    def _priors(self, blob: bytes | None) -> Priors:
+        """Return what earlier leaders have learned, if anything."""
+        prompts = PromptLengths(*start_weights(self.settings.length_key))
+        return Priors.from_dict(json.loads(blob), prompts) if blob else Priors(prompts)
 
     async def _renew(self) -> None:
         """Renew the lease three times per period. While the record is away no other process can lead either,

@@ -181,6 +181,7 @@ def stored_request(
         body_hash=fields[b"body_hash"].decode(),
         seed=int(fields[b"seed"]),
         submission=payload.get(b"submission", b""),
+        length_features=payload.get(b"length_features", b""),
         sequence=int(fields[b"sequence"]),
         committed_ids=committed_ids,
         lease_epoch=int(fields[b"lease_epoch"]),

@@ -741,6 +741,7 @@ class Store:
             _SHARD_TTL_MS,
             pack_ids(request.prompt_ids),
             request.submission,
+            request.length_features,
             pack_ids(shown.token_ids),
             *new_fields(shown),
             *submission_fields(request),
@@ -1101,7 +1102,7 @@ class Batch:
             )
             arguments += (request.lease_epoch, pack_ids(request.committed_ids))
             arguments += (check_level(request_id, standing.level), safe_score(standing.score))
-            arguments += (pack_ids(request.prompt_ids), request.submission)
+            arguments += (pack_ids(request.prompt_ids), request.submission, request.length_features)
             fields = progress_fields(request) + submission_fields(request)
             arguments += (len(fields), *fields)
         return _Call(scripts.RESTORE, keys, arguments)

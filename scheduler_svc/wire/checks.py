@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from laps_sd.contract import limits
+from laps_sd.contract import length_features, limits
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -63,6 +63,9 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         )
     if max(submit.shown_ids, default=0) > MAX_TOKEN_ID:
         raise InvalidArgument("shown_ids", f"must be at most {MAX_TOKEN_ID}")
+    problem = length_features.problem_of(submit.length_features)
+    if problem:
+        raise InvalidArgument("length_features", problem)
     if submit.shown_ids and not submit.restores:
         raise InvalidArgument("shown_ids", "must be empty in a submission that restores nothing")
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):

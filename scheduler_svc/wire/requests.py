@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from laps_sd.contract.length_features import packed, unpacked
 from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -52,6 +53,7 @@ def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
         body_hash=submit.body_hash.hex(),
         seed=sampling.seed,
         submission=_serialized(specification),
+        length_features=packed(submit.length_features),
     )
 
 
@@ -130,6 +132,7 @@ def accepted_with(new: NewRequest, sequence: int, submitted: Specification) -> A
             prompt_tokens=len(new.prompt_ids),
             max_tokens=new.max_tokens,
             expected_output_tokens=new.expected_output_tokens,
+            length_features=new.length_features,
         ),
         model=new.model,
         idempotency_key=new.idempotency_key,
@@ -175,6 +178,7 @@ def _without_specification(
         grace_ms=round(request.grace_s * 1000),
         model=request.model,
         traceparent=request.traceparent,
+        length_features=unpacked(facts.length_features),
     )
 
 

@@ -56,6 +56,7 @@ local function end_request(id, request, tokens, payload, idempotency, ending, no
     redis.call('HSET', request, 'state', 'ended', 'worker', '', 'end', ending.reason,
         'cut_characters', ending.cut_characters, 'detail', ending.detail, 'ended_unix_ms', now_ms)
     redis.call('HSET', payload, 'story', ending.story)
+    redis.call('HDEL', payload, 'length_features')
     redis.call('PEXPIRE', request, ttl_ms)
     redis.call('PEXPIRE', tokens, ttl_ms)
     redis.call('PEXPIRE', payload, ttl_ms)

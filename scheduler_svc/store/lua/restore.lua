@@ -10,7 +10,7 @@
 --     idempotency  string; the request's key again when there is none
 --   ARGV    leadership, shard_ttl_ms, then per entry
 --     id, tenant, body_hash, sequence, tokens (prompt tokens and max_tokens), lease_epoch, committed ids, level, score,
---     prompt, submission, n, then n strings: field, value, … of the request hash
+--     prompt, submission, length_features (empty: none), n, then n strings: field, value, … of the request hash
 --   returns per entry OK, ALREADY (the record holds exactly this much), STALE (it holds more, or other tokens)
 --           or GONE (it has ended); or {'fenced'}
 local leadership, shard_ttl_ms = ARGV[1], ARGV[2]
@@ -32,6 +32,7 @@ local function restore(k, a)
         redis.call('HINCRBY', KEYS[TENANTS], tenant, 1)
         redis.call('INCRBY', KEYS[RESERVED], reserved)
         redis.call('HSET', payload, 'prompt', ARGV[a + 9], 'submission', ARGV[a + 10])
+        if ARGV[a + 11] ~= '' then redis.call('HSET', payload, 'length_features', ARGV[a + 11]) end
         if idempotency ~= request then
             -- A request that its deadline ended has let the key go, perhaps to a newer one.
             local held_by = string.match(redis.call('GET', idempotency) or '', '^(%d+) ')
@@ -44,7 +45,7 @@ local function restore(k, a)
         end
     end
     place(id, was[3] or level, level, score)
-    redis.call('HSET', request, unpack(ARGV, a + 12, a + 11 + ARGV[a + 11]))
+    redis.call('HSET', request, unpack(ARGV, a + 13, a + 12 + ARGV[a + 12]))
     if committed ~= '' then redis.call('SET', tokens_key, committed) end
     return OK
 end
@@ -52,6 +53,6 @@ end
 local answers, k, a = {}, AFTER_QUEUE + 1, 3
 while a <= #ARGV do
     answers[#answers + 1] = restore(k, a)
-    k, a = k + 4, a + 12 + ARGV[a + 11]
+    k, a = k + 4, a + 13 + ARGV[a + 12]
 end
 return answers

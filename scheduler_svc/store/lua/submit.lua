@@ -11,13 +11,13 @@
 --   KEYS[9] tokens       string  created here if tokens were shown
 --   KEYS[10] idempotency string  "sequence request-id body-hash"; the request's key again when the client gave none
 --   ARGV    leadership, id, tenant, body_hash, tokens, max_requests, max_tokens, max_requests_per_tenant (-1: no limit),
---           shard_ttl_ms, prompt, submission, shown, then field, value, … of the request hash
+--           shard_ttl_ms, prompt, submission, length_features (empty: none), shown, then field, value, … of the request hash
 --   returns {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full', id, 0}
 --           | {'fenced'}; 'accepted' also when this very request is on the record already: a retry.
 local leadership, id, tenant, body_hash, tokens = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local max_requests, max_tokens, max_per_tenant = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local shard_ttl_ms, prompt, submission, shown = ARGV[9], ARGV[10], ARGV[11], ARGV[12]
-local FIRST_FIELD = 13
+local shard_ttl_ms, prompt, submission, length_features, shown = ARGV[9], ARGV[10], ARGV[11], ARGV[12], ARGV[13]
+local FIRST_FIELD = 14
 local request, payload, idempotency = KEYS[7], KEYS[8], KEYS[10]
 local is_idempotent = idempotency ~= request
 
@@ -42,6 +42,7 @@ local sequence = redis.call('INCR', KEYS[6])
 if sequence == 1 then redis.call('PEXPIRE', KEYS[6], shard_ttl_ms) end
 redis.call('HSET', request, 'state', 'queued', 'score', sequence, 'sequence', sequence, unpack(ARGV, FIRST_FIELD))
 redis.call('HSET', payload, 'prompt', prompt, 'submission', submission)
+if length_features ~= '' then redis.call('HSET', payload, 'length_features', length_features) end
 if shown ~= '' then redis.call('SET', KEYS[9], shown) end
 if is_idempotent then redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash) end
 redis.call('ZADD', KEYS[2], sequence, id)
