@@ -4,7 +4,8 @@ A round of a small model is hundreds of short operations, and between any two of
 take the interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two
 interpreters do not compete.
 
-    engine = EngineProcess.launch(settings)      # returns when the model is loaded; raises StartupError
+    launch = EngineLaunch(settings)
+    engine = launch.result()                     # returns when the model is loaded; raises StartupError
     link = SchedulerLink(settings, engine)       # as with an `EngineThread`
 
 The child runs the same `Runner` class on its main thread; this side has a thread for each direction, so that
@@ -35,7 +36,7 @@ from worker_svc.runner.runner import Runner
 from worker_svc.runner.thread import STOP_S
 from worker_svc.settings import WorkerSettings
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineLaunch", "EngineProcess"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,48 @@ class _Idle:
     holds_nothing: bool
 
 
+class EngineLaunch:
+    """A child that loads its model."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Start the child."""
+        self._settings = settings
+        ours, theirs = socket.socketpair()
+        command = [
+            sys.executable,
+            "-m",
+            "laps_sd.stack.child",
+            str(os.getpid()),
+            __name__,
+            str(theirs.fileno()),
+        ]
+        self._child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def result(self) -> EngineProcess:
+        """Return the engine once its model is loaded.
+
+        Raises StartupError with the child's message, or if the child has ended.
+        """
+        try:
+            self._connection.send(self._settings)
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            code = self._child.wait()
+            raise StartupError(
+                f"The engine's process ended while it loaded the model (exit code {code})."
+            ) from None
+        if isinstance(answer, _Refused):
+            self._child.wait()
+            raise StartupError(answer.sentence)
+        return EngineProcess(self._child, self._connection, answer)
+
+    def abort(self) -> None:
+        """End the child, so that `result` does not wait any longer in its thread."""
+        self._child.kill()
+
+
 class EngineProcess:
     """The parent's side of the pipe; see the module's docstring."""
 
@@ -77,37 +120,6 @@ class EngineProcess:
             threading.Thread(target=self._send, name="to the engine", daemon=True),
             threading.Thread(target=self._receive, name="from the engine", daemon=True),
         )
-
-    @classmethod
-    def launch(cls, settings: WorkerSettings) -> EngineProcess:
-        """Start the child and return once its model is loaded.
-
-        Raises StartupError with the child's message.
-        """
-        ours, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-m",
-            "laps_sd.stack.child",
-            str(os.getpid()),
-            __name__,
-            str(theirs.fileno()),
-        ]
-        child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        theirs.close()
-        connection = Connection(ours.detach())
-        try:
-            connection.send(settings)
-            answer = connection.recv()
-        except (EOFError, OSError):
-            code = child.wait()
-            raise StartupError(
-                f"The engine's process ended while it loaded the model (exit code {code})."
-            ) from None
-        if isinstance(answer, _Refused):
-            child.wait()
-            raise StartupError(answer.sentence)
-        return cls(child, connection, answer)
 
     @property
     def pid(self) -> int:
