@@ -38,7 +38,7 @@ import enum
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
@@ -185,8 +185,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRound:
+class RequestRound(NamedTuple):
     """The outcome of one round for one request."""
 
     request_id: str
@@ -232,8 +231,7 @@ class RoundResult:
     free_draft_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStatus:
+class SequenceStatus(NamedTuple):
     """The progress of a known request between rounds."""
 
     residency: Residency

@@ -271,7 +271,7 @@ class VllmEngine:
     def _check_room(self, requests: Sequence[Request]) -> None:
         """Raise OutOfBlocks if vLLM would have to preempt a request for this round."""
         scheduler = self._scheduler
-        short = scheduler.blocks_short(requests)
+        short = 0 if scheduler.surely_fits(requests) else scheduler.blocks_short(requests)
         if short > 0:
             raise OutOfBlocks(
                 f"the KV pool has {scheduler.free_blocks()} free blocks and this round needs {short} more"
