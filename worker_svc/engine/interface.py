@@ -206,6 +206,8 @@ class RequestRound(NamedTuple):
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if the request wants them
+    # New prediction of the output tokens that remain after this round.
+    predicted_remaining_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
