@@ -10,13 +10,15 @@ import pytest
 
 from laps_sd.contract.length_probe import MAX_BYTES, LearntProbe, problem_with
 from worker_svc.engine.length_probe.errors import RECENT_ROWS, STAGES, StageErrors, stage_of
-from worker_svc.engine.length_probe.features import COUNT, MOST, Projection
+from worker_svc.engine.length_probe.features import COUNT, DIMS, SCALARS, Projection
 from worker_svc.engine.length_probe.probe import (
     EVERY_TOKENS,
+    FIRST_STUDIED,
     LEAST_REQUESTS,
     LEAST_TOKENS,
     MOST_KEPT,
-    SOLVED_EVERY,
+    NEVER,
+    STUDIED,
     LengthProbe,
     Watched,
 )
@@ -159,13 +161,17 @@ def test_a_hidden_state_that_is_not_finite_is_passed_over(broken: float) -> None
     assert probe.learnt() == before
 
 
-def test_a_hidden_number_that_is_far_larger_than_the_others_is_bounded() -> None:
-    projection = Projection(HIDDEN)
-    hidden = np.ones(HIDDEN, np.float32)
-    hidden[0] = 1e6
-    features = projection.features(hidden, 10, 0)
-    assert features is not None
-    assert np.abs(features[3:]).max() < MOST * 5
+def test_a_hidden_number_that_is_far_larger_than_the_others_spoils_one_feature() -> None:
+    projection = Projection(4 * DIMS)
+    rng = np.random.RandomState(0)
+    hidden = rng.standard_normal(4 * DIMS).astype(np.float32)
+    larger = hidden.copy()
+    larger[5] = 1e4
+    one, other = (projection.features(state, 10, 0) for state in (hidden, larger))
+    assert one is not None and other is not None
+    changed = np.flatnonzero(np.abs(one - other * (other[SCALARS] and one[SCALARS] / other[SCALARS])) > 1e-2)
+    assert 5 + SCALARS in changed
+    assert set(changed) <= {0, 1, 2, 5 + SCALARS}
 
 
 def test_features_do_not_depend_on_the_scale_of_the_hidden_state() -> None:
@@ -178,9 +184,8 @@ def test_features_do_not_depend_on_the_scale_of_the_hidden_state() -> None:
 def test_features_that_never_change_are_harmless() -> None:
     regression = Regression(COUNT)
     rows = np.ones((40, COUNT), np.float32)
-    regression.learn(rows, np.full(40, 3.0))
-    regression.solve()
-    found = regression.predict(rows[0])
+    regression.learn(rows, np.full(40, 3.0), np.zeros(40, bool))
+    found = regression.predict_one(rows[0])
     assert found is not None and math.isclose(float(found), 3.0, abs_tol=1e-6)
 
 
@@ -208,6 +213,34 @@ def test_it_looks_again_once_the_predicted_total_is_passed() -> None:
         assert watched.due == int(min(EVERY_TOKENS, max(LEAST_TOKENS, predicted)))
         found.append(watched.due)
     assert min(found) < max(found) == EVERY_TOKENS
+
+
+def test_where_predictions_are_no_better_only_some_requests_are_looked_at() -> None:
+    probe, world = probe_of(), World()
+    assert all(probe.watch(20).studied for _ in range(2 * STUDIED))
+    teach(probe, world, FIRST_STUDIED)
+    hidden = world.request()[0]
+    due = []
+    for _ in range(4 * STUDIED):
+        watched = probe.watch(20)
+        assert probe.look(watched, 0, hidden) is not None, "after the prompt predictions are good"
+        due.append(watched.due)
+    assert due.count(NEVER) == 3 * STUDIED
+    assert all(at <= EVERY_TOKENS for at in due if at != NEVER)
+
+
+def test_where_predictions_are_good_every_request_is_looked_at() -> None:
+    probe, world = probe_of(), World()
+    for _ in range(FIRST_STUDIED + LEAST_REQUESTS):
+        hidden, length = world.request()
+        watched = Watched(20)
+        for tokens in (0, EVERY_TOKENS):
+            probe.look(watched, tokens, hidden)
+        probe.learn(watched, EVERY_TOKENS + length, cut=False)
+    for _ in range(2 * STUDIED):
+        watched = probe.watch(20)
+        probe.look(watched, 0, world.request()[0])
+        assert watched.due <= EVERY_TOKENS
 
 
 def test_the_looks_kept_of_a_request_are_bounded_and_spread() -> None:
@@ -250,12 +283,12 @@ def test_old_errors_fade() -> None:
 
 def test_another_probe_continues_from_what_one_has_learnt() -> None:
     probe, heir = probe_of(), probe_of()
-    teach(probe, World(), 38 * SOLVED_EVERY)
+    teach(probe, World(), 300)
     learnt = probe.learnt()
     assert problem_with(learnt) == ""
     assert len(learnt.numbers) <= MAX_BYTES
     assert heir.adopt(learnt)
-    assert heir.requests == 38 * SOLVED_EVERY
+    assert heir.requests == 300
     ours, theirs = (predictions(one, World(seed=1))[0] for one in (probe, heir))
     assert np.abs(ours - theirs).max() < 0.05
     teach(heir, World(seed=5), 300)

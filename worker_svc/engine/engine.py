@@ -35,7 +35,7 @@ from worker_svc.engine.interface import (
     check_run,
     check_specification,
 )
-from worker_svc.engine.length_probe.probe import LengthProbe, Watched
+from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.models.tokenizer import Tokenizer
 from worker_svc.engine.options import EngineOptions
@@ -121,7 +121,9 @@ class SpeculativeEngine:
             lookup=Lookup() if looks_up and self.capacity.max_draft_len else None,
             format=state,
             # An output that may not end by itself is as long as max_tokens says.
-            watched=Watched(len(spec.prompt_ids)) if self.length_probe and not spec.ignore_eos else None,
+            watched=None
+            if self.length_probe is None or spec.ignore_eos
+            else self.length_probe.watch(len(spec.prompt_ids)),
         )
 
     def drop(self, request_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,37 +25,42 @@ def stage_of(output_tokens: int) -> int:
     return 0 if output_tokens == 0 else min(STAGES - 1, 1 + int(math.log2(output_tokens)) // 2)
 
 
+@dataclass(slots=True)
+class _Stage:
+    """Means over the recent rows of one stage."""
+
+    rows: float = 0.0
+    square: float = 0.0
+    constant_square: float = 0.0
+    mean_rows: float = 0.0
+    mean: float = 0.0
+
+
 class StageErrors:
     """Mean squares of ln(true/predicted) by stage, of predictions that were made before the truth was known."""
 
     def __init__(self) -> None:
-        self._rows = np.zeros(STAGES)
-        self._squares = np.zeros(STAGES)
-        self._constant_squares = np.zeros(STAGES)
-        self._mean_rows = np.zeros(STAGES)
-        self._means = np.zeros(STAGES)
+        self._stages = [_Stage() for _ in range(STAGES)]
 
     def observe(self, stage: int, truth: float, predicted: float | None) -> None:
         """Take in the truth at a stage and what was predicted, both as ln(remaining tokens)."""
-        if predicted is not None and self._mean_rows[stage]:
-            constant = self._means[stage]
-            self._rows[stage] = min(RECENT_ROWS, self._rows[stage] + 1)
-            share = 1 / self._rows[stage]
-            self._squares[stage] += share * ((truth - predicted) ** 2 - self._squares[stage])
-            self._constant_squares[stage] += share * ((truth - constant) ** 2 - self._constant_squares[stage])
-        self._mean_rows[stage] = min(RECENT_ROWS, self._mean_rows[stage] + 1)
-        self._means[stage] += (truth - self._means[stage]) / self._mean_rows[stage]
+        own = self._stages[stage]
+        if predicted is not None and own.mean_rows:
+            own.rows = min(RECENT_ROWS, own.rows + 1)
+            own.square += ((truth - predicted) ** 2 - own.square) / own.rows
+            own.constant_square += ((truth - own.mean) ** 2 - own.constant_square) / own.rows
+        own.mean_rows = min(RECENT_ROWS, own.mean_rows + 1)
+        own.mean += (truth - own.mean) / own.mean_rows
 
     def good(self, stage: int) -> bool:
         """Return whether predictions at this stage have proved better than the constant."""
-        return bool(
-            self._rows[stage] >= LEAST_ROWS
-            and self._squares[stage] < LARGEST_SHARE * self._constant_squares[stage]
-        )
+        own = self._stages[stage]
+        return own.rows >= LEAST_ROWS and own.square < LARGEST_SHARE * own.constant_square
 
     def rms(self, stage: int) -> tuple[float, float]:
         """Return the root mean squares of the predictions and of the constant at a stage; 0 before the first."""
-        return math.sqrt(self._squares[stage]), math.sqrt(self._constant_squares[stage])
+        own = self._stages[stage]
+        return math.sqrt(own.square), math.sqrt(own.constant_square)
 
     # -- its compact form ------------------------------------------------------------------------------------
 
@@ -62,14 +68,16 @@ class StageErrors:
 
     def pack(self) -> Numbers:
         """Return all that it has observed, as PACKED numbers of a moderate size."""
-        return np.concatenate(
-            [self._rows, self._squares, self._constant_squares, self._mean_rows, self._means]
-        )
+        return np.array([astuple(stage) for stage in self._stages]).ravel()
 
     def unpack(self, numbers: Numbers) -> None:
-        """Continue from what another one has observed."""
-        rows = numbers.reshape(5, STAGES).copy()
-        rows[:4] = rows[:4].clip(0.0)
-        self._rows, self._squares, self._constant_squares, self._mean_rows, self._means = rows
-        self._rows = self._rows.clip(max=RECENT_ROWS)
-        self._mean_rows = self._mean_rows.clip(max=RECENT_ROWS)
+        """Continue from what another one has observed; `numbers` [PACKED] are finite."""
+        for stage, own in enumerate(numbers.reshape(STAGES, -1).tolist()):
+            rows, square, constant_square, mean_rows, mean = own
+            self._stages[stage] = _Stage(
+                min(RECENT_ROWS, max(0.0, rows)),
+                max(0.0, square),
+                max(0.0, constant_square),
+                min(RECENT_ROWS, max(0.0, mean_rows)),
+                mean,
+            )

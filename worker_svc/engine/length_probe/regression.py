@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+Singles = NDArray[np.float32]
 
 RIDGE_ROWS = 100.0
 """Rows that the ridge weighs as much as, with each feature on the scale 1 (our choice): of 1 to 300, this had the
@@ -21,11 +22,15 @@ LEAST_ROWS = 10.0
 """Rows before the first weights (our choice)."""
 LEAST_SCALE = 1e-6
 """Standard deviation below which a feature counts as constant."""
+LARGEST = 20.0
+"""Bound of predictions, against weights that are wrong. The least is 0: one token remains."""
 FIRST_SIGMA = 1.0
 SMALLEST_SIGMA, LARGEST_SIGMA = 0.05, 10.0
 """Bounds of the spread of the residuals."""
 LARGEST_LOG_ROWS = 20.0
 """Bound of the logarithm of the number of rows in a compact form."""
+FAR = 6.0
+"""Standard deviations above the mean."""
 CONSTANT_WITHIN = 1e-3
 """How far the constant feature may be from 1 in a compact form."""
 RECENT_ROWS = 100.0
@@ -41,35 +46,51 @@ class Regression:
         self._count = count
         self._squares = np.zeros((count, count))
         self._products = np.zeros(count)
-        self._weights: Numbers | None = None
+        self._weights: Singles | None = None
 
     @property
     def rows(self) -> float:
         """Number of rows that it has learnt from, forgotten ones left out."""
         return float(self._squares[0, 0])
 
-    def predict(self, rows: NDArray[np.float32]) -> Numbers | None:
-        """Return the predictions of `rows` [..., count]; None while there are no weights."""
-        return None if self._weights is None else rows @ self._weights
+    def predict_one(self, row: Singles) -> float | None:
+        """Return the prediction for `row` [count], 0 to LARGEST; None while there are no weights."""
+        if self._weights is None:
+            return None
+        return max(0.0, min(LARGEST, float(row.dot(self._weights))))
 
     def forget(self, share: float) -> None:
         """Let all that was learnt weigh less by this share."""
         self._squares *= 1.0 - share
         self._products *= 1.0 - share
 
-    def learn(self, rows: NDArray[np.float32], targets: Numbers) -> None:
-        """Take in `rows` [n, count] with their targets [n]. The weights change with `solve`."""
+    def learn(self, rows: Singles, targets: Numbers, above: NDArray[np.bool_]) -> None:
+        """Take in `rows` [n, count] with their targets [n], and compute new weights.
+
+        Where `above` [n] is true, only that the target is larger is known. Such a row counts with the mean of what it
+        can be, by the weights so far (J. Buckley and I. James, "Linear regression with censored data", 1979); before
+        there are weights it does not count.
+        """
+        if self._weights is None:
+            rows, targets = rows[~above], targets[~above]
+        else:
+            expected = np.nan_to_num(rows @ self._weights).clip(0.0, LARGEST).astype(np.float64)
+            self._observe_residuals((targets - expected)[~above])
+            targets = np.where(above, _means_above(targets, expected, self.sigma), targets)
         wide = rows.astype(np.float64)
         self._squares += wide.T @ wide
         self._products += wide.T @ targets
+        self._solve()
 
-    def observe_residuals(self, residuals: Numbers) -> None:
-        """Take in residuals of predictions that were made before their rows were learnt."""
+    def _observe_residuals(self, residuals: Numbers) -> None:
+        """Take in residuals of rows that are not learnt yet."""
+        if not len(residuals):
+            return
         share = min(1.0, len(residuals) / RECENT_ROWS)
         recent = math.sqrt((1.0 - share) * self.sigma**2 + share * float((residuals**2).mean()))
         self.sigma = min(LARGEST_SIGMA, max(SMALLEST_SIGMA, recent))
 
-    def solve(self) -> None:
+    def _solve(self) -> None:
         """Compute the weights from all that was learnt."""
         if self.rows < LEAST_ROWS:
             return
@@ -82,7 +103,7 @@ class Regression:
         except np.linalg.LinAlgError:  # only of numbers that another worker sent
             weights = np.zeros(self._count)
         weights[0] = target_mean - weights[1:] @ means[1:]
-        self._weights = weights if np.isfinite(weights).all() else None
+        self._weights = weights.astype(np.float32) if np.isfinite(weights).all() else None
 
     def _moments(self) -> tuple[Numbers, Numbers, Numbers]:
         """Return means [count], scales [count] and correlations [count, count] of the features; the constant's
@@ -138,5 +159,19 @@ class Regression:
         self.sigma = min(LARGEST_SIGMA, max(SMALLEST_SIGMA, float(sigma)))
         self._squares = squares
         self._products = rows * (covariances * scales + means * target_mean)
-        self.solve()
+        self._solve()
         return True
+
+
+def _means_above(bounds: Numbers, expected: Numbers, sigma: float) -> Numbers:
+    """Return the means of normal numbers around `expected`, given that they are larger than `bounds`; all [n]."""
+    found = []
+    for bound, middle in zip(bounds.tolist(), expected.tolist(), strict=True):
+        above = (bound - middle) / sigma
+        # Far above, both parts of the quotient vanish, and it approaches this distance.
+        hazard = above
+        if above < FAR:
+            tail = math.erfc(above / math.sqrt(2)) / 2
+            hazard = math.exp(-above * above / 2) / math.sqrt(2 * math.pi) / tail
+        found.append(middle + sigma * hazard)
+    return np.array(found)

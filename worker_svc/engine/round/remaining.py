@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from laps_sd.contract.ends import End
 from worker_svc.engine.interface import RequestRound
-from worker_svc.engine.length_probe.probe import LengthProbe, Watched
+from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.round.request import RoundRequest
 
 
@@ -50,29 +50,18 @@ class Remaining:
     def _settle(
         self, probe: LengthProbe, requests: SequenceOf[RoundRequest], reports: SequenceOf[RequestRound]
     ) -> tuple[RequestRound, ...]:
-        settled = []
-        for request, report in zip(requests, reports, strict=True):
-            predicted = None
+        settled = list(reports)
+        for at, (request, report) in enumerate(zip(requests, reports, strict=True)):
             watched = request.sequence.watched
-            if watched is not None and report.finish is not End.ERROR:
-                predicted = self._look(probe, watched, request, report)
-                if report.finish is not None:
-                    cut = report.finish is End.LENGTH
-                    probe.learn(watched, request.sequence.output_length, cut=cut)
-            settled.append(
-                report if predicted is None else replace(report, predicted_remaining_tokens=predicted)
-            )
+            if watched is None or report.finish is End.ERROR:
+                continue
+            if request.hidden is not None:
+                remaining = probe.look(watched, report.position, request.hidden)
+                if remaining is not None and report.finish is None:
+                    left = min(remaining, request.sequence.spec.max_tokens - report.position)
+                    settled[at] = replace(
+                        report, predicted_remaining_tokens=max(1.0, left - len(report.tokens))
+                    )
+            if report.finish is not None:
+                probe.learn(watched, request.sequence.output_length, cut=report.finish is End.LENGTH)
         return tuple(settled)
-
-    @staticmethod
-    def _look(
-        probe: LengthProbe, watched: Watched, request: RoundRequest, report: RequestRound
-    ) -> float | None:
-        """Return the tokens that remain after the round; None: there is no prediction, or the request has ended."""
-        if request.hidden is None:
-            return None
-        predicted = probe.look(watched, report.position, request.hidden)
-        if predicted is None or report.finish is not None:
-            return None
-        most = request.sequence.spec.max_tokens - report.position
-        return max(1.0, min(predicted, most) - len(report.tokens))
