@@ -106,6 +106,7 @@ def round_report(outcome: Round) -> pb.RoundReport:
                 end=ends.KINDS[step.finish],
                 cut_characters=step.cut_characters,
                 error=step.error or "",
+                predicted_remaining_tokens=step.predicted_remaining_tokens,
                 logprobs=[
                     public_pb.TokenLogprobs(
                         logprob=entry.logprob,

@@ -442,3 +442,32 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float, engi
     sampling = SamplingParams(temperature=temperature)
     wire_spec = gateway_pb.Specification(request_id="r", prompt_ids=[1], sampling=sampling)
     assert specification(wire_spec).sampling.temperature == engine_gets
+
+
+class Foretelling(FakeEngine):
+    """An engine that predicts how many tokens remain, every second round."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        result = super().round(run)
+        return replace(
+            result,
+            requests=tuple(
+                replace(one, predicted_remaining_tokens=100.5 - one.position)
+                if one.position % 2 == 0
+                else one
+                for one in result.requests
+            ),
+        )
+
+
+async def test_predictions_of_the_engine_reach_the_scheduler_with_their_round() -> None:
+    async with scheduler() as s, worker(s.address, engine=Foretelling(slots=2, draft_len=0)):
+        stream = await s.greet()
+        await stream.lease(spec("a", max_tokens=6))
+        await stream.assign("a")
+        await stream.until_ended("a")
+    for progress in stream.progress():
+        assert progress.HasField("predicted_remaining_tokens") == (progress.position % 2 == 0)
+        if progress.HasField("predicted_remaining_tokens"):
+            assert progress.predicted_remaining_tokens == 100.5 - progress.position
+    assert len(stream.progress()) >= 6
