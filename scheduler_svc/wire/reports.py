@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.service import ends
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -53,6 +54,8 @@ class Hello:
     offers: tuple[Offer, ...]
     """Those of the held requests that came with their specification."""
     draining: bool
+    probe: ProbeKind | None
+    """Its probe of output lengths; None: it has none that could use what others have learnt."""
 
 
 def hello_of(hello: WorkerHello) -> Hello:
@@ -74,6 +77,7 @@ def hello_of(hello: WorkerHello) -> Hello:
         ),
         offers=tuple(Offer(held) for held in hello.held if held.HasField("specification")),
         draining=hello.draining,
+        probe=_probe_kind(hello.length_probe) if hello.HasField("length_probe") else None,
     )
 
 
@@ -111,7 +115,9 @@ class Leaving:
     """A worker that drains itself."""
 
 
-def from_worker(worker_id: str, message: WorkerMessage) -> list[Report] | Missing | Leaving | None:
+def from_worker(
+    worker_id: str, message: WorkerMessage
+) -> list[Report] | Missing | Leaving | LearntProbe | None:
     """Return the content of a worker's message; None for a kind that this release does not know."""
     match message.WhichOneof("message"):
         case "reports":
@@ -131,7 +137,14 @@ def from_worker(worker_id: str, message: WorkerMessage) -> list[Report] | Missin
             return Missing(tuple(message.missing.request_ids))
         case "drain":
             return Leaving()
+        case "learnt_probe":
+            learnt = message.learnt_probe
+            return LearntProbe(_probe_kind(learnt.kind), learnt.requests, learnt.numbers)
     return None
+
+
+def _probe_kind(kind: worker_pb.ProbeKind) -> ProbeKind:
+    return ProbeKind(kind.model, kind.layer, kind.seed, kind.dims)
 
 
 def alternatives(logprobs: pb.TokenLogprobs) -> int:

@@ -107,7 +107,7 @@ def test_it_sees_the_hidden_state_of_the_last_token_before_the_round(
     """With speculation, prompts in chunks, and requests that lose their KV in between."""
     engine = load(lean=lean, prefill_chunk=48, slots=4)
     probe = engine.length_probe
-    assert isinstance(probe, Recorded) and probe.layer == 3
+    assert isinstance(probe, Recorded) and probe.kind.layer == 3
     chosen = [replace(spec, max_tokens=80) for spec in specs[:6]]
     outputs, *_ = finish_all(engine, chosen, rotate("evict", every=20))
     model = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32).eval()

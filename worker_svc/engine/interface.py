@@ -42,6 +42,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.contract.limits import (
     MAX_BIAS,
     MAX_FORMAT_CHARACTERS,
@@ -58,6 +59,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "FormatKind",
+    "LengthLearner",
     "ModelError",
     "OutOfBlocks",
     "OutOfMemory",
@@ -242,6 +244,31 @@ class SequenceStatus(NamedTuple):
     draft_blocks: int
 
 
+class LengthLearner(Protocol):
+    """What predicts output lengths inside an engine, and learns them from its requests."""
+
+    @property
+    def kind(self) -> ProbeKind:
+        """What another one must have in common with it, if it is to use what this one has learnt."""
+        ...
+
+    @property
+    def requests(self) -> int:
+        """Requests that it has learnt from, those of probes that it continues included."""
+        ...
+
+    def learnt(self) -> LearntProbe:
+        """Return what it has learnt."""
+        ...
+
+    def adopt(self, learnt: LearntProbe) -> bool:
+        """Continue from what another one has learnt, if that is more.
+
+        Returns False, and changes nothing, if it is not, is damaged, or is of another kind.
+        """
+        ...
+
+
 @runtime_checkable
 class Engine(Protocol):
     """An engine; see the module's docstring for the contract."""
@@ -257,6 +284,11 @@ class Engine(Protocol):
 
         Engines with equal fingerprints generate equal tokens.
         """
+        ...
+
+    @property
+    def length_probe(self) -> LengthLearner | None:
+        """What predicts output lengths; None: nothing does."""
         ...
 
     def add(self, spec: Specification) -> None:

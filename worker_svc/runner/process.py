@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from laps_sd.contract.length_probe import ProbeKind
 from laps_sd.errors import StartupError
 from laps_sd.service import log as logging
 from worker_svc.engine.interface import Capacity, Engine
@@ -43,6 +44,7 @@ __all__ = ["EngineLaunch", "EngineProcess"]
 class _Ready:
     capacity: Capacity
     fingerprint: str
+    probe_kind: ProbeKind | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class EngineProcess:
     def __init__(self, child: subprocess.Popen[bytes], connection: Connection, ready: _Ready) -> None:
         self.capacity = ready.capacity
         self.fingerprint = ready.fingerprint
+        self.probe_kind = ready.probe_kind
         self._deliver: Callable[[Outcome], None] = lambda _: None
         self._child = child
         self._connection = connection
@@ -248,7 +251,8 @@ def main() -> None:
         except StartupError as error:
             connection.send(_Refused(str(error)))
             return
-        connection.send(_Ready(engine.capacity, engine.fingerprint))
+        probe = engine.length_probe
+        connection.send(_Ready(engine.capacity, engine.fingerprint, None if probe is None else probe.kind))
         _work(engine, connection, settings)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone

@@ -84,7 +84,6 @@ class LengthProbe:
         """`model` identifies the weights, `layer` is the number of decoder layers before the hidden state, and
         `hidden` the size of that."""
         self.kind = ProbeKind(model, layer, SEED, DIMS)
-        self.layer = layer
         self.requests = 0
         """Requests that it, or the probe that it continues, has learnt from."""
         self.errors = StageErrors()

@@ -46,7 +46,7 @@ class Rounds:
             block_size=options.block_size,
         )
         self.drafting = Drafting(pair)
-        self.verification = Verification(pair, 0 if probe is None else probe.layer)
+        self.verification = Verification(pair, 0 if probe is None else probe.kind.layer)
         self._commit = Commit(pair, self.prefill, output_lengths)
         self._remaining = Remaining(probe)
 

@@ -26,6 +26,7 @@ from laps_sd.contract.ends import End
 from worker_svc.engine.interface import (
     Capacity,
     DeviceFailed,
+    LengthLearner,
     OutOfBlocks,
     RequestRound,
     Residency,
@@ -71,6 +72,7 @@ class VllmEngine:
         share_prefixes: bool = True,
     ) -> None:
         self.fingerprint = fingerprint
+        self.length_probe: LengthLearner | None = None
         self._core = core
         self._rules = rules
         self._decode = decode
