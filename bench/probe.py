@@ -78,7 +78,7 @@ class Judge:
             stage, truth = stage_of(look.output_tokens), math.log(output_tokens - look.output_tokens)
             count, total = self._sums[stage]
             if self.ended > first and look.predicted is not None and count:
-                left = self._table.left(look.output_tokens, most, "").mean
+                left = self._table.left(look.output_tokens, most).mean
                 self.looks.append(
                     Judged(stage, truth, look.predicted, total / count, math.log(left), sent(stage))
                 )

@@ -454,7 +454,7 @@ class Foretelling(FakeEngine):
         return replace(
             result,
             requests=tuple(
-                replace(one, predicted_remaining_tokens=100.5 - one.position)
+                one._replace(predicted_remaining_tokens=100.5 - one.position)
                 if one.position % 2 == 0
                 else one
                 for one in result.requests

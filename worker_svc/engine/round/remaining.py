@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 from laps_sd.contract.ends import End
 from worker_svc.engine.interface import RequestRound
@@ -59,8 +58,8 @@ class Remaining:
                 remaining = probe.look(watched, report.position, request.hidden)
                 if remaining is not None and report.finish is None:
                     left = min(remaining, request.sequence.spec.max_tokens - report.position)
-                    settled[at] = replace(
-                        report, predicted_remaining_tokens=max(1.0, left - len(report.tokens))
+                    settled[at] = report._replace(
+                        predicted_remaining_tokens=max(1.0, left - len(report.tokens))
                     )
             if report.finish is not None:
                 probe.learn(watched, request.sequence.output_length, cut=report.finish is End.LENGTH)
