@@ -361,11 +361,14 @@ class HeldRequest(_message.Message):
     EMITTED_FIELD_NUMBER: _builtins.int
     UNACKNOWLEDGED_IDS_FIELD_NUMBER: _builtins.int
     SPECIFICATION_FIELD_NUMBER: _builtins.int
+    PREDICTED_REMAINING_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lease_epoch: _builtins.int
     residency: Global___HeldRequest.Residency.ValueType
     emitted: _builtins.int
     """Total number of output tokens that the worker has."""
+    predicted_remaining_tokens: _builtins.float
+    """Output tokens that remain after `emitted`, by the worker's newest prediction. Absent: it has made none."""
     @_builtins.property
     def unacknowledged_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The output tokens that no leader has acknowledged, from position `emitted - len`."""
@@ -383,12 +386,15 @@ class HeldRequest(_message.Message):
         emitted: _builtins.int = ...,
         unacknowledged_ids: _abc.Iterable[_builtins.int] | None = ...,
         specification: _gateway_link_pb2.Specification | None = ...,
+        predicted_remaining_tokens: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["specification", b"specification"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "predicted_remaining_tokens", b"predicted_remaining_tokens", "specification", b"specification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["emitted", b"emitted", "lease_epoch", b"lease_epoch", "request_id", b"request_id", "residency", b"residency", "specification", b"specification", "unacknowledged_ids", b"unacknowledged_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "emitted", b"emitted", "lease_epoch", b"lease_epoch", "predicted_remaining_tokens", b"predicted_remaining_tokens", "request_id", b"request_id", "residency", b"residency", "specification", b"specification", "unacknowledged_ids", b"unacknowledged_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__predicted_remaining_tokens: _TypeAlias = _typing.Literal["predicted_remaining_tokens"]  # noqa: Y015
+    _WhichOneofArgType__predicted_remaining_tokens: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_remaining_tokens) -> _WhichOneofReturnType__predicted_remaining_tokens | None: ...
 
 Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
 

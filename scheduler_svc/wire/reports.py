@@ -72,7 +72,13 @@ def hello_of(hello: WorkerHello) -> Hello:
             max_draft_len=hello.max_draft_tokens,
         ),
         held=tuple(
-            Held(held.request_id, held.lease_epoch, RESIDENCIES.get(held.residency, Residency.NONE))
+            Held(
+                held.request_id,
+                held.lease_epoch,
+                RESIDENCIES.get(held.residency, Residency.NONE),
+                held.emitted,
+                _prediction(held),
+            )
             for held in hello.held
         ),
         offers=tuple(Offer(held) for held in hello.held if held.HasField("specification")),
@@ -182,10 +188,15 @@ def _duration(value_s: float) -> float:
     return value_s if 0 < value_s <= MAX_DURATION_S else 0.0  # NaN fails both comparisons
 
 
+def _prediction(message: worker_pb.RequestProgress | worker_pb.HeldRequest) -> float | None:
+    """Return the predicted remaining tokens; None without a prediction, and for one that is no number."""
+    if not message.HasField("predicted_remaining_tokens"):
+        return None
+    predicted = message.predicted_remaining_tokens
+    return predicted if math.isfinite(predicted) else None
+
+
 def _progress(progress: worker_pb.RequestProgress) -> Progress:
-    predicted = (
-        progress.predicted_remaining_tokens if progress.HasField("predicted_remaining_tokens") else None
-    )
     # Slices: reading a repeated field entry by entry takes twice as long.
     tokens = tuple(progress.token_ids[:])
     tested = progress.tested_by_position[:MAX_POSITIONS]
@@ -208,5 +219,5 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         error=progress.error[:1024],
         tested_by_position=tuple(tested),
         accepted_by_position=tuple(kept),
-        predicted_remaining_tokens=predicted if predicted is not None and math.isfinite(predicted) else None,
+        predicted_remaining_tokens=_prediction(progress),
     )

@@ -243,6 +243,7 @@ def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
             residency=RESIDENCIES[held.residency],
             emitted=len(held.output_ids),
             unacknowledged_ids=held.output_ids[held.acknowledged :],
+            predicted_remaining_tokens=held.predicted_remaining_tokens,
         )
         if room > 0:
             specification = _wire_specification(held)

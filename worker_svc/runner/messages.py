@@ -144,6 +144,7 @@ class HeldRequest:
     output_ids: tuple[int, ...]
     acknowledged: int
     """Number of leading `output_ids` that are acknowledged."""
+    predicted_remaining_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,35 @@ def held(desk: Desk) -> HeldNow:
     return next(one for one in reversed(desk.outcomes) if isinstance(one, HeldNow))
 
 
+class Foretelling(FakeEngine):
+    """An engine that predicts in the first round of a request that 9 tokens remain."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        result = super().round(run)
+        return replace(
+            result,
+            requests=tuple(
+                one if one.position else one._replace(predicted_remaining_tokens=9.0)
+                for one in result.requests
+            ),
+        )
+
+
+def test_what_remains_of_the_newest_prediction_is_in_the_hello() -> None:
+    desk = Desk(Foretelling(slots=2, max_length=512, draft_len=0))
+    one = spec("a", max_tokens=40)
+    desk.give(one)
+    assert held(desk).requests[0].predicted_remaining_tokens is None
+    desk.assign(entry("a"))
+    told = []
+    for _ in range(14):
+        desk.turns(1)
+        now = held(desk).requests[0]
+        told.append((len(now.output_ids), now.predicted_remaining_tokens))
+    assert told == [(count, max(1.0, 10.0 - count)) for count, _ in told]
+    assert told[-1][0] > 10
+
+
 def test_rounds_follow_one_another_without_any_answer() -> None:
     desk = Desk(engine())
     one = spec("a")
