@@ -93,7 +93,7 @@ test-fast: setup ## Run the tests that say most in a minute: the core, the funda
 .PHONY: test-vllm
 test-vllm: vllm ## Run the tests of the scheduler and the worker engine over vLLM (installs 3.4 GB first)
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
-	LAPS_SD_TEST_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm/test_stack.py
+	LAPS_SD_TEST_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm/test_stack.py tests/vllm/test_chaos.py
 
 # A new release of vLLM is judged in a minute: no model runs.
 .PHONY: judge-vllm

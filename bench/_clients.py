@@ -33,16 +33,20 @@ class Piece:
     seed: int
     max_tokens: int
     temperature: float
+    more: Options = field(default_factory=Options)
+    """Further options of the request."""
 
     def options(self, key: str) -> Options:
         """Return the options of the request for the client library."""
-        return Options(
+        options = Options(
             idempotency_key=key,
             seed=self.seed,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             ignore_eos=True,
         )
+        options.update(self.more)
+        return options
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable
@@ -20,7 +21,8 @@ SAMPLE_S = 2.0
 
 
 class Memory:
-    """Resident memory of each process, from the time it has settled until it ends or the run does."""
+    """Resident memory of each component, the process of its engine included, from the time it has settled until
+    it ends or the run does."""
 
     def __init__(
         self, stack: LocalStack, *, warm_s: float = WARM_S, loaded: Callable[[], bool] = lambda: True
@@ -45,17 +47,16 @@ class Memory:
         now = time.monotonic()
         under_load_s = 0.0 if self._sampled_at_s is None or not self._loaded() else now - self._sampled_at_s
         self._sampled_at_s = now
+        resident = resident_by_group()
         for name, child in self._stack.children.items():
-            if child.pid is None or not child.alive:
+            if child.pid is None or not child.alive or child.pid not in resident:
                 continue
-            with contextlib.suppress(OSError, IndexError):
-                text = Path(f"/proc/{child.pid}/status").read_text()
-                mib = int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024
-                warm_s, settled, _ = self._seen.get((name, child.pid), (-under_load_s, None, mib))
-                warm_s += under_load_s
-                if settled is None and warm_s >= self._warm_s:
-                    settled = mib
-                self._seen[(name, child.pid)] = (warm_s, settled, mib)
+            mib = resident[child.pid]
+            warm_s, settled, _ = self._seen.get((name, child.pid), (-under_load_s, None, mib))
+            warm_s += under_load_s
+            if settled is None and warm_s >= self._warm_s:
+                settled = mib
+            self._seen[(name, child.pid)] = (warm_s, settled, mib)
 
     def growth(self) -> dict[str, float]:
         """Return the growth in MiB, the largest of each kind of process."""
@@ -65,3 +66,13 @@ class Memory:
                 kind = name.split("-")[0]
                 most[kind] = max(most[kind], last - settled)
         return dict(most)
+
+
+def resident_by_group() -> dict[int, float]:
+    """Return the resident memory of each process group of this machine, in MiB."""
+    groups: dict[int, float] = collections.defaultdict(float)
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            group = os.getpgid(int(entry.name))
+            groups[group] += int(re.findall(r"VmRSS:\s+(\d+)", (entry / "status").read_text())[0]) / 1024
+    return groups

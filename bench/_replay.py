@@ -20,6 +20,7 @@ from pathlib import Path
 import grpc
 
 from demo.prompts import KINDS, demo_prompts
+from laps_sd.contract.limits import MAX_STOP_CHARACTERS
 from laps_sd.errors import describe
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
@@ -33,6 +34,8 @@ token decides the lengths."""
 MAX_TRACED_TOKENS = 480
 """Upper bound of the prompt and of the output of a traced request: the demo pair knows positions up to
 1022."""
+
+OWN_ENDS = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP_SEQUENCE)
 
 Send = Callable[[pb.GenerateRequest], AsyncIterable[pb.GenerateEvent]]
 
@@ -62,7 +65,7 @@ def draw_requests(seed: int, count: int, max_tokens: int) -> list[pb.GenerateReq
 def traced_requests(path: Path, seed: int, count: int) -> tuple[list[pb.GenerateRequest], list[float]]:
     """Return a window of a recorded trace that the seed chooses: requests of its lengths (cut to
     `MAX_TRACED_TOKENS`), and their arrival times, in seconds from the first. Prompts are texts of the demo
-    pair's kinds, joined.
+    pair's kinds, joined. The lengths are limits here; `ended_by_itself` hides them from the scheduler.
     """
     rng = random.Random(f"serve/trace/{seed}")
     rows = _trace(path)
@@ -82,6 +85,24 @@ def traced_requests(path: Path, seed: int, count: int) -> tuple[list[pb.Generate
         request.sampling.seed = rng.randrange(1 << 32)
         requests.append(request)
     return requests, [row.arrival_s - rows[0].arrival_s for row in rows]
+
+
+def ended_by_itself(request: pb.GenerateRequest, text: str) -> pb.GenerateRequest:
+    """Return a traced request that ends where it ended when `text` was its output, and not by its limit.
+
+    A limit says how long its request is, and nothing about the lengths of others: a scheduler would know the
+    first and could not learn the second. The end of the text is a stop string instead; the seed makes the
+    text the same each time. A request stays as it is if all ends of its text occur in it before, or its limit
+    is `MAX_TRACED_TOKENS`.
+    """
+    own = pb.GenerateRequest()
+    own.CopyFrom(request)
+    ends = (text[-length:] for length in range(1, min(len(text), MAX_STOP_CHARACTERS) + 1))
+    unique = next((end for end in ends if text.find(end) == len(text) - len(end)), None)
+    if unique is not None and request.sampling.max_tokens < MAX_TRACED_TOKENS:
+        own.sampling.stop.append(unique)
+        own.sampling.max_tokens = MAX_TRACED_TOKENS
+    return own
 
 
 _trace = cache(read_trace)
@@ -140,6 +161,7 @@ class Reply:
     latency_s: float = 0.0
     deltas: list[int] = field(default_factory=list)
     """Tokens of each message that brought some: those of a round, unless messages were joined."""
+    text: str = ""
     ended: pb.Ended = field(default_factory=pb.Ended)
     error: str = ""
     """Reason why it counts as failed; empty otherwise."""
@@ -171,6 +193,7 @@ async def _one(request: pb.GenerateRequest, due_s: float, send: Send, now: Calla
     try:
         async for event in send(request):
             at_s = now() - due_s
+            reply.text += event.delta.text
             match event.WhichOneof("event"):
                 case "accepted":
                     reply.accepted_s = at_s
@@ -188,7 +211,7 @@ async def _one(request: pb.GenerateRequest, due_s: float, send: Send, now: Calla
 
 
 def _error(ended: pb.Ended) -> str:
-    if ended.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
+    if ended.finish_reason in OWN_ENDS:
         return ""
     reason = reason_text(ended.finish_reason)
     return f"{reason}: {ended.error}" if ended.error else reason

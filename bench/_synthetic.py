@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from worker_svc.engine.engine import SpeculativeEngine
-from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import Choices
 from worker_svc.engine.round.request import RoundRequest
 from worker_svc.engine.round.verify import OnDevice, Verification
@@ -25,7 +24,7 @@ def synthetic(engine: SpeculativeEngine, acceptance: float | None) -> Speculativ
         return engine
     if not 0 <= acceptance <= 1:
         raise ValueError(f"synthetic acceptance must be from 0 to 1, not {acceptance}")
-    engine.rounds.verification = _ByCoin(engine.rounds.verification.pair, acceptance)
+    engine.rounds.verification = _ByCoin(engine.rounds.verification, acceptance)
     engine.fingerprint = f"{engine.fingerprint}-synthetic-{acceptance}"
     return engine
 
@@ -33,8 +32,8 @@ def synthetic(engine: SpeculativeEngine, acceptance: float | None) -> Speculativ
 class _ByCoin(Verification):
     """A verification in which a coin accepts draft tokens, and the target chooses the token after them."""
 
-    def __init__(self, pair: ModelPair, acceptance: float) -> None:
-        super().__init__(pair)
+    def __init__(self, replaced: Verification, acceptance: float) -> None:
+        super().__init__(replaced.pair, replaced.hidden_layer)
         self._limit = int(acceptance * 2**64)
 
     def verify(self, requests: SequenceOf[RoundRequest], choices: Choices, on_device: OnDevice) -> None:

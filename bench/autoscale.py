@@ -141,7 +141,7 @@ def scalings_of(options: argparse.Namespace) -> list[Scaling]:
 
 @lru_cache(maxsize=1)
 def _jobs(workload: Workload, seed: int, data: Path | None) -> list[Job]:
-    return draw(workload, MACHINE, 1, seed, data)
+    return draw(workload, MACHINE, 1, seed, data)[0]
 
 
 def simulate(

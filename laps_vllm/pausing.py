@@ -241,7 +241,7 @@ class Pausing:
             needed += max(0, -(-tokens // self.block_size) - self.held_blocks(request))
         return needed - self.free_blocks()
 
-    def _surely_fits(self, chosen: Sequence[Request]) -> bool:
+    def surely_fits(self, chosen: Sequence[Request]) -> bool:
         """Return whether there are free blocks for all that these requests could need, without looking at
         those that they hold: the usual case, and much cheaper than `blocks_short`.
         """
@@ -293,7 +293,7 @@ class Pausing:
         Otherwise vLLM preempts the worst request of the step itself.
         """
         most = self.max_num_running_reqs - self.num_waiting_for_streaming_input
-        if residents <= most and self._surely_fits(chosen):
+        if residents <= most and self.surely_fits(chosen):
             return paused
         paused = sorted(paused, key=self.rank_key)
         while paused and (residents > most or self.blocks_short(chosen) > 0):

@@ -9,11 +9,14 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from simulator.jobs import Job
+from simulator.lengths import RecordedAnswer
 from simulator.machine import Machine
 from simulator.samples import (
+    answers,
     client_quantiles,
     code_tokens,
     column,
@@ -21,15 +24,20 @@ from simulator.samples import (
     read_trace_cached,
     recordings,
 )
-from simulator.traces import SERVEGEN_LEVELS
+from simulator.traces import SERVEGEN_LEVELS, TracedRequest
 from simulator.workload import AcceptanceModel, Kind, Lengths, Predictor, Workload
 
 MOST_TOKENS_PER_ROUND = 255
 
 
-def draw(workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None) -> list[Job]:
-    """Return the jobs of one seed. `data` is the folder that each `file` is relative to."""
-    return _Draw(workload, machine, workers, seed, data).jobs()
+def draw(
+    workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None
+) -> tuple[list[Job], list[Job]]:
+    """Return the jobs of one seed, and those that the core has learned from before. `data` is the folder that
+    each `file` is relative to."""
+    drawing = _Draw(workload, machine, workers, seed, data)
+    jobs = drawing.jobs()
+    return jobs, drawing.history()
 
 
 class _Draw:
@@ -41,10 +49,13 @@ class _Draw:
         self.workers = workers
         self.data = data
         self.random = random.Random(seed)  # a simulation
+        self._others = random.Random(-seed)  # so that all predictors see the same jobs
+        self._decks: dict[Lengths, list[RecordedAnswer]] = {}
+        """Answers that are left to be drawn."""
 
     def jobs(self) -> list[Job]:
         workload, rng = self.workload, self.random
-        kinds = rng.choices(workload.kinds, [kind.share for kind in workload.kinds], k=workload.requests)
+        kinds = self._kinds(workload.requests)
         traced = None
         if workload.arrivals.process == "trace":
             rows = read_trace_cached(self._path(workload.arrivals.file))
@@ -53,38 +64,92 @@ class _Draw:
             first = rng.randrange(max(1, len(rows) - workload.requests))
             traced = rows[first : first + workload.requests]
             kinds = kinds[: len(traced)]
-        tenants = [
-            (f"{group.name}-{number}", group.predictor)
-            for group in workload.tenants
-            for number in range(group.count)
+        drawn = [
+            self._job(f"r{number:06d}", kind, None if traced is None else traced[number])
+            for number, kind in enumerate(kinds)
         ]
-        drawn = []
-        for number, kind in enumerate(kinds):
-            tenant, predictor = rng.choice(tenants) if tenants else ("", workload.predictor)
-            output, predicted = self._output(kind, predictor)
-            prompt = self._length(kind.prompt)
-            if traced is not None:
-                prompt, output = max(1, traced[number].input_tokens), traced[number].output_tokens
-                output = min(output, workload.max_tokens)
-                predicted = self._predict(output, predictor)
-            task, paces, uncut_last = self._paces(kind.acceptance, output)
-            drawn.append(
-                Job(
-                    request_id=f"r{number:06d}",
-                    arrival_s=0.0,
-                    prompt_tokens=prompt,
-                    paces=paces,
-                    max_tokens=workload.max_tokens,
-                    predicted_tokens=predicted,
-                    workload_class="/".join(part for part in (kind.name, task) if part),
-                    tenant=tenant,
-                    uncut_last=uncut_last,
-                )
-            )
         times = self._times(drawn, None if traced is None else [row.arrival_s for row in traced])
         return [
             dataclasses.replace(job, arrival_s=arrival_s) for job, arrival_s in zip(drawn, times, strict=True)
         ]
+
+    def history(self) -> list[Job]:
+        """Return the jobs that the core has learned from before."""
+        return [
+            self._job(f"h{number:06d}", kind, None)
+            for number, kind in enumerate(self._kinds(self.workload.learned))
+        ]
+
+    def _kinds(self, count: int) -> list[Kind]:
+        kinds = self.workload.kinds
+        return self.random.choices(kinds, [kind.share for kind in kinds], k=count)
+
+    def _job(self, request_id: str, kind: Kind, traced: TracedRequest | None) -> Job:
+        workload = self.workload
+        tenant, predictor = self._tenant(kind)
+        features = b""
+        if kind.output.kind == "answers":
+            answer = self._answer(kind.output)
+            output, prompt = min(answer.output_tokens, workload.max_tokens), answer.prompt_tokens
+            predicted = self._predict(output, predictor)
+            if predictor.kind == "prompt":
+                features = answer.features
+            elif predictor.kind == "shuffled":
+                features = self._others.choice(self._all_answers).features
+            elif predictor.kind == "short":
+                features = self._others.choice(self._shortest).features
+        else:
+            output, predicted = self._output(kind, predictor)
+            prompt = self._length(kind.prompt)
+        if traced is not None:
+            prompt, output = max(1, traced.input_tokens), min(traced.output_tokens, workload.max_tokens)
+            predicted = self._predict(output, predictor)
+        task, paces, uncut_last = self._paces(kind.acceptance, output)
+        name = "/".join(part for part in (kind.name, task) if part)
+        return Job(
+            request_id=request_id,
+            arrival_s=0.0,
+            prompt_tokens=prompt,
+            paces=paces,
+            max_tokens=workload.max_tokens,
+            predicted_tokens=predicted,
+            workload_class=name if workload.classes else "",
+            tenant=tenant,
+            uncut_last=uncut_last,
+            length_features=features,
+        )
+
+    def _tenant(self, kind: Kind) -> tuple[str, Predictor]:
+        tenants = [
+            (f"{group.name}-{number}", group.predictor)
+            for group in self.workload.tenants
+            if not group.kinds or kind.name in group.kinds
+            for number in range(group.count)
+        ]
+        return self.random.choice(tenants) if tenants else ("", self.workload.predictor)
+
+    def _answers(self, lengths: Lengths) -> list[RecordedAnswer]:
+        return answers(self._path(lengths.file), lengths)
+
+    @cached_property
+    def _all_answers(self) -> list[RecordedAnswer]:
+        """Return the recorded answers of all kinds."""
+        outputs = [kind.output for kind in self.workload.kinds if kind.output.kind == "answers"]
+        return [answer for lengths in outputs for answer in self._answers(lengths)]
+
+    @cached_property
+    def _shortest(self) -> list[RecordedAnswer]:
+        """Return a twentieth of the recorded answers, the shortest."""
+        found = sorted(self._all_answers, key=lambda answer: answer.output_tokens)
+        return found[: max(1, len(found) // 20)]
+
+    def _answer(self, lengths: Lengths) -> RecordedAnswer:
+        """Return the next answer of a shuffled deck."""
+        deck = self._decks.get(lengths)
+        if not deck:
+            deck = self._decks[lengths] = list(self._answers(lengths))
+            self.random.shuffle(deck)
+        return deck.pop()
 
     def _path(self, name: str) -> Path:
         if self.data is None and not Path(name).is_absolute():
@@ -114,12 +179,13 @@ class _Draw:
             case "recorded":
                 truth, predicted = self.random.choice(predictions(self._path(predictor.file)))
                 return max(1, round(output * predicted / truth))
-            case "none":
+            case "none" | "prompt" | "shuffled" | "short":
                 if self.workload.tenants:
                     self.random.gauss(0, 1)
                 return None
         raise ValueError(
-            f"predictor.kind must be noisy, inverse, constant, recorded or none, not {predictor.kind!r}"
+            "predictor.kind must be noisy, inverse, constant, recorded, prompt, shuffled, short or none, "
+            f"not {predictor.kind!r}"
         )
 
     def _length(self, lengths: Lengths) -> int:
@@ -139,7 +205,8 @@ class _Draw:
                 drawn = rng.choice(code_tokens(self._path(lengths.file)))
             case _:
                 raise ValueError(
-                    f"lengths.kind must be lognormal, constant, column, quantiles or code, not {lengths.kind!r}"
+                    "lengths.kind must be lognormal, constant, column, quantiles, code or (of outputs) answers, "
+                    f"not {lengths.kind!r}"
                 )
         return min(lengths.most, max(1, round(drawn * lengths.times)))
 

@@ -29,6 +29,8 @@ class Job:
     """Tokens of the last round before it was cut at the end of the output; None: as in `paces`."""
     drafts: bytes = b""
     """Draft tokens of each round, as recorded; empty: the machine's `draft_len` in every round."""
+    length_features: bytes = b""
+    """Packed hashed words of its prompt."""
     output_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,4 +60,5 @@ class Job:
             prompt_tokens=self.prompt_tokens,
             max_tokens=self.max_tokens,
             expected_output_tokens=self.predicted_tokens,
+            length_features=self.length_features,
         )

@@ -9,6 +9,7 @@ import statistics
 from functools import cache
 from pathlib import Path
 
+from simulator.lengths import RecordedAnswer, read_answers
 from simulator.traces import (
     RecordedAcceptance,
     read_acceptance,
@@ -17,7 +18,7 @@ from simulator.traces import (
     read_texts,
     read_trace,
 )
-from simulator.workload import AcceptanceModel
+from simulator.workload import AcceptanceModel, Lengths
 
 CODE_CHARACTERS_PER_TOKEN = 3.5
 
@@ -50,6 +51,20 @@ def predictions(path: Path) -> list[tuple[int, int]]:
         for each in classes
     }
     return [(true, medians[predicted]) for true, predicted in pairs if true > 0]
+
+
+@cache
+def answers(path: Path, wanted: Lengths) -> list[RecordedAnswer]:
+    """Return the recorded answers that match the description. ValueError if there are none."""
+    found = [
+        answer
+        for answer in read_answers(path)
+        if (not wanted.models or answer.model in wanted.models)
+        and (not wanted.sources or answer.source in wanted.sources)
+    ]
+    if not found:
+        raise ValueError(f"{path} has no answers of models {wanted.models}, sources {wanted.sources}")
+    return found
 
 
 @cache

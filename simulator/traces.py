@@ -57,7 +57,8 @@ def _lines(path: Path) -> Iterator[str]:
             yield from file
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file with their line numbers. Raises TraceError."""
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
@@ -80,7 +81,7 @@ def read_column(path: Path, column: str) -> list[int]:
 
 def read_texts(path: Path, name: str) -> list[str]:
     """Return one text field of a JSON-lines file."""
-    return [str(row[name]) for _, row in _json_lines(path) if name in row]
+    return [str(row[name]) for _, row in json_lines(path) if name in row]
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
@@ -116,7 +117,7 @@ def _read_csv(path: Path) -> list[TracedRequest]:
 
 def _read_mooncake(path: Path) -> list[TracedRequest]:
     found = []
-    for number, row in _json_lines(path):
+    for number, row in json_lines(path):
         for name in ("timestamp", "input_length", "output_length"):
             if name not in row:
                 raise TraceError(f"{path}, line {number}: {name!r} is missing")
@@ -135,7 +136,7 @@ def _read_mooncake(path: Path) -> list[TracedRequest]:
 def read_acceptance(path: Path) -> list[RecordedAcceptance]:
     """Return the recorded rounds of requests."""
     found = []
-    for number, row in _json_lines(path):
+    for number, row in json_lines(path):
         accept = row.get("accept")
         if not isinstance(accept, list) or not all(
             isinstance(tokens, int) and tokens >= 0 for tokens in accept
@@ -155,7 +156,7 @@ def read_quantiles(path: Path, column: str) -> list[tuple[float, list[float]]]:
     with such quantiles.
     """
     found = []
-    for _, client in _json_lines(path):
+    for _, client in json_lines(path):
         rates: dict[int, float] = {}
         periods = client.get("lengths") or {}
         starts = sorted(int(start) for start in periods)

@@ -17,7 +17,8 @@ from typing import Any, TypeVar, get_type_hints
 class Lengths:
     """Distribution of a number of tokens. One of the kinds: lognormal (`median`, `sigma`), constant
     (`value`), column (of a CSV `file`), quantiles (`column` of a ServeGen `file`), code (characters of the
-    `code` field of a JSON-lines `file`).
+    `code` field of a JSON-lines `file`), answers (recorded answers with their prompts, `simulator.lengths`; none is
+    drawn again before all were; the prompt is as long as recorded).
     """
 
     kind: str = "lognormal"
@@ -26,6 +27,9 @@ class Lengths:
     value: int = 0
     file: str = ""
     column: str = ""
+    models: tuple[str, ...] = ()
+    """Models whose answers are drawn; empty: all. The same holds for `sources`."""
+    sources: tuple[str, ...] = ()
     times: float = 1.0
     """Factor of the drawn value."""
     most: int = 2048
@@ -72,7 +76,9 @@ class Predictor:
     × exp(sigma · z), which is high where the truth is low. `constant`: always `value`. `recorded`: the joint
     sample of true length and predicted class in `file`; the prediction is the median length of the class, and
     for a kind with output lengths of its own it is wrong by the factor of a recorded pair. `none`: no
-    prediction.
+    prediction. `prompt`: none from the client; the core gets the hashed words of each recorded prompt, and
+    predicts. `shuffled`: the same with the words of another prompt.
+    `short`: the same with the words of one of the prompts with the shortest answers.
     """
 
     kind: str = "noisy"
@@ -89,6 +95,8 @@ class Tenants:
     name: str
     count: int = 1
     predictor: Predictor = Predictor()
+    kinds: tuple[str, ...] = ()
+    """Names of the kinds that they send; empty: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +125,10 @@ class Workload:
     tenants: tuple[Tenants, ...] = ()
     """Groups of tenants; empty: one tenant without a name and with the predictions of `predictor`."""
     arrivals: Arrivals = Arrivals()
+    learned: int = 0
+    """Requests of the same kinds that the core has learned from before the first arrival."""
+    classes: bool = True
+    """Requests have the name of their kind as workload class; otherwise none."""
 
 
 Described = TypeVar("Described")

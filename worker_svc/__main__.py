@@ -12,7 +12,7 @@ from worker_svc import metrics
 from worker_svc.link.link import SchedulerLink
 from worker_svc.loading import load
 from worker_svc.runner.messages import RunnerHandle
-from worker_svc.runner.process import EngineProcess
+from worker_svc.runner.process import EngineLaunch
 from worker_svc.runner.thread import EngineThread
 from worker_svc.settings import WorkerSettings
 
@@ -71,7 +71,13 @@ async def _load(settings: WorkerSettings) -> RunnerHandle:
     if settings.engine == "fake":
         runner = EngineThread(await asyncio.to_thread(load, settings), settings)
     else:
-        runner = await asyncio.to_thread(EngineProcess.launch, settings)
+        launch = EngineLaunch(settings)
+        try:
+            runner = await asyncio.to_thread(launch.result)
+        except asyncio.CancelledError:
+            # Large models load for minutes, and the end of this process waits for the thread.
+            launch.abort()
+            raise
     capacity = runner.capacity
     log.info(
         "engine ready",

@@ -79,6 +79,7 @@ def _model_engine(settings: WorkerSettings) -> Engine:
             drafter=settings.drafter,
             prefix_reuse_tokens=settings.prefix_reuse_tokens,
             trust_remote_code=settings.trust_remote_code,
+            length_probe=settings.length_probe,
         )
         return load_engine(target, draft, options)
     except (ModelError, ValueError, OSError) as error:

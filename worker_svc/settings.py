@@ -153,6 +153,12 @@ class WorkerSettings(ServingSettings, LinkSettings):
         minimum=0,
     )
 
+    length_probe: bool = field(
+        True,
+        help="Predict the output length that remains of each request, from hidden states of the target; the worker "
+        "learns it from its own requests, and sends predictions once they are better than a constant",
+    )
+
     round_floor_s: float = field(
         0.0,
         help="A round takes at least this long, for measurements on a machine whose speed varies; 0: as long as it takes",

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import re
+import signal
 from pathlib import Path
 
 import grpc.aio
@@ -20,6 +21,8 @@ from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 RECORD_BYTES_PER_REQUEST = 2_000
 RECORD_BYTES_PER_TOKEN = 9
 """Bounds of docs/guarantees.md."""
+ENGINE_KILLED = f"the engine's process ended with exit code {-signal.SIGKILL}"
+"""Part of the error of a worker whose engine was killed."""
 
 
 async def holders(stack: LocalStack, injector: FaultInjector) -> list[str]:
@@ -106,13 +109,16 @@ async def record_problems(
     return found
 
 
-def log_problems(stack: LocalStack) -> list[str]:
-    """Return the exceptions in the logs."""
+def log_problems(stack: LocalStack, injector: FaultInjector) -> list[str]:
+    """Return the exceptions in the logs, without those of workers whose engine was killed."""
     found = []
+    killed = {name for done in injector.injected if done.fault.kind == "kill engine" for name in done.victims}
     for name in sorted(stack.children):
         text = stack.log(name)
         for match in re.finditer(r"Traceback \(most recent call last\)", text):
             excerpt = text[max(0, match.start() - 300) : match.start() + 1800]
+            if name in killed and ENGINE_KILLED in excerpt:
+                continue
             found.append(f"{name} logged an exception:\n{excerpt}")
             break
     return found

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench._faults import KINDS
+from bench._faults import ENGINE_KINDS, KINDS
+
+DEFAULTS = {
+    "fake": {"workers": 6, "slots": 8, "requests": 200, "pieces": 120, "every_s": 1.0},
+    "demo": {"workers": 2, "slots": 8, "requests": 24, "pieces": 24, "every_s": 10.0},
+    # A worker over vLLM takes 20 s to start, so that with two of them none would be left too often.
+    "vllm": {"workers": 3, "slots": 4, "requests": 24, "pieces": 24, "every_s": 10.0},
+}
+"""Defaults of each engine (our choice for two cores)."""
 
 
 def arguments(given: list[str] | None, description: str) -> argparse.Namespace:
@@ -14,13 +22,19 @@ def arguments(given: list[str] | None, description: str) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=100, help="faults in all (default 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the plan and of the requests (default 1)")
     parser.add_argument(
-        "--engine", choices=("fake", "demo"), default="fake", help="scripted tokens, or the shipped pair"
+        "--engine",
+        choices=tuple(DEFAULTS),
+        default="fake",
+        help="scripted tokens, the shipped pair, or the shipped pair in vLLM",
     )
-    parser.add_argument("--workers", type=int, help="at the start (default: fake 6, demo 2)")
-    parser.add_argument("--slots", type=int, help="of each worker (default 8)", default=8)
-    parser.add_argument("--requests", type=int, help="open at once (default: fake 200, demo 24)")
-    parser.add_argument("--pieces", type=int, help="distinct requests (default: fake 120, demo 24)")
-    parser.add_argument("--every-s", type=float, help="mean time between faults (default: fake 1, demo 10)")
+    parser.add_argument(
+        "--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vllm, for --engine vllm"
+    )
+    parser.add_argument("--workers", type=int, help=f"at the start ({_defaults('workers')})")
+    parser.add_argument("--slots", type=int, help=f"of each worker ({_defaults('slots')})")
+    parser.add_argument("--requests", type=int, help=f"open at once ({_defaults('requests')})")
+    parser.add_argument("--pieces", type=int, help=f"distinct requests ({_defaults('pieces')})")
+    parser.add_argument("--every-s", type=float, help=f"mean time between faults ({_defaults('every_s')})")
     parser.add_argument(
         "--round-s", type=float, default=0.1, help="of a round of the fake engine (default 0.1)"
     )
@@ -36,24 +50,27 @@ def arguments(given: list[str] | None, description: str) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(given)
-    fake = options.engine == "fake"
-    for name, of_fake, of_demo in (
-        ("workers", 6, 2),
-        ("requests", 200, 24),
-        ("pieces", 120, 24),
-        ("every_s", 1.0, 10.0),
-    ):
+    if (options.engine == "vllm") != (options.vllm is not None):
+        parser.error("--engine vllm and --vllm PYTHON go together")
+    if options.vllm is not None:
+        options.vllm = options.vllm.absolute()
+    for name, default in DEFAULTS[options.engine].items():
         if getattr(options, name) is None:
-            setattr(options, name, of_fake if fake else of_demo)
+            setattr(options, name, default)
     if options.floor is None:
         options.floor = options.faults
     kinds = tuple(kind.strip() for kind in options.kinds.split(",")) if options.kinds else KINDS
     unknown = set(kinds) - set(KINDS)
     if unknown:
         parser.error(f"no such kind of fault: {', '.join(sorted(unknown))}")
-    if not fake:  # a real engine has no request that is known to end it
-        kinds = tuple(kind for kind in kinds if kind != "deadly request")
-    options.kinds = kinds
+    # The fake engine has no process of its own, and a real engine no request that is known to end it.
+    impossible = ENGINE_KINDS if options.engine == "fake" else {"deadly request"}
+    options.kinds = tuple(kind for kind in kinds if kind not in impossible)
     if options.workers < 2 or options.faults < 1:
         parser.error("--workers must be at least 2, --faults at least 1")
     return options
+
+
+def _defaults(name: str) -> str:
+    """Return the defaults of an option for the help."""
+    return "default: " + ", ".join(f"{engine} {values[name]:g}" for engine, values in DEFAULTS.items())

@@ -16,6 +16,10 @@ from typing import Any
 from bench.report import progress
 from scheduler_svc.core import COMPILED
 
+MEDIAN_TOKENS = 75
+"""Outputs end by themselves, since the lengths of others are learnt: about 100 tokens on average."""
+MAX_TOKENS = 1024
+
 
 def worker_process(address: str, count: int, slots: int, round_s: float) -> None:
     """Run `count` real workers without a model, each with its own link and its own thread, until killed."""
@@ -38,6 +42,7 @@ def worker_process(address: str, count: int, slots: int, round_s: float) -> None
                 "slots": slots,
                 "fake_time_scale": 1.0,
                 "fake_round_s": round_s,
+                "fake_output_tokens": MEDIAN_TOKENS,
             }
             settings = load(WorkerSettings, given, environ={})
             links.append(SchedulerLink(settings, EngineThread(load_engine(settings), settings)))
@@ -111,11 +116,10 @@ class Client:
             request_id=request_id,
             prompt_ids=[rng.randrange(1, 1000) for _ in range(rng.randint(16, 64))],
             sampling=SamplingParams(
-                max_tokens=rng.randint(16, 192),
+                max_tokens=MAX_TOKENS,
                 temperature=1.0,
                 top_p=1.0,
                 seed=self._number,
-                ignore_eos=True,
             ),
         )
         return pb.Submit(

@@ -7,6 +7,6 @@ is about a fault while the other parts run.
 """
 
 from bench._faults.injector import FaultInjector
-from bench._faults.plans import KINDS, LONGEST_S, Fault, InjectedFault, plan
+from bench._faults.plans import ENGINE_KINDS, KINDS, LONGEST_S, Fault, InjectedFault, plan
 
-__all__ = ["KINDS", "LONGEST_S", "Fault", "FaultInjector", "InjectedFault", "plan"]
+__all__ = ["ENGINE_KINDS", "KINDS", "LONGEST_S", "Fault", "FaultInjector", "InjectedFault", "plan"]

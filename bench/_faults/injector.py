@@ -177,6 +177,13 @@ class FaultInjector:
                 self._stack.children[victims[1]].request_stop()  # the order may have died with the leader
                 await self.processes.ended(victims[1])
                 await self.processes.start(victims[1])
+            case ["kill", "engine"]:
+                self.processes.kill_engine(victims[0])
+                await self.processes.ended(victims[0])
+                await asyncio.sleep(fault.down_s)
+                await self.processes.start(victims[0])
+            case ["pause", "engine"]:
+                await self.processes.pause_engine(victims[0], fault.lasts_s)
             case ["kill", *_]:
                 for name in victims:
                     self.processes.kill(name)

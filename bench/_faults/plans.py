@@ -27,7 +27,10 @@ WEIGHTS = {
     "half-open worker": 3, "half-open gateway": 2,
     "kill schedulers": 2, "pause schedulers": 2, "kill gateways": 2, "pause gateways": 2, "kill everything": 2,
     "deadly request": 3,
+    "kill engine": 5, "pause engine": 4,
 }  # fmt: skip
+ENGINE_KINDS = frozenset({"kill engine", "pause engine"})
+"""Kinds of faults that hit the process of a worker's engine alone."""
 DOUBLE = frozenset(
     {
         "kill leader and record",

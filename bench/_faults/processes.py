@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import grpc.aio
 
@@ -16,6 +18,8 @@ from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
 LEAVING_S = 60.0
+ENGINE_MODULE = "worker_svc.runner.process"
+"""Module of the process of a worker's engine."""
 
 
 class Processes:
@@ -48,6 +52,31 @@ class Processes:
         """Send SIGKILL."""
         self.expected_ends.add(name)
         self._stack.children[name].signal(signal.SIGKILL)
+
+    def kill_engine(self, name: str) -> None:
+        """Send SIGKILL to the process of a worker's engine; the worker then ends by itself."""
+        self.expected_ends.add(name)
+        for pid in self._engines(name):
+            os.kill(pid, signal.SIGKILL)
+
+    async def pause_engine(self, name: str, lasts_s: float) -> None:
+        """Stop the process of a worker's engine for a while; the worker itself continues."""
+        engines = self._engines(name)
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(lasts_s)
+        for pid in engines:
+            os.kill(pid, signal.SIGCONT)
+
+    def _engines(self, name: str) -> list[int]:
+        """Return the process ids of a worker's engine: one, or none while the worker ends."""
+        group = self._stack.children[name].pid
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                if os.getpgid(int(entry.name)) == group and ENGINE_MODULE in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+        return found
 
     async def terminate(self, name: str) -> None:
         """Send SIGTERM, and wait until the process ends."""
@@ -88,9 +117,11 @@ class Processes:
         if name == "valkey":
             await asyncio.to_thread(self._stack.wait_ready, name)
             return
-        # Not readiness: that of a worker or gateway needs a leader, which may be the next to be hit.
+        # Not readiness: that of a worker or gateway needs a leader, which may be the next to be hit. A worker
+        # lives long before it has loaded its model.
+        service = "engine" if name.startswith("worker-") else "liveness"
         while self._stack.children[name].alive:
-            if await asyncio.to_thread(is_serving, self._stack.address(name), "liveness"):
+            if await asyncio.to_thread(is_serving, self._stack.address(name), service):
                 return
             await asyncio.sleep(0.1)
 

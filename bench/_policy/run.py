@@ -13,7 +13,12 @@ from typing import Any
 
 from bench._policy.regime import Regime, make_policy, settings_of
 from bench._simulations import run_all
-from scheduler_svc.core.estimates.errors import Basis, EstimateErrors, Moment
+from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
+from scheduler_svc.core.estimates.sources import Guesses
+from scheduler_svc.start_weights import start_weights
 from simulator.cluster import Cluster
 from simulator.draw import draw
 from simulator.jobs import Job
@@ -22,12 +27,14 @@ from simulator.outcome import Outcome
 from simulator.workload import Workload
 
 DISTRIBUTION_POINTS = 200
-LEARNED_FROM = 50
+LEARNED_FROM = 20
 """Requests of each tenant that its means leave out: until then the error of its predictions is not known."""
 
 
 @lru_cache(maxsize=1)
-def _jobs(workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None) -> list[Job]:
+def _jobs(
+    workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None
+) -> tuple[list[Job], list[Job]]:
     return draw(workload, machine, workers, seed, data)
 
 
@@ -36,7 +43,7 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
     unit.
     """
     machine = regime.machine
-    jobs = _jobs(regime.workload, machine, regime.workers, seed, data)
+    jobs, history = _jobs(regime.workload, machine, regime.workers, seed, data)
     began_s = time.process_time()
     outcome = Cluster(
         jobs,
@@ -44,8 +51,24 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
         regime.workers,
         lambda by_id, settings: make_policy(spec, by_id, machine, settings),
         settings_of(spec, regime.settings),
+        priors=taught(history),
     ).run()
     return {**figures(outcome, machine, regime.workers), "cpu_s": time.process_time() - began_s}
+
+
+def taught(history: Sequence[Job]) -> Priors:
+    """Return priors that have learned the lengths of these requests, and what their guesses were worth. They
+    begin with the start weights that the scheduler ships.
+    """
+    prompts = PromptLengths(*start_weights())
+    priors = Priors(prompts)
+    for job in history:
+        name, tenant = job.workload_class, job.tenant
+        hint = job.facts(0).guessed_tokens
+        guesses = Guesses(hint, prompts.predict(job.length_features, name, tenant))
+        priors.observe_length(name, job.output_tokens, guesses, tenant)
+        prompts.learn(job.length_features, name, tenant, job.output_tokens, cut=False)
+    return priors
 
 
 def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:

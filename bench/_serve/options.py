@@ -82,6 +82,8 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         parser.error("--load needs --trace, and must be more than 0")
     if options.trace is not None and options.scenario:
         parser.error("--trace is a scenario of its own: leave out --scenario")
+    if options.trace is not None and options.engine == "fake":
+        parser.error("--trace ends requests by stop strings, which the fake engine does not know")
     options.scenario = (
         ["trace"] if options.trace is not None else list(dict.fromkeys(options.scenario or LOADS))
     )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from bench._policy.run import quantile
-from bench._replay import draw_requests, traced_requests
+from bench._replay import draw_requests, ended_by_itself, traced_requests
 from bench._serve.results import Figures, Measured
 from bench._serve.workloads import Workload, in_turn, workloads
 from bench._serve_stack import Calibration, Run, ServedStack, calibrate, make_jobs, simulated_latencies
@@ -32,6 +32,8 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], Calibrat
     progress("starting the stack")
     round_s = options.round_ms / 1000 if options.engine == "demo" else 0.0
     with ServedStack(slots=options.slots, engine=options.engine, round_s=round_s) as stack:
+        if options.trace is not None:
+            sets = [(await without_limits(stack, requests), times_s) for requests, times_s in sets]
         calibration = await calibrate(
             stack,
             [requests for requests, _ in sets],
@@ -67,6 +69,14 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], Calibrat
             for failure in one.failures[:3]:
                 progress(f"    {failure}")
     return found, calibration
+
+
+async def without_limits(stack: ServedStack, requests: list[pb.GenerateRequest]) -> list[pb.GenerateRequest]:
+    """Return traced requests that end by themselves where their limits ended them."""
+    found = await stack.run_alone(requests, "texts of the trace")
+    return [
+        ended_by_itself(request, reply.text) for request, reply in zip(requests, found.replies, strict=True)
+    ]
 
 
 async def undisturbed(

@@ -24,7 +24,7 @@ MOST_MARKS = 9
 MOST_WORDS = 120
 """Words that are read: each makes a feature of its own and one with the word before it. Of a longer text the
 first and the last ones, because instructions stand before or after what they are about."""
-_READ_CHARACTERS = 16 * MOST_WORDS
+_READ_CHARACTERS = 4 * MOST_WORDS
 """Characters at each end of a text in which these words are looked for."""
 _ONE_BY_ONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 """Characters of Japanese, Chinese and Korean, which are written without spaces."""

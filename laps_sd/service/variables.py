@@ -42,6 +42,7 @@ KNOWN = frozenset(
         "LAPS_SD_LEARNT_SAVE_S",
         "LAPS_SD_LEASE_S",
         "LAPS_SD_LENGTH_KEY",
+        "LAPS_SD_LENGTH_PROBE",
         "LAPS_SD_LINK_TLS",
         "LAPS_SD_LINK_TLS_CA",
         "LAPS_SD_LINK_TLS_CERT",

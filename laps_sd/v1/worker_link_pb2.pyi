@@ -43,6 +43,7 @@ class WorkerMessage(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    LEARNT_PROBE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -53,6 +54,8 @@ class WorkerMessage(_message.Message):
     def missing(self) -> Global___SpecificationsMissing: ...
     @_builtins.property
     def drain(self) -> Global___DrainRequested: ...
+    @_builtins.property
+    def learnt_probe(self) -> Global___LearntProbe: ...
     def __init__(
         self,
         *,
@@ -61,12 +64,13 @@ class WorkerMessage(_message.Message):
         reports: Global___RoundReports | None = ...,
         missing: Global___SpecificationsMissing | None = ...,
         drain: Global___DrainRequested | None = ...,
+        learnt_probe: Global___LearntProbe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "missing", b"missing", "reports", b"reports"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "learnt_probe", b"learnt_probe", "message", b"message", "missing", b"missing", "reports", b"reports"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "missing", b"missing", "reports", b"reports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "hello", b"hello", "learnt_probe", b"learnt_probe", "message", b"message", "missing", b"missing", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "reports", "missing", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "reports", "missing", "drain", "learnt_probe"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -89,6 +93,7 @@ class WorkerLinkReply(_message.Message):
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    LEARNT_PROBE_FIELD_NUMBER: _builtins.int
     leader_epoch: _builtins.str
     """Epoch of the leader that sends this. Empty only in NotLeader."""
     @_builtins.property
@@ -111,6 +116,8 @@ class WorkerLinkReply(_message.Message):
     def drain(self) -> Global___Drain: ...
     @_builtins.property
     def drained(self) -> Global___Drained: ...
+    @_builtins.property
+    def learnt_probe(self) -> Global___LearntProbe: ...
     def __init__(
         self,
         *,
@@ -125,12 +132,13 @@ class WorkerLinkReply(_message.Message):
         acknowledged: Global___ReportsAcknowledged | None = ...,
         drain: Global___Drain | None = ...,
         drained: Global___Drained | None = ...,
+        learnt_probe: Global___LearntProbe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "assignment", b"assignment", "drain", b"drain", "drained", b"drained", "drop", b"drop", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "not_leader", b"not_leader", "refused", b"refused", "specifications", b"specifications"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "assignment", b"assignment", "drain", b"drain", "drained", b"drained", "drop", b"drop", "heartbeat", b"heartbeat", "hello", b"hello", "learnt_probe", b"learnt_probe", "message", b"message", "not_leader", b"not_leader", "refused", b"refused", "specifications", b"specifications"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "assignment", b"assignment", "drain", b"drain", "drained", b"drained", "drop", b"drop", "heartbeat", b"heartbeat", "hello", b"hello", "leader_epoch", b"leader_epoch", "message", b"message", "not_leader", b"not_leader", "refused", b"refused", "specifications", b"specifications"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "assignment", b"assignment", "drain", b"drain", "drained", b"drained", "drop", b"drop", "heartbeat", b"heartbeat", "hello", b"hello", "leader_epoch", b"leader_epoch", "learnt_probe", b"learnt_probe", "message", b"message", "not_leader", b"not_leader", "refused", b"refused", "specifications", b"specifications"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "not_leader", "refused", "specifications", "assignment", "drop", "acknowledged", "drain", "drained"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "not_leader", "refused", "specifications", "assignment", "drop", "acknowledged", "drain", "drained", "learnt_probe"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -160,6 +168,7 @@ class WorkerHello(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LAST_REPORT_FIELD_NUMBER: _builtins.int
+    LENGTH_PROBE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process: a worker that starts again has another id."""
     worker_name: _builtins.str
@@ -189,6 +198,10 @@ class WorkerHello(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
         """All requests that it holds."""
 
+    @_builtins.property
+    def length_probe(self) -> Global___ProbeKind:
+        """The probe that predicts output lengths; none: it has none. Answered by a LearntProbe of this kind, if there is one."""
+
     def __init__(
         self,
         *,
@@ -210,14 +223,81 @@ class WorkerHello(_message.Message):
         held: _abc.Iterable[Global___HeldRequest] | None = ...,
         draining: _builtins.bool = ...,
         last_report: _builtins.int = ...,
+        length_probe: Global___ProbeKind | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "length_probe", b"length_probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "device", b"device", "draft_blocks", b"draft_blocks", "draining", b"draining", "fingerprint", b"fingerprint", "held", b"held", "last_report", b"last_report", "max_draft_tokens", b"max_draft_tokens", "max_length", b"max_length", "pool", b"pool", "protocol_versions", b"protocol_versions", "slots", b"slots", "software_version", b"software_version", "target_blocks", b"target_blocks", "vocab_size", b"vocab_size", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "device", b"device", "draft_blocks", b"draft_blocks", "draining", b"draining", "fingerprint", b"fingerprint", "held", b"held", "last_report", b"last_report", "length_probe", b"length_probe", "max_draft_tokens", b"max_draft_tokens", "max_length", b"max_length", "pool", b"pool", "protocol_versions", b"protocol_versions", "slots", b"slots", "software_version", b"software_version", "target_blocks", b"target_blocks", "vocab_size", b"vocab_size", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
+
+@_typing.final
+class ProbeKind(_message.Message):
+    """What must be equal for one worker to use what the probe of another has learnt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    DIMS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Identifier of the target's weights."""
+    layer: _builtins.int
+    """Decoder layers before the hidden state."""
+    seed: _builtins.int
+    """Of the projection."""
+    dims: _builtins.int
+    """Numbers that the hidden state is projected to."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        layer: _builtins.int = ...,
+        seed: _builtins.int = ...,
+        dims: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dims", b"dims", "layer", b"layer", "model", b"model", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeKind: _TypeAlias = ProbeKind  # noqa: Y015
+
+@_typing.final
+class LearntProbe(_message.Message):
+    """What a worker's probe has learnt: to the scheduler now and then, which keeps the one of most requests, and from it to
+    workers that connect.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Requests from which it learnt."""
+    numbers: _builtins.bytes
+    """float16, little endian; at most 64 kB."""
+    @_builtins.property
+    def kind(self) -> Global___ProbeKind: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___ProbeKind | None = ...,
+        requests: _builtins.int = ...,
+        numbers: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "numbers", b"numbers", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LearntProbe: _TypeAlias = LearntProbe  # noqa: Y015
 
 @_typing.final
 class CostModel(_message.Message):
@@ -281,11 +361,14 @@ class HeldRequest(_message.Message):
     EMITTED_FIELD_NUMBER: _builtins.int
     UNACKNOWLEDGED_IDS_FIELD_NUMBER: _builtins.int
     SPECIFICATION_FIELD_NUMBER: _builtins.int
+    PREDICTED_REMAINING_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lease_epoch: _builtins.int
     residency: Global___HeldRequest.Residency.ValueType
     emitted: _builtins.int
     """Total number of output tokens that the worker has."""
+    predicted_remaining_tokens: _builtins.float
+    """Output tokens that remain after `emitted`, by the worker's newest prediction. Absent: it has made none."""
     @_builtins.property
     def unacknowledged_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The output tokens that no leader has acknowledged, from position `emitted - len`."""
@@ -303,12 +386,15 @@ class HeldRequest(_message.Message):
         emitted: _builtins.int = ...,
         unacknowledged_ids: _abc.Iterable[_builtins.int] | None = ...,
         specification: _gateway_link_pb2.Specification | None = ...,
+        predicted_remaining_tokens: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["specification", b"specification"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "predicted_remaining_tokens", b"predicted_remaining_tokens", "specification", b"specification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["emitted", b"emitted", "lease_epoch", b"lease_epoch", "request_id", b"request_id", "residency", b"residency", "specification", b"specification", "unacknowledged_ids", b"unacknowledged_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "emitted", b"emitted", "lease_epoch", b"lease_epoch", "predicted_remaining_tokens", b"predicted_remaining_tokens", "request_id", b"request_id", "residency", b"residency", "specification", b"specification", "unacknowledged_ids", b"unacknowledged_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__predicted_remaining_tokens: _TypeAlias = _typing.Literal["predicted_remaining_tokens"]  # noqa: Y015
+    _WhichOneofArgType__predicted_remaining_tokens: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_remaining_tokens) -> _WhichOneofReturnType__predicted_remaining_tokens | None: ...
 
 Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
 

@@ -84,6 +84,10 @@ class Held:
     request_id: str
     lease_epoch: int
     residency: Residency
+    emitted: int = 0
+    """Output tokens that the worker has."""
+    predicted_remaining_tokens: float | None = None
+    """Output tokens that remain after these, by its newest prediction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Scheduler:
         self._requests = Requests(self._shard, self._ranker)
         self._workers = Workers(self._shard, self._requests, self._deaths)
         learner = Learner(priors, self.estimate_errors)
-        self._rounds = Rounds(self._shard, self._ranker, learner, self._deaths)
+        self._rounds = Rounds(self._shard, self._ranker, self._requests, learner, self._deaths)
 
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
         """Apply the events since the last step; return the commands that follow, in the order of the

@@ -21,6 +21,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.leader.loop import Loop
 from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import LeadInDoubt
@@ -172,6 +173,7 @@ class Leadership:
             clock=self.store.clock,
             outage=self.outage,
             traces=self._traces,
+            probes=Probes.from_blob(await self.store.load_probes()),
         )
         await loop.recover()
         return loop

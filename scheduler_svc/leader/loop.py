@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_probe import LearntProbe
 from laps_sd.service.log import get_logger
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import (
@@ -47,6 +48,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, from_record, recovered
 from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.recorder import until_answered
 from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import WorkerSession
@@ -108,12 +110,14 @@ class Loop:
         clock: Callable[[], float],
         outage: Outage,
         traces: RequestTraces,
+        probes: Probes,
     ) -> None:
         self.settings = settings
         self.core = core
         self.store = store
         self.clock = clock
         self.outage = outage
+        self.probes = probes
         self.room = asyncio.Event()
         """Event that is cleared while the loop is far behind: streams are not read then, and flow control
         holds the peers back.
@@ -266,6 +270,9 @@ class Loop:
             case WorkerOpened(session, message):
                 hello = reports.hello_of(message)
                 self.roster.opened(turn, session, hello)
+                learnt = None if hello.probe is None else self.probes.of(hello.probe)
+                if learnt is not None:
+                    session.teach(learnt)
                 if self.store.incarnation == self._recovered_from:
                     turn.offers.extend(hello.offers)
             case WorkerClosed(session, silent):
@@ -290,6 +297,9 @@ class Loop:
                     self._handle_report(turn, session, report)
             case reports.Missing(request_ids):
                 turn.respecify.extend((session, request_id) for request_id in request_ids)
+            case LearntProbe() as learnt:
+                if problem := self.probes.take(learnt):
+                    log.warning("a worker's probe is ignored", worker_id=session.worker_id, reason=problem)
             case reports.Leaving():
                 turn.events.append(WorkerDraining(session.worker_id))
 
@@ -335,6 +345,8 @@ class Loop:
     def _save_priors_soon(self, turn: Turn) -> None:
         self.timers.at(turn.now_s + self.settings.priors_save_s, self._save_priors_soon)
         turn.chores.append(self._save_priors)
+        if self.probes.unsaved:
+            turn.chores.append(self._save_probes)
 
     async def _save_priors(self) -> None:
         if live := len(self.clients.live):
@@ -354,6 +366,18 @@ class Loop:
         else:
             self._saved_priors = blob
             self.outage.wrote()
+
+    async def _save_probes(self) -> None:
+        if self.outage.on:
+            return  # the priors show whether it is over
+        try:
+            await self.store.save_probes(self.probes.to_blob())
+        except Fenced:
+            self.put(LeadInDoubt())
+        except StoreUnavailable as error:  # tried again in the next interval
+            self.outage.began(error)
+        else:
+            self.probes.unsaved = False
 
     # Act.
 
@@ -422,6 +446,7 @@ class Loop:
                         await self._write_back()
                         await self.store.reclaimed()
                         self._saved_priors = ""
+                        self.probes.unsaved = True
                 except Fenced:
                     continue  # lost again during the confirmation
                 except StoreUnavailable:

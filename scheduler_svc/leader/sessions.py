@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from laps_sd.contract.length_probe import LearntProbe
 from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.leader.live import Attachment
 from scheduler_svc.wire import replies
@@ -63,6 +64,7 @@ class WorkerSession:
     _acknowledged_sent: int = 0
     _acknowledging: asyncio.TimerHandle | None = None
     _acknowledgement_due: bool = False
+    _learnt: LearntProbe | None = None
     _drain: bool = False
     _drained: bool = False
 
@@ -103,6 +105,11 @@ class WorkerSession:
         self._assignment = replies.assignment(self._assignments, entries)
         self.wake.set()
 
+    def teach(self, learnt: LearntProbe) -> None:
+        """Send what the probe of another worker has learnt."""
+        self._learnt = learnt
+        self.wake.set()
+
     def drain(self) -> None:
         """Send the order of an operator that this worker leaves."""
         self._drain = True
@@ -140,6 +147,9 @@ class WorkerSession:
             if self._acknowledged > self._acknowledged_sent:
                 self._acknowledged_sent = self._acknowledged
                 due.append(replies.acknowledged(self._acknowledged))
+        if self._learnt is not None:
+            due.append(replies.learnt_probe(self._learnt))
+            self._learnt = None
         if self._drain:
             self._drain = False
             due.append(replies.drain())

@@ -74,6 +74,10 @@ class Keys:
         """string: what the policy has learnt, opaque · TTL: SHARD_TTL_S."""
         return self.prefix + "priors"
 
+    def probes(self) -> str:
+        """string: what the workers' probes have learnt, opaque · TTL: SHARD_TTL_S after the last change."""
+        return self.prefix + "probes"
+
     def sequence(self) -> str:
         """string, counter: the newest arrival's sequence number · TTL: SHARD_TTL_S."""
         return self.prefix + "sequence"

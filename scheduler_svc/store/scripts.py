@@ -38,7 +38,7 @@ LEASE = _load("lease")
 RELEASE = _load("release")
 RANK = _load("rank")
 RESTORE = _load("restore")
-SAVE_PRIORS = _load("save_priors")
+SAVE_LEARNT = _load("save_learnt")
 EXTEND = _load("extend")
 WITHDRAW = _load("withdraw")
 CLAIM = _load("claim")
@@ -57,7 +57,7 @@ ALL = (
     RELEASE,
     RANK,
     RESTORE,
-    SAVE_PRIORS,
+    SAVE_LEARNT,
     EXTEND,
     WITHDRAW,
     CLAIM,

@@ -610,8 +610,14 @@ class Store:
 
     async def save_priors(self, blob: bytes) -> None:
         """Save what the policy has learnt. Raises Fenced."""
-        keys = [self.keys.leader(), self.keys.priors()]
-        call = _Call(scripts.SAVE_PRIORS, keys, [self._leadership, blob, _SHARD_TTL_MS])
+        await self._save_learnt(self.keys.priors(), blob)
+
+    async def save_probes(self, blob: bytes) -> None:
+        """Save what the workers' probes have learnt. Raises Fenced."""
+        await self._save_learnt(self.keys.probes(), blob)
+
+    async def _save_learnt(self, key: str, blob: bytes) -> None:
+        call = _Call(scripts.SAVE_LEARNT, [self.keys.leader(), key], [self._leadership, blob, _SHARD_TTL_MS])
         await self._run([call], leading=True)
 
     async def try_write(self) -> None:
@@ -688,6 +694,12 @@ class Store:
         """Return what `save_priors` kept last, by any leader of this incarnation."""
         async with self._reached():
             blob: bytes | None = await self._client.get(self.keys.priors())
+        return blob
+
+    async def load_probes(self) -> bytes | None:
+        """Return what `save_probes` kept last, by any leader of this incarnation."""
+        async with self._reached():
+            blob: bytes | None = await self._client.get(self.keys.probes())
         return blob
 
     # inside

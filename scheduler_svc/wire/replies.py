@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_probe import LearntProbe
 from laps_sd.service import ends
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
@@ -248,6 +249,18 @@ def assignment(number: int, entries: Iterable[AssignEntry]) -> WorkerReply:
 def acknowledged(number: int) -> WorkerReply:
     """Return the acknowledgement of all reports up to `number`."""
     return WorkerReply(acknowledged=worker_pb.ReportsAcknowledged(number=number))
+
+
+def learnt_probe(learnt: LearntProbe) -> WorkerReply:
+    """Return what another worker's probe has learnt."""
+    kind = learnt.kind
+    return WorkerReply(
+        learnt_probe=worker_pb.LearntProbe(
+            kind=worker_pb.ProbeKind(model=kind.model, layer=kind.layer, seed=kind.seed, dims=kind.dims),
+            requests=learnt.requests,
+            numbers=learnt.numbers,
+        )
+    )
 
 
 def drain() -> WorkerReply:

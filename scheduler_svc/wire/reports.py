@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.service import ends
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -53,6 +54,8 @@ class Hello:
     offers: tuple[Offer, ...]
     """Those of the held requests that came with their specification."""
     draining: bool
+    probe: ProbeKind | None
+    """Its probe of output lengths; None: it has none that could use what others have learnt."""
 
 
 def hello_of(hello: WorkerHello) -> Hello:
@@ -69,11 +72,18 @@ def hello_of(hello: WorkerHello) -> Hello:
             max_draft_len=hello.max_draft_tokens,
         ),
         held=tuple(
-            Held(held.request_id, held.lease_epoch, RESIDENCIES.get(held.residency, Residency.NONE))
+            Held(
+                held.request_id,
+                held.lease_epoch,
+                RESIDENCIES.get(held.residency, Residency.NONE),
+                held.emitted,
+                _prediction(held),
+            )
             for held in hello.held
         ),
         offers=tuple(Offer(held) for held in hello.held if held.HasField("specification")),
         draining=hello.draining,
+        probe=_probe_kind(hello.length_probe) if hello.HasField("length_probe") else None,
     )
 
 
@@ -111,7 +121,9 @@ class Leaving:
     """A worker that drains itself."""
 
 
-def from_worker(worker_id: str, message: WorkerMessage) -> list[Report] | Missing | Leaving | None:
+def from_worker(
+    worker_id: str, message: WorkerMessage
+) -> list[Report] | Missing | Leaving | LearntProbe | None:
     """Return the content of a worker's message; None for a kind that this release does not know."""
     match message.WhichOneof("message"):
         case "reports":
@@ -131,7 +143,14 @@ def from_worker(worker_id: str, message: WorkerMessage) -> list[Report] | Missin
             return Missing(tuple(message.missing.request_ids))
         case "drain":
             return Leaving()
+        case "learnt_probe":
+            learnt = message.learnt_probe
+            return LearntProbe(_probe_kind(learnt.kind), learnt.requests, learnt.numbers)
     return None
+
+
+def _probe_kind(kind: worker_pb.ProbeKind) -> ProbeKind:
+    return ProbeKind(kind.model, kind.layer, kind.seed, kind.dims)
 
 
 def alternatives(logprobs: pb.TokenLogprobs) -> int:
@@ -169,10 +188,15 @@ def _duration(value_s: float) -> float:
     return value_s if 0 < value_s <= MAX_DURATION_S else 0.0  # NaN fails both comparisons
 
 
+def _prediction(message: worker_pb.RequestProgress | worker_pb.HeldRequest) -> float | None:
+    """Return the predicted remaining tokens; None without a prediction, and for one that is no number."""
+    if not message.HasField("predicted_remaining_tokens"):
+        return None
+    predicted = message.predicted_remaining_tokens
+    return predicted if math.isfinite(predicted) else None
+
+
 def _progress(progress: worker_pb.RequestProgress) -> Progress:
-    predicted = (
-        progress.predicted_remaining_tokens if progress.HasField("predicted_remaining_tokens") else None
-    )
     # Slices: reading a repeated field entry by entry takes twice as long.
     tokens = tuple(progress.token_ids[:])
     tested = progress.tested_by_position[:MAX_POSITIONS]
@@ -195,5 +219,5 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         error=progress.error[:1024],
         tested_by_position=tuple(tested),
         accepted_by_position=tuple(kept),
-        predicted_remaining_tokens=predicted if predicted is not None and math.isfinite(predicted) else None,
+        predicted_remaining_tokens=_prediction(progress),
     )

@@ -1,4 +1,4 @@
-"""`laps-sd bench chaos`: forty faults lose nothing, and its judgement can fail."""
+"""`laps-sd bench chaos`: its faults lose nothing, and its judgement can fail."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import _faults
+from bench._chaos.options import arguments
+from bench._chaos.pieces import MORE, pieces
 from bench._clients import Load, Outcome, Piece
 from laps_sd.v1 import inference_pb2 as pb
 
@@ -19,16 +22,14 @@ ROOT = Path(__file__).parents[2]
 LENGTH, CANCELLED = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_CANCELLED
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_forty_faults_lose_nothing(tmp_path: Path) -> None:
+def row_of_a_run(tmp_path: Path, *given: str) -> dict[str, Any]:
+    """Run the benchmark; it must meet its goals."""
     rows_file = tmp_path / "rows.json"
-    sizes = ("--faults", "40", "--workers", "4", "--requests", "80", "--pieces", "40")
     done = subprocess.run(
         [
             sys.executable,
             "bench/chaos.py",
-            *sizes,
+            *given,
             "--logs",
             str(tmp_path / "logs"),
             "--json",
@@ -43,7 +44,48 @@ def test_forty_faults_lose_nothing(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-8000:]
     [row] = json.loads(rows_file.read_text())["rows"]
+    return dict(row)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_forty_faults_lose_nothing(tmp_path: Path) -> None:
+    row = row_of_a_run(tmp_path, "--faults", "40", "--workers", "4", "--requests", "80", "--pieces", "40")
+
     assert (row["faults"], row["violations"]) == (40, 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_faults_of_the_engines_processes_alone_lose_nothing(tmp_path: Path) -> None:
+    row = row_of_a_run(
+        tmp_path, "--engine", "demo", "--faults", "8", "--every-s", "5", "--kinds", "kill engine,pause engine"
+    )
+
+    assert (row["faults"], row["violations"]) == (8, 0)
+
+
+def test_an_engine_has_the_kinds_of_faults_that_can_hit_it() -> None:
+    every = set(_faults.KINDS)
+
+    assert every - set(arguments([], "").kinds) == {"kill engine", "pause engine"}
+    assert every - set(arguments(["--engine", "demo"], "").kinds) == {"deadly request"}
+
+
+@pytest.mark.parametrize("given", [["--engine", "vllm"], ["--vllm", "python"]])
+def test_the_engine_vllm_and_its_interpreter_are_named_together(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments(given, "")
+
+    assert "--engine vllm and --vllm PYTHON go together" in capsys.readouterr().err
+
+
+def test_a_real_engine_gets_requests_with_every_kind_of_setting() -> None:
+    options = [piece.more for piece in pieces(arguments(["--engine", "demo"], ""))]
+
+    assert all(more in options for more in MORE)
 
 
 def test_a_plan_is_the_same_for_the_same_seed_and_has_every_kind_of_fault() -> None:

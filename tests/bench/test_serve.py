@@ -14,7 +14,16 @@ import pytest
 
 import bench._serve.runs
 import bench.serve
-from bench._replay import Reply, draw_requests, poisson_times, replay, stretched, traced_requests
+from bench._replay import (
+    MAX_TRACED_TOKENS,
+    Reply,
+    draw_requests,
+    ended_by_itself,
+    poisson_times,
+    replay,
+    stretched,
+    traced_requests,
+)
 from bench._serve.goals import Goals, verdicts
 from bench._serve.options import ALL_POLICIES
 from bench._serve.results import Figures, Measured, counted, ratio
@@ -160,6 +169,21 @@ def test_a_trace_gives_arrivals_and_lengths(tmp_path):
     assert [request.sampling.max_tokens for request in requests] == [3, 9, 480]
     assert all(request.sampling.ignore_eos for request in requests)
     assert stretched(times_s, 1.0) == [0.0, 0.75, 2.0]
+
+
+def test_a_traced_request_ends_at_the_end_of_its_text_and_not_by_its_limit(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n100,7,3\n104,20,5000\n")
+    (request, longest), _ = traced_requests(path, 1, 5)
+
+    own = ended_by_itself(request, "abcabab")
+
+    assert (list(own.sampling.stop), own.sampling.max_tokens) == (["bab"], MAX_TRACED_TOKENS)
+    assert (own.token_ids, own.sampling.seed) == (request.token_ids, request.sampling.seed)
+    assert not request.sampling.stop
+    assert ended_by_itself(longest, "abcabab") == longest, "its limit tells nothing"
+    assert ended_by_itself(request, "") == request
+    assert ended_by_itself(request, "ab" + "a" * 300) == request, "such a text has no end of its own"
 
 
 @pytest.mark.parametrize("deltas", [[3, 1, 4], [4, 4]], ids=["a message per round", "joined messages"])

@@ -390,6 +390,14 @@ class TestWhatAnEndTeaches:
     def test_a_prediction_of_less_than_one_token_is_one(self) -> None:
         assert self.guesses(None, 0.0) == (0.0, 0.0)
 
+    def test_a_new_leader_has_the_newest_predictions_from_the_hello_of_the_worker(self) -> None:
+        scheduler = core()
+        scheduler.step(0.0, [Recovered(request("a"), 5, 2, 2, 3, 0.1, 0, "w", 1)])
+        scheduler.step(1.0, [WorkerUp(W, (Held("a", 1, Residency.DEVICE, 7, 40.0),))])
+        newest = scheduler._shard.requests["a"].guesses.worker
+        assert newest is not None
+        assert (newest.emitted, newest.remaining) == (7, 40.0)
+
     def test_what_really_remained_is_what_a_prediction_is_judged_by(self) -> None:
         scheduler = core()
         scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", expected_output_tokens=None))])

@@ -46,6 +46,11 @@ def lengths_in_bins() -> tuple[Callable[[], None], Callable[[], float]]:
     return lambda: learner.observe(100), lambda: sum(learner.counts)
 
 
+def cut_lengths() -> tuple[Callable[[], None], Callable[[], float]]:
+    learner = LengthTable()
+    return lambda: learner.observe(100, cut=True), lambda: sum(learner.cuts)
+
+
 def guessed_lengths() -> tuple[Callable[[], None], Callable[[], float]]:
     learner = GuessHistory()
     return lambda: learner.observe(100, 110), lambda: learner.weight
@@ -68,6 +73,7 @@ LEARNERS = [
     (ended_requests, acceptance.FORGET_REQUESTS),
     (output_lengths, lengths.FORGET_REQUESTS),
     (lengths_in_bins, lengths.FORGET_REQUESTS),
+    (cut_lengths, lengths.FORGET_REQUESTS),
     (guessed_lengths, calibration.GUESS_FORGET),
     (round_costs, cost.ROUND_FORGET),
     (swaps, cost.SWAP_FORGET),

@@ -45,7 +45,7 @@ HEAVY = 1e9
 def table_of(counts: dict[int, float]) -> LengthTable:
     """Return a table with this many requests in these bins."""
     table = LengthTable()
-    table.counts = [counts.get(i, 0.0) for i in range(BINS)]
+    table.restore([counts.get(i, 0.0) for i in range(BINS)], [0.0] * BINS)
     table.rebuild(None)
     return table
 

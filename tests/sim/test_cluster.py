@@ -46,7 +46,7 @@ def chat(requests: int, load: float, seed: int, machine: Machine, workers: int =
     workload = Workload(
         requests=requests, max_tokens=400, kinds=(short,), arrivals=Arrivals(load=load, **arrivals)
     )
-    return draw(workload, machine, workers, seed, None)
+    return draw(workload, machine, workers, seed, None)[0]
 
 
 def single_rounds(requests: int, load: float, seed: int) -> list[Job]:

@@ -34,7 +34,7 @@ MACHINE = Machine()
 
 
 def jobs(seed=1, workers=1, data=None, **workload):
-    return draw(Workload(**{"requests": 2000} | workload), MACHINE, workers, seed, data)
+    return draw(Workload(**{"requests": 2000} | workload), MACHINE, workers, seed, data)[0]
 
 
 # Drawing.

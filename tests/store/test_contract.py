@@ -17,6 +17,7 @@ from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
 from scheduler_svc.store.errors import Fenced, RecordBehind, SchemaMismatch, StoreError, StoreUnavailable
+from scheduler_svc.store.keys import SHARD_TTL_S
 from scheduler_svc.store.records import Leader, LeaderEpoch, Limits, StoredRequest, SubmitResult, SubmitStatus
 from scheduler_svc.store.store import Store
 from tests.helpers import wait_until_async
@@ -1096,11 +1097,14 @@ class TestLeadership:
         with pytest.raises(Fenced):
             await store.save_priors(b"old")
         with pytest.raises(Fenced):
+            await store.save_probes(b"old")
+        with pytest.raises(Fenced):
             await store.extend("r1", 7)
         with pytest.raises(Fenced):
             await store.withdraw(["r1"])
         assert stored == await read(store)
         assert await store.load_priors() is None
+        assert await store.load_probes() is None
 
     async def test_who_never_led_is_fenced(self, open_store: OpenStore) -> None:
         with pytest.raises(Fenced):
@@ -1136,6 +1140,18 @@ class TestLeadership:
         other = await take_over(open_store, store)
 
         assert await other.load_priors() == b"\x00learnt"
+
+    async def test_probes_are_kept_for_the_next_leader_beside_the_priors(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        assert await store.load_probes() is None
+        await store.save_priors(b"priors")
+        await store.save_probes(b"\x00probes")
+        other = await take_over(open_store, store)
+
+        assert await other.load_probes() == b"\x00probes"
+        assert await other.load_priors() == b"priors"
+        assert 0 < await client.ttl(store.keys.probes()) <= SHARD_TTL_S
 
 
 class TestRecovery:

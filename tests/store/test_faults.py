@@ -166,6 +166,8 @@ async def test_a_killed_server_is_unavailable_and_comes_back_with_what_was_commi
         store.renew_leadership(),
         store.save_priors(b""),
         store.load_priors(),
+        store.save_probes(b""),
+        store.load_probes(),
         store.last_sequence(),
         unfinished(store),
     ):

@@ -73,6 +73,8 @@ async def use_everything(store: Store) -> None:
     await store.settle_claims()
     await store.save_priors(b"{}")
     assert await store.load_priors() == b"{}"
+    await store.save_probes(b"{}")
+    assert await store.load_probes() == b"{}"
     assert await store.last_sequence() == 3
     assert await store.unfinished_ids() == ["r2", "r3"]
     assert [request async for chunk in store.load_unfinished() for request in chunk]

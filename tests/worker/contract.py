@@ -16,6 +16,7 @@ from worker_svc.engine.interface import (
     OutOfBlocks,
     Residency,
     Sampling,
+    SequenceStatus,
     Specification,
     UnknownRequest,
     blocks_needed,
@@ -273,9 +274,7 @@ class EngineContract:
             engine.round(["a"])
         tokens = engine.status("a").tokens
         engine.evict("a")
-        assert engine.status("a") == replace(
-            engine.status("a"), residency=Residency.NONE, tokens=tokens, target_blocks=0, draft_blocks=0
-        )
+        assert engine.status("a") == SequenceStatus(Residency.NONE, tokens, 0, 0)
         (report,) = engine.round(["a"]).requests
         assert (report.prefilled, len(report.tokens)) == (tokens, 1)
 

@@ -367,8 +367,10 @@ def test_a_decoder_takes_its_steps_one_after_the_other(dressed: bool, dtype: tor
         return add_norm(x.reshape(-1, size).contiguous(), None, weight, 1e-5).view(x.shape)
 
     x, y = model.embedding[ids].float(), None
+    residuals = []
     for weights, entries in zip(model.layers, pool.layers, strict=True):
         qkv = weights.qkv(add_norm(x, y, weights.before, 1e-5, dtype)).view(plan.total, -1, size)
+        residuals.append(x.clone())
         parts = qkv.split([heads, kv_heads, kv_heads], 1)
         qkv = torch.cat(
             [normed_heads(parts[0], weights.q_norm), normed_heads(parts[1], weights.k_norm), parts[2]], 1
@@ -389,6 +391,12 @@ def test_a_decoder_takes_its_steps_one_after_the_other(dressed: bool, dtype: tor
     assert torch.equal(found, logits[wanted])
     for entries, expected_entries in zip(pool.layers, written, strict=True):
         assert torch.equal(entries, expected_entries)
+    rows = torch.tensor([3, plan.total - 1, 3])
+    for layer, residual in enumerate(residuals):
+        copied = kernels.Copied(layer, rows, torch.full((3, model.hidden), torch.nan))
+        again = model.decoder(ids, plan.pieces, pool.layers, wanted, copied)
+        assert torch.equal(copied.to, residual[rows])
+        assert torch.equal(again, found)
 
 
 @DTYPES
@@ -428,6 +436,16 @@ def test_a_row_that_is_in_no_piece_has_no_logits() -> None:
     assert plan.pieces is not None
     with pytest.raises(IndexError, match="row"):
         model.decoder(model.ids(3), plan.pieces, model.pool.layers, torch.tensor([2, 1]))
+
+
+@pytest.mark.parametrize("row", [-1, 2, 2**40])
+def test_a_row_that_there_is_not_cannot_be_copied(row: int) -> None:
+    model = Model(torch.float32, dressed=False)
+    plan = model.planner.plan([Piece(model.places[1], 0, 2)])
+    assert plan.pieces is not None
+    copied = kernels.Copied(0, torch.tensor([row]), torch.empty((1, model.hidden)))
+    with pytest.raises(IndexError, match="row"):
+        model.decoder(model.ids(2), plan.pieces, model.pool.layers, torch.tensor([1]), copied)
 
 
 @pytest.mark.parametrize("strange", [-1, Model.tokens, 2**40])

@@ -35,6 +35,7 @@ from worker_svc.engine.interface import (
     check_run,
     check_specification,
 )
+from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.models.tokenizer import Tokenizer
 from worker_svc.engine.options import EngineOptions
@@ -60,9 +61,12 @@ class SpeculativeEngine:
         eos_ids: frozenset[int] = frozenset(),
         fingerprint: str = "",
         formats: Formats | None = None,
+        probe: LengthProbe | None = None,
     ) -> None:
+        """`probe` predicts the output lengths that remain, by hidden states of the target; None: it is off."""
         self.options = options
         self.fingerprint = fingerprint
+        self.length_probe = probe
         self._tokenizer = tokenizer
         self._formats = formats
         self._pair = ModelPair(target, draft, options, eos_ids)
@@ -76,7 +80,7 @@ class SpeculativeEngine:
             vocab_size=self._pair.vocab_size,
             device=str(self._pair.device),
         )
-        self.rounds = Rounds(self._pair, options)
+        self.rounds = Rounds(self._pair, options, probe)
         self._lookup_prior = Prior()
         self._sequences: dict[str, Sequence] = {}
 
@@ -116,6 +120,10 @@ class SpeculativeEngine:
             seed_key=counter.mix64(spec.sampling.seed),
             lookup=Lookup() if looks_up and self.capacity.max_draft_len else None,
             format=state,
+            # An output that may not end by itself is as long as max_tokens says.
+            watched=None
+            if self.length_probe is None or spec.ignore_eos
+            else self.length_probe.watch(len(spec.prompt_ids)),
         )
 
     def drop(self, request_id: str) -> None:

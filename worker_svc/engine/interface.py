@@ -38,10 +38,11 @@ import enum
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.contract.limits import (
     MAX_BIAS,
     MAX_FORMAT_CHARACTERS,
@@ -58,6 +59,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "FormatKind",
+    "LengthLearner",
     "ModelError",
     "OutOfBlocks",
     "OutOfMemory",
@@ -185,8 +187,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRound:
+class RequestRound(NamedTuple):
     """The outcome of one round for one request."""
 
     request_id: str
@@ -207,6 +208,8 @@ class RequestRound:
     cut_characters: int = 0  # characters to cut from the end of the decoded output because of a stop string
     error: str | None = None  # with finish = ERROR
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if the request wants them
+    # New prediction of the output tokens that remain after this round.
+    predicted_remaining_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +235,38 @@ class RoundResult:
     free_draft_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStatus:
+class SequenceStatus(NamedTuple):
     """The progress of a known request between rounds."""
 
     residency: Residency
     tokens: int  # context length: prompt and output
     target_blocks: int  # held on the device
     draft_blocks: int
+
+
+class LengthLearner(Protocol):
+    """What predicts output lengths inside an engine, and learns them from its requests."""
+
+    @property
+    def kind(self) -> ProbeKind:
+        """What another one must have in common with it, if it is to use what this one has learnt."""
+        ...
+
+    @property
+    def requests(self) -> int:
+        """Requests that it has learnt from, those of probes that it continues included."""
+        ...
+
+    def learnt(self) -> LearntProbe:
+        """Return what it has learnt."""
+        ...
+
+    def adopt(self, learnt: LearntProbe) -> bool:
+        """Continue from what another one has learnt, if that is more.
+
+        Returns False, and changes nothing, if it is not, is damaged, or is of another kind.
+        """
+        ...
 
 
 @runtime_checkable
@@ -257,6 +284,11 @@ class Engine(Protocol):
 
         Engines with equal fingerprints generate equal tokens.
         """
+        ...
+
+    @property
+    def length_probe(self) -> LengthLearner | None:
+        """What predicts output lengths; None: nothing does."""
         ...
 
     def add(self, spec: Specification) -> None:

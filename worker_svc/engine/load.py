@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import Drafter, ModelError
+from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.fingerprint import fingerprint
 from worker_svc.engine.models.load import check_pair, end_of_sequence_ids, load_packed
 from worker_svc.engine.models.model import PackedModel
@@ -64,6 +66,7 @@ def load_engine(
         tokenizer=tokenizer,
         eos_ids=end_of_sequence_ids(target.model),
         formats=_formats(target_path, target, tokenizer),
+        probe=_probe(target_path, target) if options.length_probe else None,
         fingerprint=_fingerprint(target_path, draft_path, options.dtype, deterministic=deterministic),
     )
     engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
@@ -117,6 +120,16 @@ def _engine_options(options: LoadOptions, target: PackedModel, draft: PackedMode
         drafter=None if options.drafter == "none" else drafter,
         prefix_reuse_tokens=options.prefix_reuse_tokens,
     )
+
+
+def _probe(target_path: Path, target: PackedModel) -> LengthProbe | None:
+    """Return a probe of the middle layer; None if the hidden states of this architecture cannot be read."""
+    if target.hidden_size is None:
+        logging.getLogger(__name__).warning(
+            "no output lengths are predicted: the layers of the target model are not found"
+        )
+        return None
+    return LengthProbe(fingerprint(target_path), target.shape.layers // 2, target.hidden_size)
 
 
 def _formats(target_path: Path, target: PackedModel, tokenizer: Tokenizer | None) -> Formats | None:

@@ -44,6 +44,8 @@ class LoadOptions:
     prefix_reuse_tokens: int = 0
     # Run Python code that comes with a model directory.
     trust_remote_code: bool = False
+    # Predict the output lengths that remain, by hidden states of the target.
+    length_probe: bool = True
 
 
 @dataclass(frozen=True, slots=True)

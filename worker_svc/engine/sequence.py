@@ -14,6 +14,7 @@ import torch
 from worker_svc.engine.cache.kv import BlockTable
 from worker_svc.engine.draft_lengths.acceptance import Acceptance
 from worker_svc.engine.interface import Residency, Specification
+from worker_svc.engine.length_probe.probe import Watched
 from worker_svc.engine.proposers.lookup import Lookup
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.formats import FormatState
@@ -47,6 +48,8 @@ class Sequence:
     block_names: list[bytes] = field(default_factory=list)
     # Tokens of its context found in the prefix cache; reported with its next round.
     reused: int = 0
+    # None: no probe predicts its length.
+    watched: Watched | None = None
 
     @property
     def output_length(self) -> int:

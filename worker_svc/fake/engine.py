@@ -23,6 +23,7 @@ from laps_sd.contract.ends import End
 from worker_svc.engine.cache.blocks import BlockAllocator
 from worker_svc.engine.interface import (
     Capacity,
+    LengthLearner,
     OutOfBlocks,
     RequestRound,
     Residency,
@@ -133,6 +134,7 @@ class FakeEngine:
             device="fake",
         )
         self.fingerprint = fingerprint
+        self.length_probe: LengthLearner | None = None
         self._draft_len = min(draft_len, max_draft_len) if self.capacity.draft_blocks else 0
         self._eos_id = eos_id
         self._prefill_chunk = prefill_chunk

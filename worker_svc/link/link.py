@@ -46,11 +46,12 @@ from worker_svc import metrics
 from worker_svc.link.missing import MissingSpecifications
 from worker_svc.link.outbox import Outbox
 from worker_svc.link.replies import runner_messages
-from worker_svc.link.wire import hello, round_report
+from worker_svc.link.wire import hello, round_report, wire_probe
 from worker_svc.runner.messages import (
     Failed,
     HeldNow,
     HeldRequested,
+    Learnt,
     Missing,
     Outcome,
     Round,
@@ -106,6 +107,8 @@ class SchedulerLink:
 
         self._outbox = Outbox()
         self._missing = MissingSpecifications()
+        self._learnt: pb.LearntProbe | None = None
+        """What the probe has learnt and no scheduler was sent."""
         self._wake = asyncio.Event()
         self._draining = False
         self._drain_sent = False
@@ -176,6 +179,8 @@ class SchedulerLink:
                 case HeldNow():
                     if self._held_now is not None and not self._held_now.done():
                         self._held_now.set_result(outcome)
+                case Learnt(learnt):
+                    self._learnt = wire_probe(learnt)
                 case Failed(error):
                     failure = EngineFailed(f"the engine failed: {error!r}")
                     failure.__cause__ = error
@@ -295,6 +300,7 @@ class SchedulerLink:
             self.runner.fingerprint,
             self._cost,
             held,
+            probe=self.runner.probe_kind,
             draining=self._draining,
         )
 
@@ -355,6 +361,9 @@ class SchedulerLink:
                 await call.write(pb.WorkerMessage(missing=self._missing.next_message()))
             while self._outbox.unsent:
                 await call.write(pb.WorkerMessage(reports=self._outbox.next_message()))
+            if self._learnt is not None:
+                learnt, self._learnt = self._learnt, None
+                await call.write(pb.WorkerMessage(learnt_probe=learnt))
             if liveness.take_heartbeat():
                 heartbeat = gateway_pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000)
                 await call.write(pb.WorkerMessage(heartbeat=heartbeat))

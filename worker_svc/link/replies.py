@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from laps_sd.v1 import worker_link_pb2 as pb
-from worker_svc.link.wire import listed, specification
-from worker_svc.runner.messages import Acknowledged, Assigned, Dropped, Message, Specified
+from worker_svc.link.wire import learnt_probe, listed, specification
+from worker_svc.runner.messages import Acknowledged, Assigned, Dropped, Message, Specified, Taught
 
 
 def runner_messages(kind: str | None, reply: pb.WorkerLinkReply) -> list[Message]:
@@ -23,5 +23,8 @@ def runner_messages(kind: str | None, reply: pb.WorkerLinkReply) -> list[Message
             ]
         case "acknowledged":
             return [Acknowledged(reply.acknowledged.number)]
+        case "learnt_probe":
+            learnt = learnt_probe(reply.learnt_probe)
+            return [] if learnt is None else [Taught(learnt)]
         case _:
             return []

@@ -8,6 +8,7 @@ from typing import Any
 
 from laps_sd import __version__
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind, problem_with
 from laps_sd.contract.sampling import LEAST_TEMPERATURE
 from laps_sd.service import ends
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
@@ -27,7 +28,15 @@ from worker_svc.metrics import MeasuredCost
 from worker_svc.runner.messages import HeldNow, HeldRequest, Listed, Round
 from worker_svc.settings import WorkerSettings
 
-__all__ = ["held_requests", "hello", "listed", "round_report", "specification"]
+__all__ = [
+    "held_requests",
+    "hello",
+    "learnt_probe",
+    "listed",
+    "round_report",
+    "specification",
+    "wire_probe",
+]
 
 HELLO_BYTES = 4 * 1024 * 1024
 """Bound of the specifications in a hello: about a million token ids, and well below the largest message."""
@@ -53,6 +62,7 @@ def hello(
     cost: MeasuredCost,
     held: HeldNow,
     *,
+    probe: ProbeKind | None = None,
     draining: bool,
 ) -> pb.WorkerHello:
     """Return the first message of a stream."""
@@ -83,7 +93,26 @@ def hello(
         held=held_requests(held.requests),
         draining=draining,
         last_report=held.last_report,
+        length_probe=None if probe is None else _wire_kind(probe),
     )
+
+
+def _wire_kind(kind: ProbeKind) -> pb.ProbeKind:
+    return pb.ProbeKind(model=kind.model, layer=kind.layer, seed=kind.seed, dims=kind.dims)
+
+
+def wire_probe(learnt: LearntProbe) -> pb.LearntProbe:
+    """Return the wire message of what a probe has learnt."""
+    return pb.LearntProbe(kind=_wire_kind(learnt.kind), requests=learnt.requests, numbers=learnt.numbers)
+
+
+def learnt_probe(message: pb.LearntProbe) -> LearntProbe | None:
+    """Return what the probe of another worker has learnt; None if it is damaged."""
+    kind = message.kind
+    learnt = LearntProbe(
+        ProbeKind(kind.model, kind.layer, kind.seed, kind.dims), message.requests, message.numbers
+    )
+    return None if problem_with(learnt) else learnt
 
 
 def round_report(outcome: Round) -> pb.RoundReport:
@@ -106,6 +135,7 @@ def round_report(outcome: Round) -> pb.RoundReport:
                 end=ends.KINDS[step.finish],
                 cut_characters=step.cut_characters,
                 error=step.error or "",
+                predicted_remaining_tokens=step.predicted_remaining_tokens,
                 logprobs=[
                     public_pb.TokenLogprobs(
                         logprob=entry.logprob,
@@ -213,6 +243,7 @@ def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
             residency=RESIDENCIES[held.residency],
             emitted=len(held.output_ids),
             unacknowledged_ids=held.output_ids[held.acknowledged :],
+            predicted_remaining_tokens=held.predicted_remaining_tokens,
         )
         if room > 0:
             specification = _wire_specification(held)

@@ -89,16 +89,22 @@ class Chooser:
         """Return the entries of the assignment that can run now."""
         candidates = []
         running = set(self._requests.running)
+        by_id, at_bound, status = self._requests.by_id, self._requests.at_bound, self._engine.status
+        beyond = self._capacity.lookahead + 1 - self._growth
         for request_id, lease_epoch, rank_class, index_s, resume_cost_s, reserved, pinned in self.assignment:
-            held = self._requests.by_id.get(request_id)
+            held = by_id.get(request_id)
             if held is None or held.ended or held.lease_epoch != lease_epoch:
                 continue
-            if self._requests.at_bound(held):
+            if at_bound(held):
                 continue
-            status = self._engine.status(request_id)
+            runs = request_id in running
+            if runs or held.residency is not Residency.NONE:
+                residency, tokens, target_blocks, draft_blocks = status(request_id)
+            else:
+                # KV comes from rounds only. Most of a long list waits, and the engine need not be called for it.
+                residency, tokens, target_blocks, draft_blocks = Residency.NONE, held.tokens, 0, 0
             # No round goes beyond max_tokens, so near its end a request needs less room than a whole draft.
-            longest = len(held.spec.prompt_ids) + held.spec.max_tokens + self._capacity.lookahead
-            tokens = max(1, min(status.tokens, longest + 1 - self._growth))
+            longest = len(held.spec.prompt_ids) + held.spec.max_tokens + beyond
             candidates.append(
                 Candidate(
                     request_id,
@@ -107,11 +113,11 @@ class Chooser:
                     resume_cost_s,
                     reserved,
                     pinned,
-                    request_id in running,
-                    status.residency,
-                    tokens,
-                    status.target_blocks,
-                    status.draft_blocks,
+                    runs,
+                    residency,
+                    max(1, min(tokens, longest)),
+                    target_blocks,
+                    draft_blocks,
                 )
             )
         return candidates

@@ -24,6 +24,13 @@ class Held:
     """Number of leading `output` tokens that are acknowledged."""
     residency: Residency = Residency.NONE
     ended: bool = False
+    predicted_tokens: float | None = None
+    """Output tokens in all, by the newest prediction of the engine."""
+
+    @property
+    def predicted_remaining(self) -> float | None:
+        """Return what remains of the newest prediction, 1 token at least."""
+        return None if self.predicted_tokens is None else max(1.0, self.predicted_tokens - len(self.output))
 
     @property
     def tokens(self) -> int:
@@ -168,6 +175,8 @@ class HeldRequests:
         for step in result.requests:
             held = self.by_id[step.request_id]
             held.output.extend(step.tokens)
+            if step.predicted_remaining_tokens is not None:
+                held.predicted_tokens = len(held.output) + step.predicted_remaining_tokens
             ended = step.finish is not None
             if ended:
                 held.ended = any_ended = True
@@ -195,7 +204,12 @@ class HeldRequests:
         return HeldNow(
             tuple(
                 HeldRequest(
-                    held.spec, held.lease_epoch, held.residency, tuple(held.output), held.acknowledged
+                    held.spec,
+                    held.lease_epoch,
+                    held.residency,
+                    tuple(held.output),
+                    held.acknowledged,
+                    held.predicted_remaining,
                 )
                 for held in self.by_id.values()
             ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from worker_svc.engine.interface import Capacity, RequestRound, RoundResult, Specification
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "HeldRequest",
     "HeldRequested",
     "Inbox",
+    "Learnt",
     "Listed",
     "Message",
     "Missing",
@@ -26,6 +28,7 @@ __all__ = [
     "Round",
     "RunnerHandle",
     "Specified",
+    "Taught",
 ]
 
 # -- what comes in -------------------------------------------------------------------------------------------
@@ -77,7 +80,14 @@ class HeldRequested:
     """A request for a `HeldNow`."""
 
 
-Message = Specified | Assigned | Dropped | Acknowledged | HeldRequested
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What the probe of another worker has learnt."""
+
+    learnt: LearntProbe
+
+
+Message = Specified | Assigned | Dropped | Acknowledged | HeldRequested | Taught
 
 
 # -- what goes out -------------------------------------------------------------------------------------------
@@ -134,6 +144,7 @@ class HeldRequest:
     output_ids: tuple[int, ...]
     acknowledged: int
     """Number of leading `output_ids` that are acknowledged."""
+    predicted_remaining_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +162,14 @@ class Failed:
     error: BaseException
 
 
-Outcome = Round | Missing | HeldNow | Failed
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What the probe of the engine has learnt, for other workers."""
+
+    learnt: LearntProbe
+
+
+Outcome = Round | Missing | HeldNow | Failed | Learnt
 
 
 # -- the two ends --------------------------------------------------------------------------------------------
@@ -183,6 +201,11 @@ class RunnerHandle(Protocol):
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the engine's model pair."""
+        ...
+
+    @property
+    def probe_kind(self) -> ProbeKind | None:
+        """Kind of the engine's probe of output lengths, if it has one."""
         ...
 
     def start(self, deliver: Callable[[Outcome], None]) -> None:

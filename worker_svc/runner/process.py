@@ -4,7 +4,8 @@ A round of a small model is hundreds of short operations, and between any two of
 take the interpreter; the engine then waits for it although the device is free (docs/decisions/0004). Two
 interpreters do not compete.
 
-    engine = EngineProcess.launch(settings)      # returns when the model is loaded; raises StartupError
+    launch = EngineLaunch(settings)
+    engine = launch.result()                     # returns when the model is loaded; raises StartupError
     link = SchedulerLink(settings, engine)       # as with an `EngineThread`
 
 The child runs the same `Runner` class on its main thread; this side has a thread for each direction, so that
@@ -27,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from laps_sd.contract.length_probe import ProbeKind
 from laps_sd.errors import StartupError
 from laps_sd.service import log as logging
 from worker_svc.engine.interface import Capacity, Engine
@@ -35,13 +37,14 @@ from worker_svc.runner.runner import Runner
 from worker_svc.runner.thread import STOP_S
 from worker_svc.settings import WorkerSettings
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineLaunch", "EngineProcess"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
     capacity: Capacity
     fingerprint: str
+    probe_kind: ProbeKind | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,55 @@ class _Idle:
     holds_nothing: bool
 
 
+class EngineLaunch:
+    """A child that loads its model."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Start the child."""
+        self._settings = settings
+        ours, theirs = socket.socketpair()
+        command = [
+            sys.executable,
+            "-m",
+            "laps_sd.stack.child",
+            str(os.getpid()),
+            __name__,
+            str(theirs.fileno()),
+        ]
+        self._child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def result(self) -> EngineProcess:
+        """Return the engine once its model is loaded.
+
+        Raises StartupError with the child's message, or if the child has ended.
+        """
+        try:
+            self._connection.send(self._settings)
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            code = self._child.wait()
+            raise StartupError(
+                f"The engine's process ended while it loaded the model (exit code {code})."
+            ) from None
+        if isinstance(answer, _Refused):
+            self._child.wait()
+            raise StartupError(answer.sentence)
+        return EngineProcess(self._child, self._connection, answer)
+
+    def abort(self) -> None:
+        """End the child, so that `result` does not wait any longer in its thread."""
+        self._child.kill()
+
+
 class EngineProcess:
     """The parent's side of the pipe; see the module's docstring."""
 
     def __init__(self, child: subprocess.Popen[bytes], connection: Connection, ready: _Ready) -> None:
         self.capacity = ready.capacity
         self.fingerprint = ready.fingerprint
+        self.probe_kind = ready.probe_kind
         self._deliver: Callable[[Outcome], None] = lambda _: None
         self._child = child
         self._connection = connection
@@ -77,37 +123,6 @@ class EngineProcess:
             threading.Thread(target=self._send, name="to the engine", daemon=True),
             threading.Thread(target=self._receive, name="from the engine", daemon=True),
         )
-
-    @classmethod
-    def launch(cls, settings: WorkerSettings) -> EngineProcess:
-        """Start the child and return once its model is loaded.
-
-        Raises StartupError with the child's message.
-        """
-        ours, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-m",
-            "laps_sd.stack.child",
-            str(os.getpid()),
-            __name__,
-            str(theirs.fileno()),
-        ]
-        child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        theirs.close()
-        connection = Connection(ours.detach())
-        try:
-            connection.send(settings)
-            answer = connection.recv()
-        except (EOFError, OSError):
-            code = child.wait()
-            raise StartupError(
-                f"The engine's process ended while it loaded the model (exit code {code})."
-            ) from None
-        if isinstance(answer, _Refused):
-            child.wait()
-            raise StartupError(answer.sentence)
-        return cls(child, connection, answer)
 
     @property
     def pid(self) -> int:
@@ -236,7 +251,8 @@ def main() -> None:
         except StartupError as error:
             connection.send(_Refused(str(error)))
             return
-        connection.send(_Ready(engine.capacity, engine.fingerprint))
+        probe = engine.length_probe
+        connection.send(_Ready(engine.capacity, engine.fingerprint, None if probe is None else probe.kind))
         _work(engine, connection, settings)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone

@@ -22,7 +22,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from worker_svc.engine.interface import Engine, RoundResult
+from laps_sd.service.log import get_logger
+from worker_svc.engine.interface import Engine, LengthLearner, RoundResult
 from worker_svc.runner.choice import Chooser
 from worker_svc.runner.failures import GuardedRounds
 from worker_svc.runner.held import HeldRequests
@@ -32,15 +33,22 @@ from worker_svc.runner.messages import (
     Dropped,
     HeldRequested,
     Inbox,
+    Learnt,
     Listed,
     Message,
     Missing,
     Outcome,
     Round,
     Specified,
+    Taught,
 )
 
 __all__ = ["Runner"]
+
+log = get_logger(__name__)
+
+SHARE_S = 60.0
+"""Least seconds between two times that what the probe has learnt goes out (our choice)."""
 
 
 class Runner:
@@ -54,6 +62,7 @@ class Runner:
         *,
         max_unacknowledged_tokens: int = 256,
         max_unacknowledged_reports: int = 1024,
+        share_s: float = SHARE_S,
     ) -> None:
         self._inbox = inbox
         self._deliver = deliver
@@ -62,6 +71,11 @@ class Runner:
         self._chooser = Chooser(engine, self._requests)
         self._rounds = GuardedRounds(engine, self._requests, self._report_part)
         self._lag = engine.capacity.lag
+        self._probe = engine.length_probe
+        self._share_s = share_s
+        self._shared_requests = 0
+        """Requests from which the probe had learnt when that last went out, or came in."""
+        self._share_due_s = time.perf_counter() + share_s
         self._in_flight = False
         """True while the engine has begun a round whose outcome it has not returned."""
         self._round_ended_s: float | None = None
@@ -117,7 +131,16 @@ class Runner:
             return True
         context_tokens = sum([held[one.request_id].tokens for one in result.requests])
         self._report(result, swap_out_s, idle_s, context_tokens, preempted)
+        if self._probe is not None and self._round_ended_s >= self._share_due_s:
+            self._share(self._probe, self._round_ended_s)
         return True
+
+    def _share(self, probe: LengthLearner, now_s: float) -> None:
+        """Deliver what the probe has learnt, if that is more than at the last time."""
+        if probe.requests > self._shared_requests:
+            self._shared_requests = probe.requests
+            self._share_due_s = now_s + self._share_s
+            self._deliver(Learnt(probe.learnt()))
 
     def _choose(self) -> tuple[tuple[str, ...], float]:
         """Return the requests to run now, and the seconds spent on making room for them."""
@@ -138,6 +161,10 @@ class Runner:
                     self._requests.drop(request_id, lease_epoch)
             case HeldRequested():
                 self._deliver(self._requests.now())
+            case Taught(learnt):
+                if self._probe is not None and self._probe.adopt(learnt):
+                    self._shared_requests = learnt.requests
+                    log.info("the probe of output lengths continues another's", requests=learnt.requests)
 
     def _assign(self, entries: tuple[Listed, ...]) -> None:
         self._chooser.assignment = entries

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from laps_sd.contract.length_probe import ProbeKind
 from worker_svc.engine.interface import Capacity, Engine
 from worker_svc.runner.messages import Failed, Message, Outcome
 from worker_svc.runner.runner import Runner
@@ -78,6 +79,12 @@ class EngineThread:
     def fingerprint(self) -> str:
         """Fingerprint of the engine's model pair."""
         return self._engine.fingerprint
+
+    @property
+    def probe_kind(self) -> ProbeKind | None:
+        """Kind of the engine's probe of output lengths, if it has one."""
+        probe = self._engine.length_probe
+        return None if probe is None else probe.kind
 
     @property
     def holds_nothing(self) -> bool:

@@ -42,7 +42,8 @@ from scheduler_svc.core.estimates.sources import (
 FORMAT = 5
 READABLE_FORMATS = (2, 3, 4, 5)
 """Formats that can be read. Priors of earlier builds are used, except the errors of guesses in formats 2 and
-3, which have no slope, and of workers' predictions before 5, which have no stages."""
+3, which have no slope, and of workers' predictions before 5, which have no stages. Up to format 4 the lengths of
+cut requests are among those of the others."""
 COST_CHANGE = 0.05
 ENOUGH_ROUNDS = 50.0
 """Rounds of a class before its means are carried from one draft length to another."""
@@ -259,16 +260,24 @@ class Priors:
             priors.acceptance.observe_end(rounds, tokens, squares)
             priors.variances = priors.acceptance.variances()
 
-    def observe_length(self, workload_class: str, length: int, guesses: Guesses, tenant: str = "") -> None:
-        """Learn from a request that ran to its own end after `length` tokens."""
-        if guesses.client is not None:
-            self._hints.observe(tenant, workload_class, guesses.client, length)
-        if guesses.prompt is not None:
-            self._predictions.observe(tenant, workload_class, guesses.prompt, length)
+    def observe_length(
+        self, workload_class: str, length: int, guesses: Guesses, tenant: str = "", *, cut: bool = False
+    ) -> None:
+        """Learn from a request that ran to its own end after `length` tokens, or to its limit (`cut`).
+
+        Guesses are learned from known lengths only. The line is of the guess at a given length
+        (`calibration.py`), so it does not matter that long requests are missing.
+        """
+        if not cut:
+            if guesses.client is not None:
+                self._hints.observe(tenant, workload_class, guesses.client, length)
+            if guesses.prompt is not None:
+                self._predictions.observe(tenant, workload_class, guesses.prompt, length)
         for priors in self._touch(workload_class, tenant, ended=True):
-            priors.lengths.observe(length)
-            for prediction in guesses.by_stage:
-                priors.stages[stage_of(prediction.emitted)].observe(prediction, length)
+            priors.lengths.observe(length, cut=cut)
+            if not cut:
+                for prediction in guesses.by_stage:
+                    priors.stages[stage_of(prediction.emitted)].observe(prediction, length)
             if priors.lengths.stale:
                 priors.rebuild_lengths(None if priors is self._all else self._all)
                 self._tables_changed = True
@@ -350,10 +359,19 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
             "tested": [value / positions.unit for value in positions.tested],
             "accepted": [value / positions.unit for value in positions.accepted],
         },
-        "length_counts": {str(i): count for i, count in enumerate(priors.lengths.counts) if count},
+        "length_counts": _filled(priors.lengths.counts),
+        "length_cuts": _filled(priors.lengths.cuts),
         "stages": stages_to_list(priors.stages),
         "owner": priors.owner,
     }
+
+
+def _filled(by_bin: list[float]) -> dict[str, float]:
+    return {str(i): count for i, count in enumerate(by_bin) if count}
+
+
+def _by_bin(filled: Mapping[str, float]) -> list[float]:
+    return [filled.get(str(i), 0.0) for i in range(BINS)]
 
 
 def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> ClassPriors:
@@ -364,8 +382,7 @@ def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> Class
     if "stages" in data:
         priors.stages = stages_from_list(data["stages"])
     lengths, positions = priors.lengths, priors.positions
-    counts = data["length_counts"]
-    lengths.counts = [counts.get(str(i), 0.0) for i in range(BINS)]
+    lengths.restore(_by_bin(data["length_counts"]), _by_bin(data.get("length_cuts", {})))
     priors.rebuild_lengths(pool)
     seen = data["positions"]
     positions.rounds, positions.tested, positions.accepted = seen["rounds"], seen["tested"], seen["accepted"]

@@ -13,7 +13,8 @@ from scheduler_svc.core.state.worker import Worker
 OF_LATE = 0.02
 """Weight of the newest round in a worker's recent figures."""
 OWN_ENDS = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
-"""Ends that are observations of the length of a class; the others cut a request short."""
+"""Ends that are observations of the length of a class: the length itself, and with LENGTH a lower bound. The
+others cut a request short."""
 
 
 class Learner:
@@ -70,12 +71,14 @@ class Learner:
             self._priors.observe_acceptance(
                 workload_class, request.seen_rounds, request.seen_tokens, request.seen_squares, tenant
             )
+        # Estimates end at the limit too, so they can be judged by a request that reached it.
         if end in OWN_ENDS and request.kept_estimates is not None:
             self._estimate_errors.judge(request.kept_estimates, request.attained_s)
         if end in OWN_ENDS and request.emitted:
-            self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant)
+            cut = end is End.LENGTH
+            self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant, cut=cut)
             self._priors.prompts.learn(
-                request.facts.length_features, workload_class, tenant, request.emitted, end is End.LENGTH
+                request.facts.length_features, workload_class, tenant, request.emitted, cut
             )
 
     def _learn_swap(

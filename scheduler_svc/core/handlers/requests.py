@@ -86,6 +86,15 @@ class Requests:
             ledger.take_off(request)
         self._shard.leave(request)
 
+    def predicted(self, request: Request, remaining: float, emitted: int) -> None:
+        """Take in a worker's prediction of what remains after `emitted` output tokens."""
+        facts, guesses = request.facts, request.guesses
+        guesses.predicted(
+            self._ranker.priors.prediction(
+                facts.workload_class, max(1.0, remaining), emitted, facts.max_tokens, guesses, facts.tenant
+            )
+        )
+
     def _guesses(self, facts: RequestFacts) -> Guesses:
         """Return what is guessed of the length of a request before it runs."""
         prompts = self._ranker.priors.prompts

@@ -8,6 +8,7 @@ from scheduler_svc.core.events import Progress, RoundReported
 from scheduler_svc.core.handlers.deaths import Deaths
 from scheduler_svc.core.handlers.draining import move_running
 from scheduler_svc.core.handlers.learning import Learner
+from scheduler_svc.core.handlers.requests import Requests
 from scheduler_svc.core.placement.ledger import Ledger
 from scheduler_svc.core.policies.ranker import Ranker
 from scheduler_svc.core.state.request import SURVIVED_ROUNDS, Request, order_key_of
@@ -20,11 +21,14 @@ NO_BLOCKS = "no KV blocks left for it"
 class Rounds:
     """Applies the reports of rounds to the shard."""
 
-    def __init__(self, shard: Shard, ranker: Ranker, learner: Learner, deaths: Deaths) -> None:
+    def __init__(
+        self, shard: Shard, ranker: Ranker, requests: Requests, learner: Learner, deaths: Deaths
+    ) -> None:
         self._shard = shard
         self._ranker = ranker
         self._policy = ranker.policy
         self._priors = ranker.priors
+        self._requests = requests
         self._learner = learner
         self._deaths = deaths
 
@@ -152,7 +156,7 @@ class Rounds:
                 progress.rounds,
             )
         if progress.predicted_remaining_tokens is not None:
-            self._predicted(request, max(1.0, progress.predicted_remaining_tokens))
+            self._requests.predicted(request, progress.predicted_remaining_tokens, request.emitted)
         if progress.end is None:
             self._reside(request, Residency.DEVICE, ledger)
             request.remember_estimate()
@@ -162,14 +166,6 @@ class Rounds:
             ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
             self._learner.learn_end(progress.end, request)
             self._shard.leave(request)
-
-    def _predicted(self, request: Request, remaining: float) -> None:
-        """Take in the worker's prediction of what remains."""
-        facts, guesses = request.facts, request.guesses
-        prediction = self._priors.prediction(
-            facts.workload_class, remaining, request.emitted, facts.max_tokens, guesses, facts.tenant
-        )
-        guesses.predicted(prediction)
 
     def _moved_memory(self, request: Request, residency: Residency, worker: Worker, ledger: Ledger) -> None:
         if request.running and residency is not Residency.DEVICE:

@@ -38,6 +38,8 @@ class Workers:
             request = worker.members.get(item.request_id)
             if request is not None and request.lease_epoch == item.lease_epoch:
                 held[item.request_id] = item.residency
+                if item.predicted_remaining_tokens is not None:
+                    self._requests.predicted(request, item.predicted_remaining_tokens, item.emitted)
             else:
                 ledger.drop(worker.worker_id, item.request_id, item.lease_epoch)
         for request in list(worker.members.values()):

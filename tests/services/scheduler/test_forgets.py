@@ -24,6 +24,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.leader.loop import Loop
 from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import FromGateway, FromWorker, Item, Timers, Turn, WorkerOpened
@@ -46,6 +47,7 @@ class Leader:
         core_settings = CoreSettings(tenant_fairness=True)
         self.now_s = 1_700_000_000.0
         self.loop = Loop(
+            probes=Probes(),
             settings=settings,
             core=Scheduler(policy_named("laps-sd", core_settings), core_settings, Priors()),
             store=store,

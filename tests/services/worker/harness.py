@@ -132,6 +132,7 @@ class Stream:
         """Reports in each RoundReports message."""
         self.heartbeats = 0
         self.missing: list[str] = []
+        self.learnt: list[pb.LearntProbe] = []
         self.drains = 0
         self.ended = asyncio.Event()
         self.close = asyncio.Event()
@@ -197,6 +198,8 @@ class Stream:
                 self.missing.extend(message.missing.request_ids)
             case "drain":
                 self.drains += 1
+            case "learnt_probe":
+                self.learnt.append(message.learnt_probe)
         self._heard.set()
 
 

@@ -13,13 +13,14 @@ from laps_sd.service.config import load
 from tests.helpers import wait_until
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.runner.messages import Acknowledged, Assigned, Failed, Listed, Outcome, Round, Specified
-from worker_svc.runner.process import EngineProcess
+from worker_svc.runner.process import EngineLaunch, EngineProcess
 from worker_svc.settings import WorkerSettings
 
 
 @pytest.fixture(params=["demo"])
 def engine(request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
-    process = EngineProcess.launch(load(WorkerSettings, {"engine": request.param, "slots": 2}, environ={}))
+    settings = load(WorkerSettings, {"engine": request.param, "slots": 2}, environ={})
+    process = EngineLaunch(settings).result()
     yield process
     process.stop()
 
@@ -85,4 +86,4 @@ def test_stop_leaves_no_process(engine: EngineProcess) -> None:
 def test_what_cannot_be_loaded_is_refused_in_one_sentence(tmp_path: object) -> None:
     settings = load(WorkerSettings, {"target": str(tmp_path)}, environ={})
     with pytest.raises(StartupError, match="cannot be served"):
-        EngineProcess.launch(settings)
+        EngineLaunch(settings).result()

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.errors import StartupError
 from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -24,6 +25,7 @@ from worker_svc.link.link import EngineFailed
 from worker_svc.link.wire import held_requests, specification
 from worker_svc.runner import thread
 from worker_svc.runner.messages import Assigned, HeldRequest, Message
+from worker_svc.runner.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -442,3 +444,90 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float, engi
     sampling = SamplingParams(temperature=temperature)
     wire_spec = gateway_pb.Specification(request_id="r", prompt_ids=[1], sampling=sampling)
     assert specification(wire_spec).sampling.temperature == engine_gets
+
+
+class Foretelling(FakeEngine):
+    """An engine that predicts how many tokens remain, every second round."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        result = super().round(run)
+        return replace(
+            result,
+            requests=tuple(
+                one._replace(predicted_remaining_tokens=100.5 - one.position)
+                if one.position % 2 == 0
+                else one
+                for one in result.requests
+            ),
+        )
+
+
+async def test_predictions_of_the_engine_reach_the_scheduler_with_their_round() -> None:
+    async with scheduler() as s, worker(s.address, engine=Foretelling(slots=2, draft_len=0)):
+        stream = await s.greet()
+        await stream.lease(spec("a", max_tokens=6))
+        await stream.assign("a")
+        await stream.until_ended("a")
+    for progress in stream.progress():
+        assert progress.HasField("predicted_remaining_tokens") == (progress.position % 2 == 0)
+        if progress.HasField("predicted_remaining_tokens"):
+            assert progress.predicted_remaining_tokens == 100.5 - progress.position
+    assert len(stream.progress()) >= 6
+
+
+KIND = ProbeKind("ab12", 3, 1, 128)
+ON_WIRE = pb.ProbeKind(model="ab12", layer=3, seed=1, dims=128)
+
+
+class Learning(FakeEngine):
+    """An engine with a probe that learns from every round."""
+
+    class Probe:
+        kind = KIND
+
+        def __init__(self) -> None:
+            self.requests = 0
+            self.adopted: list[LearntProbe] = []
+
+        def learnt(self) -> LearntProbe:
+            return LearntProbe(KIND, self.requests, b"\0<")
+
+        def adopt(self, learnt: LearntProbe) -> bool:
+            self.adopted.append(learnt)
+            return True
+
+    def __init__(self) -> None:
+        super().__init__(slots=2)
+        self.length_probe: Learning.Probe = self.Probe()
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        self.length_probe.requests += 1
+        return super().round(run)
+
+
+async def test_the_probe_is_told_in_the_hello_and_continues_what_the_answer_holds() -> None:
+    engine = Learning()
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet()
+        assert stream.hello.length_probe == ON_WIRE
+        await stream.send(learnt_probe=pb.LearntProbe(kind=ON_WIRE, requests=9, numbers=b"\0<\0"))  # damaged
+        await stream.send(learnt_probe=pb.LearntProbe(kind=ON_WIRE, requests=8, numbers=b"\0<"))
+        await wait_until_async(lambda: engine.length_probe.adopted, description="the probe is taught")
+    assert engine.length_probe.adopted == [LearntProbe(KIND, 8, b"\0<")]
+
+
+async def test_what_the_probe_has_learnt_goes_to_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Runner.__init__.__kwdefaults__, "share_s", 0.0)
+    async with scheduler() as s, worker(s.address, engine=Learning()):
+        stream = await s.greet()
+        await stream.lease(spec("a", max_tokens=20))
+        await stream.assign("a")
+        await stream.until(lambda heard: bool(heard.learnt), "what was learnt")
+    learnt = stream.learnt[0]
+    assert (learnt.kind, learnt.numbers) == (ON_WIRE, b"\0<")
+    assert learnt.requests > 0
+
+
+async def test_a_worker_without_a_probe_says_nothing_of_one() -> None:
+    async with scheduler() as s, worker(s.address):
+        assert not (await s.accept()).hello.HasField("length_probe")

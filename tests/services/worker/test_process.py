@@ -116,6 +116,30 @@ async def test_health_tells_a_loaded_engine_from_a_greeted_worker() -> None:
             assert not await serving("readiness")
 
 
+async def test_sigterm_ends_a_worker_that_still_loads_its_model(tmp_path: Path) -> None:
+    """A pipe in place of a file of the model: its reader waits until somebody writes."""
+    os.mkfifo(tmp_path / "config.json")
+    async with process(engine="auto", target=str(tmp_path)) as worker:
+
+        def opened() -> int | None:
+            try:
+                return os.open(tmp_path / "config.json", os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # it has no reader
+                return None
+
+        # torch is imported before, which takes long on a busy machine.
+        writing = await wait_until_async(
+            opened, description="the engine's process reads its model", timeout_s=60.0
+        )
+        assert writing is not None
+        try:
+            worker.child.send_signal(signal.SIGTERM)
+
+            assert await worker.exit_code() == 0
+        finally:
+            os.close(writing)
+
+
 async def test_a_drain_has_a_bound() -> None:
     async with scheduler() as s, process(scheduler_seeds=s.address, drain_s="0.1") as worker:
         stream = await s.greet()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from tests.services.worker.harness import Desk, entry, spec
 from worker_svc.engine.interface import (
     DeviceFailed,
@@ -21,7 +22,7 @@ from worker_svc.engine.interface import (
 )
 from worker_svc.fake.engine import FakeEngine
 from worker_svc.runner.failures import FAILURES_IN_A_ROW, ROUNDS_WITH_FEWER
-from worker_svc.runner.messages import Acknowledged, Dropped, HeldNow, HeldRequested, Missing
+from worker_svc.runner.messages import Acknowledged, Dropped, HeldNow, HeldRequested, Learnt, Missing, Taught
 
 
 def engine(**options: object) -> FakeEngine:
@@ -32,6 +33,35 @@ def held(desk: Desk) -> HeldNow:
     desk.put(HeldRequested())
     desk.turns(1)
     return next(one for one in reversed(desk.outcomes) if isinstance(one, HeldNow))
+
+
+class Foretelling(FakeEngine):
+    """An engine that predicts in the first round of a request that 9 tokens remain."""
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        result = super().round(run)
+        return replace(
+            result,
+            requests=tuple(
+                one if one.position else one._replace(predicted_remaining_tokens=9.0)
+                for one in result.requests
+            ),
+        )
+
+
+def test_what_remains_of_the_newest_prediction_is_in_the_hello() -> None:
+    desk = Desk(Foretelling(slots=2, max_length=512, draft_len=0))
+    one = spec("a", max_tokens=40)
+    desk.give(one)
+    assert held(desk).requests[0].predicted_remaining_tokens is None
+    desk.assign(entry("a"))
+    told = []
+    for _ in range(14):
+        desk.turns(1)
+        now = held(desk).requests[0]
+        told.append((len(now.output_ids), now.predicted_remaining_tokens))
+    assert told == [(count, max(1.0, 10.0 - count)) for count, _ in told]
+    assert told[-1][0] > 10
 
 
 def test_rounds_follow_one_another_without_any_answer() -> None:
@@ -651,3 +681,75 @@ def test_one_request_without_memory_ends_with_the_reason() -> None:
         End.ERROR,
         "the device has no memory for a round of 1 requests",
     )
+
+
+class Learner:
+    """A probe whose requests the test counts."""
+
+    kind = ProbeKind("ab12", 3, 1, 128)
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.adopted: list[LearntProbe] = []
+
+    def learnt(self) -> LearntProbe:
+        return LearntProbe(self.kind, self.requests, b"\0\0")
+
+    def adopt(self, learnt: LearntProbe) -> bool:
+        self.adopted.append(learnt)
+        if learnt.requests <= self.requests:
+            return False
+        self.requests = learnt.requests
+        return True
+
+
+def learning_desk(**options: object) -> tuple[Desk, Learner]:
+    """Return a desk whose engine has a probe, with a request that runs."""
+    own, probe = engine(draft_len=0), Learner()
+    own.length_probe = probe
+    desk = Desk(own, **options)
+    desk.give(spec("a", max_tokens=100))
+    desk.assign(entry("a"))
+    return desk, probe
+
+
+def shared(desk: Desk) -> list[int]:
+    return [one.learnt.requests for one in desk.outcomes if isinstance(one, Learnt)]
+
+
+def test_what_the_probe_learns_goes_out_once() -> None:
+    desk, probe = learning_desk(share_s=0.0)
+    desk.turns(2)
+    assert shared(desk) == []
+    probe.requests = 3
+    desk.turns(3)
+    assert shared(desk) == [3]
+    probe.requests = 4
+    desk.turns(3)
+    assert shared(desk) == [3, 4]
+
+
+def test_what_the_probe_learns_does_not_go_out_before_its_time() -> None:
+    desk, probe = learning_desk(share_s=3600.0)
+    probe.requests = 3
+    desk.turns(5)
+    assert shared(desk) == []
+
+
+def test_a_probe_continues_what_another_has_learnt_and_does_not_send_that_back() -> None:
+    desk, probe = learning_desk(share_s=0.0)
+    taught = LearntProbe(probe.kind, 50, b"\0\0")
+    desk.put(Taught(taught))
+    desk.turns(3)
+    assert probe.adopted == [taught]
+    assert shared(desk) == []
+    probe.requests += 1
+    desk.turns(1)
+    assert shared(desk) == [51]
+
+
+def test_an_engine_without_a_probe_ignores_what_another_has_learnt() -> None:
+    desk = Desk(engine())
+    desk.put(Taught(LearntProbe(Learner.kind, 50, b"\0\0")))
+    desk.turns(2)
+    assert shared(desk) == []

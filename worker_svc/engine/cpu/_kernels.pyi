@@ -11,6 +11,8 @@ Choosing: TypeAlias = tuple[
     int, int, int, int, int, int
 ]  # inverse_temperature, noisy, apart, noise, noise_row, vocabulary
 
+Copied: TypeAlias = tuple[int, int, int, int]  # layer, rows, count, to
+
 def use(most: int, /) -> int: ...
 def attend(
     query: int,
@@ -42,7 +44,7 @@ def turn(
     /,
 ) -> None: ...
 def forward(
-    decoder: Decoder, packed: Packed, wanted: int, many: int, logits: int, scratch: int, /
+    decoder: Decoder, packed: Packed, wanted: int, many: int, logits: int, scratch: int, copied: Copied, /
 ) -> None: ...
 def choose(
     choosing: Choosing, logits: int, logits_row: int, rows: int, choices: int, chosen: int, /

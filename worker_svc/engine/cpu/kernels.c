@@ -140,6 +140,13 @@ static int choosing_of(PyObject *given, Choosing *choosing) {
     return 1;
 }
 
+static int copied_of(PyObject *given, Copied *copied) {
+    int64_t n[4];
+    if (!integers_of(given, 4, n, 4)) return 0;
+    *copied = (Copied){n[0], AT(const int64_t, n[1]), n[2], AT(float, n[3])};
+    return 1;
+}
+
 static PyObject *done(int known) {
     if (known) Py_RETURN_NONE;
     PyErr_SetString(PyExc_IndexError, "the model has no such token, or no piece has such a row");
@@ -149,11 +156,14 @@ static PyObject *done(int known) {
 static PyObject *py_forward(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     Decoder decoder;
     Packed packed;
+    Copied copied;
     int64_t n[4];
     int known;
-    if (!expects(count, 6) || !decoder_of(given[0], &decoder) || !packed_of(given[1], &packed) || !integers(given + 2, n, 4)) return NULL;
+    if (!expects(count, 7) || !decoder_of(given[0], &decoder) || !packed_of(given[1], &packed) || !integers(given + 2, n, 4) ||
+        !copied_of(given[6], &copied))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
-    known = kernels->forward(&decoder, &packed, AT(const int64_t, n[0]), n[1], AT(float, n[2]), AT(float, n[3]));
+    known = kernels->forward(&decoder, &packed, AT(const int64_t, n[0]), n[1], AT(float, n[2]), AT(float, n[3]), &copied);
     Py_END_ALLOW_THREADS
     return done(known);
 }
@@ -194,7 +204,7 @@ static PyMethodDef methods[] = {
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},
     {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, weight or 0, out, rows, size, bfloat16?, epsilon"},
     {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size, bfloat16?"},
-    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "a decoder, packed rows, wanted rows, how many, logits, scratch"},
+    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "a decoder, packed rows, wanted rows, how many, logits, scratch, rows to copy out"},
     {"choose", (PyCFunction)(void (*)(void))py_choose, METH_FASTCALL,
      "how to choose, logits, floats from row to row, rows, choice rows, chosen"},
     {"propose", (PyCFunction)(void (*)(void))py_propose, METH_FASTCALL,

@@ -69,6 +69,14 @@ typedef struct {
     int64_t pool_layer; /* bytes from one layer's to the next */
 } Packed;
 
+/* Rows of the residual stream to copy out, as it is after the first `layer` layers. */
+typedef struct {
+    int64_t layer;
+    const int64_t *rows;
+    int64_t count; /* 0: none */
+    float *to;     /* [count, hidden] */
+} Copied;
+
 /* How tokens are chosen at choice rows. */
 typedef struct {
     const float *inverse_temperature, *noisy; /* by choice row; noisy: 0 or 1 */
@@ -96,7 +104,8 @@ typedef struct {
                  const float *turns, void *pool, int half);
     void (*add_norm)(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half);
     void (*gated)(const float *both, void *out, int64_t rows, int64_t size, int half);
-    int (*forward)(const Decoder *decoder, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch);
+    int (*forward)(const Decoder *decoder, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch,
+                   const Copied *copied);
     void (*choose)(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen);
     int (*propose)(const Decoder *decoder, const Packed *packed, const Draft *drafts, int64_t many, const Choosing *choosing, const int64_t *ends,
                    int64_t ends_count, int64_t *proposed, int64_t depth, float *scratch, int64_t *work);

@@ -169,6 +169,14 @@ class Draft(NamedTuple):
     stops: bool  # True if it stops after a token that ends a text
 
 
+class Copied(NamedTuple):
+    """Rows of the residual stream that a forward copies out."""
+
+    layer: int  # decoder layers before it: 0 .. layers - 1
+    rows: torch.Tensor  # packed rows, int64
+    to: torch.Tensor  # float32 [rows, hidden], contiguous
+
+
 class Decoder:
     """A model of the Llama family, from tokens to logits in one call: at a few rows, calling takes as long as
     computing."""
@@ -218,18 +226,20 @@ class Decoder:
         pieces: torch.Tensor,
         pools: Sequence[torch.Tensor],
         wanted: torch.Tensor,
+        copied: Copied | None = None,
     ) -> torch.Tensor:
         """Return logits [wanted, outputs] float32 of these packed rows [wanted] int64; keys and values of all
-        go to the pool.
+        go to the pool, and what is `copied` to its place.
 
         `ids` [total] int64; `pools`: `entries` of each layer as in `attend`, equally far apart; `pieces` as
-        there. Raises IndexError for a token that the model does not have, and for a wanted row that is in no
-        piece.
+        there. Raises IndexError for a token that the model does not have, for a wanted row that is in no
+        piece, and for a copied row that there is not.
         """
         rows, many = ids.shape[0], wanted.shape[0]
         logits = torch.empty((many, self._head.columns))
         _kernels.forward(
-            self._decoder, _packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many, len(pieces))
+            self._decoder, _packed(ids, pieces, pools), wanted.data_ptr(), many, logits.data_ptr(), self._scratch_at(rows, many, len(pieces)),
+            _copied(copied),
         )  # fmt: skip
         return logits[:, : self._head.outputs]
 
@@ -276,6 +286,13 @@ def _packed(
     first = pools[0].data_ptr()
     apart = pools[1].data_ptr() - first if len(pools) > 1 else 0
     return ids.data_ptr(), ids.shape[0], pieces.data_ptr(), pieces.shape[0], first, apart
+
+
+def _copied(what: Copied | None) -> tuple[int, int, int, int]:
+    if what is None:
+        return 0, 0, 0, 0
+    layer, rows, to = what
+    return layer, rows.data_ptr(), rows.shape[0], to.data_ptr()
 
 
 def _choosing(how: Choosing | None, vocabulary: int) -> tuple[int, int, int, int, int, int]:

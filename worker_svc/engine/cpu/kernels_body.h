@@ -474,11 +474,12 @@ static int64_t leave_out(const Decoder *own, const Packed *packed, const int64_t
     return all_found == many ? rows : 0;
 }
 
-/* Logits [many, columns] of the wanted rows, which are in pieces; keys and values of all rows go to the pool. scratch: rows * (the wider of queries,
-   keys and values together and twice `inner`, + twice hidden + the widest of hidden, heads and `inner`) + many * (hidden + 2) + pieces * 10 floats.
-   0: there is no such token, or row. */
+/* Logits [many, columns] of the wanted rows, which are in pieces; keys and values of all rows go to the pool, and what is `copied` to its place.
+   scratch: rows * (the wider of queries, keys and values together and twice `inner`, + twice hidden + the widest of hidden, heads and `inner`)
+   + many * (hidden + 2) + pieces * 10 floats. 0: there is no such token, or row. */
 TARGET
-static int forward(const Decoder *own, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch) {
+static int forward(const Decoder *own, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch,
+                   const Copied *copied) {
     const int64_t hidden = own->hidden, inner = own->inner, heads = own->heads, kv_heads = own->kv_heads, size = own->size;
     const int64_t of_heads = (heads + 2 * kv_heads) * size, bytes = own->half ? 2 : 4, widest = hidden > inner ? hidden : inner;
     const int half = (int)own->half;
@@ -489,6 +490,8 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
     int64_t *last_wanted = (int64_t *)(last_pieces + count);
     const Piece *pieces = packed->pieces;
     char *pool = packed->pool;
+    for (int64_t i = 0; i < copied->count; i++)
+        if (copied->rows[i] < 0 || copied->rows[i] >= rows) return 0;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t id = packed->ids[row];
         if (id < 0 || id >= own->tokens) return 0;
@@ -497,6 +500,9 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
     for (const Weights *weights = own->weights; weights < own->weights + own->layers; weights++, pool += packed->pool_layer) {
         const Layer layer = {pool, 2 * kv_heads * size * bytes, kv_heads * size * bytes, (int)size, half, own->scale};
         add_norm(x, weights > own->weights ? y : NULL, weights->before, narrow, rows, hidden, own->epsilon, half);
+        if (weights - own->weights == copied->layer)
+            for (int64_t i = 0; i < copied->count; i++)
+                memcpy(copied->to + i * hidden, x + copied->rows[i] * hidden, (size_t)hidden * sizeof(float));
         product(narrow, rows, hidden, weights->qkv, weights->qkv_bias, wide, of_heads, half);
         if (weights->q_norm) norm_heads(wide, rows, of_heads, heads, size, weights->q_norm, own->epsilon);
         if (weights->k_norm) norm_heads(wide + heads * size, rows, of_heads, kv_heads, size, weights->k_norm, own->epsilon);
@@ -636,6 +642,7 @@ static int propose(const Decoder *decoder, const Packed *packed, const Draft *dr
     int64_t *going = work, *wanted = going + many, *choices = wanted + many, *ids = choices + many;
     Piece *pieces = (Piece *)(ids + many);
     Packed now = *packed;
+    const Copied nothing = {0};
     for (int64_t i = 0; i < many; i++) {
         const Piece *piece = packed->pieces + drafts[i].piece;
         going[i] = i;
@@ -645,7 +652,7 @@ static int propose(const Decoder *decoder, const Packed *packed, const Draft *dr
     for (int64_t i = 0; i < many * depth; i++) proposed[i] = -1;
     for (int64_t step = 0; many; step++) {
         int64_t left = 0;
-        if (!forward(decoder, &now, wanted, many, scratch, scratch + many * decoder->columns)) return 0;
+        if (!forward(decoder, &now, wanted, many, scratch, scratch + many * decoder->columns, &nothing)) return 0;
         choose(scratch, decoder->columns, many, choices, choosing, ids);
         for (int64_t i = 0; i < many; i++) {
             const Draft *draft = drafts + going[i];

@@ -20,6 +20,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.models.attention import attend_rows
+from worker_svc.engine.models.hidden import HiddenRows
 from worker_svc.engine.models.linears import KernelLinear, LinearStore, Product
 from worker_svc.engine.models.plan import Plan
 
@@ -223,18 +224,29 @@ class LeanModel:
         )
 
     def forward(
-        self, ids: torch.Tensor, plan: Plan, pool: KVPool, logit_rows: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        plan: Plan,
+        pool: KVPool,
+        logit_rows: torch.Tensor | None,
+        hidden: HiddenRows | None = None,
     ) -> torch.Tensor:
         """Return logits [rows, vocab]; arguments as in `PackedModel.forward`."""
         if self.decoder is not None and plan.pieces is not None:
             wanted = torch.arange(plan.total) if logit_rows is None else logit_rows
-            return self.decoder(ids, plan.pieces, pool.layers, wanted)
+            if hidden is None:
+                return self.decoder(ids, plan.pieces, pool.layers, wanted)
+            hidden.states = torch.empty((len(hidden.rows), self._embedding.shape[1]))
+            copied = kernels.Copied(hidden.layer, kernels.int64s(hidden.rows), hidden.states)
+            return self.decoder(ids, plan.pieces, pool.layers, wanted, copied)
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads
         turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]
         x = self._embedding.index_select(0, ids)  # [total, hidden]
         own, first = total - plan.padding, plan.write_first
         for at, layer in enumerate(self._layers):
+            if hidden is not None and at == hidden.layer:
+                hidden.take(x)
             qkv = layer.qkv(layer.before(x)).view(total, all_heads, size)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = rms_norm(qkv[:, :heads], (size,), *layer.q_norm)

@@ -22,6 +22,7 @@ from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.attention import attend
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.fused_llama import LeanModel
+from worker_svc.engine.models.hidden import HiddenRows, hidden_size, taken_from
 from worker_svc.engine.models.linears import LinearStore
 from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
 from worker_svc.engine.models.probe import probe
@@ -65,6 +66,7 @@ class PackedModel:
         self.pool: KVPool
         self.planner: Planner | KernelPlanner
         self.shape = probe(model, role=role, max_length=max_length)
+        self.hidden_size = hidden_size(model)  # None: `forward` cannot copy hidden states out
         self.deterministic = deterministic
         self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
         # True if attention is computed by `kernels`: any pieces together cost as much as one by one.
@@ -142,9 +144,15 @@ class PackedModel:
             min_rows=self._min_rows,
         )
 
-    def forward(self, ids: torch.Tensor, plan: Plan, logit_rows: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        plan: Plan,
+        logit_rows: torch.Tensor | None,
+        hidden: HiddenRows | None = None,
+    ) -> torch.Tensor:
         """Return logits [rows, vocab] of the packed rows `logit_rows` (None: all); keys and values of all
-        rows go to the pool.
+        rows go to the pool, and the states of the rows in `hidden` to it.
 
         `ids` [total] int64 in packed order.
         """
@@ -153,7 +161,10 @@ class PackedModel:
             # The output layer is a product like any other.
             wanted = wanted.repeat(self._min_rows)[: self._min_rows]
         if self._lean is not None:
-            logits = self._lean.forward(ids, plan, self.pool, wanted)
+            logits = self._lean.forward(ids, plan, self.pool, wanted, hidden)
+        elif hidden is not None:
+            with taken_from(self.model, hidden):
+                logits = self._full_forward(ids, plan, wanted)
         else:
             logits = self._full_forward(ids, plan, wanted)
         return logits if logit_rows is None else logits[: logit_rows.numel()]

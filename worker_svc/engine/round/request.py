@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from worker_svc.engine.interface import TokenLogprobs
 from worker_svc.engine.sequence import Sequence
 
@@ -27,6 +30,8 @@ class RoundRequest:
     catch_up: int = 0
     # Its first choice row among those of all requests, which are in the order of the round.
     first_choice: int = 0
+    # The hidden state of the last token of its context is wanted.
+    looked_at: bool = False
 
     # -- drafted
     # Draft tokens: found by prompt lookup while the round is planned, or proposed by the draft model; empty
@@ -42,6 +47,8 @@ class RoundRequest:
     chosen: list[int] = field(default_factory=list)
     # Log probabilities at its choice rows, if the request wants them.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # float32 [hidden], if it is looked at.
+    hidden: NDArray[np.float32] | None = None
 
     @property
     def start(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.draft_lengths.outlook import OutputLengths
 from worker_svc.engine.interface import RoundResult
+from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import choices_of
@@ -15,6 +16,7 @@ from worker_svc.engine.round.commit import Commit
 from worker_svc.engine.round.draft import Drafting, DraftSteps
 from worker_svc.engine.round.plan import RoundPlanner
 from worker_svc.engine.round.prefill import Prefill
+from worker_svc.engine.round.remaining import Remaining
 from worker_svc.engine.round.request import RoundRequest
 from worker_svc.engine.round.verify import Verification
 from worker_svc.engine.sampling.noise import Noise
@@ -27,7 +29,7 @@ CHUNKS_ARE_FEW = 8
 class Rounds:
     """The phases of an engine's rounds, and what they learn from round to round."""
 
-    def __init__(self, pair: ModelPair, options: EngineOptions) -> None:
+    def __init__(self, pair: ModelPair, options: EngineOptions, probe: LengthProbe | None = None) -> None:
         self._pair = pair
         max_draft_len = 0 if options.drafter is None else options.max_draft_len
         self.lengths = DraftLengths(max_draft_len, options.draft_len)
@@ -44,8 +46,9 @@ class Rounds:
             block_size=options.block_size,
         )
         self.drafting = Drafting(pair)
-        self.verification = Verification(pair)
+        self.verification = Verification(pair, 0 if probe is None else probe.kind.layer)
         self._commit = Commit(pair, self.prefill, output_lengths)
+        self._remaining = Remaining(probe)
 
     def run(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
         """Run one round over exactly these requests, which began at `started` of `time.perf_counter`.
@@ -56,6 +59,7 @@ class Rounds:
         round_clock = pair.clock()
         keys = sum([len(sequence.tokens) for sequence in sequences])
         requests = self._plan(sequences, keys)
+        self._remaining.mark(requests)
         swapping_s, swap_s = self._swap_in(requests)
         choices = choices_of(requests, self._noise, pair.vocab_size, pair.device)
         draft_started = time.perf_counter()
@@ -64,7 +68,7 @@ class Rounds:
         verify_started = time.perf_counter()
         self.verification.verify(requests, choices, steps.on_device)
         ended = time.perf_counter()
-        reports = tuple([self._commit.commit(request, self.lengths) for request in requests])
+        reports = [self._commit.commit(request, self.lengths) for request in requests]
         self.prefill.grow()
         forward_s = ended - verify_started
         rows, chunk_rows = sum([request.fed for request in requests]), sum([r.chunk for r in requests])
@@ -73,9 +77,11 @@ class Rounds:
             # Rows of a chunk have another cost than draft tokens. Under load nearly every round has a few of
             # them.
             self._observe_costs(requests, rows, pair.clock() - round_clock - swapping_s, steps, keys)
+        # After the measurement: what it costs says nothing about draft lengths.
+        settled = self._remaining.settle(requests, reports)
         free = [pool.allocator.free_blocks for pool in pair.pools]
         return RoundResult(
-            requests=reports,
+            requests=settled,
             draft_s=verify_started - draft_started,
             verify_s=forward_s - prefill_s,
             prefill_s=prefill_s,

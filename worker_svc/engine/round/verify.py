@@ -8,6 +8,7 @@ import torch
 
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import TokenLogprobs
+from worker_svc.engine.models.hidden import HiddenRows
 from worker_svc.engine.models.plan import Piece, Plan
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import Choices
@@ -22,8 +23,10 @@ OnDevice = SequenceOf[tuple[SequenceOf[RoundRequest], torch.Tensor]]
 class Verification:
     """The target's part of a round: prefill chunks and draft tokens of all requests share one forward."""
 
-    def __init__(self, pair: ModelPair) -> None:
+    def __init__(self, pair: ModelPair, hidden_layer: int = 0) -> None:
+        """`hidden_layer`: target's layers before the hidden states of requests that are looked at."""
         self.pair = pair
+        self.hidden_layer = hidden_layer
 
     def verify(self, requests: SequenceOf[RoundRequest], choices: Choices, on_device: OnDevice) -> None:
         """Add the target's choices to the requests, and the draft tokens that are still on the device."""
@@ -48,6 +51,8 @@ class Verification:
         # KV.
         watched: list[int] = []
         choice_rows: list[int] = []
+        looked_at: list[RoundRequest] = []
+        hidden_rows: list[int] = []
         for request, (_, start, count), row in zip(fed, pieces, plan.first_row, strict=True):
             known = request.sequence.tokens[start : start + count]
             known += request.draft_tokens  # empty where they are on the device
@@ -57,10 +62,15 @@ class Verification:
             choice_rows.extend(range(request.first_choice, request.first_choice + chosen))
             if not chosen:
                 watched.append(row + count - 1)
+            if request.looked_at:
+                looked_at.append(request)
+                hidden_rows.append(row + request.context - 1 - start)
         ids = kernels.int64s(host_ids).to(device)
         guesses = _fill_in(ids, fed, plan, on_device)
         # [choice rows and watched rows, vocab]
-        logits = self.pair.target.forward(ids, plan, kernels.int64s(logit_rows + watched).to(device))
+        wanted = kernels.int64s(logit_rows + watched).to(device)
+        hidden = HiddenRows(self.hidden_layer, hidden_rows) if looked_at else None
+        logits = self.pair.target.forward(ids, plan, wanted, hidden)
         count = len(choice_rows)
         if guesses is None and choices.by_kernels and kernels.choose_of(logits):
             picked = kernels.choose(logits, choice_rows + [0] * len(watched), choices.for_kernels)
@@ -78,6 +88,9 @@ class Verification:
             request.chosen = picked[at:after][: request.allowed]
             at = after
         _add_logprobs(logits, picked, fed)
+        if hidden is not None:
+            for request, state in zip(looked_at, hidden.on_host(), strict=True):
+                request.hidden = state
         return finite
 
     def _verify_one_by_one(self, requests: SequenceOf[RoundRequest], choices: Choices) -> None:

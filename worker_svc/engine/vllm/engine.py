@@ -26,6 +26,7 @@ from laps_sd.contract.ends import End
 from worker_svc.engine.interface import (
     Capacity,
     DeviceFailed,
+    LengthLearner,
     OutOfBlocks,
     RequestRound,
     Residency,
@@ -71,6 +72,7 @@ class VllmEngine:
         share_prefixes: bool = True,
     ) -> None:
         self.fingerprint = fingerprint
+        self.length_probe: LengthLearner | None = None
         self._core = core
         self._rules = rules
         self._decode = decode
@@ -271,7 +273,7 @@ class VllmEngine:
     def _check_room(self, requests: Sequence[Request]) -> None:
         """Raise OutOfBlocks if vLLM would have to preempt a request for this round."""
         scheduler = self._scheduler
-        short = scheduler.blocks_short(requests)
+        short = 0 if scheduler.surely_fits(requests) else scheduler.blocks_short(requests)
         if short > 0:
             raise OutOfBlocks(
                 f"the KV pool has {scheduler.free_blocks()} free blocks and this round needs {short} more"

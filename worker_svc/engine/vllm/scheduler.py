@@ -50,7 +50,9 @@ class Rounds(Pausing):
         return len(self._begun)
 
     def residents_over(self, run: Sequence[Request]) -> int:
-        """Return by how many requests the places of the model runner are too few for this run."""
+        """Return by how many requests the places of the model runner are too few for this run; 0 or less: none."""
+        if len(self.running) + len(run) <= self.max_num_running_reqs:
+            return 0
         names = {request.request_id for request in self.running}
         names.update(request.request_id for request in run)
         return len(names) - self.max_num_running_reqs

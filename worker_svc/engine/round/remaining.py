@@ -1,0 +1,66 @@
+"""The probe's part of the round: which requests it looks at, what it predicts of them, and what it learns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+
+from laps_sd.contract.ends import End
+from worker_svc.engine.interface import RequestRound
+from worker_svc.engine.length_probe.probe import LengthProbe
+from worker_svc.engine.round.request import RoundRequest
+
+
+class Remaining:
+    """Looks at the requests of rounds by `probe`; does nothing without one.
+
+    A look is by the last token of the context before the round, whose place in the forward is known in advance. The
+    tokens of the round come off the prediction.
+    """
+
+    def __init__(self, probe: LengthProbe | None) -> None:
+        self._probe = probe
+
+    def mark(self, requests: SequenceOf[RoundRequest]) -> None:
+        """Mark the requests that are due for a look and whose last token is in this round's forward."""
+        if self._probe is None:
+            return
+        for request in requests:
+            watched = request.sequence.watched
+            if watched is not None and request.choices and request.sequence.output_length >= watched.due:
+                request.looked_at = True
+
+    def settle(
+        self, requests: SequenceOf[RoundRequest], reports: SequenceOf[RequestRound]
+    ) -> tuple[RequestRound, ...]:
+        """Look at the marked requests, and learn from those that have ended; return the reports with predictions."""
+        if self._probe is None:
+            return tuple(reports)
+        try:
+            return self._settle(self._probe, requests, reports)
+        except Exception:
+            # The tokens of the round are committed: it must not fail any more.
+            logging.getLogger(__name__).exception(
+                "the probe failed: no output lengths are predicted any more"
+            )
+            self._probe = None
+            return tuple(reports)
+
+    def _settle(
+        self, probe: LengthProbe, requests: SequenceOf[RoundRequest], reports: SequenceOf[RequestRound]
+    ) -> tuple[RequestRound, ...]:
+        settled = list(reports)
+        for at, (request, report) in enumerate(zip(requests, reports, strict=True)):
+            watched = request.sequence.watched
+            if watched is None or report.finish is End.ERROR:
+                continue
+            if request.hidden is not None:
+                remaining = probe.look(watched, report.position, request.hidden)
+                if remaining is not None and report.finish is None:
+                    left = min(remaining, request.sequence.spec.max_tokens - report.position)
+                    settled[at] = report._replace(
+                        predicted_remaining_tokens=max(1.0, left - len(report.tokens))
+                    )
+            if report.finish is not None:
+                probe.learn(watched, request.sequence.output_length, cut=report.finish is End.LENGTH)
+        return tuple(settled)
