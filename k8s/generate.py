@@ -50,10 +50,12 @@ _SERVING = {
 _LINK = dict.fromkeys(("link_tls", "link_tls_ca", "link_tls_cert", "link_tls_key"), "tls.links") | {
     "scheduler_seeds": "names of the schedulers' pods"
 }
+_LENGTHS = {"predict_lengths": "lengths.predict", "length_key": "lengths.keySecret"}
 OWNED: dict[str, dict[str, str]] = {
     "gateway": {
         **_SERVING,
         **_LINK,
+        **_LENGTHS,
         "shard": "pools[].shards",
         "model": "pools[].model",
         "shards_file": "pools[].shards",
@@ -65,6 +67,7 @@ OWNED: dict[str, dict[str, str]] = {
     },
     "scheduler": {
         **_SERVING,
+        **_LENGTHS,
         "redis_url": "redis",
         "redis_password_file": "redis.external.passwordSecret",
         "redis_sentinel_user": "redis.external.sentinelUser",

@@ -59,6 +59,12 @@ class Metrics:
             buckets=RATIOS,
             registry=registry,
         )
+        self.estimates_covered = Counter(
+            "laps_sd_vllm_estimates_covered",
+            "Estimates whose interval contained the service afterwards, of requests that ended.",
+            ("engine", "moment", "basis"),
+            registry=registry,
+        )
         self.decision_s = Histogram(
             "laps_sd_vllm_decision_seconds",
             "Time to decide who is in a step: the core and choose.",

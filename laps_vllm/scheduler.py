@@ -216,9 +216,9 @@ class Laps(Pausing):
         if not self.requests:
             worker.decide(now_s)
         for judged in worker.core.estimate_errors.latest:
-            metrics.estimate_error.labels(metrics.engine, judged.moment.value, judged.basis.value).observe(
-                judged.ratio
-            )
+            labels = (metrics.engine, judged.moment.value, judged.basis.value)
+            metrics.estimate_error.labels(*labels).observe(judged.ratio)
+            metrics.estimates_covered.labels(*labels).inc(judged.covered)
         worker.core.estimate_errors.latest = []
         metrics.pauses.inc(worker.paused - self._seen_pauses)
         metrics.evictions.inc(self.evictions - self._seen_evictions)

@@ -111,9 +111,16 @@ ESTIMATE_ERROR = histogram(
     "laps_sd_scheduler_estimate_error_ratio",
     "Machine seconds that a request took after a point in time, divided by those predicted then: 1 is"
     " right, 2 is twice as long. For requests that ended by themselves; when: arrival, first_round, "
-    "perceptible, round_32; basis of the length: class, client, worker.",
+    "perceptible, round_32; basis of the length: class, client, prompt, client_prompt (both), worker. The counts "
+    "at arrival by basis show how many requests each source of lengths was used for.",
     ["when", "basis"],
     buckets=(0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10),
+)
+ESTIMATES_COVERED = counter(
+    "laps_sd_scheduler_estimates_covered_total",
+    "Estimates whose request then took machine seconds inside the interval that was reported with the estimate. "
+    "Divided by the count of `laps_sd_scheduler_estimate_error_ratio`: 0.8 if the intervals are right.",
+    ["when", "basis"],
 )
 
 
@@ -143,7 +150,10 @@ def observe_death(deaths: int) -> None:
 def observe_estimates(judged: Iterable[Judged]) -> None:
     """Count how wrong the estimates were of requests that ended."""
     for one in judged:
-        ESTIMATE_ERROR.labels(one.moment.value, one.basis.value).observe(one.ratio)
+        labels = (one.moment.value, one.basis.value)
+        ESTIMATE_ERROR.labels(*labels).observe(one.ratio)
+        # Also when it adds 0: the share of a source that never covers is 0, and not missing.
+        ESTIMATES_COVERED.labels(*labels).inc(one.covered)
 
 
 def observe_queue(core: Scheduler, pool: str) -> float:

@@ -28,6 +28,16 @@ def judged(scheduler: Scheduler) -> dict[str, float]:
     return {one.moment.value: one.ratio for one in scheduler.estimate_errors.latest}
 
 
+def kept(
+    remaining_s: float,
+    low_s: float = 1.0,
+    high_s: float = 2.0,
+    attained_s: float = 0.0,
+    basis: Basis = Basis.CLASS,
+) -> KeptEstimate:
+    return KeptEstimate(remaining_s, low_s, high_s, attained_s, basis)
+
+
 class TestWhatIsJudged:
     def test_what_was_said_against_what_was_charged_afterwards(self) -> None:
         scheduler = core()
@@ -46,6 +56,11 @@ class TestWhatIsJudged:
         assert ratios["first_round"] == pytest.approx(4 * 0.03 / said_later.remaining_s)
         assert "round_32" not in ratios
         assert {one.basis for one in scheduler.estimate_errors.latest} == {Basis.CLIENT}
+        covered = {one.moment.value: one.covered for one in scheduler.estimate_errors.latest}
+        assert covered["arrival"] == (said.remaining_low_s <= 0.2 + 5 * 0.03 <= said.remaining_high_s)
+        assert covered["first_round"] == (
+            said_later.remaining_low_s <= 4 * 0.03 <= said_later.remaining_high_s
+        )
         scheduler.step(10.0, [])
         assert scheduler.estimate_errors.latest == [], "each step tells its own"
         assert scheduler.estimate_errors.of(Moment.ARRIVAL).count == 1, "and the sums stay"
@@ -145,7 +160,7 @@ class TestSummaries:
     def test_ratios_are_told_within_limits(self) -> None:
         errors = EstimateErrors()
         for remaining_s, attained_s in ((1.0, 0.0), (1e-9, 1e6)):
-            errors.judge({Moment.ARRIVAL: KeptEstimate(remaining_s, 0.0, Basis.CLASS)}, attained_s)
+            errors.judge({Moment.ARRIVAL: kept(remaining_s)}, attained_s)
         assert [one.ratio for one in errors.latest] == [1 / MOST_RATIO, MOST_RATIO]
         summary = errors.by[Moment.ARRIVAL, Basis.CLASS]
         assert (summary.mean, summary.rms) == (0, pytest.approx(math.log(MOST_RATIO)))
@@ -154,13 +169,21 @@ class TestSummaries:
     def test_over_all_bases(self) -> None:
         errors = EstimateErrors()
         for basis, attained_s in ((Basis.CLASS, 2.0), (Basis.CLIENT, 0.5), (Basis.CLIENT, 0.5)):
-            errors.judge({Moment.ARRIVAL: KeptEstimate(1.0, 0.0, basis)}, attained_s)
-        errors.judge({Moment.SETTLED: KeptEstimate(1.0, 0.0, Basis.CLASS)}, 3.0)
+            errors.judge({Moment.ARRIVAL: kept(1.0, basis=basis)}, attained_s)
+        errors.judge({Moment.SETTLED: kept(1.0)}, 3.0)
         whole = errors.of(Moment.ARRIVAL)
         assert (whole.count, sum(whole.bins)) == (3, 3)
         assert (whole.predicted_s, whole.actual_s) == (3.0, 3.0)
         assert whole.mean == pytest.approx(-math.log(2) / 3)
+        assert (whole.covered, whole.coverage) == (1, pytest.approx(1 / 3))
         assert errors.of(Moment.PERCEPTIBLE).count == 0
+
+    def test_an_estimate_covers_what_lies_in_its_interval_both_ends_included(self) -> None:
+        errors = EstimateErrors()
+        for attained_s in (7.4, 7.5, 9.0, 10.0, 10.1):  # 5 of them before the estimate
+            errors.judge({Moment.SETTLED: kept(3.0, 2.5, 5.0, attained_s=5.0)}, attained_s)
+        assert [one.covered for one in errors.latest] == [False, True, True, True, False]
+        assert errors.by[Moment.SETTLED, Basis.CLASS].coverage == pytest.approx(0.6)
 
 
 def test_estimates_are_right_on_average_and_get_better_as_a_request_runs() -> None:

@@ -25,6 +25,8 @@ SLOTS = 2
 LONG = 12
 SHORT = 4
 PROMPT = "Tell me a story about the harbour."
+AT_ARRIVAL = {"when": "arrival", "basis": "client_prompt"}
+"""Labels of the estimates for the short requests at arrival: they had a hint and a prompt of text."""
 
 
 @dataclass(frozen=True)
@@ -243,11 +245,19 @@ def test_how_wrong_the_estimates_are(busy: Busy) -> None:
     end."""
     scheduler = scrape(busy.stack, "scheduler")
     name = "laps_sd_scheduler_estimate_error_ratio"
-    at_arrival = {"when": "arrival", "basis": "client"}  # the short requests brought a guess
 
-    assert scheduler.value(f"{name}_count", **at_arrival) == SHORT
-    assert scheduler.value(f"{name}_bucket", le="+Inf", **at_arrival) == SHORT
-    assert 0 < scheduler.value(f"{name}_sum", **at_arrival) / SHORT < 1024
+    assert scheduler.value(f"{name}_count", **AT_ARRIVAL) == SHORT
+    assert scheduler.value(f"{name}_bucket", le="+Inf", **AT_ARRIVAL) == SHORT
+    assert 0 < scheduler.value(f"{name}_sum", **AT_ARRIVAL) / SHORT < 1024
+
+
+def test_how_often_the_intervals_of_estimates_are_right(busy: Busy) -> None:
+    """A share of those of `test_how_wrong_the_estimates_are`, also if it is 0."""
+    scheduler = scrape(busy.stack, "scheduler")
+    name = "laps_sd_scheduler_estimates_covered_total"
+
+    assert (name, frozenset(AT_ARRIVAL.items())) in scheduler.samples
+    assert 0 <= scheduler.value(name, **AT_ARRIVAL) <= SHORT
 
 
 def test_how_often_requests_are_preempted(busy: Busy) -> None:

@@ -31,6 +31,17 @@
 {{- end }}
 {{- end -}}
 
+{{/* How words of prompts are hashed: the same for gateways and schedulers, which compare them. */}}
+{{- define "laps-sd.lengthsEnv" -}}
+- name: LAPS_SD_PREDICT_LENGTHS
+  value: {{ .Values.lengths.predict | quote }}
+{{- with .Values.lengths.keySecret }}
+- name: LAPS_SD_LENGTH_KEY
+  valueFrom:
+    secretKeyRef: {name: {{ . }}, key: key}
+{{- end }}
+{{- end -}}
+
 {{/* With which certificates gateway and worker dial the scheduler. */}}
 {{- define "laps-sd.linkEnv" -}}
 {{- if ne .Values.tls.links.mode "off" }}

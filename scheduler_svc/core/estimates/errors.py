@@ -41,16 +41,23 @@ class KeptEstimate:
     """Estimate for a request at one moment, and the service charged until then."""
 
     remaining_s: Final[float]
+    low_s: Final[float]
+    high_s: Final[float]
+    """The remaining service, and the reported interval that it should lie in with a probability of 80 %."""
     attained_s: Final[float]
     basis: Final[Basis]
 
     def __init__(
         self,
         remaining_s: float,
+        low_s: float,
+        high_s: float,
         attained_s: float,
         basis: Basis,
     ) -> None:
         self.remaining_s = remaining_s
+        self.low_s = low_s
+        self.high_s = high_s
         self.attained_s = attained_s
         self.basis = basis
 
@@ -63,6 +70,8 @@ class Judged:
     basis: Basis
     ratio: float
     """Machine seconds charged after the moment, over those that were predicted."""
+    covered: bool
+    """Whether they lay in the interval that was reported with the estimate."""
 
 
 _OCTAVES = int(math.log2(MOST_RATIO))
@@ -81,6 +90,8 @@ class ErrorSummary:
     predicted_s: float = 0.0
     actual_s: float = 0.0
     """Sums over the requests."""
+    covered: int = 0
+    """Requests whose service lay in the reported interval."""
     total: float = 0.0
     squares: float = 0.0
     bins: list[int] = field(default_factory=lambda: [0] * (2 * _OCTAVES * BINS_PER_OCTAVE))
@@ -97,6 +108,11 @@ class ErrorSummary:
         at = int((log / math.log(2) + _OCTAVES) * BINS_PER_OCTAVE)
         self.bins[min(at, len(self.bins) - 1)] += 1
         return ratio
+
+    @property
+    def coverage(self) -> float:
+        """Share of the requests whose service lay in the reported interval: 0.8 if the intervals are right."""
+        return self.covered / self.count
 
     @property
     def mean(self) -> float:
@@ -132,8 +148,11 @@ class EstimateErrors:
         """Judge the estimates of a request that ended by itself after `attained_s` machine seconds."""
         for moment, estimate in said.items():
             summary = self.by.setdefault((moment, estimate.basis), ErrorSummary())
-            ratio = summary.add(estimate.remaining_s, attained_s - estimate.attained_s)
-            self.latest.append(Judged(moment, estimate.basis, ratio))
+            actual_s = attained_s - estimate.attained_s
+            ratio = summary.add(estimate.remaining_s, actual_s)
+            covered = estimate.low_s <= actual_s <= estimate.high_s
+            summary.covered += covered
+            self.latest.append(Judged(moment, estimate.basis, ratio, covered))
 
     def of(self, moment: Moment) -> ErrorSummary:
         """Return the summary of a moment over all sources."""
@@ -143,6 +162,7 @@ class EstimateErrors:
                 whole.count += part.count
                 whole.predicted_s += part.predicted_s
                 whole.actual_s += part.actual_s
+                whole.covered += part.covered
                 whole.total += part.total
                 whole.squares += part.squares
                 whole.bins = [a + b for a, b in zip(whole.bins, part.bins, strict=True)]

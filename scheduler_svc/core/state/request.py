@@ -222,7 +222,9 @@ class Request:
 
     def _estimate(self) -> KeptEstimate:
         remaining = self.rank.remaining
-        return KeptEstimate(remaining.mean_s, self.attained_s, remaining.basis)
+        return KeptEstimate(
+            remaining.mean_s, remaining.low_s, remaining.high_s, self.attained_s, remaining.basis
+        )
 
     def record_event(self, now_s: float, what: str, detail: str = "") -> None:
         """Add an event to its story, on the clock of `step`."""

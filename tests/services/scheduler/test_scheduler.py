@@ -797,21 +797,25 @@ async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
     """The request took 22 ms of its worker; the prediction at its arrival is in Explain."""
     counted = {"when": "arrival", "basis": "client"}
 
-    def told() -> tuple[float, float]:
+    def told() -> tuple[float, float, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as reply:
             families = text_string_to_metric_families(reply.read().decode())
         samples = {
             (s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples
         }
-        name = "laps_sd_scheduler_estimate_error_ratio"
-        count, total = (
-            samples.get((f"{name}{part}", frozenset(counted.items())), 0) for part in ("_count", "_sum")
+        count, total, covered = (
+            samples.get((f"laps_sd_scheduler_{each}", frozenset(counted.items())), 0)
+            for each in (
+                "estimate_error_ratio_count",
+                "estimate_error_ratio_sum",
+                "estimates_covered_total",
+            )
         )
-        return count, total
+        return count, total, covered
 
     endpoint = serve_metrics(0)
     try:
-        count, total = told()
+        count, total, covered = told()
         async with (
             gateway(scheduler.address) as client,
             worker(scheduler.address) as gpu,
@@ -823,11 +827,14 @@ async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
             said = await admin_pb2_grpc.AdminStub(channel).ExplainRequest(asked)
             await gpu.run_round("r1", epoch, 0, [10, 11])
             await gpu.run_round("r1", epoch, 2, [12], end=STOP)
-        after, total_after = told()
+        after, total_after, covered_after = told()
     finally:
         endpoint.close()
     assert after - count == 1
     assert total_after - total == pytest.approx(0.022 / said.explanation.remaining_s)
+    explanation = said.explanation
+    is_covered = explanation.remaining_low_s <= 0.022 <= explanation.remaining_high_s
+    assert covered_after - covered == is_covered
 
 
 @pytest.mark.parametrize("limits", [{"max_requests": 2}, {"max_queued_tokens": 22}])
