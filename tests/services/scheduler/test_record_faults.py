@@ -513,6 +513,24 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
         assert (await client.read("late"))[0] == [10, 11, 12]
 
 
+async def test_a_leader_that_predicts_no_lengths_keeps_no_words_of_what_a_worker_brings_back(
+    operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1", keep=True, length_features=[1, 300])
+        running = (await gpu.assigned("r1"))["r1"]
+        await first.crash()
+    await operator.flushall()
+    second = await start_own(predict_lengths=False)
+    async with worker(second.address, held=[held_by_a_worker(running, [])]) as gpu:
+        await gpu.assigned("r1")
+        restored = await second.store.read("r1")
+
+        assert restored is not None
+        assert restored.length_features == b""
+
+
 async def test_a_request_that_has_ended_is_not_restored_by_a_worker_that_missed_its_end(
     start_own: StartScheduler,
 ) -> None:
