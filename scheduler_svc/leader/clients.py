@@ -313,9 +313,7 @@ class Clients:
             except InvalidArgument as error:
                 _refuse(session, submission, Refusal.INVALID, error.message)
                 continue
-            if not self._settings.predict_lengths:
-                submission.message.ClearField("length_features")
-            new = requests.new_request(submission, unix_ms)
+            new = self._new_request(submission, unix_ms)
             if new.request_id in self.doubtful:  # its withdrawal may be executed later
                 _refuse(
                     session,
@@ -352,6 +350,13 @@ class Clients:
             if live is not None and result.status is SubmitStatus.ATTACHED:
                 await self._give_time(live, new.deadline_unix_ms)
             self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
+
+    def _new_request(self, submission: Submission, unix_ms: int) -> NewRequest:
+        """Return a checked submission as the record takes it: without the words of its prompt if nothing is
+        predicted from them."""
+        if not self._settings.predict_lengths:
+            submission.message.ClearField("length_features")
+        return requests.new_request(submission, unix_ms)
 
     async def _give_time(self, live: Live, deadline_unix_ms: int | None) -> None:
         """Give a request the deadline of a retry with the same idempotency key: the retry may have more time
@@ -481,7 +486,7 @@ class Clients:
                     error=str(error),
                 )
                 continue
-            new = requests.new_request(submission, unix_ms)
+            new = self._new_request(submission, unix_ms)
             shown = Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
             try:
                 [result] = await self._submit([new], {new.request_id: shown})

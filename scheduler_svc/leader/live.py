@@ -175,6 +175,7 @@ class Live:
             body_hash=request.body_hash,
             seed=request.seed,
             submission=request.settings,
+            length_features=facts.length_features,
             sequence=facts.sequence,
             committed_ids=tuple(self.committed),
             lease_epoch=self.lease_epoch,

@@ -189,7 +189,10 @@ class Loop:
         self.clients.newest_sequence = await self.store.last_sequence()
         async for chunk in self.store.load_unfinished():
             for stored in chunk:
-                live = from_record(stored)
+                if not self.settings.predict_lengths:  # an earlier leader had it on
+                    live = from_record(replace(stored, length_features=b""))
+                else:
+                    live = from_record(stored)
                 events.append(recovered(live))
                 self.clients.adopt(live)
                 if stored.worker_id is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Standing, StoryLine
@@ -79,8 +79,8 @@ class NewRequest:
     seed: int
     submission: bytes
     """Serialized submission (sampling settings, stop strings …). Opaque to the store."""
-    length_features: bytes = field(default=b"", kw_only=True)
-    """Packed hashed words of the prompt. The record drops them at the end."""
+    length_features: bytes
+    """Packed hashed words of the prompt; empty: none. The record drops them at the end."""
 
 
 @dataclass(frozen=True, slots=True)

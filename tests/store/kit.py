@@ -9,6 +9,7 @@ from typing import Any
 import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_features import packed
 from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
 from scheduler_svc.store.records import NewRequest, StoredRequest, TransitionStatus
 from scheduler_svc.store.store import Batch, Pending, Store
@@ -17,6 +18,9 @@ OK, ALREADY, STALE, GONE = TransitionStatus
 
 NOW_S = 1_700_000_000.5
 """Time of the stores' clock in tests."""
+
+FEATURES = packed((3, 300, 2**15 - 1))
+"""Length features of a request."""
 
 STORY = (StoryLine(0.0, "arrived", ""), StoryLine(1.5, "ended", "stop"))
 
@@ -47,6 +51,7 @@ def a_request(request_id: str = "r1", **changes: Any) -> NewRequest:
         "body_hash": f"hash-of-{request_id}",
         "seed": 7,
         "submission": b"\x00\xffsettings",
+        "length_features": FEATURES,
     }
     return NewRequest(**(fields | changes))
 

@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_features import MOST_FEATURES, packed
 from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
@@ -24,6 +25,7 @@ from tests.helpers import wait_until_async
 from tests.store.conftest import OpenStore
 from tests.store.kit import (
     ALREADY,
+    FEATURES,
     GONE,
     NOW_S,
     OK,
@@ -95,6 +97,7 @@ class TestSubmit:
             idempotency_key="key with spaces",
             seed=2**64 - 1,
             submission=bytes(range(256)),
+            length_features=packed(range(2**15 - MOST_FEATURES, 2**15)),
         )
         await accept(store, request)
 
@@ -530,6 +533,21 @@ class TestEnd:
         await One(store).finish(a_finish("r2"))
 
         assert all(290_000 < ttl_ms <= 300_000 for ttl_ms in await ttls_ms(client, of_one))
+
+    @pytest.mark.parametrize("verb", ["commit", "finish"])
+    @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.value)
+    async def test_the_words_of_a_prompt_leave_the_record_with_the_end(
+        self, store: Store, client: redis_client.Redis, end: End, verb: str
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        assert (await read(store)).length_features == FEATURES
+        last = a_commit(position=3, end=end) if verb == "commit" else a_finish(end=end)
+
+        assert await One(store).many(verb, [last]) == [OK]
+        assert await client.hkeys(store.keys.payload("r1")) == [b"prompt", b"submission", b"story"]
+        assert (await read(store)).length_features == b""
 
     async def test_a_process_that_never_saw_the_submission_lets_its_key_expire_too(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
@@ -1155,6 +1173,25 @@ class TestLeadership:
 
 
 class TestRecovery:
+    async def test_what_words_a_prompt_had_reaches_a_new_leader(
+        self, store: Store, open_store: OpenStore
+    ) -> None:
+        await accept(store, a_request("r1"), a_request("r2", length_features=b""))
+        found = await unfinished(await take_over(open_store, store))
+
+        assert [request.length_features for request in found] == [FEATURES, b""]
+
+    async def test_a_request_without_length_features_is_as_an_earlier_release_wrote_it(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request(length_features=b""))
+        assert await client.hkeys(store.keys.payload("r1")) == [b"prompt", b"submission"]
+
+        other = await take_over(open_store, store)
+        [found] = await unfinished(other)
+        assert found.length_features == b""
+        assert await One(other).finish(a_finish()) is OK
+
     async def test_a_new_leader_finds_what_was_written(self, store: Store, open_store: OpenStore) -> None:
         await accept(store, *(a_request(f"r{n}", idempotency_key=f"k{n}") for n in range(5)))
         await lease(store, "r1")
@@ -1238,7 +1275,10 @@ class TestRecovery:
 class TestRestore:
     async def write_some(self, store: Store) -> list[StoredRequest]:
         await accept(
-            store, a_request("r0", idempotency_key="k", body_hash="b"), *(a_request(f"r{n}") for n in (1, 2))
+            store,
+            a_request("r0", idempotency_key="k", body_hash="b"),
+            a_request("r1"),
+            a_request("r2", length_features=b""),
         )
         await lease(store, "r1")
         await One(store).commit(a_commit("r1", standing=a_standing(level=2)))
@@ -1253,14 +1293,15 @@ class TestRestore:
         store._limits = Limits()  # what was accepted under other limits is still written back
         await store.acquire_leadership(owner="leader:1", lease_s=60)
         working_copy = await self.write_some(store)
-        counters = [store.keys.tenants(), store.keys.reserved(), store.keys.level(0), store.keys.level(2)]
-        before = [await client.dump(key) for key in counters]
+        same = [store.keys.tenants(), store.keys.reserved(), store.keys.level(0), store.keys.level(2)]
+        same += [store.keys.payload(f"r{n}") for n in range(3)]
+        before = [await client.dump(key) for key in same]
         await client.delete(*await keys_of(client, store.keys.prefix))
         await store.acquire_leadership(owner="leader:1", lease_s=60)
 
         assert await One(store).many("restore", working_copy) == [OK, OK, OK]
         assert working_copy == await unfinished(store)
-        assert before == [await client.dump(key) for key in counters]
+        assert before == [await client.dump(key) for key in same]
         assert await One(store).many("restore", working_copy) == [ALREADY] * 3
         results = await store.submit([a_request("r9", idempotency_key="k", body_hash="b"), a_request("r10")])
         assert [

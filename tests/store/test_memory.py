@@ -8,6 +8,7 @@ import pytest
 import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_features import MOST_FEATURES, packed
 from scheduler_svc.store.store import Store
 from tests.store.kit import One, a_commit, a_request, a_standing, accept, keys_of, lease
 
@@ -45,6 +46,7 @@ async def test_a_queued_request_and_its_tokens_stay_below_the_documented_bound(
                 idempotency_key=f"{number:064x}",
                 body_hash=f"{number:064x}",
                 submission=bytes(128),
+                length_features=packed(range(MOST_FEATURES)),
                 deadline_unix_ms=1_700_000_060_000,
             )
             for number in range(COUNT)

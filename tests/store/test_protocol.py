@@ -44,6 +44,7 @@ from scheduler_svc.store.records import StoredRequest, SubmitStatus, TransitionS
 from scheduler_svc.store.store import Batch, Pending, Store
 from tests.store.kit import (
     ALREADY,
+    FEATURES,
     GONE,
     OK,
     a_commit,
@@ -701,6 +702,9 @@ class Protocol(RuleBasedStateMachine):
         for request_id in expected.accepted:
             stored = self.run(self.reader.read(request_id))
             assert stored is not None, "an accepted request is not on the record"
+            assert stored.length_features == (FEATURES if stored.end is None else b""), (
+                "the words of a prompt are kept until the end"
+            )
             committed, was = list(stored.committed_ids), self.before.get(request_id)
             if was is not None:
                 assert committed[: len(was.committed_ids)] == list(was.committed_ids), (

@@ -26,6 +26,7 @@ from scheduler_svc.store.records import Limits, SubmitStatus, TransitionStatus
 from scheduler_svc.store.store import Batch, Pending, Store
 from tests.store.kit import (
     ALREADY,
+    FEATURES,
     GONE,
     OK,
     STALE,
@@ -261,6 +262,7 @@ class TwoProcesses(RuleBasedStateMachine):
                 known.worker_id,
                 known.end,
             )
+            assert stored.length_features == (FEATURES if known.end is None else b"")
             standing = stored.standing
             assert (standing.rounds, standing.level, standing.score) == (
                 known.rounds,

@@ -13,7 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gateway.calls.calls import Caller
 from gateway.calls.completion import body_hash
+from gateway.calls.prompts import SYSTEM_CHARACTERS, Prompts
 from gateway.model.tokenizer import ModelFiles
+from laps_sd.contract.length_features import FeatureHash, problem_of
 from laps_sd.errors import retry_after_s
 from laps_sd.service import metrics
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -28,6 +30,7 @@ from laps_sd.v1.inference_pb2 import (
     FinishReason,
     GenerateRequest,
     ListModelsRequest,
+    OutputFormat,
     ResumeRequest,
     SamplingParams,
     Speculation,
@@ -621,6 +624,133 @@ class TestChoices:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await running.stub.Generate(GenerateRequest(text="x", n=n))
         assert violations(error.value) == [("n", f"must be from 1 to 16, got {n}")]
+
+
+QUESTION = "Name the capital of Peru in one word"
+
+
+def chat(*contents: str, system: str = "") -> GenerateRequest:
+    """Return a chat of these contents, from the user and the assistant in turn."""
+    messages = [ChatMessage(role="system", content=system)] if system else []
+    messages += [
+        ChatMessage(role=("user", "assistant")[number % 2], content=content)
+        for number, content in enumerate(contents)
+    ]
+    return GenerateRequest(messages=ChatMessages(messages=messages))
+
+
+def limited(max_tokens: int) -> GenerateRequest:
+    return GenerateRequest(text=QUESTION, sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def marked(**output_format: Any) -> GenerateRequest:
+    return GenerateRequest(text=QUESTION, output_format=OutputFormat(**output_format))
+
+
+class TestLengthFeatures:
+    """Hashed words of the prompt, by which a scheduler predicts the length of the output."""
+
+    @staticmethod
+    async def sent(running: Running, scheduler: FakeScheduler, *requests: GenerateRequest) -> list[set[int]]:
+        """Return the features that the submission of each request has."""
+        found = []
+        for request in requests:
+            call = running.stub.GenerateStream(request)
+            submit = await scheduler.wait_heard("submit", len(scheduler.all_heard("submit")) + 1)
+            call.cancel()
+            assert problem_of(submit.length_features) == ""
+            found.append(set(submit.length_features))
+        return found
+
+    async def test_of_a_text_are_those_of_its_words(self, running: Running, scheduler: FakeScheduler) -> None:
+        [found] = await self.sent(running, scheduler, GenerateRequest(text=QUESTION))
+
+        assert found == set(FeatureHash().features_of(QUESTION))
+        assert len(found) > len(QUESTION.split())
+
+    async def test_of_a_chat_are_those_of_its_last_message_and_of_what_kind_of_chat_it_is(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        first, later, other, told, told_otherwise = await self.sent(
+            running,
+            scheduler,
+            chat(QUESTION),
+            chat("hello", "hi", QUESTION),
+            chat("bye", "hi", QUESTION),
+            chat(QUESTION, system="be brief"),
+            chat(QUESTION, system="be kind"),
+        )
+        words = set(FeatureHash().features_of(QUESTION))
+
+        assert words < first and words < later and words < told
+        assert later == other, "what was said before does not count"
+        assert [len(found - words) for found in (first, later, told)] == [1, 1, 2]
+        assert later != first, "how far the chat has got"
+        assert len(told - told_otherwise) == len(told_otherwise - told) == 1, "what its instructions are"
+
+    def test_tell_long_instructions_apart_by_their_beginning(self, model: ModelFiles) -> None:
+        prompts = Prompts(model, FeatureHash())
+        same = "be kind" + " " * SYSTEM_CHARACTERS
+        one, other, another = (
+            prompts.features_of(chat(QUESTION, system=system))
+            for system in (same + "1", same + "2", "1" + same)
+        )
+
+        assert one == other != another
+
+    async def test_tell_a_length_limit_by_powers_of_2_and_a_format(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        plain, five, seven, eight, json, grammar = await self.sent(
+            running,
+            scheduler,
+            GenerateRequest(text=QUESTION),
+            limited(5),
+            limited(7),
+            limited(8),
+            marked(json_object=True),
+            marked(grammar='start: "a"'),
+        )
+
+        assert five == seven != eight
+        assert json != grammar
+        for found in (five, eight, json, grammar):
+            assert plain < found
+            assert len(found - plain) == 1
+
+    async def test_of_token_ids_are_none(self, running: Running, scheduler: FakeScheduler) -> None:
+        request = GenerateRequest(token_ids=TokenIds(ids=[70, 71]), sampling=SamplingParams(max_tokens=5))
+
+        assert await self.sent(running, scheduler, request) == [set()]
+
+    async def test_are_the_same_for_every_choice(self, running: Running, scheduler: FakeScheduler) -> None:
+        call = running.stub.GenerateStream(GenerateRequest(text=QUESTION, n=3))
+        await scheduler.wait_heard("submit", 3)
+        call.cancel()
+
+        expected = FeatureHash().features_of(QUESTION)
+        assert [list(submit.length_features) for submit in scheduler.all_heard("submit")] == [expected] * 3
+
+    async def test_are_none_where_lengths_are_not_predicted(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        running = await start_gateway(scheduler.address, predict_lengths=False)
+
+        assert await self.sent(running, scheduler, limited(5), chat(QUESTION)) == [set(), set()]
+
+    async def test_mean_nothing_without_the_key_of_the_deployment(
+        self, running: Running, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        keyed = await start_gateway(scheduler.address, length_key="a secret")
+        request = limited(5)
+        [plain], [secret] = (
+            await self.sent(running, scheduler, request),
+            await self.sent(keyed, scheduler, request),
+        )
+
+        assert len(plain) == len(secret)
+        assert len(plain & secret) <= 1, "by chance"
+        assert set(FeatureHash("a secret").features_of(QUESTION)) < secret
 
 
 class TestCancel:

@@ -19,6 +19,7 @@ import redis.asyncio as redis_client
 import structlog
 
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_features import packed
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -86,10 +87,14 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
     scheduler = await start_own()
     epoch, incarnation = scheduler.leadership.epoch, scheduler.store.incarnation
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
-        await client.submit("r1", priority=3, time_limit_ms=60_000, workload_class="chat")
+        await client.submit(
+            "r1", priority=3, time_limit_ms=60_000, workload_class="chat", length_features=[1, 300]
+        )
         lease = (await gpu.assigned("r1"))["r1"].lease_epoch
         await gpu.run_round("r1", lease, 0, [10, 11])
-        await client.submit("r2", submission_id=2, idempotency_key="k", body_hash=b"b", keep=True)
+        await client.submit(
+            "r2", submission_id=2, idempotency_key="k", body_hash=b"b", keep=True, length_features=[2]
+        )
         await gpu.next("assignment")
         before = [await scheduler.store.read(request_id) for request_id in ("r1", "r2")]
         counters = await operator.hgetall("laps-sd:{s}:tenants"), await operator.get("laps-sd:{s}:reserved")
@@ -103,6 +108,7 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
         assert (r1.committed_ids, r1.lease_epoch, r1.worker_id) == ((10, 11, 12), lease, "w1")
         assert before[0] is not None
         assert (r1.priority, r1.time_limit_ms, r1.submission) == (3, 60_000, before[0].submission)
+        assert r1.length_features == packed([1, 300])
         assert r2 == before[1]
         assert counters == (
             await operator.hgetall("laps-sd:{s}:tenants"),
@@ -355,7 +361,12 @@ async def test_without_leader_and_record_the_gateway_that_a_client_went_to_resto
     first = await start_own()
     async with gateway(first.address, "g1") as submitted:
         await submitted.submit(
-            "r1", tenant="acme", idempotency_key="k", deadline_in_ms=60_000, grace_ms=30_000
+            "r1",
+            tenant="acme",
+            idempotency_key="k",
+            deadline_in_ms=60_000,
+            grace_ms=30_000,
+            length_features=[1, 300],
         )
     async with gateway(first.address, "g2") as resumed:
         attached = await resumed.attach("r1", tenant="acme", wants_submission=True)
@@ -377,6 +388,7 @@ async def test_without_leader_and_record_the_gateway_that_a_client_went_to_resto
         restored = await second.store.read("r1")
         assert restored is not None
         assert (restored.tenant, restored.idempotency_key, restored.grace_ms) == ("acme", "k", 30_000)
+        assert restored.length_features == packed([1, 300])
 
 
 async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: StartScheduler) -> None:
@@ -461,6 +473,7 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
             priority=2,
             time_limit_ms=60_000,
             traceparent=TRACEPARENT,
+            length_features=[1, 300],
         )
         running = (await gpu.assigned("r1"))["r1"]
         running.specification.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"  # of its lease
@@ -490,6 +503,7 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
             "prompt_ids",
             "model",
             "submission",
+            "length_features",
         ):
             assert getattr(restored, field) == getattr(lost, field)
         assert restored.time_limit_ms is not None
@@ -497,6 +511,24 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
         assert (await client.attach("r1", tenant="acme")).result == gateway_pb.AttachReply.RESULT_ATTACHED
         await gpu.run_round("r1", again.lease_epoch, 2, [12], end=STOP)
         assert (await client.read("late"))[0] == [10, 11, 12]
+
+
+async def test_a_leader_that_predicts_no_lengths_keeps_no_words_of_what_a_worker_brings_back(
+    operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1", keep=True, length_features=[1, 300])
+        running = (await gpu.assigned("r1"))["r1"]
+        await first.crash()
+    await operator.flushall()
+    second = await start_own(predict_lengths=False)
+    async with worker(second.address, held=[held_by_a_worker(running, [])]) as gpu:
+        await gpu.assigned("r1")
+        restored = await second.store.read("r1")
+
+        assert restored is not None
+        assert restored.length_features == b""
 
 
 async def test_a_request_that_has_ended_is_not_restored_by_a_worker_that_missed_its_end(
