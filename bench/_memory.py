@@ -25,10 +25,10 @@ class Memory:
     it ends or the run does."""
 
     def __init__(
-        self, stack: LocalStack, *, warm_s: float = WARM_S, loaded: Callable[[], bool] = lambda: True
+        self, stack: LocalStack, *, warm_s: float = WARM_S, loaded: Callable[[str], bool] = lambda _: True
     ) -> None:
-        """Take a process as settled after `warm_s` in which `loaded` was true, since it started: without a
-        leader, for example, a gateway has no streams yet."""
+        """Take a component as settled after `warm_s` in which `loaded` was true of it, since it started: without
+        a leader, for example, a gateway has no streams yet, and a worker loads its model first."""
         self._stack = stack
         self._loaded = loaded
         self._warm_s = warm_s
@@ -45,13 +45,14 @@ class Memory:
     def sample(self) -> None:
         """Take one sample."""
         now = time.monotonic()
-        under_load_s = 0.0 if self._sampled_at_s is None or not self._loaded() else now - self._sampled_at_s
+        since_s = 0.0 if self._sampled_at_s is None else now - self._sampled_at_s
         self._sampled_at_s = now
         resident = resident_by_group()
         for name, child in self._stack.children.items():
             if child.pid is None or not child.alive or child.pid not in resident:
                 continue
             mib = resident[child.pid]
+            under_load_s = since_s if self._loaded(name) else 0.0
             warm_s, settled, _ = self._seen.get((name, child.pid), (-under_load_s, None, mib))
             warm_s += under_load_s
             if settled is None and warm_s >= self._warm_s:

@@ -61,8 +61,7 @@ VLLM_ENVIRONMENT = {
     "LAPS_SD_CONTEXT_TOKENS": "512",
 }
 VLLM_WARM_S = 120.0
-"""Seconds until the memory of a worker over vLLM has settled: without faults it does in 75 s, and its start comes
-before."""
+"""Seconds under load until the memory of a worker over vLLM has settled: without faults it does in 75 to 120 s."""
 DEADLY_SEED = 2**32
 """Seed of the deadly request. No other request has it: theirs have 32 bits."""
 
@@ -160,7 +159,7 @@ class Run:
         )
         self.faults = injector.injected
         warm_s = VLLM_WARM_S if options.engine == "vllm" else WARM_S
-        memory = Memory(stack, warm_s=warm_s, loaded=lambda: bool(injector.state.leader))
+        memory = Memory(stack, warm_s=warm_s, loaded=injector.state.loads)
         watching = [
             asyncio.create_task(injector.watch(groups)),
             asyncio.create_task(memory.watch()),

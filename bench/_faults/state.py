@@ -29,6 +29,10 @@ class StackState:
     """Requests on the list of each worker."""
     draining: set[str] = field(default_factory=set)
 
+    def loads(self, name: str) -> bool:
+        """Return whether a component can have requests: there is a leader, and to it a worker has connected."""
+        return bool(self.leader) and (not name.startswith("worker-") or name in self.listed)
+
     async def look(self, stack: LocalStack, now: Callable[[], float]) -> None:
         """Update the state once, from the answers of the schedulers."""
         leader = ""

@@ -24,10 +24,10 @@ class Stopwatch:
 
         forward = model.forward
 
-        def timed(ids: Any, plan: Any, logit_rows: Any) -> Any:
+        def timed(ids: Any, plan: Any, logit_rows: Any, hidden: Any = None) -> Any:
             began = self._mark()
             with record_function(name):
-                logits = forward(ids, plan, logit_rows)
+                logits = forward(ids, plan, logit_rows, hidden)
             self.spans.append((name, plan.total - plan.padding, began, self._mark()))
             return logits
 

@@ -55,6 +55,8 @@ class Regime:
     workload: Workload = field(default_factory=Workload)
     settings: Mapping[str, Any] = field(default_factory=dict)
     expect: tuple[Expectation, ...] = ()
+    yardstick: bool = False
+    """What another regime is compared with, and no goal itself: levels need not be at work."""
     name: str = ""
 
     @property

@@ -27,6 +27,8 @@ class RequestFacts:
     max_tokens: int
     expected_output_tokens: int | None
     """The client's own guess; never trusted blindly."""
+    runs_to_limit: bool = False
+    """Only its length limit ends it: end-of-sequence tokens are ignored, and there is no stop string."""
     length_features: bytes = b""
     """Hashed words of the prompt, as `laps_sd.contract.length_features` packs them; empty: none."""
 

@@ -68,6 +68,8 @@ def _basis_of(request: Request, priors: Priors, errors: EstimateErrors) -> Itera
         yield (
             f"the worker's prediction of {prediction.remaining:.0f} more tokens after {prediction.emitted}"
         )
+    if basis is Basis.LIMIT:
+        yield f"its limit of {request.facts.max_tokens} tokens, before which nothing ends it"
     if basis in (Basis.CLIENT, Basis.CLIENT_AND_PROMPT):
         yield f"the client's estimate of {guesses.client:.0f} tokens"
     if basis in (Basis.PROMPT, Basis.CLIENT_AND_PROMPT):

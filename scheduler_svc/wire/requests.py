@@ -132,6 +132,7 @@ def accepted_with(new: NewRequest, sequence: int, submitted: Specification) -> A
             prompt_tokens=len(new.prompt_ids),
             max_tokens=new.max_tokens,
             expected_output_tokens=new.expected_output_tokens,
+            runs_to_limit=_runs_to_limit(specification),
             length_features=new.length_features,
         ),
         model=new.model,
@@ -142,6 +143,12 @@ def accepted_with(new: NewRequest, sequence: int, submitted: Specification) -> A
         most_logprobs=specification.logprobs if specification.HasField("logprobs") else None,
         specification=specification,
     )
+
+
+def _runs_to_limit(specification: Specification) -> bool:
+    sampling = sampling_of(specification)
+    # An output format may end before the limit.
+    return sampling.ignore_eos and not sampling.stop and not specification.HasField("output_format")
 
 
 def accepted_before(stored: StoredRequest) -> AcceptedRequest:

@@ -1020,7 +1020,8 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
                 for _ in range(min(times, 5)):
                     guesses = Guesses(client=guess, prompt=guess)
                     if guess is not None:
-                        guesses.predicted(priors.prediction("a", guess, 0, 2**25, guesses, ""))
+                        at = data.draw(contexts)
+                        guesses.predicted(priors.prediction("a", guess, at, 2**20, guesses, ""))
                     priors.observe_length("a", length, guesses, cut=cut)
     priors = data.draw(st.sampled_from([priors, Priors.from_dict(json.loads(json.dumps(priors.to_dict())))]))
     emitted, more = data.draw(st.integers(0, 2**24)), data.draw(st.integers(1, 2**24))

@@ -10,6 +10,7 @@ import pytest
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Assign, Commit, Drained, Drop, Finish, Lease, Rank, Release
+from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import (
@@ -404,6 +405,20 @@ class TestReports:
             assert e is not None
             assert ("worker's prediction" in e.basis) == (n > 8)
             scheduler.step(2.0, [report(did("a", 3, length - 3, end=End.STOP))])
+
+    def test_a_request_that_runs_to_its_limit_has_a_known_length(self) -> None:
+        scheduler = core()
+        known = request("a", max_tokens=90, runs_to_limit=True, expected_output_tokens=7)
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(known)])
+        scheduler.step(2.0, [report(did("a", 0, 30))])
+        e = scheduler.explain("a", 2.0)
+        assert e is not None
+        assert e.basis.startswith("its limit of 90 tokens")
+        assert scheduler.rank_of("a").remaining.basis is Basis.LIMIT  # type: ignore[union-attr]
+        before = scheduler.priors.to_dict()["all"]["length_counts"]
+        scheduler.step(3.0, [report(did("a", 30, 60, end=End.LENGTH))])
+        learned = scheduler.priors.to_dict()["all"]
+        assert (learned["length_counts"], learned["length_cuts"]) == (before, {}), "it teaches no length"
 
     def test_the_newest_prediction_is_read_as_what_remains(self) -> None:
         scheduler = core()

@@ -163,6 +163,15 @@ class TestWorkers:
         assert means == sorted(means, reverse=True)
         assert means[0] - means[2] == pytest.approx(100, rel=0.3)
 
+    @pytest.mark.parametrize("remaining", [1.0, 1e300])
+    @pytest.mark.parametrize(("at", "emitted"), [(50, 50), (10**9, 10), (49, 50), (0, 60)])
+    def test_a_worker_may_claim_anything(self, remaining: float, at: int, emitted: int) -> None:
+        priors = predicting({0: 0.3, 16: 0.3, 1024: 0.3}, 3000)
+        guesses = Guesses()
+        guesses.predicted(priors.prediction("", remaining, at, 50, guesses, ""))
+        left = priors.tokens_left("", emitted, 50, guesses)
+        assert 1 <= left.low <= left.mean <= left.high <= 50
+
     def test_a_bias_is_learned(self) -> None:
         priors, rng = Priors(), random.Random(1)
         for length in lengths(400, seed=2):

@@ -15,5 +15,7 @@ class Basis(enum.StrEnum):
     PROMPT = "prompt"
     """The prediction from its prompt."""
     CLIENT_AND_PROMPT = "client_prompt"
+    LIMIT = "limit"
+    """Its length limit: nothing else can end it."""
     WORKER = "worker"
     """The worker's prediction of what remains."""

@@ -172,7 +172,9 @@ class Priors:
         own, at = self._of(workload_class), prediction.emitted
         line = own.of_stages[stage_of(at)]
         table = own.remaining(at)
-        return table.left(line, prediction.remaining, max(0, emitted - at), most - at, Basis.WORKER)
+        # A worker may claim more tokens than the request can have.
+        most_left = max(1, most - at)
+        return table.left(line, prediction.remaining, max(0, emitted - at), most_left, Basis.WORKER)
 
     def _by_arrival(
         self, workload_class: str, emitted: int, most: int, guesses: Guesses, tenant: str

@@ -74,7 +74,8 @@ class Learner:
         # Estimates end at the limit too, so they can be judged by a request that reached it.
         if end in OWN_ENDS and request.kept_estimates is not None:
             self._estimate_errors.judge(request.kept_estimates, request.attained_s)
-        if end in OWN_ENDS and request.emitted:
+        # A request that can only run to its limit shows nothing of how long others become.
+        if end in OWN_ENDS and request.emitted and not request.facts.runs_to_limit:
             cut = end is End.LENGTH
             self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant, cut=cut)
             self._priors.prompts.learn(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar, final
 
 from laps_sd.contract.choose import HYSTERESIS, Residency
+from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.lengths import TokensLeft
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
@@ -159,6 +160,9 @@ def rank_key(
 def tokens_left(request: Request, priors: Priors) -> TokensLeft:
     """Return the remaining output tokens, by the best guess available."""
     facts = request.facts
+    if facts.runs_to_limit:
+        left = max(1.0, float(facts.max_tokens - request.emitted))
+        return TokensLeft(left, left, left, Basis.LIMIT)
     return priors.tokens_left(
         facts.workload_class, request.emitted, facts.max_tokens, request.guesses, facts.tenant
     )
