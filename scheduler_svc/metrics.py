@@ -111,7 +111,7 @@ ESTIMATE_ERROR = histogram(
     "laps_sd_scheduler_estimate_error_ratio",
     "Machine seconds that a request took after a point in time, divided by those predicted then: 1 is"
     " right, 2 is twice as long. For requests that ended by themselves; when: arrival, first_round, "
-    "perceptible, round_32; basis of the length: class, client, prompt, client_prompt (both), worker. The counts "
+    "perceptible, round_32; basis of the length: class, client, prompt, client_prompt (both), worker, limit (nothing else ends it). The counts "
     "at arrival by basis show how many requests each source of lengths was used for.",
     ["when", "basis"],
     buckets=(0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10),

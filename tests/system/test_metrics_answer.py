@@ -25,8 +25,8 @@ SLOTS = 2
 LONG = 12
 SHORT = 4
 PROMPT = "Tell me a story about the harbour."
-AT_ARRIVAL = {"when": "arrival", "basis": "client_prompt"}
-"""Labels of the estimates for the short requests at arrival: they had a hint and a prompt of text."""
+AT_ARRIVAL = {"when": "arrival", "basis": "limit"}
+"""Labels of the estimates for the short requests at arrival: nothing but their limit ends them."""
 
 
 @dataclass(frozen=True)
