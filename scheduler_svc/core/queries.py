@@ -74,8 +74,9 @@ def _basis_of(request: Request, priors: Priors, errors: EstimateErrors) -> Itera
         yield f"the client's estimate of {guesses.client:.0f} tokens"
     if basis in (Basis.PROMPT, Basis.CLIENT_AND_PROMPT):
         yield f"a prediction of {guesses.prompt:.0f} tokens from the words of its prompt"
-    seen = priors.lengths_seen(request.facts.workload_class)
-    yield f"lengths of {seen:.0f} requests of its class"
+    if basis is not Basis.LIMIT:
+        seen = priors.lengths_seen(request.facts.workload_class)
+        yield f"lengths of {seen:.0f} requests of its class"
     if remaining.own_rounds is not None:
         yield f"{remaining.own_rounds} rounds of its own"
     if remaining.note:
