@@ -214,7 +214,14 @@ class TestTheRecord:
     def test_weights_are_encoded_again_when_they_have_learned_more(self) -> None:
         lengths = learned(prompts(1000))
         first = lengths.to_dict()["weights"]
-        learned(prompts(10, seed=2), lengths)
+        learned(prompts(19, seed=2), lengths)
         assert lengths.to_dict()["weights"] == first
-        learned(prompts(20, seed=3), lengths)
+        learned(prompts(1, seed=3), lengths)
         assert lengths.to_dict()["weights"] != first
+
+    def test_no_weights_are_those_of_single_requests(self) -> None:
+        lengths = learned(prompts(19))
+        assert lengths.to_dict()["weights"] == ""
+        first = learned(prompts(1, seed=5), lengths).to_dict()["weights"]
+        assert first
+        assert learned(prompts(19, seed=6), lengths).to_dict()["weights"] == first

@@ -51,7 +51,9 @@ MOST_TENANTS = 512
 LEARNED_ENOUGH = 20.0
 """Requests before predictions are made."""
 SAVED_PER_LEARNED = 0.02
-"""Weights are encoded for the record again when they have learned from this share of requests more."""
+FEWEST_BETWEEN = 20.0
+"""Weights are encoded for the record again when they have learned from this share of requests more, and from so
+many: a reader of two copies sees the words of all these together, not of one. Our choice."""
 LONGEST_LOG = math.log(1e7)
 _WEIGHT_STEP = 1 / 48
 """Weights are saved in a byte each, in these steps."""
@@ -114,7 +116,7 @@ class PromptLengths:
         self._warm_loss = 0.0
         self.learned = 0.0
         """Ended requests that it has learned from."""
-        self._saved_at = -1.0
+        self._saved_at = 0.0
         self._saved_weights = ""
 
     def predict(self, features: bytes, workload_class: str, tenant: str) -> float | None:
@@ -223,7 +225,8 @@ class PromptLengths:
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings, for JSON. The weights are those of a little earlier, since
         encoding them takes milliseconds."""
-        if self.learned and self.learned >= self._saved_at * (1 + SAVED_PER_LEARNED):
+        more = max(FEWEST_BETWEEN, self._saved_at * SAVED_PER_LEARNED)
+        if self.learned >= self._saved_at + more:
             self._saved_at = self.learned
             self._saved_weights = self._encoded()
         return {
