@@ -1,7 +1,8 @@
 """The stack that `bench serve` measures, and its double in the simulator.
 
 One worker, gateway and record live through all runs; each run has a scheduler of its own, with the policy of
-the run, that finds the same priors on the record as all others: what was learnt from the warm-up.
+the run, that finds the same priors on the record as all others with the same hints: what was learnt from the
+warm-up.
 """
 
 from __future__ import annotations
@@ -11,26 +12,32 @@ import itertools
 import json
 import math
 import random
+import statistics
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import grpc
 import grpc.aio
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench._replay import Reply, Send, draw_requests, replay
+from bench._replay import Reply, Send, draw_requests, poisson_times, replay
 from bench.report import progress
+from gateway.calls.prompts import features_of
+from gateway.tenants import ANONYMOUS
+from laps_sd.contract.length_features import FeatureHash, packed
 from laps_sd.service.wire import channel_options
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.start_weights import start_weights
 from scheduler_svc.store.keys import Keys
 from simulator.cluster import Cluster
 from simulator.jobs import Job
@@ -205,8 +212,10 @@ class ServedStack:
 class Calibration:
     """Knowledge before the first policy is measured."""
 
-    priors: bytes
-    """Priors of the warm-up, with which every scheduler starts."""
+    priors: Mapping[float | None, bytes]
+    """Priors of the warm-up, with which every scheduler starts, by the error of the hints."""
+    warm_up: list[pb.GenerateRequest]
+    """Requests of the warm-up."""
     truths: list[list[Truth]]
     """Truths of each set of requests."""
     machine: Machine
@@ -221,21 +230,27 @@ async def calibrate(
     *,
     warm_up: int,
     max_tokens: int,
-    sigma: float,
+    sigmas: Sequence[float | None],
     slots: int,
 ) -> Calibration:
-    """Calibrate the stack. The warm-up, which no run measures, teaches lengths, acceptance, costs and the
-    accuracy of the hints; then every request runs alone, which gives its length.
+    """Calibrate the stack. The warm-up, which no run measures, teaches lengths, acceptance, costs and what
+    guesses are worth, anew with each kind of hints; then every measured request runs alone, which gives its
+    length.
     """
-    stack.schedule_by("fcfs", None, save_s=SAVE_S)
+    stack.schedule_by("fcfs", None)
     requests = draw_requests(0, warm_up, max_tokens)
     alone = await stack.run_alone(requests, "warm-up")
-    # Again, all at once and with hints: batches are full then, and the hints' error is learnt as in the runs.
-    again = await stack.run(
-        hinted(requests, [truth_of(reply) for reply in alone.replies], sigma, 0), [0.0] * warm_up
-    )
-    accepted = sorted(reply.accepted_s for reply in again.replies)
-    priors = stack.learnt()
+    lengths = [truth_of(reply) for reply in alone.replies]
+    # About as many as the worker can do: batches are full at times, and most requests arrive after others have
+    # ended, so that predictions are judged that were made with some experience.
+    due_s = poisson_times(0, warm_up, statistics.fmean(truth.alone_s for truth in lengths) / slots)
+    priors = {}
+    for sigma in sigmas:
+        stack.schedule_by("fcfs", None, save_s=SAVE_S)
+        progress(f"warm-up with {'no hints' if sigma is None else f'hints of sigma {sigma:g}'}")
+        _check(await stack.run(hinted(requests, lengths, sigma, 0), due_s), "warm-up")
+        priors[sigma] = stack.learnt()
+    admission_s = await _admission_s(stack, sets[0])
     truths = []
     before = stack.worker()
     for number, wanted in enumerate(sets, start=1):
@@ -243,11 +258,30 @@ async def calibrate(
         truths.append([truth_of(reply) for reply in found.replies])
     measured = stack.worker().since(before)
     return Calibration(
-        priors,
-        truths,
-        fitted_machine(Priors.from_dict(json.loads(stack.learnt())), measured, slots),
-        (accepted[-1] - accepted[0]) / max(1, len(accepted) - 1),
+        priors, requests, truths, fitted_machine(priors_of(stack.learnt()), measured, slots), admission_s
     )
+
+
+async def _admission_s(stack: ServedStack, requests: Sequence[pb.GenerateRequest]) -> float:
+    """Return the seconds between two requests at the scheduler when all are sent at once. They are cut after a
+    token, since only their arrival counts.
+    """
+    short = []
+    for request in requests:
+        changed = pb.GenerateRequest()
+        changed.CopyFrom(request)
+        changed.sampling.max_tokens = 1
+        short.append(changed)
+    found = await stack.run(short, [0.0] * len(short))
+    _check(found, "calibration")
+    accepted = sorted(reply.accepted_s for reply in found.replies)
+    return (accepted[-1] - accepted[0]) / max(1, len(accepted) - 1)
+
+
+def _check(run: Run, title: str) -> None:
+    """Raise RuntimeError if a request failed."""
+    if failed := [reply.error for reply in run.replies if reply.error]:
+        raise RuntimeError(f"{title}: {len(failed)} requests failed: {failed[0]}")
 
 
 def truth_of(reply: Reply) -> Truth:
@@ -274,16 +308,21 @@ def spread(total: int, parts: int) -> list[int]:
 
 
 def hinted(
-    requests: Sequence[pb.GenerateRequest], truths: Sequence[Truth], sigma: float, seed: int
+    requests: Sequence[pb.GenerateRequest], truths: Sequence[Truth], sigma: float | None, seed: int
 ) -> list[pb.GenerateRequest]:
-    """Return the same requests with `expected_output_tokens`: truth × exp(sigma · z)."""
+    """Return the same requests with `expected_output_tokens`: truth × exp(sigma · z). If sigma is None, return
+    them without, and without their class, which names the kind of the prompt: most clients say neither.
+    """
     rng = random.Random(f"serve/hints/{seed}")
     found = []
     for request, truth in zip(requests, truths, strict=True):
         changed = pb.GenerateRequest()
         changed.CopyFrom(request)
-        guess = truth.output_tokens * math.exp(sigma * rng.gauss(0, 1))
-        changed.expected_output_tokens = max(1, round(guess))
+        if sigma is None:
+            changed.workload_class = ""
+        else:
+            guess = truth.output_tokens * math.exp(sigma * rng.gauss(0, 1))
+            changed.expected_output_tokens = max(1, round(guess))
         found.append(changed)
     return found
 
@@ -311,10 +350,16 @@ def fitted_machine(priors: Priors, measured: Reading, slots: int) -> Machine:
 # -- the double -----------------------------------------------------------------------------------------------------------
 
 
+def priors_of(saved: bytes) -> Priors:
+    """Return the priors that a scheduler saved, as the next one reads them."""
+    return Priors.from_dict(json.loads(saved), PromptLengths(*start_weights()))
+
+
 def make_jobs(
     requests: Sequence[pb.GenerateRequest], truths: Sequence[Truth], arrive_s: Sequence[float]
 ) -> list[Job]:
     """Return the same requests for the simulator."""
+    hashed = FeatureHash()
     return [
         Job(
             request_id=f"r{number:06d}",
@@ -325,6 +370,8 @@ def make_jobs(
             max_tokens=request.sampling.max_tokens,
             predicted_tokens=request.expected_output_tokens or None,
             workload_class=request.workload_class,
+            tenant=ANONYMOUS,
+            length_features=packed(features_of(request, hashed)),
         )
         for number, (request, truth, arrival_s) in enumerate(zip(requests, truths, arrive_s, strict=True))
     ]
@@ -335,22 +382,22 @@ def simulated_latencies(
     requests: Sequence[pb.GenerateRequest],
     due_s: Sequence[float],
     truths: Sequence[Truth],
+    priors: bytes,
     calibration: Calibration,
 ) -> list[float]:
     """Return the latencies from each scheduled send time, in seconds, with the production core in virtual
-    time.
+    time, from these priors.
     """
     arrive_s: list[float] = []
     for at_s in due_s:
         # Requests sent at once arrive one after another, and the first finds an idle worker.
         arrive_s.append(max(at_s, arrive_s[-1] + calibration.admission_s) if arrive_s else at_s)
-    priors: dict[str, Any] = json.loads(calibration.priors)
     outcome = Cluster(
         make_jobs(requests, truths, arrive_s),
         calibration.machine,
         1,
         lambda _, settings: policy_named(policy, settings),
         CoreSettings(),
-        priors=Priors.from_dict(priors),
+        priors=priors_of(priors),
     ).run()
     return [fate.finished_s - at_s for fate, at_s in zip(outcome.fates, due_s, strict=True)]

@@ -82,25 +82,40 @@ def lines(
 
 def ratios(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
     """Draw the mean latency over that of fcfs by policy, one panel per scenario: measured with its interval,
-    and as simulated. `rows` are those of `bench.serve`; those without the ratio are left out.
+    and as simulated, with each kind of hints side by side. `rows` are those of `bench.serve`; those without
+    the ratio are left out.
     """
     scenarios = list(dict.fromkeys(row["config"] for row in rows))
     size = (4.2 * len(scenarios), 4.0)
     figure, panels = _pyplot().subplots(
         1, len(scenarios), figsize=size, layout="constrained", squeeze=False, sharey=True
     )
+    kinds = list(dict.fromkeys(row["hints"] for row in rows))
+    width = 0.8 / len(kinds)
     for axes, scenario in zip(panels[0], scenarios, strict=True):
         shown = [row for row in rows if row["config"] == scenario and "ratio_fcfs" in row]
-        places = range(len(shown))
-        middles = [row["ratio_fcfs"] for row in shown]
-        ends = [
-            [abs((row[f"ratio_fcfs_{end}"] or row["ratio_fcfs"]) - row["ratio_fcfs"]) for row in shown]
-            for end in ("low", "high")
-        ]
-        axes.bar(places, middles, yerr=ends, capsize=3, color="tab:blue", alpha=0.7, label="measured")
-        predicted = [row["simulated_ratio_fcfs"] for row in shown]
-        axes.scatter(places, predicted, marker="D", color="tab:orange", zorder=3, label="simulated")
-        axes.set_xticks(list(places), [row["policy"] for row in shown], rotation=45, ha="right")
+        policies = list(dict.fromkeys(row["policy"] for row in shown))
+        for number, hints in enumerate(kinds):
+            own = [row for row in shown if row["hints"] == hints]
+            places = [policies.index(row["policy"]) + (number - (len(kinds) - 1) / 2) * width for row in own]
+            ends = [
+                [abs((row[f"ratio_fcfs_{end}"] or row["ratio_fcfs"]) - row["ratio_fcfs"]) for row in own]
+                for end in ("low", "high")
+            ]
+            axes.bar(
+                places,
+                [row["ratio_fcfs"] for row in own],
+                width,
+                yerr=ends,
+                capsize=3,
+                color=f"C{number}",
+                alpha=0.7,
+                label="no hints" if hints == "none" else f"hints, σ {hints}",
+            )
+            predicted = [row["simulated_ratio_fcfs"] for row in own]
+            label = None if number else "simulated"
+            axes.scatter(places, predicted, marker="D", s=14, color="black", zorder=3, label=label)
+        axes.set_xticks(range(len(policies)), policies, rotation=45, ha="right")
         axes.set_title(scenario)
         axes.grid(visible=True, axis="y", alpha=0.3)
     panels[0][0].set_ylabel("mean latency / fcfs")

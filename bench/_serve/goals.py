@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from bench._serve.cases import Case
 from bench._serve.results import By, ratio
 from bench.report import Interval
 
 CROWDED = ("burst", "overload")
-GOAL_FCFS = 0.70
+GOAL_FCFS = 0.60
 GOAL_SRPT = 1.05
 GOAL_SIMULATED = 0.15
 
@@ -28,12 +29,13 @@ def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
     """Return each goal that the runs can judge, with its result."""
     found: list[dict[str, Any]] = []
 
-    def add(scenario: str, what: str, value: Interval | None, shown: str, asked: str, met: bool) -> None:
+    def add(case: Case, what: str, value: Interval | None, shown: str, asked: str, met: bool) -> None:
         ends = (value.low, value.high) if value is not None else (None, None)
         found.append(
             {
                 "verdict": True,
-                "config": scenario,
+                "config": case.scenario,
+                "hints": case.hints,
                 "goal": what,
                 "asked": asked,
                 "found": shown if value is not None else "no pair of runs without a failure",
@@ -44,14 +46,13 @@ def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
             }
         )
 
-    scenarios = dict.fromkeys(scenario for scenario, _ in by)
-    for scenario in scenarios:
-        policies = [policy for at, policy in by if at == scenario]
+    for case in dict.fromkeys(case for case, _ in by):
+        policies = [policy for at, policy in by if at == case]
         for of, most in (("fcfs", goals.fcfs), ("srpt-length", goals.srpt)):
-            if scenario in CROWDED and {"laps-sd", of} <= set(policies):
-                one = ratio(by, scenario, "laps-sd", of)
+            if case.scenario in CROWDED and {"laps-sd", of} <= set(policies):
+                one = ratio(by, case, "laps-sd", of)
                 add(
-                    scenario,
+                    case,
                     f"mean latency, laps-sd / {of}",
                     one,
                     _shown(one),
@@ -63,8 +64,8 @@ def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
         for policy in policies:
             if policy == "fcfs":
                 continue
-            one = ratio(by, scenario, policy, "fcfs")
-            other = ratio(by, scenario, policy, "fcfs", simulated=True)
+            one = ratio(by, case, policy, "fcfs")
+            other = ratio(by, case, policy, "fcfs", simulated=True)
             off = one.middle / other.middle - 1 if one is not None and other is not None else math.inf
             shown = (
                 f"{one.middle:.3f}, simulated {other.middle:.3f}: {off:+.1%}"
@@ -72,7 +73,7 @@ def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
                 else ""
             )
             add(
-                scenario,
+                case,
                 f"{policy} / fcfs as simulated",
                 one,
                 shown,

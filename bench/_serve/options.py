@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench._serve.cases import sigma_of
 from bench._serve.goals import Goals
 from bench._serve.workloads import LOADS
 from scheduler_svc.core.policies import POLICIES
 
+DEFAULT_SIGMAS = (0.3, None)
 ALL_POLICIES = ("fcfs", "srpt-length", "laps-sd", "sjf-length", "las", "laps-sd-paper", "sd-index")
 
 
@@ -47,13 +49,15 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     )
     parser.add_argument(
         "--predictor",
-        type=float,
-        default=0.3,
+        action="append",
+        type=sigma_of,
         metavar="SIGMA",
-        help="error of the length hints (default 0.3)",
+        help="error of the length hints, or `none`: requests have neither a hint nor a class (default: 0.3 and none)",
     )
     parser.add_argument("--max-tokens", type=int, default=256, help="limit of each request (default 256)")
-    parser.add_argument("--warm-up", type=int, default=36, help="requests that teach the priors (default 36)")
+    parser.add_argument(
+        "--warm-up", type=int, default=200, help="requests that teach the priors (default 200)"
+    )
     parser.add_argument(
         "--trace", type=Path, help="arrivals and lengths from a CSV arrival_s,input_tokens,output_tokens"
     )
@@ -76,8 +80,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if not 0 <= options.round_ms <= 1000:
         parser.error("--round-ms must be from 0 to 1000")
-    if options.predictor < 0:
-        parser.error("--predictor must not be negative")
     if options.load is not None and (options.trace is None or options.load <= 0):
         parser.error("--load needs --trace, and must be more than 0")
     if options.trace is not None and options.scenario:
@@ -87,5 +89,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     options.scenario = (
         ["trace"] if options.trace is not None else list(dict.fromkeys(options.scenario or LOADS))
     )
+    options.predictor = list(dict.fromkeys(options.predictor or DEFAULT_SIGMAS))
     options.policy = list(dict.fromkeys(options.policy or ALL_POLICIES))
     return options

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench._policy.run import quantile
+from bench._serve.cases import Case
 from bench.report import Interval, ratio_interval
 
 DRIFT = 0.25
@@ -35,7 +36,7 @@ class Figures:
 class Measured:
     """Result of one policy in one turn of one seed."""
 
-    scenario: str
+    case: Case
     policy: str
     seed: int
     turn: int
@@ -57,24 +58,24 @@ class Measured:
         return self.busy_ratio > 1 + DRIFT
 
 
-By = Mapping[tuple[str, str], Mapping[tuple[int, int], Measured]]
-"""Runs that count, by (scenario, policy), then by (seed, turn)."""
+By = Mapping[tuple[Case, str], Mapping[tuple[int, int], Measured]]
+"""Runs that count, by (case, policy), then by (seed, turn)."""
 
 
-def counted(runs: Sequence[Measured]) -> dict[tuple[str, str], dict[tuple[int, int], Measured]]:
-    found: dict[tuple[str, str], dict[tuple[int, int], Measured]] = {}
+def counted(runs: Sequence[Measured]) -> dict[tuple[Case, str], dict[tuple[int, int], Measured]]:
+    found: dict[tuple[Case, str], dict[tuple[int, int], Measured]] = {}
     for run in runs:
-        own = found.setdefault((run.scenario, run.policy), {})
+        own = found.setdefault((run.case, run.policy), {})
         if not run.failures:
             own[run.seed, run.turn] = run
     return found
 
 
-def ratio(by: By, scenario: str, policy: str, of: str, *, simulated: bool = False) -> Interval | None:
+def ratio(by: By, case: Case, policy: str, of: str, *, simulated: bool = False) -> Interval | None:
     """Return the ratio of the mean latencies, over pairs of the same seed and turn. Return None without a
     pair; one pair alone shows no spread, so its interval has no ends.
     """
-    ours, theirs = by.get((scenario, policy), {}), by.get((scenario, of), {})
+    ours, theirs = by.get((case, policy), {}), by.get((case, of), {})
     pairs = []
     for key in sorted(ours.keys() & theirs.keys()):
         pair = (ours[key], theirs[key])
@@ -86,14 +87,15 @@ def ratio(by: By, scenario: str, policy: str, of: str, *, simulated: bool = Fals
 
 
 def rows_of(by: By, runs: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return one row for each policy in each scenario; figures are means over runs, p99 is of all their
+    """Return one row for each policy in each case; figures are means over runs, p99 is of all their
     requests.
     """
     rows = []
-    for (scenario, policy), own in by.items():
-        every = [run for run in runs if (run.scenario, run.policy) == (scenario, policy)]
+    for (case, policy), own in by.items():
+        every = [run for run in runs if (run.case, run.policy) == (case, policy)]
         row: dict[str, Any] = {
-            "config": scenario,
+            "config": case.scenario,
+            "hints": case.hints,
             "policy": policy,
             "runs": len(own),
             "failed_runs": len(every) - len(own),
@@ -113,8 +115,8 @@ def rows_of(by: By, runs: Sequence[Measured]) -> list[dict[str, Any]]:
                 "simulated_mean_s": statistics.fmean(run.predicted_mean_s for run in own.values()),
             }
         for of in ("fcfs", "srpt-length"):
-            found = ratio(by, scenario, policy, of)
-            predicted = ratio(by, scenario, policy, of, simulated=True)
+            found = ratio(by, case, policy, of)
+            predicted = ratio(by, case, policy, of, simulated=True)
             if found is not None and predicted is not None:
                 key = f"ratio_{of.replace('-', '_')}"
                 # JSON has no infinity: a single pair has no ends.
@@ -129,7 +131,8 @@ def run_row(run: Measured) -> dict[str, Any]:
     """Return the row of one run."""
     return {
         "run": True,
-        "config": run.scenario,
+        "config": run.case.scenario,
+        "hints": run.case.hints,
         "policy": run.policy,
         "seed": run.seed,
         "turn": run.turn,

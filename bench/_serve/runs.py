@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bench._policy.run import quantile
 from bench._replay import draw_requests, ended_by_itself, traced_requests
+from bench._serve.cases import Case
+from bench._serve.lengths import lengths_row
 from bench._serve.results import Figures, Measured
 from bench._serve.workloads import Workload, in_turn, workloads
 from bench._serve_stack import Calibration, Run, ServedStack, calibrate, make_jobs, simulated_latencies
@@ -20,8 +23,8 @@ REPEATS = 2
 """Most times that a disturbed run is repeated; if all were disturbed, the last one counts."""
 
 
-async def measure(options: argparse.Namespace) -> tuple[list[Measured], Calibration]:
-    """Calibrate, then run everything."""
+async def measure(options: argparse.Namespace) -> tuple[list[Measured], list[dict[str, Any]]]:
+    """Calibrate, then run everything. Return the runs, and a row on the lengths with each kind of hints."""
     sets: list[tuple[list[pb.GenerateRequest], list[float] | None]] = []
     for seed in range(1, options.seeds + 1):
         if options.trace is not None:
@@ -39,23 +42,28 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], Calibrat
             [requests for requests, _ in sets],
             warm_up=options.warm_up,
             max_tokens=options.max_tokens,
-            sigma=options.predictor,
+            sigmas=options.predictor,
             slots=options.slots,
         )
         loads = workloads(options, sets, calibration)
         progress(f"calibrated after {time.monotonic() - began_s:.0f} s: {described(calibration, loads)}")
+        lengths = [
+            lengths_of(loads, sets, Case(options.scenario[0], sigma), calibration)
+            for sigma in options.predictor
+        ]
         plan = [
-            (scenario, seed, turn, policy)
+            (Case(scenario, sigma), seed, turn, policy)
             for place, (seed, turn) in enumerate(
                 (s, t) for s in range(1, options.seeds + 1) for t in range(options.turns)
             )
             for scenario in options.scenario
+            for sigma in options.predictor
             for policy in in_turn(options.policy, place)
         ]
         found = []
         began_s = time.monotonic()
-        for number, (scenario, seed, turn, policy) in enumerate(plan, start=1):
-            one = await undisturbed(stack, calibration, loads[scenario, seed], scenario, seed, turn, policy)
+        for number, (case, seed, turn, policy) in enumerate(plan, start=1):
+            one = await undisturbed(stack, calibration, loads[case, seed], seed, turn, policy)
             found.append(one)
             left_s = (time.monotonic() - began_s) / number * (len(plan) - number)
             said = (
@@ -64,11 +72,23 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], Calibrat
                 else "FAILED"
             )
             progress(
-                f"{number}/{len(plan)}  seed {seed}, {scenario}, {policy}: {said}; about {left_s / 60:.1f} minutes left"
+                f"{number}/{len(plan)}  seed {seed}, {case.scenario}, hints {case.hints}, {policy}: {said}; about {left_s / 60:.1f} minutes left"
             )
             for failure in one.failures[:3]:
                 progress(f"    {failure}")
-    return found, calibration
+    return found, lengths
+
+
+def lengths_of(
+    loads: Mapping[tuple[Case, int], Workload],
+    sets: Sequence[tuple[list[pb.GenerateRequest], list[float] | None]],
+    case: Case,
+    calibration: Calibration,
+) -> dict[str, Any]:
+    """Return the row on the lengths of all requests in this case; requests of other scenarios are the same."""
+    own = [load for (of, _), load in loads.items() if of == case]
+    kinds = [request.workload_class for requests, _ in sets for request in requests]
+    return lengths_row(own, kinds, calibration.warm_up)
 
 
 async def without_limits(stack: ServedStack, requests: list[pb.GenerateRequest]) -> list[pb.GenerateRequest]:
@@ -83,7 +103,6 @@ async def undisturbed(
     stack: ServedStack,
     calibration: Calibration,
     load: Workload,
-    scenario: str,
     seed: int,
     turn: int,
     policy: str,
@@ -91,7 +110,7 @@ async def undisturbed(
     """Run once, and repeat the run if it was disturbed."""
     repeats = 0
     while True:
-        one = await measure_one(stack, calibration, load, scenario, seed, turn, policy)
+        one = await measure_one(stack, calibration, load, seed, turn, policy)
         if one.failures or not one.disturbed or repeats == REPEATS:
             return dataclasses.replace(one, repeats=repeats)
         repeats += 1
@@ -101,20 +120,21 @@ async def measure_one(
     stack: ServedStack,
     calibration: Calibration,
     load: Workload,
-    scenario: str,
     seed: int,
     turn: int,
     policy: str,
 ) -> Measured:
     """Run one policy on one workload."""
-    stack.schedule_by(policy, calibration.priors)
+    stack.schedule_by(policy, load.priors)
     run = await stack.run(load.requests, load.due_s)
     found, failures = judge(run, load)
-    predicted_s = simulated_latencies(policy, load.requests, load.due_s, load.truths, calibration)
+    predicted_s = simulated_latencies(
+        policy, load.requests, load.due_s, load.truths, load.priors, calibration
+    )
     jobs = make_jobs(load.requests, load.truths, load.due_s)
     expected_s = sum(calibration.machine.service_s(job) for job in jobs)
     return Measured(
-        scenario,
+        load.case,
         policy,
         seed,
         turn,
@@ -155,7 +175,7 @@ def judge(run: Run, workload: Workload) -> tuple[Figures | None, list[str]]:
     )
 
 
-def described(calibration: Calibration, loads: Mapping[tuple[str, int], Workload]) -> str:
+def described(calibration: Calibration, loads: Mapping[tuple[Case, int], Workload]) -> str:
     """Return the machine and the requests as one line."""
     machine = calibration.machine
     truths = [truth for own in calibration.truths for truth in own]

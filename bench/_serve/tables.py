@@ -12,7 +12,12 @@ from bench.report import table
 WIDTH = 170
 
 
-def show(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], runs: Sequence[Measured]) -> None:
+def show(
+    rows: Sequence[dict[str, Any]],
+    lengths: Sequence[dict[str, Any]],
+    found: Sequence[dict[str, Any]],
+    runs: Sequence[Measured],
+) -> None:
     """Print the tables."""
 
     def spread(row: dict[str, Any], key: str) -> str:
@@ -26,6 +31,7 @@ def show(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], runs: 
     for scenario in dict.fromkeys(row["config"] for row in rows):
         shown = [
             {
+                "hints": row["hints"],
                 "policy": row["policy"],
                 "mean s": row.get("mean_s", ""),
                 "/ fcfs": spread(row, "ratio_fcfs"),
@@ -48,8 +54,26 @@ def show(rows: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], runs: 
             shown,
             width=WIDTH,
         )
+    if lengths:
+        table(
+            f"Estimates of the lengths before the first run ends (ln(length) has a spread of {lengths[0]['spread']:.2f}, "
+            f"kinds of prompts explain {lengths[0]['explained_by_kinds']:.0%} of its variance)",
+            [
+                {
+                    "hints": row["hints"],
+                    "requests": row["requests"],
+                    "tau": row["tau"],
+                    "rms": row["rms"],
+                    "cover": row["cover"],
+                    "explained": f"{row['explained']:.0%}",
+                    "prompts of the warm-up": f"{row['seen']:.0%}",
+                }
+                for row in lengths
+            ],
+            width=WIDTH,
+        )
     if found:
-        keys = ("config", "goal", "asked", "found")
+        keys = ("config", "hints", "goal", "asked", "found")
         table(
             "Goals",
             [{**{key: one[key] for key in keys}, "": "met" if one["met"] else "MISSED"} for one in found],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench._replay import digest, poisson_times, stretched
+from bench._serve.cases import Case
 from bench._serve_stack import Calibration, Truth, hinted, make_jobs
 from laps_sd.v1 import inference_pb2 as pb
 
@@ -18,28 +19,34 @@ LOADS = {"burst": None, "overload": 2.0, "load-0.7": 0.7}
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one seed in one scenario."""
+    """Requests of one seed in one case."""
 
+    case: Case
     requests: list[pb.GenerateRequest]
     due_s: list[float]
     truths: list[Truth]
+    priors: bytes
+    """What the scheduler has learnt before."""
     digest: str
 
 
 def workloads(
     options: argparse.Namespace, sets: Sequence[Any], calibration: Calibration
-) -> dict[tuple[str, int], Workload]:
-    """Return the workloads by scenario and seed."""
+) -> dict[tuple[Case, int], Workload]:
+    """Return the workloads by case and seed. Send times are the same with each kind of hints."""
     found = {}
     for number, (requests, times_s) in enumerate(sets):
         seed = number + 1
         truths = calibration.truths[number]
-        ready = hinted(requests, truths, options.predictor, seed)
-        jobs = make_jobs(ready, truths, [0.0] * len(ready))
+        jobs = make_jobs(requests, truths, [0.0] * len(requests))
         mean_s = statistics.fmean(calibration.machine.service_s(job) for job in jobs)
         for scenario in options.scenario:
-            due_s = due_times(scenario, seed, len(ready), mean_s, times_s, options.load)
-            found[scenario, seed] = Workload(ready, due_s, truths, digest(ready, due_s))
+            due_s = due_times(scenario, seed, len(requests), mean_s, times_s, options.load)
+            for sigma in options.predictor:
+                case, ready = Case(scenario, sigma), hinted(requests, truths, sigma, seed)
+                found[case, seed] = Workload(
+                    case, ready, due_s, truths, calibration.priors[sigma], digest(ready, due_s)
+                )
     return found
 
 

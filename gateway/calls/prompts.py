@@ -10,7 +10,7 @@ from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Prompts"]
+__all__ = ["Prompts", "features_of"]
 
 LONG_PROMPTS_AT_ONCE = 2
 """Maximum number of long prompts that are tokenized at the same time. Tokenizing a prompt of the largest size
@@ -42,19 +42,8 @@ class Prompts:
                 return list(request.token_ids.ids)
 
     def features_of(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Return hashed words of a checked request's prompt, for predicting the length of its output: of the
-        last message of a chat. Empty for a prompt of token ids, and if predictions are off.
-        """
-        if self._hash is None:
-            return []
-        match request.WhichOneof("prompt"):
-            case "text":
-                return self._hash.features_of(request.text, _marks(request))
-            case "messages":
-                messages = request.messages.messages
-                return self._hash.features_of(messages[-1].content, _marks(request))
-            case _:
-                return []
+        """Return the features of a checked request; empty if predictions are off."""
+        return [] if self._hash is None else features_of(request, self._hash)
 
     def _render(self, messages: inference_pb2.ChatMessages) -> str:
         """Return messages as the text that the model's chat template renders."""
@@ -70,6 +59,19 @@ class Prompts:
             return await self._model.encode_off_loop(text, rendered=rendered)
         async with self._long_prompts:
             return await self._model.encode_off_loop(text, rendered=rendered)
+
+
+def features_of(request: inference_pb2.GenerateRequest, hashed: FeatureHash) -> list[int]:
+    """Return hashed words of a checked request's prompt, for predicting the length of its output: of the last
+    message of a chat. Empty for a prompt of token ids.
+    """
+    match request.WhichOneof("prompt"):
+        case "text":
+            return hashed.features_of(request.text, _marks(request))
+        case "messages":
+            return hashed.features_of(request.messages.messages[-1].content, _marks(request))
+        case _:
+            return []
 
 
 def _marks(request: inference_pb2.GenerateRequest) -> Iterator[str]:

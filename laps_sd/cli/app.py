@@ -81,8 +81,9 @@ def bench(
     root = folder.parent
     os.chdir(root)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    program = str(folder / f"{name.replace('-', '_')}.py")
-    os.execve(sys.executable, [sys.executable, program, *context.args], environment)  # noqa: S606
+    # As a module: beside the file of a script, `bench/gateway.py` would hide the package of the gateway.
+    module = f"bench.{name.replace('-', '_')}"
+    os.execve(sys.executable, [sys.executable, "-m", module, *context.args], environment)  # noqa: S606
 
 
 def _checkout() -> Path:

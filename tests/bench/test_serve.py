@@ -24,16 +24,24 @@ from bench._replay import (
     stretched,
     traced_requests,
 )
+from bench._serve.cases import Case
 from bench._serve.goals import Goals, verdicts
-from bench._serve.options import ALL_POLICIES
+from bench._serve.lengths import lengths_row
+from bench._serve.options import ALL_POLICIES, arguments
 from bench._serve.results import Figures, Measured, counted, ratio
 from bench._serve.runs import judge, undisturbed
 from bench._serve.workloads import Workload, in_turn
 from bench._serve_stack import Reading as WorkerReading
-from bench._serve_stack import Run, Truth, hinted, truth_of
+from bench._serve_stack import Run, Truth, hinted, make_jobs, truth_of
 from bench.serve import main
 from demo.prompts import KINDS
+from gateway.calls.prompts import Prompts
+from laps_sd.contract.length_features import FeatureHash, unpacked
 from laps_sd.v1 import inference_pb2 as pb
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
+from scheduler_svc.core.estimates.sources import Guesses
+from scheduler_svc.start_weights import start_weights
 
 # -- the generator -------------------------------------------------------------------------------------------
 
@@ -149,6 +157,31 @@ def test_hints_are_off_by_the_sigma_asked_for_and_the_same_each_time():
     assert math.sqrt(sum(error**2 for error in errors) / len(errors)) == pytest.approx(0.3, rel=0.15)
 
 
+def test_without_hints_a_request_says_neither_its_length_nor_its_class():
+    requests = draw_requests(1, 12, 64)
+
+    silent = hinted(requests, [truth()] * len(requests), None, 1)
+
+    assert all(request.workload_class for request in requests)
+    assert not any(request.workload_class for request in silent)
+    assert not any(request.HasField("expected_output_tokens") for request in silent)
+    assert [request.sampling for request in silent] == [request.sampling for request in requests]
+    assert [request.text for request in silent] == [request.text for request in requests]
+
+
+def test_the_simulator_predicts_lengths_from_the_words_that_the_gateway_sends():
+    requests = draw_requests(1, 12, 64)
+    hashed = Prompts(model=None, features=FeatureHash())
+
+    jobs = make_jobs(requests, [truth()] * len(requests), [0.0] * len(requests))
+
+    assert [unpacked(job.length_features) for job in jobs] == [
+        tuple(hashed.features_of(request)) for request in requests
+    ]
+    assert all(job.length_features for job in jobs)
+    assert {job.tenant for job in jobs} == {"anonymous"}
+
+
 def test_arrivals_have_the_average_gap_that_was_asked_for():
     times_s = poisson_times(3, 50, 0.2)
 
@@ -218,7 +251,7 @@ def test_a_run_with_a_failure_or_another_text_counts_for_nothing():
             reply.ended.usage.completion_tokens = count
         return Run(replies, WorkerReading(1.0, 1.0, 0.0))
 
-    load = Workload([], [], [truth(10), truth(12, alone_s=0.5)], "")
+    load = Workload(Case("burst", 0.3), [], [], [truth(10), truth(12, alone_s=0.5)], b"", "")
 
     good, none = judge(run(10, 12), load)
     assert good is not None and not none
@@ -227,9 +260,15 @@ def test_a_run_with_a_failure_or_another_text_counts_for_nothing():
     assert judge(run(10, 12, error="gone"), load)[0] is None
 
 
-def measured(policy: str, seed: int, mean_s: float, predicted_s: float, failures=()) -> Measured:
+HINTS = Case("burst", 0.3)
+NO_HINTS = Case("burst", None)
+
+
+def measured(
+    policy: str, seed: int, mean_s: float, predicted_s: float, failures=(), case: Case = HINTS
+) -> Measured:
     found = Figures([mean_s], 0.0, 1.0, 0.0)
-    return Measured("burst", policy, seed, 0, found, predicted_s, 1.0, 1.0, 0.0, list(failures), "same")
+    return Measured(case, policy, seed, 0, found, predicted_s, 1.0, 1.0, 0.0, list(failures), "same")
 
 
 @pytest.mark.parametrize(("busy", "attempts"), [([1.0], 1), ([2.0, 1.1], 2), ([2.0, 2.0, 2.0, 1.0], 3)])
@@ -243,15 +282,15 @@ async def test_a_disturbed_run_is_repeated_a_few_times(busy, attempts, monkeypat
 
     monkeypatch.setattr(bench._serve.runs, "measure_one", measure_one)
 
-    found = await undisturbed(None, None, None, "burst", 1, 0, "fcfs")
+    found = await undisturbed(None, None, None, 1, 0, "fcfs")
 
     assert len(tries) == attempts
     assert (found.repeats, found.busy_ratio) == (attempts - 1, tries[-1])
 
 
-def runs(ours: float = 0.5, rival: float = 0.5, predicted: float = 0.5) -> list[Measured]:
+def runs(ours: float = 0.5, rival: float = 0.5, predicted: float = 0.5, case: Case = HINTS) -> list[Measured]:
     return [
-        measured(policy, seed, mean_s * seed, predicted_s * seed)
+        measured(policy, seed, mean_s * seed, predicted_s * seed, case=case)
         for seed in (1, 2, 3)
         for policy, mean_s, predicted_s in (
             ("fcfs", 1.0, 1.0),
@@ -265,16 +304,24 @@ def runs(ours: float = 0.5, rival: float = 0.5, predicted: float = 0.5) -> list[
     ("found", "missed"),
     [
         (runs(), set()),
-        (runs(0.72, 0.72, 0.72), {"mean latency, laps-sd / fcfs"}),
+        (runs(0.62, 0.62, 0.62), {"mean latency, laps-sd / fcfs"}),
+        ([*runs(), *runs(0.62, 0.62, 0.62, NO_HINTS)], {"mean latency, laps-sd / fcfs"}),
         (runs(0.5, 0.47), {"mean latency, laps-sd / srpt-length"}),
         (runs(predicted=0.4), {"laps-sd / fcfs as simulated"}),
         (runs(predicted=0.6), {"laps-sd / fcfs as simulated"}),
     ],
-    ids=["all met", "too near fcfs", "above srpt-length", "slower than simulated", "faster than simulated"],
+    ids=[
+        "all met",
+        "too near fcfs",
+        "too near fcfs without hints",
+        "above srpt-length",
+        "slower than simulated",
+        "faster than simulated",
+    ],
 )
 def test_each_goal_can_be_missed_and_the_exit_code_tells(found, missed, monkeypatch, capsys):
     async def measure(options):
-        return found, None
+        return found, []
 
     monkeypatch.setattr(bench.serve, "measure", measure)
 
@@ -289,8 +336,8 @@ def test_the_upper_end_decides_and_a_single_pair_has_none():
     wide = runs()
     wide[-1] = measured("laps-sd", 3, 2.4, 1.5)
 
-    found = ratio(counted(wide), "burst", "laps-sd", "fcfs")
-    assert found is not None and found.middle < 0.7 < found.high
+    found = ratio(counted(wide), HINTS, "laps-sd", "fcfs")
+    assert found is not None and found.middle < 0.6 < found.high
     assert not verdicts(counted(wide), Goals())[0]["met"]
     assert not verdicts(counted(runs()[:3]), Goals())[0]["met"]
 
@@ -298,9 +345,79 @@ def test_the_upper_end_decides_and_a_single_pair_has_none():
 def test_a_failed_run_takes_its_pair_along():
     some = [*runs()[:-1], measured("laps-sd", 3, 100.0, 1.5, failures=["request 1: gone"])]
 
-    found = ratio(counted(some), "burst", "laps-sd", "fcfs")
+    found = ratio(counted(some), HINTS, "laps-sd", "fcfs")
 
     assert found is not None and found.high == pytest.approx(0.5)
+
+
+def test_runs_with_and_without_hints_are_judged_apart():
+    both = [*runs(0.4, 0.4, 0.4), *runs(0.55, 0.55, 0.55, NO_HINTS)]
+
+    found = {(one["hints"], one["goal"]): one["ratio"] for one in verdicts(counted(both), Goals())}
+
+    goal = "mean latency, laps-sd / fcfs"
+    assert found["0.3", goal] == pytest.approx(0.4) and found["none", goal] == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("given", "sigmas"),
+    [
+        ([], [0.3, None]),
+        (["--predictor", "none"], [None]),
+        (["--predictor", "1", "--predictor", "none"], [1.0, None]),
+    ],
+)
+def test_a_run_has_hints_and_none_unless_told_otherwise(given, sigmas):
+    assert arguments(given, "").predictor == sigmas
+
+
+@pytest.mark.parametrize("given", ["-0.1", "nan", "some"])
+def test_no_other_hints_are_taken(given, capsys):
+    with pytest.raises(SystemExit):
+        arguments([f"--predictor={given}"], "")
+    assert "--predictor" in capsys.readouterr().err
+
+
+# -- what is known of the lengths ----------------------------------------------------------------------------
+
+
+def lengths_of(requests, truths, warm_up) -> dict[str, float]:
+    """Return the row for these requests, once the scheduler has seen those of the warm-up, of the same
+    lengths by kind."""
+    by_kind = {request.workload_class: each for request, each in zip(requests, truths, strict=True)}
+    priors = Priors(PromptLengths(*start_weights()))
+    for job in make_jobs(
+        hinted(warm_up, [truth()] * len(warm_up), None, 0),
+        [by_kind[request.workload_class] for request in warm_up],
+        [0.0] * len(warm_up),
+    ):
+        guesses = Guesses(prompt=priors.prompts.predict(job.length_features, "", job.tenant))
+        priors.observe_length("", job.output_tokens, guesses, job.tenant)
+        priors.prompts.learn(job.length_features, "", job.tenant, job.output_tokens, cut=False)
+    silent = hinted(requests, truths, None, 1)
+    saved = json.dumps(priors.to_dict()).encode()
+    load = Workload(NO_HINTS, silent, [0.0] * len(silent), truths, saved, "")
+    return lengths_row([load], [request.workload_class for request in requests], warm_up)
+
+
+def test_words_that_tell_the_kind_tell_the_length_where_kinds_have_lengths():
+    requests = draw_requests(1, 4 * len(KINDS), 64)
+    truths = [truth(2 + 5 * KINDS.index(request.workload_class)) for request in requests]
+
+    found = lengths_of(requests, truths, draw_requests(0, 200, 64))
+
+    assert found["hints"] == "none" and found["requests"] == len(requests)
+    assert found["explained_by_kinds"] == pytest.approx(1.0)
+    assert found["tau"] > 0.5 and found["rms"] < found["spread"]
+    assert found["explained"] == pytest.approx(1 - (found["rms"] / found["spread"]) ** 2)
+
+
+def test_without_experience_nothing_is_known_and_no_prompt_has_been_seen():
+    requests = draw_requests(1, 2 * len(KINDS), 64)
+    truths = [truth(2 + number) for number in range(len(requests))]
+
+    assert lengths_of(requests, truths, requests)["seen"] == 1.0
+    assert lengths_of(requests, truths, draw_requests(0, 12, 64))["seen"] < 0.3
 
 
 # -- the whole -----------------------------------------------------------------------------------------------
@@ -316,11 +433,12 @@ def test_every_policy_gets_the_same_requests_at_the_same_times(tmp_path):
     )  # fmt: skip
 
     rows = json.loads(file.read_text())["rows"]
-    measured_rows = [row for row in rows if "verdict" not in row and "run" not in row]
-    sent = {row["policy"]: row["sent"] for row in rows if "run" in row}
-    assert [(row["config"], row["policy"], row["runs"], row["failed_runs"]) for row in measured_rows] == [
-        ("overload", policy, 1, 0) for policy in ("fcfs", "laps-sd")
-    ]
-    assert sent["fcfs"] == sent["laps-sd"]
+    measured_rows = [row for row in rows if "mean_slowdown" in row]
+    sent = {(row["hints"], row["policy"]): row["sent"] for row in rows if "run" in row}
+    assert [
+        (row["config"], row["hints"], row["policy"], row["runs"], row["failed_runs"]) for row in measured_rows
+    ] == [("overload", hints, policy, 1, 0) for hints in ("0.3", "none") for policy in ("fcfs", "laps-sd")]
+    assert sent["0.3", "fcfs"] == sent["0.3", "laps-sd"] != sent["none", "fcfs"] == sent["none", "laps-sd"]
     assert all(row["mean_s"] > 0 and row["simulated_mean_s"] > 0 for row in measured_rows)
+    assert [row["hints"] for row in rows if "lengths" in row] == ["0.3", "none"]
     assert code == 0

@@ -500,9 +500,14 @@ def test_version_names_the_release():
 
 
 def test_bench_runs_a_file_of_the_checkout_with_the_remaining_arguments(tmp_path):
+    """A benchmark of the gateway does not hide the gateway from the others."""
     (tmp_path / "laps_sd" / "cli").mkdir(parents=True)
     (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "hello_world.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    (tmp_path / "bench" / "__init__.py").touch()
+    (tmp_path / "bench" / "gateway.py").touch()
+    (tmp_path / "bench" / "hello_world.py").write_text(
+        "import sys; import gateway.calls; print(sys.argv[1:]); sys.exit(3)"
+    )
 
     done = as_a_process("bench", "hello-world", "--json", "x", cwd=tmp_path)
 

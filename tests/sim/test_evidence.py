@@ -188,19 +188,27 @@ def test_what_real_processes_did_stands_beside_what_was_simulated(tmp_path):
         "ratio_fcfs_high": 0.6,
         "simulated_ratio_fcfs": 0.51,
     }
-    goal = {"verdict": True, "config": "burst", "goal": "laps-sd / fcfs", "asked": "≤ 0.45", "found": "0.500"}
+    silent = {"config": "burst", "hints": "none"}
+    goal = {"verdict": True, **silent, "goal": "laps-sd / fcfs", "asked": "≤ 0.45", "found": "0.500"}
+    lengths = {"requests": 72, "spread": 1.234, "explained_by_kinds": 0.68, "seen": 0.125}
+    known = {"tau": 0.71, "rms": 0.66, "explained": 0.71, "cover": 0.83}
     rows = [
-        {"config": "burst", "policy": "fcfs", **figures},
-        {"config": "burst", "policy": "laps-sd", **figures, **against_fcfs},
-        {"run": True, "config": "burst", "policy": "laps-sd", "seed": 1},
+        {"config": "burst", "hints": "0.3", "policy": "fcfs", **figures},
+        {"config": "burst", "hints": "0.3", "policy": "laps-sd", **figures, **against_fcfs},
+        {**silent, "policy": "laps-sd", **figures, **against_fcfs, "mean_s": 3.0},
+        {"lengths": True, "hints": "none", **lengths, **known},
+        {"run": True, **silent, "policy": "laps-sd", "seed": 1},
         {**goal, "met": False},
         {**goal, "met": True},
     ]
     text = "\n".join(served(results_of(tmp_path, "serve", rows)))
-    assert "| `laps-sd` | 2.00 | 5.00 | 0.50 | 3.0 | **0.500** [0.400, 0.600] | 0.510 | – | – |" in text
-    assert "| `fcfs` | 2.00 | 5.00 | 0.50 | 3.0 | – | – | – | – |" in text
-    assert "1 of 2 goals are met. Missed:\n\n- burst, laps-sd / fcfs: 0.500, asked ≤ 0.45" in text
+    assert "| 0.3 | `laps-sd` | 2.00 | 5.00 | 0.50 | 3.0 | **0.500** [0.400, 0.600] | 0.510 | – | – |" in text
+    assert "| none | `laps-sd` | 3.00 | 5.00 |" in text
+    assert "| 0.3 | `fcfs` | 2.00 | 5.00 | 0.50 | 3.0 | – | – | – | – |" in text
+    assert "1 of 2 goals are met. Missed:\n\n- burst, hints none, laps-sd / fcfs: 0.500, asked ≤ 0.45" in text
     assert "`laps-sd bench something --seeds 2`, 2026-01-01" in text
+    assert "| none | 0.71 | 0.66 | 71% | 83% |" in text
+    assert "the kinds alone explain 68% of the variance of ln(length)" in text
 
 
 def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path):
