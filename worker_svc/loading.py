@@ -138,6 +138,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
                 sampling=settings.vllm_sampling,
                 overlap=settings.vllm_overlap,
                 trust_remote_code=settings.trust_remote_code,
+                length_probe=settings.length_probe,
                 speculative=speculative,
                 arguments=arguments,
             )

@@ -446,6 +446,58 @@ def test_what_needs_a_tokenizer_is_refused_without_one(make: Make) -> None:
     assert not engine.known()
 
 
+# -- the probe of output lengths -----------------------------------------------------------------------------
+
+
+def test_the_probe_sees_the_last_layers_state_of_the_last_token(make: Make) -> None:
+    """With drafts, prompts in chunks, and requests that lose their KV; the text is the same as without it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.worker.recorded import Recorded
+
+    asked = [replace(one, ignore_eos=False, max_tokens=150) for one in mixed(8)]
+    probe = Recorded("demo", 6, 256)
+    texts, last, _ = finish_all(
+        make(slots=4, prefill_chunk=32, probe=probe), asked, rotate("evict", every=20)
+    )
+    assert texts == finish_all(make(slots=4), asked)[0]
+    model = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32).eval()
+    states = {}
+    for one in asked:
+        ids = torch.tensor([[*one.prompt_ids, *texts[one.request_id]]])
+        with torch.inference_mode():
+            states[one.request_id] = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
+    for seen in probe.seen.values():
+        ((length, cut),) = seen.ends
+        fits = [
+            one
+            for one in asked
+            if len(texts[one.request_id]) == length
+            and (last[one.request_id].finish is End.LENGTH) == cut
+            and all(
+                torch.allclose(
+                    torch.from_numpy(hidden),
+                    states[one.request_id][len(one.prompt_ids) + tokens - 1],
+                    atol=1e-3,
+                )
+                for tokens, hidden in seen.looks
+            )
+        ]
+        assert len(fits) == 1
+    assert len(probe.seen) == len(asked)
+    assert probe.requests == len(asked)
+
+
+def test_vllms_own_sampler_leaves_nothing_to_look_at(make: Make) -> None:
+    from tests.worker.recorded import Recorded
+
+    probe = Recorded("demo", 6, 256)
+    greedy = [replace(one, ignore_eos=False) for one in mixed(4) if not one.sampling.temperature]
+    finish_all(make(chooser=Chooser.VLLM, probe=probe), greedy)
+    assert not any(seen.looks for seen in probe.seen.values())
+
+
 # -- vLLM's own sampler --------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,42 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo.prompts import demo_prompts
 from laps_sd.contract.ends import End
 from tests.worker.drive import finish_all, rotate
+from tests.worker.recorded import Recorded, Seen
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import RequestRound, Sampling, Specification
-from worker_svc.engine.length_probe.features import Features
-from worker_svc.engine.length_probe.probe import EVERY_TOKENS, LEAST_REQUESTS, LengthProbe, Watched
+from worker_svc.engine.length_probe.probe import EVERY_TOKENS, LEAST_REQUESTS, LengthProbe
 from worker_svc.engine.load import load_engine
 from worker_svc.engine.options import LoadOptions
 
 MAX_TOKENS = 200
 KINDS = ("story", "log", "list", "chat")
-
-
-@dataclass
-class Seen:
-    """What a probe was given of one request."""
-
-    looks: list[tuple[int, Features]] = field(default_factory=list)
-    ends: list[tuple[int, bool]] = field(default_factory=list)
-
-
-class Recorded(LengthProbe):
-    """A probe that remembers what it was given, by request in the order of first looks."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: dict[int, Seen] = defaultdict(Seen)
-        self._held: list[Watched] = []
-
-    def look(self, watched: Watched, output_tokens: int, hidden: Features) -> float | None:
-        self._held.append(watched)  # so that its id stays its own
-        self.seen[id(watched)].looks.append((output_tokens, hidden.copy()))
-        return super().look(watched, output_tokens, hidden)
-
-    def learn(self, watched: Watched, output_tokens: int, *, cut: bool) -> None:
-        self.seen[id(watched)].ends.append((output_tokens, cut))
-        super().learn(watched, output_tokens, cut=cut)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as SequenceOf
 
-from laps_sd.contract.ends import End
 from worker_svc.engine.interface import RequestRound
+from worker_svc.engine.length_probe.outcome import with_prediction
 from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.round.request import RoundRequest
 
@@ -14,8 +14,7 @@ from worker_svc.engine.round.request import RoundRequest
 class Remaining:
     """Looks at the requests of rounds by `probe`; does nothing without one.
 
-    A look is by the last token of the context before the round, whose place in the forward is known in advance. The
-    tokens of the round come off the prediction.
+    A look is by the last token of the context before the round, whose place in the forward is known in advance.
     """
 
     def __init__(self, probe: LengthProbe | None) -> None:
@@ -52,15 +51,7 @@ class Remaining:
         settled = list(reports)
         for at, (request, report) in enumerate(zip(requests, reports, strict=True)):
             watched = request.sequence.watched
-            if watched is None or report.finish is End.ERROR:
-                continue
-            if request.hidden is not None:
-                remaining = probe.look(watched, report.position, request.hidden)
-                if remaining is not None and report.finish is None:
-                    left = min(remaining, request.sequence.spec.max_tokens - report.position)
-                    settled[at] = report._replace(
-                        predicted_remaining_tokens=max(1.0, left - len(report.tokens))
-                    )
-            if report.finish is not None:
-                probe.learn(watched, request.sequence.output_length, cut=report.finish is End.LENGTH)
+            if watched is not None and (request.hidden is not None or report.finish is not None):
+                max_tokens = request.sequence.spec.max_tokens
+                settled[at] = with_prediction(probe, watched, report, request.hidden, max_tokens)
         return tuple(settled)

@@ -1,8 +1,8 @@
 """Same seed, same text, on vLLM's first model runner: the choice of `worker_svc.engine.sampling` in its place.
 
-That runner takes no logits processors together with speculation, so two methods of objects that vLLM made are
-replaced: the runner's `_sample`, and `_greedy_sample` of the drafter (with `propose`, to count its steps). The
-target's choice at every row is made here, with bias and penalties; a draft token is accepted if it is that
+That runner takes no logits processors together with speculation, so methods of objects that vLLM made are replaced:
+the runner's `_sample`, the target's `compute_logits` (to keep hidden states for the probe of output lengths), and
+`_greedy_sample` of the drafter (with `propose`, to count its steps). The target's choice at every row is made here, with bias and penalties; a draft token is accepted if it is that
 choice. The drafter proposes by the same rule with the same noise.
 
 vLLM has applied the output format to the logits before, so log probabilities are those of allowed tokens.
@@ -50,9 +50,16 @@ class _Coupling:
         self._vocab: int = runner.model_config.get_vocab_size()
         self._noise = Noise(self._vocab, runner.device)
         self._vllm_sample = runner._sample
+        self._vllm_logits = runner.model.compute_logits
+        self._hidden: torch.Tensor | None = None
         # (settings, next position) of each request of the step, for the drafter; and its steps so far.
         self._next: list[tuple[Sampling, int]] = []
         self._steps = 0
+
+    def compute_logits(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the logits of these rows of the target, and keep their hidden states for `sample`."""
+        self._hidden = hidden
+        return self._vllm_logits(hidden, *args, **kwargs)
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> SamplerOutput:
         """Return the accepted draft tokens and one more of each request: int32 [requests, longest draft + 1]."""
@@ -61,6 +68,7 @@ class _Coupling:
             return self._vllm_sample(logits, metadata)  # vLLM's warm-up
         logits = logits[:, : self._vocab]
         parts = self._parts(names, metadata)
+        self._look_at(parts)
         adjusted = self._adjusted(logits, parts)
         finite = adjusted.amax(-1).isfinite().tolist()
         settings = [(part.known, n) for part in parts for n in range(part.rows)]
@@ -97,6 +105,14 @@ class _Coupling:
     def begin_proposing(self) -> None:
         """Start to count the drafter's steps."""
         self._steps = 0
+
+    def _look_at(self, parts: Sequence[_Rows]) -> None:
+        """Give the requests that are due for a look the hidden state of their last token before the step."""
+        hidden, self._hidden = self._hidden, None
+        for known, first, _ in parts:
+            watched = known.watched
+            if watched is not None and hidden is not None and len(known.output) >= watched.due:
+                known.hidden = hidden[first].float().cpu().numpy()
 
     def _parts(self, names: Sequence[str], metadata: Any) -> list[_Rows]:
         counts = [0] * len(names) if metadata is None else list(metadata.num_draft_tokens)
@@ -176,6 +192,7 @@ def couple(runner: Any, known: Mapping[str, Known]) -> None:
     if coupling is None:
         coupling = runner._laps_sd_coupling = _Coupling(runner)
         runner._sample = coupling.sample
+        runner.model.compute_logits = coupling.compute_logits
         drafter: Any = getattr(runner, "drafter", None)
         if hasattr(drafter, "_greedy_sample"):
             propose = drafter.propose

@@ -14,6 +14,7 @@ An exception of a step leaves vLLM's scheduler and its model runner in different
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,6 @@ from laps_sd.contract.ends import End
 from worker_svc.engine.interface import (
     Capacity,
     DeviceFailed,
-    LengthLearner,
     OutOfBlocks,
     RequestRound,
     Residency,
@@ -37,6 +37,8 @@ from worker_svc.engine.interface import (
     check_run,
     check_specification,
 )
+from worker_svc.engine.length_probe.outcome import with_prediction
+from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.sampling.stopping import Decode, StopText
 from worker_svc.engine.vllm.coupling import couple
@@ -57,7 +59,8 @@ class VllmEngine:
     """An `interface.Engine` over an engine core; see the top of this file.
 
     `share_prefixes`: KV of the same beginning is shared between requests; a request always finds its own
-    again. `decode` makes stop strings work, `formats`: vLLM has a tokenizer for output formats.
+    again. `decode` makes stop strings work, `formats`: vLLM has a tokenizer for output formats. `probe` predicts
+    output lengths by hidden states after the last layer; only where `coupling` replaces the sampler.
     """
 
     def __init__(
@@ -70,9 +73,10 @@ class VllmEngine:
         decode: Decode | None = None,
         formats: bool = True,
         share_prefixes: bool = True,
+        probe: LengthProbe | None = None,
     ) -> None:
         self.fingerprint = fingerprint
-        self.length_probe: LengthLearner | None = None
+        self.length_probe = probe
         self._core = core
         self._rules = rules
         self._decode = decode
@@ -141,7 +145,14 @@ class VllmEngine:
         self._names[request.request_id] = spec.request_id
         stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
         self._known[spec.request_id] = Known(
-            spec, committed, stop_text, request, taken=request.num_output_tokens
+            spec,
+            committed,
+            stop_text,
+            request,
+            taken=request.num_output_tokens,
+            watched=None
+            if self.length_probe is None or spec.ignore_eos
+            else self.length_probe.watch(len(spec.prompt_ids)),
         )
 
     def _new_name(self, request_id: str) -> str:
@@ -300,11 +311,29 @@ class VllmEngine:
             raise DeviceFailed(self._failure) from error
         return {one.request_id: one.new_logprobs for made in (outputs or {}).values() for one in made.outputs}
 
+    def _with_prediction(self, known: Known, result: RequestRound, step: Step) -> RequestRound:
+        """Return the report with a prediction, if there is one. A failure ends predictions, and nothing else."""
+        hidden, known.hidden = known.hidden, None
+        sampled = step.row is not None and bool(step.row.sampled)  # its context is complete
+        probe = self.length_probe
+        if probe is None or known.watched is None:
+            return result
+        try:
+            return with_prediction(
+                probe, known.watched, result, hidden if sampled else None, known.spec.max_tokens
+            )
+        except Exception:
+            logging.getLogger(__name__).exception(
+                "the probe failed: no output lengths are predicted any more"
+            )
+            self.length_probe = None
+            return result
+
     def _report(self, name: str, step: Step) -> RequestRound:
         known = self._known[name]
         request = known.request
         assert request is not None
-        result = report(known, request, step)
+        result = self._with_prediction(known, report(known, request, step), step)
         if result.finish is not None:
             if not request.is_finished():
                 self._core.abort_requests([request.request_id])

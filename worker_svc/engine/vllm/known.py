@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from vllm.v1.request import Request
 
 from worker_svc.engine.interface import Specification, TokenLogprobs
+from worker_svc.engine.length_probe.features import Features
+from worker_svc.engine.length_probe.probe import Watched
 from worker_svc.engine.sampling.stopping import StopText
 from worker_svc.engine.sampling.tally import Tally
 
@@ -30,6 +32,10 @@ class Known:
     problem: str = ""
     # Counts for penalties; made when needed.
     tally: Tally | None = None
+    # None: no probe predicts its length.
+    watched: Watched | None = None
+    # Hidden state of the last token of its context before the last step, float32 [hidden], if a look was due.
+    hidden: Features | None = None
 
     @property
     def tokens(self) -> int:

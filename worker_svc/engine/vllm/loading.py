@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -18,7 +20,9 @@ from vllm.v1.request import Request
 from laps_vllm import known_faults
 from laps_vllm.versions import VersionError, check_names, check_version
 from worker_svc.engine.interface import ModelError
+from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.errors import first_line
+from worker_svc.engine.models.fingerprint import fingerprint as fingerprint_of
 from worker_svc.engine.models.tokenizer import load_tokenizer
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.fingerprint import fingerprint
@@ -57,6 +61,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         decode=None if tokenizer is None else tokenizer.decode,
         formats=tokenizer is not None,
         share_prefixes=options.share_prefixes,
+        probe=_probe(core.vllm_config, chooser) if options.length_probe else None,
     )
     return engine, tuple(_warnings(core.vllm_config, chooser))
 
@@ -161,6 +166,20 @@ def _check_overlap(config: Any, chooser: Chooser, options: VllmOptions) -> None:
             "LAPS_SD_VLLM_SAMPLING=coupled chooses tokens between two steps with this model runner, so that they"
             " cannot overlap: set LAPS_SD_VLLM_OVERLAP=off, or LAPS_SD_VLLM_SAMPLING=own"
         )
+
+
+def _probe(config: Any, chooser: Chooser) -> LengthProbe | None:
+    """Return a probe by the hidden states after the last layer; None where the engine does not see them."""
+    model = config.model_config
+    directory = Path(model.model)
+    if chooser is not Chooser.REPLACED or not directory.is_dir():
+        logging.getLogger(__name__).info(
+            "no output lengths are predicted: over vLLM that needs its first model runner on one CPU and"
+            " LAPS_SD_VLLM_SAMPLING=coupled"
+        )
+        return None
+    layers = model.hf_text_config.num_hidden_layers
+    return LengthProbe(fingerprint_of(directory), layers, model.get_hidden_size())
 
 
 def _end_of_sequence_ids(model_config: Any) -> list[int]:

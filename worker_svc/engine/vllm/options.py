@@ -53,6 +53,8 @@ class VllmOptions:
     # so by default.
     overlap: Literal["auto", "on", "off"] = "auto"
     trust_remote_code: bool = False
+    # Predict the output lengths that remain, where hidden states can be read.
+    length_probe: bool = True
     # vLLM's configuration of speculation; None: none.
     speculative: Mapping[str, Any] | None = None
     # Further arguments of vLLM's EngineArgs, as they are.
