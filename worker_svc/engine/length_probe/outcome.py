@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from laps_sd.contract.ends import End
 from worker_svc.engine.interface import RequestRound
 from worker_svc.engine.length_probe.features import Features
@@ -27,7 +25,7 @@ def with_prediction(
         remaining = probe.look(watched, report.position, hidden)
         if remaining is not None and report.finish is None:
             left = min(remaining, max_tokens - report.position) - len(report.tokens)
-            report = replace(report, predicted_remaining_tokens=max(1.0, left))
+            report = report._replace(predicted_remaining_tokens=max(1.0, left))
     if report.finish is not None:
         probe.learn(watched, report.position + len(report.tokens), cut=report.finish is End.LENGTH)
     return report
