@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.calibration import Calibration
 from scheduler_svc.core.estimates.guesses import (
     CELLS_PER_SPREAD,
@@ -97,12 +98,12 @@ class Bayes:
         cut, cut_moment = self.beyond(math.log(most))
         mean = (moment - cut_moment + most * cut) / share - emitted
         low, high = (self.exceeded_by(share * (1 - quantile)) - emitted for quantile in CREDIBLE)
-        return bounded(mean, low, high, most - emitted, "")
+        return bounded(mean, low, high, most - emitted, Basis.CLASS)
 
 
 def check(table: LengthTable, cell: int, emitted: int, most: int = UNLIMITED) -> TokensLeft:
     """Compare the estimate for a guess in this cell with the definition; return it."""
-    found = GuessedLengths(table).left(LINE, math.exp(cell * CELL), emitted, most, "")
+    found = GuessedLengths(table).left(LINE, math.exp(cell * CELL), emitted, most, Basis.CLIENT)
     expected = Bayes(table, cell).left(emitted, most)
     assert (found.mean, found.low, found.high) == pytest.approx(
         (expected.mean, expected.low, expected.high), rel=1e-5, abs=1e-6 * (1 + emitted)
@@ -174,7 +175,7 @@ class TestTheEdgesOfTheTable:
     def test_one_token_is_not_taken_for_more(self) -> None:
         table = LengthTable()
         means = [
-            GuessedLengths(table).left(LINE, math.exp(cell * CELL), 0, UNLIMITED, "").mean
+            GuessedLengths(table).left(LINE, math.exp(cell * CELL), 0, UNLIMITED, Basis.CLIENT).mean
             for cell in range(3)
         ]
         assert means[0] < means[1] < means[2]
@@ -184,14 +185,14 @@ class TestKeptDistributions:
     def test_they_are_kept_up_to_a_bound(self) -> None:
         guessed, kept = GuessedLengths(LengthTable()), []
         for cell in range(2 * MOST_CELLS):
-            guessed.left(LINE, math.exp(cell * CELL), 0, UNLIMITED, "")
+            guessed.left(LINE, math.exp(cell * CELL), 0, UNLIMITED, Basis.CLIENT)
             kept.append(len(guessed._likely))
         assert kept == [*range(1, MOST_CELLS + 1)] * 2
 
     def test_guesses_are_not_told_apart_finer_than_a_bin_where_their_error_is_wide(self) -> None:
         guessed, line = GuessedLengths(LengthTable()), Calibration(1.0, 0.0, 1.0)
         for off in (-0.4, 0.0, 0.4):
-            guessed.left(line, math.exp((30 + off) * LOG_BIN), 0, UNLIMITED, "")
+            guessed.left(line, math.exp((30 + off) * LOG_BIN), 0, UNLIMITED, Basis.CLIENT)
         assert len(guessed._likely) == 1
-        guessed.left(line, math.exp(30.6 * LOG_BIN), 0, UNLIMITED, "")
+        guessed.left(line, math.exp(30.6 * LOG_BIN), 0, UNLIMITED, Basis.CLIENT)
         assert len(guessed._likely) == 2

@@ -6,6 +6,7 @@ import pytest
 
 from laps_sd.contract.choose import LATCH_OFF, RESERVED_ONE_IN, Residency
 from scheduler_svc.core.commands import Assign, AssignEntry
+from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
 from scheduler_svc.core.placement.assignment import assignment
 from scheduler_svc.core.rank import RankKey, Remaining
@@ -19,7 +20,7 @@ SETTINGS = CoreSettings(resend_index_change=0.25)
 
 
 def key(index_s: float, resume_cost_s: float = 0.0, rank_class: int = 0, pinned: bool = False) -> RankKey:
-    return RankKey(rank_class, index_s, resume_cost_s, pinned, 0, None, Remaining(1.0, 1.0, 1.0, ""))
+    return RankKey(rank_class, index_s, resume_cost_s, pinned, 0, None, Remaining(1.0, 1.0, 1.0, Basis.CLASS))
 
 
 def worker(slots: int = 1, blocks: int = 100, worker_id: str = "w") -> Worker:

@@ -154,7 +154,7 @@ class LengthTable:
         self._counts = [*counts]
         self._cuts = [*cuts]
         self._unit = 1.0
-        self.weight = sum(counts) + sum(cuts)
+        self.weight = math.fsum(counts) + math.fsum(cuts)
 
     @property
     def masses(self) -> list[float]:
