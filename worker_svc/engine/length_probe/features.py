@@ -31,19 +31,24 @@ class Projection:
         self._signs = np.where(random.randint(0, 2, hidden) == 1, 1, -1).astype(np.float32)
         self._missing = -hidden % DIMS
 
-    def features(self, hidden: Features, prompt_tokens: int, output_tokens: int) -> Features | None:
-        """Return the features [COUNT] of a hidden state [hidden]; None if it is not finite, or zero."""
-        square = float(hidden.dot(hidden)) / len(hidden)
-        if not 0.0 < square < math.inf:
-            return None
+    def features(self, hidden: Features, scalars: Features) -> Features:
+        """Return the features [n, COUNT] of hidden states [n, hidden] with these scalars [n, SCALARS]."""
         signed = hidden * self._signs
         if self._missing:
-            signed = np.pad(signed, (0, self._missing))
-        found = np.empty(COUNT, np.float32)
-        sums = found[SCALARS:]
-        np.add.reduce(signed.reshape(-1, DIMS), axis=0, out=sums)
-        sums *= 1.0 / math.sqrt(square)
-        found[0] = 1.0
-        found[1] = math.log1p(output_tokens)
-        found[2] = math.log(prompt_tokens)
-        return found
+            signed = np.pad(signed, ((0, 0), (0, self._missing)))
+        sums = np.add.reduce(signed.reshape(len(hidden), -1, DIMS), axis=1)
+        return np.concatenate([scalars, sums], axis=1)
+
+    def reader(self, weights: Features) -> Features:
+        """Return the vector [hidden] whose product with a hidden state is that of `weights` [COUNT] with its
+        features, without the scalars.
+
+        So a prediction takes one product, and features are needed only to learn.
+        """
+        repeated = np.resize(weights[SCALARS:], len(self._signs) + self._missing)
+        return repeated[: len(self._signs)] * self._signs
+
+
+def scalars_of(prompt_tokens: int, output_tokens: int) -> tuple[float, float, float]:
+    """Return the features that do not come from the hidden state."""
+    return 1.0, math.log1p(output_tokens), math.log(prompt_tokens)

@@ -21,8 +21,16 @@ import numpy as np
 
 from laps_sd.contract.length_probe import MAX_COUNT, LearntProbe, ProbeKind, problem_with
 from worker_svc.engine.length_probe.errors import StageErrors, stage_of
-from worker_svc.engine.length_probe.features import COUNT, DIMS, SEED, Features, Projection
-from worker_svc.engine.length_probe.regression import Regression
+from worker_svc.engine.length_probe.features import (
+    COUNT,
+    DIMS,
+    SCALARS,
+    SEED,
+    Features,
+    Projection,
+    scalars_of,
+)
+from worker_svc.engine.length_probe.regression import LARGEST, Regression
 
 EVERY_TOKENS = 64
 """Output tokens from one look to the next (our choice)."""
@@ -34,10 +42,14 @@ choice): elsewhere a look serves learning alone."""
 FIRST_STUDIED = 100
 """Requests at the start that are all looked at as often (our choice)."""
 NEVER = 2**62
+LARGEST_PACKED = 65504.0
+"""Of float16."""
 MOST_KEPT = 32
 """Looks kept of a request, at most (our choice); beyond it every second one is dropped."""
 LEAST_REQUESTS = 30
 """Requests to learn from before any prediction is given (our choice)."""
+PROJECTED_TOGETHER = 16
+"""Hidden states that are projected together (our choice): a call of numpy costs more than its arithmetic."""
 FEWEST_TOGETHER, MOST_TOGETHER, SHARE_TOGETHER = 8, 100, 1 / 8
 """Requests that are learnt from together: this share of all so far, within these bounds (our choice). A solution
 takes as long as learning from ten requests, and changes little where few of many are new."""
@@ -47,10 +59,12 @@ FORGOTTEN_SHARE = 1 / 4000
 
 @dataclass(slots=True)
 class Look:
-    """The features of a request at one moment."""
+    """What was seen of a request at one moment."""
 
+    prompt_tokens: int
     output_tokens: int
-    features: Features
+    # Hidden state [hidden]; features [COUNT] once they are computed from it.
+    row: Features
     # Prediction of ln(remaining tokens), if there was one.
     predicted: float | None
 
@@ -68,13 +82,28 @@ class Watched:
 
 
 @dataclass(slots=True)
-class _Rows:
-    """Rows to learn from: looks at requests that have ended."""
+class _Lesson:
+    """A look at a request that has ended."""
 
-    features: list[Features] = field(default_factory=list)
+    look: Look
     # ln(tokens that remained), or of those that remained up to the cut.
-    truths: list[float] = field(default_factory=list)
-    cut: list[bool] = field(default_factory=list)
+    truth: float
+    cut: bool
+
+
+@dataclass(slots=True)
+class _Reader:
+    """The weights of a regression, in the form that predicts from a hidden state."""
+
+    scalars: tuple[float, float, float]
+    hidden: Features
+
+    def read(self, hidden: Features, prompt_tokens: int, output_tokens: int) -> float:
+        """Return the prediction, 0 to LARGEST; NaN if the hidden state is not finite."""
+        found = float(hidden.dot(self.hidden))
+        for weight, scalar in zip(self.scalars, scalars_of(prompt_tokens, output_tokens), strict=True):
+            found += weight * scalar
+        return max(0.0, min(LARGEST, found)) if math.isfinite(found) else math.nan
 
 
 class LengthProbe:
@@ -89,7 +118,9 @@ class LengthProbe:
         self.errors = StageErrors()
         self._projection = Projection(hidden)
         self._after_prompt, self._in_output = Regression(COUNT), Regression(COUNT)
-        self._new_rows = _Rows(), _Rows()
+        self._readers: list[_Reader | None] = [None, None]
+        self._unprojected: list[Look] = []
+        self._lessons: tuple[list[_Lesson], list[_Lesson]] = [], []
         self._new_requests = 0
         self._watched = 0
 
@@ -107,11 +138,17 @@ class LengthProbe:
         watched.due = output_tokens + EVERY_TOKENS
         if not watched.studied and not self.errors.good(stage_of(watched.due)):
             watched.due = NEVER
-        features = self._projection.features(hidden, watched.prompt_tokens, output_tokens)
-        if features is None:
+        predicted = None
+        reader = self._readers[output_tokens > 0]
+        if reader is not None:
+            predicted = reader.read(hidden, watched.prompt_tokens, output_tokens)
+        if not math.isfinite(float(hidden.dot(hidden)) if predicted is None else predicted):
             return None
-        predicted = (self._in_output if output_tokens else self._after_prompt).predict_one(features)
-        watched.looks.append(Look(output_tokens, features, predicted))
+        look = Look(watched.prompt_tokens, output_tokens, hidden, predicted)
+        watched.looks.append(look)
+        self._unprojected.append(look)
+        if len(self._unprojected) >= PROJECTED_TOGETHER:
+            self._project()
         if len(watched.looks) > MOST_KEPT:
             del watched.looks[1::2]
         if (
@@ -136,24 +173,47 @@ class LengthProbe:
             truth = math.log(output_tokens - look.output_tokens)
             if not cut:
                 self.errors.observe(stage_of(look.output_tokens), truth, look.predicted)
-            rows = self._new_rows[look.output_tokens > 0]
-            rows.features.append(look.features)
-            rows.truths.append(truth)
-            rows.cut.append(cut)
+            self._lessons[look.output_tokens > 0].append(_Lesson(look, truth, cut))
         self.requests = min(MAX_COUNT, self.requests + 1)
         self._new_requests += 1
         if self._new_requests >= min(MOST_TOGETHER, max(FEWEST_TOGETHER, self.requests * SHARE_TOGETHER)):
             self._take_in()
 
+    def _project(self) -> None:
+        """Compute the features of the looks that have none."""
+        looks, self._unprojected = self._unprojected, []
+        if not looks:
+            return
+        scalars = np.array([scalars_of(look.prompt_tokens, look.output_tokens) for look in looks], np.float32)
+        rows = self._projection.features(np.stack([look.row for look in looks]), scalars)
+        for look, row in zip(looks, rows, strict=True):
+            look.row = row.copy()
+
     def _take_in(self) -> None:
-        """Learn from the new rows."""
+        """Learn from the requests that have ended."""
+        self._project()
         share = min(1.0, self._new_requests * FORGOTTEN_SHARE)
-        for regression, rows in zip((self._after_prompt, self._in_output), self._new_rows, strict=True):
+        for regression, lessons in zip((self._after_prompt, self._in_output), self._lessons, strict=True):
             regression.forget(share)
-            if rows.features:
-                regression.learn(np.stack(rows.features), np.array(rows.truths), np.array(rows.cut))
-        self._new_rows = _Rows(), _Rows()
+            if lessons:
+                regression.learn(
+                    np.stack([lesson.look.row for lesson in lessons]),
+                    np.array([lesson.truth for lesson in lessons]),
+                    np.array([lesson.cut for lesson in lessons]),
+                )
+        self._forget_lessons()
+
+    def _forget_lessons(self) -> None:
+        self._lessons = [], []
         self._new_requests = 0
+        self._readers = [self._reader_of(regression) for regression in (self._after_prompt, self._in_output)]
+
+    def _reader_of(self, regression: Regression) -> _Reader | None:
+        weights = regression.weights
+        if weights is None:
+            return None
+        one, log_output, log_prompt = weights[:SCALARS].tolist()
+        return _Reader((one, log_output, log_prompt), self._projection.reader(weights))
 
     # -- from and to other workers ---------------------------------------------------------------------------
 
@@ -162,7 +222,8 @@ class LengthProbe:
         if self._new_requests:
             self._take_in()
         numbers = [self._after_prompt.pack(), self._in_output.pack(), self.errors.pack()]
-        return LearntProbe(self.kind, self.requests, np.concatenate(numbers).astype("<f2").tobytes())
+        packed = np.concatenate(numbers).clip(-LARGEST_PACKED, LARGEST_PACKED).astype("<f2").tobytes()
+        return LearntProbe(self.kind, self.requests, packed)
 
     def adopt(self, learnt: LearntProbe) -> bool:
         """Continue from what another probe has learnt, if that is more.
@@ -182,6 +243,5 @@ class LengthProbe:
         self.errors = StageErrors()
         self.errors.unpack(numbers[2 * size :])
         self.requests = learnt.requests
-        self._new_rows = _Rows(), _Rows()
-        self._new_requests = 0
+        self._forget_lessons()
         return True

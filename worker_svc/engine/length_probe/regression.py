@@ -23,7 +23,7 @@ LEAST_ROWS = 10.0
 LEAST_SCALE = 1e-6
 """Standard deviation below which a feature counts as constant."""
 LARGEST = 20.0
-"""Bound of predictions, against weights that are wrong. The least is 0: one token remains."""
+"""Bound of predictions, against weights that are wrong; the least is 0."""
 FIRST_SIGMA = 1.0
 SMALLEST_SIGMA, LARGEST_SIGMA = 0.05, 10.0
 """Bounds of the spread of the residuals."""
@@ -53,11 +53,10 @@ class Regression:
         """Number of rows that it has learnt from, forgotten ones left out."""
         return float(self._squares[0, 0])
 
-    def predict_one(self, row: Singles) -> float | None:
-        """Return the prediction for `row` [count], 0 to LARGEST; None while there are no weights."""
-        if self._weights is None:
-            return None
-        return max(0.0, min(LARGEST, float(row.dot(self._weights))))
+    @property
+    def weights(self) -> Singles | None:
+        """The weights [count], the product of which with a row is the prediction; None: too little was learnt."""
+        return self._weights
 
     def forget(self, share: float) -> None:
         """Let all that was learnt weigh less by this share."""

@@ -26,7 +26,9 @@ class Remaining:
             return
         for request in requests:
             watched = request.sequence.watched
-            if watched is not None and request.choices and request.sequence.output_length >= watched.due:
+            if watched is None or request.context - watched.prompt_tokens < watched.due:
+                continue
+            if request.choices:
                 request.looked_at = True
 
     def settle(
@@ -48,10 +50,13 @@ class Remaining:
     def _settle(
         self, probe: LengthProbe, requests: SequenceOf[RoundRequest], reports: SequenceOf[RequestRound]
     ) -> tuple[RequestRound, ...]:
+        looked_at = {at for at, request in enumerate(requests) if request.looked_at}
+        ended = {at for at, report in enumerate(reports) if report.finish is not None}
         settled = list(reports)
-        for at, (request, report) in enumerate(zip(requests, reports, strict=True)):
-            watched = request.sequence.watched
-            if watched is not None and (request.hidden is not None or report.finish is not None):
-                max_tokens = request.sequence.spec.max_tokens
-                settled[at] = with_prediction(probe, watched, report, request.hidden, max_tokens)
+        for at in sorted(looked_at | ended):
+            sequence = requests[at].sequence
+            if sequence.watched is not None:
+                settled[at] = with_prediction(
+                    probe, sequence.watched, reports[at], requests[at].hidden, sequence.spec.max_tokens
+                )
         return tuple(settled)

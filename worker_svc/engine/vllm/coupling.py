@@ -112,7 +112,7 @@ class _Coupling:
         for known, first, _ in parts:
             watched = known.watched
             if watched is not None and hidden is not None and len(known.output) >= watched.due:
-                known.hidden = hidden[first].float().cpu().numpy()
+                known.hidden = hidden[first].float().cpu().numpy().copy()
 
     def _parts(self, names: Sequence[str], metadata: Any) -> list[_Rows]:
         counts = [0] * len(names) if metadata is None else list(metadata.num_draft_tokens)
