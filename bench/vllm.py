@@ -3,7 +3,8 @@
 The demo pair is target and draft of vLLM (method draft_model, 4 draft tokens, temperature 0), 8 requests in a
 step. The same requests, in turn: vLLM's FCFS; vLLM's priority policy with guessed lengths (true ones times
 exp(σ z), σ 0.5) and with the true ones; LAPS-SD without any hint, with a class, with a class and the same
-guesses; and LAPS-SD with what it learnt from an earlier burst.
+guesses; and LAPS-SD with what it learnt from an earlier burst of other prompts. LAPS-SD predicts lengths from the
+token ids of prompts; without any hint also with that switched off.
 
   * steps: bursts within 40 steps, and Poisson arrivals at load 0.9; arrivals and latencies are counted in
     engine steps, so that no clock of a busy machine is in them. The engine runs each set of requests once, and
@@ -91,8 +92,8 @@ def _measured(
     if "steps" in options.parts:
         with _driver(options.vllm, setup, folder, "engine", ROOT) as peer:
             described["vllm"] = peer.ready()
-            in_steps.learn(peer, folder)
             seeds = range(1, options.seeds + 1)
+            in_steps.learn(peer, options.counts, seeds, folder)
             yield from in_steps.measure(peer, options.counts, seeds, options.load, options.slots, folder)
     if "speed" in options.parts:
         with _driver(options.vllm, setup, folder, "speed", (options.compiled or ROOT).resolve()) as peer:

@@ -1,7 +1,7 @@
 """The file that keeps what the policy has learnt over restarts of a vLLM server.
 
-It holds counts, means and histograms: no prompt, no token and no request id. A damaged or foreign file is not
-an error: learning starts again.
+It holds counts, means, histograms and weights of hashed tokens: no prompt and no request id. A damaged or
+foreign file is not an error: learning starts again.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 
-__all__ = ["MAX_FILE_BYTES", "LearntFile"]
+__all__ = ["MAX_FILE_BYTES", "LearntFile", "new_priors"]
 
 MAX_FILE_BYTES = 64 * 2**20
 """Larger files are not read: 256 classes take less than a tenth of this."""
+
+
+def new_priors(vocabulary: str) -> Priors:
+    """Return priors that know nothing, for token ids of this vocabulary (a name)."""
+    return Priors(PromptLengths(start_name=vocabulary))
 
 
 class LearntFile:
@@ -26,19 +32,25 @@ class LearntFile:
         self.path = path.with_name(f"{path.name}.{rank}") if rank else path
         self._kept: dict[str, Any] | None = None
 
-    def load(self) -> tuple[Priors, str]:
-        """Return the priors of the file and a sentence about them; new priors if there are none to read."""
+    def load(self, vocabulary: str = "") -> tuple[Priors, str]:
+        """Return the priors of the file and a sentence about them; new priors if there are none to read. What
+        was learnt of token ids of another `vocabulary` is not used.
+        """
+        priors, told = self._read(vocabulary)
+        return priors or new_priors(vocabulary), told
+
+    def _read(self, vocabulary: str) -> tuple[Priors | None, str]:
         try:
             if self.path.stat().st_size > MAX_FILE_BYTES:
-                return Priors(), f"{self.path} has more than {MAX_FILE_BYTES} bytes, and is not used"
+                return None, f"{self.path} has more than {MAX_FILE_BYTES} bytes, and is not used"
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            return Priors.from_dict(found), f"read from {self.path}"
+            return Priors.from_dict(found, PromptLengths(start_name=vocabulary)), f"read from {self.path}"
         except FileNotFoundError:
-            return Priors(), f"{self.path} does not exist yet"
+            return None, f"{self.path} does not exist yet"
         except OSError as error:
-            return Priors(), f"{self.path} cannot be read ({error.strerror})"
+            return None, f"{self.path} cannot be read ({error.strerror})"
         except (ValueError, TypeError, KeyError, AttributeError):
-            return Priors(), f"{self.path} does not hold what a LAPS-SD scheduler wrote, and is not used"
+            return None, f"{self.path} does not hold what a LAPS-SD scheduler wrote, and is not used"
 
     def keep(self, priors: Priors) -> None:
         """Copy the priors for the next `save`, which another thread may call."""

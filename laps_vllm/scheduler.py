@@ -22,10 +22,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from laps_sd import __version__
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_features import features_of_tokens, packed
 from laps_sd.service.config import load
 from laps_vllm import known_faults
 from laps_vllm.hints import hints_of
-from laps_vllm.learnt_file import LearntFile
+from laps_vllm.learnt_file import LearntFile, new_priors
 from laps_vllm.merged_steps import Step
 from laps_vllm.metrics import Publisher
 from laps_vllm.one_worker import OneWorker, RequestNow
@@ -33,7 +34,6 @@ from laps_vllm.pausing import Pausing, Row, schedules_ahead
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import check_names, check_version
 from scheduler_svc.core import COMPILED
-from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler as Core
@@ -65,7 +65,12 @@ class Laps(Pausing):
         settings = load(VllmSettings)
         rank = self.vllm_config.parallel_config.data_parallel_index
         self._learnt = LearntFile(settings.learnt_file, rank=rank) if settings.learnt_file else None
-        priors, learnt = self._learnt.load() if self._learnt else (Priors(), "forgotten at the end")
+        vocabulary = f"{self.vllm_config.model_config.get_vocab_size()} tokens"
+        if self._learnt is not None:
+            priors, learnt = self._learnt.load(vocabulary)
+        else:
+            priors, learnt = new_priors(vocabulary), "forgotten at the end"
+        self._predicts_lengths = settings.predict_lengths
         self._keep_s = settings.learnt_save_s
         core_settings = CoreSettings(reserved_share=settings.reserved_share)
         core = Core(policy_named(settings.policy, core_settings), core_settings, priors)
@@ -88,13 +93,14 @@ class Laps(Pausing):
         self._known: dict[str, tuple[RequestStatus, int, int, RequestNow]] = {}
         """What `_now` returned last, by request, with the status and the tokens then: in all, and computed."""
         logger.info(
-            "LAPS-SD %s: policy %s, steps of %d requests, %d resident, %s core, what is learnt is %s; %s scheduling,"
-            " up to %d draft tokens",
+            "LAPS-SD %s: policy %s, steps of %d requests, %d resident, %s core, lengths are %s, what is learnt is %s;"
+            " %s scheduling, up to %d draft tokens",
             __version__,
             settings.policy,
             facts.slots,
             self.max_num_running_reqs,
             "compiled" if COMPILED else "interpreted",
+            "predicted from prompts" if settings.predict_lengths else "not predicted",
             learnt,
             "async" if isinstance(self, AsyncScheduler) else "synchronous",
             self.num_spec_tokens,
@@ -134,8 +140,14 @@ class Laps(Pausing):
                 prompt_tokens=request.num_prompt_tokens,
                 max_tokens=request.max_tokens,
                 expected_output_tokens=hints.expected_output_tokens,
+                length_features=self._length_features(request),
             )
         )
+
+    def _length_features(self, request: Request) -> bytes:
+        """Return the hashed tokens of the prompt, if it has any (embeddings have none) and they are wanted."""
+        tokens = request.prompt_token_ids
+        return packed(features_of_tokens(tokens)) if tokens and self._predicts_lengths else b""
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
         """End requests that no step ended: cancelled, or stopped by a string that the API server found."""

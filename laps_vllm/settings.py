@@ -23,6 +23,10 @@ class VllmSettings(Settings):
         True,
         help="Give one place in 32, at least one, to the oldest requests, so that no request waits forever.",
     )
+    predict_lengths: bool = field(
+        True,
+        help="Predict the length of an output from the token ids of its prompt, as learned from earlier requests.",
+    )
     learnt_file: Path | None = field(
         None,
         help="File that keeps what the policy has learnt (lengths, acceptance, costs) over restarts; a data-parallel"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +16,23 @@ from bench.report import progress
 
 WITHIN = 40
 """Steps over which a burst arrives."""
-LEARN_SEED, LEARN_COUNT = 1000, 120
-"""The burst that `learnt before` has learnt from: other prompts than those of any run."""
+LEARN_SEED, LEARN_COUNT = 1000, 600
+"""The burst that `learnt before` has learnt from."""
 FIRST = MODES[0]
 
 
-def learn(peer: Peer, folder: Path) -> None:
-    """Write what each mode with earlier learning starts with."""
-    workload = demo_workload(LEARN_COUNT, LEARN_SEED)
-    arrivals = burst_arrivals(LEARN_COUNT, WITHIN)
+def learn(peer: Peer, counts: Sequence[int], seeds: Sequence[int], folder: Path) -> None:
+    """Write what each mode with earlier learning starts with. A prompt that comes in any run is left out: its
+    answer, at temperature 0 always the same, would be known.
+    """
+    to_come = [demo_workload(count, seed) for count in counts for seed in seeds]
+    workload = demo_workload(LEARN_COUNT, LEARN_SEED).without(to_come)
+    progress(f"learning from {len(workload)} of {LEARN_COUNT} prompts, which come in no run")
+    arrivals = burst_arrivals(len(workload), WITHIN)
     alone = run_mode(peer, FIRST, workload, arrivals, [], [], folder, replay=False)
     guesses = guessed(alone["lengths"], LEARN_SEED)
     for mode in WARM:
-        save = str(_file(folder, mode))
+        save = str(folder / mode.file_name)
         cold = replace(mode, learnt=False)
         run_mode(peer, cold, workload, arrivals, alone["lengths"], guesses, folder, replay=True, save=save)
 
@@ -110,18 +115,18 @@ def run_mode(
     save: str = "",
 ) -> dict[str, Any]:
     """Run requests under a mode; return the driver's answer."""
-    environment = {"LAPS_SD_LEARNT_FILE": str(_file(folder, mode))} if mode.learnt else {}
+    learnt = {}
+    if mode.learnt:
+        # A copy, because the scheduler adds what it learns in the run, and the same requests come again.
+        copied = shutil.copyfile(folder / mode.file_name, folder / "learnt-in-this-run.json")
+        learnt = {"LAPS_SD_LEARNT_FILE": str(copied)}
     return peer.ask(
         {
             "task": "burst",
             "scheduler": mode.scheduler,
             "requests": requests_of(workload, mode, arrivals, lengths, guesses),
-            "environment": environment,
+            "environment": mode.environment | learnt,
             "save": save,
             "replay": replay,
         }
     )
-
-
-def _file(folder: Path, mode: Mode) -> Path:
-    return folder / f"learnt-{mode.hints}.json"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FCFS = "vLLM, fcfs"
 PRIORITY = "vLLM, priority by guess"
 SHORTEST = "vLLM, priority by true length"
 NO_HINT = "LAPS-SD, no hint"
+UNPREDICTED = "LAPS-SD, no hint, no prediction"
 CLASS = "LAPS-SD, class"
 GUESS = "LAPS-SD, class and guess"
 LEARNT = ", learnt before"
@@ -23,13 +24,20 @@ class Mode:
     sends_class: bool = False
     lengths: str = ""
     """Lengths that it receives: guessed, true, or none."""
+    predicts: bool = True
+    """LAPS-SD predicts lengths from the token ids of prompts."""
     learnt: bool = False
     """It starts with what it has learnt from an earlier burst."""
 
     @property
-    def hints(self) -> str:
-        """Return the name of the file that holds what was learnt with these hints."""
-        return f"{self.sends_class:d}-{self.lengths or 'none'}"
+    def file_name(self) -> str:
+        """Return the name of the file that holds what was learnt in this mode."""
+        return f"learnt-{self.sends_class:d}-{self.lengths or 'none'}-{self.predicts:d}.json"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables of its server."""
+        return {} if self.predicts else {"LAPS_SD_PREDICT_LENGTHS": "off"}
 
 
 OURS = (
@@ -37,16 +45,16 @@ OURS = (
     Mode(CLASS, "laps", sends_class=True),
     Mode(GUESS, "laps", sends_class=True, lengths="guessed"),
 )
-WARM = tuple(
-    Mode(mode.name + LEARNT, mode.scheduler, mode.sends_class, mode.lengths, learnt=True) for mode in OURS
-)
+BEFORE = Mode(UNPREDICTED, "laps", predicts=False)
+WARM = tuple(replace(mode, name=mode.name + LEARNT, learnt=True) for mode in (BEFORE, *OURS))
 MODES = (
     Mode(FCFS, "fcfs"),
     Mode(PRIORITY, "priority", lengths="guessed"),
     Mode(SHORTEST, "priority", lengths="true"),
+    BEFORE,
     *OURS,
     *WARM,
 )
 """The first is the one that all others are compared with: it shows the lengths that are guessed."""
-CLOCK = (MODES[0], MODES[1], *OURS)
+CLOCK = (MODES[0], MODES[1], BEFORE, *OURS)
 """Those that are compared on the clock, where servers keep what they learn."""

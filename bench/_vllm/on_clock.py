@@ -46,7 +46,7 @@ class Server:
             self._process = subprocess.Popen(
                 [python, "-m", "vllm.entrypoints.openai.api_server", *_arguments(mode, setup, self.port)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder,
-                env=os.environ | environment(setup["threads"])
+                env=os.environ | environment(setup["threads"]) | mode.environment
                 | {"PYTHONPATH": str(root), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
             )  # fmt: skip
 

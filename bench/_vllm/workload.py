@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,12 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def without(self, others: Iterable[Workload]) -> Workload:
+        """Return the requests whose prompts are in no other workload."""
+        known = {tuple(ids) for other in others for ids in other.ids}
+        kept = [number for number, ids in enumerate(self.ids) if tuple(ids) not in known]
+        return Workload(self.seed, [self.ids[n] for n in kept], [self.kinds[n] for n in kept])
 
 
 def demo_workload(count: int, seed: int) -> Workload:

@@ -53,8 +53,10 @@ def test_a_mode_sends_its_hints_and_no_other(name: str, hints: dict[str, Any], p
 
 def test_modes_that_start_with_what_was_learnt_send_the_same_as_those_that_do_not():
     pairs = [(mode, BY_NAME[mode.name.removesuffix(", learnt before")]) for mode in MODES if mode.learnt]
-    assert len(pairs) == 3
-    assert all(sent(warm.name) == sent(cold.name) and warm.hints == cold.hints for warm, cold in pairs)
+    assert len(pairs) == 4
+    assert all(sent(warm.name) == sent(cold.name) for warm, cold in pairs)
+    assert all(warm.environment == cold.environment for warm, cold in pairs)
+    assert len({warm.file_name for warm, _ in pairs}) == 4
 
 
 def test_the_api_gets_a_priority_or_hints_only_where_they_have_a_meaning():

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import FEATURES, FeatureHash, packed
+from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.errors import EstimateErrors
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.prompt_lengths import LEARNED_ENOUGH, PromptLengths
+from scheduler_svc.core.estimates.sources import Guesses
+from scheduler_svc.core.events import RequestFacts
+from scheduler_svc.core.handlers.learning import Learner
+from scheduler_svc.core.state.request import Request
 
 SUBJECTS = [f"subject{chr(97 + n)}{chr(97 + m)}" for n in range(12) for m in range(8)]
 TASKS = {"name": 8.0, "list": 60.0, "explain": 250.0, "write": 700.0}
@@ -134,6 +142,37 @@ class TestLearning:
             lengths.learn(features, name, name, length, cut)
             predicted = lengths.predict(features, name, name)
             assert predicted is None if not features else 1 <= (predicted or 0) <= 1.01e7
+
+
+def burst_ended(at_arrival: float) -> Priors:
+    """Return the priors after a burst, all of which were predicted to have `at_arrival` tokens."""
+    priors = Priors()
+    learner = Learner(priors, EstimateErrors())
+    for features, length in prompts(200):
+        facts = RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features)
+        guesses = Guesses(prompt=at_arrival)
+        learner.learn_end(End.STOP, Request(facts, guesses=guesses, emitted=length, kept_estimates={}))
+    return priors
+
+
+class TestJudgement:
+    def test_what_counts_is_what_it_would_predict_now_and_not_what_it_said_at_arrival(self) -> None:
+        """A burst arrives while nothing is known. Its predictions say nothing of those after it."""
+        priors = burst_ended(at_arrival=50.0)
+
+        for features, length in prompts(20, seed=2, spread=0.0):
+            left = priors.tokens_left("", 0, 4000, Guesses(prompt=priors.prompts.predict(features, "", "")))
+            assert left.basis is Basis.PROMPT
+            assert 0.5 * length < left.mean < 2 * length
+
+    def test_a_predictor_that_begins_anew_is_judged_anew(self) -> None:
+        """With other start weights, or of another vocabulary."""
+        saved = burst_ended(at_arrival=50.0).to_dict()
+        same = Priors.from_dict(saved, PromptLengths()).to_dict()
+        anew = Priors.from_dict(saved, PromptLengths(start_name="another")).to_dict()
+
+        assert same["predictions"] == saved["predictions"]
+        assert anew["predictions"] == Priors().to_dict()["predictions"]
 
 
 class TestCutRequests:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, write_to_textfile
 
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_features import features_of_tokens, packed
 from laps_vllm.hints import MAX_CLASS_CHARACTERS, hints_of
 from laps_vllm.learnt_file import MAX_FILE_BYTES, LearntFile
 from laps_vllm.merged_steps import MergedSteps, Step
@@ -246,6 +250,10 @@ class TestStatesAreRead:
         assert min(self.reads(free=20, blocks=100)) > 0
 
 
+GIGABYTES = base64.b64encode(zlib.compress(bytes(2**24), 9)).decode()
+"""Stands for much more than all weights take."""
+
+
 class TestLearntFile:
     def learnt(self) -> Priors:
         priors = Priors()
@@ -273,6 +281,46 @@ class TestLearntFile:
 
         assert priors.to_dict() == Priors().to_dict()
         assert str(tmp_path / "l") in sentence
+
+    def test_weights_of_another_vocabulary_are_not_used(self, tmp_path: Path) -> None:
+        """A token id means another word there. The lengths of classes stay."""
+        file = LearntFile(tmp_path / "l")
+        priors, _ = file.load("900 tokens")
+        for _ in range(30):
+            priors.prompts.learn(packed(features_of_tokens([5, 6, 7])), "", "", 9, cut=False)
+        priors.observe_length("chat", 9, Guesses(), "")
+        file.keep(priors)
+        file.save()
+
+        same, other = file.load("900 tokens")[0], file.load("901 tokens")[0]
+        assert (same.prompts.learned, other.prompts.learned) == (30, 0)
+        assert same.lengths_seen("chat") == other.lengths_seen("chat") == 1
+
+    @pytest.mark.parametrize(
+        "weights",
+        ["!", "AAAA", "eJwDAAAAAAE=", GIGABYTES],
+        ids=["no base64", "no zlib", "too few", "too many"],
+    )
+    def test_damaged_weights_start_learning_again(self, tmp_path: Path, weights: str) -> None:
+        """Also those that would fill the memory."""
+        priors = self.learnt()
+        learnt = priors.to_dict()
+        learnt["prompts"]["weights"] = weights
+        (tmp_path / "l").write_text(json.dumps(learnt))
+        found, sentence = LearntFile(tmp_path / "l").load()
+
+        assert found.to_dict() == Priors().to_dict()
+        assert "is not used" in sentence
+
+    def test_a_file_from_before_lengths_were_predicted_is_read(self, tmp_path: Path) -> None:
+        old = self.learnt().to_dict() | {"format": 4}
+        for name in ("prompts", "predictions", "hints"):
+            del old[name]
+        (tmp_path / "l").write_text(json.dumps(old))
+        priors, sentence = LearntFile(tmp_path / "l").load()
+
+        assert priors.lengths_seen("chat") == pytest.approx(self.learnt().lengths_seen("chat"))
+        assert sentence.startswith("read from")
 
     def test_a_huge_file_is_not_read(self, tmp_path: Path) -> None:
         with (tmp_path / "l").open("wb") as file:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +14,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.request import RequestStatus
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.utils import ConstantList
 
+from laps_sd.contract.length_features import features_of_tokens, packed
 from laps_vllm.scheduler import LapsAsyncScheduler, LapsScheduler, LapsSyncScheduler
+from scheduler_svc.core.events import RequestFacts
 from tests.vllm.virtual import Job, Server, burst, run
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -190,3 +198,134 @@ def test_any_load_ends_whole_and_the_core_agrees_after_each_step(
     assert server.ended.keys() == server.jobs.keys()
     assert not server.scheduler.requests
     assert not server.scheduler.one_worker.core.queue(server.now_s, 10)
+
+
+SHORT, LONG = (901, 902), (903, 904)
+"""Words of prompts that get short and long answers."""
+
+
+def asked(words: tuple[int, ...], prompt: int = 24) -> Job:
+    return Job(0, prompt, 200 if words == LONG else 8, words=words)
+
+
+def serve(server: Server, job: Job) -> None:
+    """Answer one request alone."""
+    server.add(job)
+    while server.busy:
+        server.step()
+
+
+def taught(*, says_something: bool = True, asynchronous: bool = False) -> Server:
+    """Return a server that has answered prompts of both kinds in turn, without any hint."""
+    server = laps(slots=1, residents=8, asynchronous=asynchronous)
+    for _ in range(20):
+        for words in (LONG, SHORT):
+            serve(server, replace(asked(words), words=words if says_something else ()))
+    return server
+
+
+def order_of_starts(server: Server) -> list[tuple[int, ...]]:
+    """Return the words of prompts in the order in which they start; the long ones arrive first."""
+    names = [server.add(asked(words)) for words in (LONG, LONG, LONG, SHORT, SHORT, SHORT)]
+    started: dict[str, None] = {}
+    while server.busy:
+        server.step()
+        started |= {name: None for name in names if server.emitted[name]}
+    return [server.jobs[name].words for name in started]
+
+
+SHORT_FIRST = [SHORT] * 3 + [LONG] * 3
+AS_THEY_CAME = [LONG] * 3 + [SHORT] * 3
+
+
+@pytest.fixture
+def nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the place that belongs to the oldest request to the best one."""
+    monkeypatch.setenv("LAPS_SD_RESERVED_SHARE", "off")
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+class TestLengthsArePredictedFromTokenIds:
+    @BOTH
+    def test_requests_that_will_be_short_go_first_without_a_hint(self, asynchronous: bool) -> None:
+        assert order_of_starts(taught(asynchronous=asynchronous)) == SHORT_FIRST
+
+    def test_prompts_that_said_nothing_leave_the_order(self) -> None:
+        """So the order above comes from the prompts."""
+        assert order_of_starts(taught(says_something=False)) == AS_THEY_CAME
+
+    def test_switched_off_nothing_is_learned_or_predicted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LAPS_SD_PREDICT_LENGTHS", "off")
+        server = taught()
+
+        assert server.scheduler.one_worker.core.priors.prompts.learned == 0
+        assert order_of_starts(server) == AS_THEY_CAME
+
+    @pytest.mark.parametrize(
+        ("setting", "said"), [("on", "predicted from prompts"), ("off", "not predicted")]
+    )
+    def test_the_log_says_whether_they_are(
+        self, setting: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("LAPS_SD_PREDICT_LENGTHS", setting)
+        logger = logging.getLogger("vllm.laps_sd")
+        logger.addHandler(caplog.handler)
+        with caplog.at_level("INFO", logger.name):
+            laps()
+        logger.removeHandler(caplog.handler)
+
+        assert f"lengths are {said}," in caplog.text
+
+    def test_what_was_learnt_survives_a_restart(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LAPS_SD_LEARNT_FILE", str(tmp_path / "learnt.json"))
+        taught().scheduler.shutdown()
+
+        assert order_of_starts(laps(slots=1, residents=8)) == SHORT_FIRST
+
+    def test_a_long_prompt_is_read_at_its_two_ends(self) -> None:
+        server = laps()
+        request = server.scheduler.requests[server.add(asked(LONG, prompt=400))]
+        ids = request.prompt_token_ids
+        ends = packed(features_of_tokens([*ids[:60], *ids[-60:]]))
+
+        assert server.scheduler._length_features(request) == ends
+        request.prompt_token_ids = ConstantList(ids)  # vLLM's own type for lists of token ids
+        assert server.scheduler._length_features(request) == ends
+
+    def test_a_prompt_of_embeddings_has_no_prediction_and_runs(self) -> None:
+        server = taught()
+        request = Request(
+            "embeddings",
+            None,
+            SamplingParams(temperature=0, max_tokens=8),
+            None,
+            prompt_embeds=torch.zeros(16, 8),
+            block_hasher=server.hasher,
+        )
+        server.jobs["embeddings"], server.emitted["embeddings"] = Job(0, 16, 8), 0
+        server.scheduler.add_request(request)
+        while server.busy:
+            server.step()
+
+        assert "embeddings" in server.ended
+
+    def test_nothing_of_a_prompt_is_kept_after_the_end(self) -> None:
+        server = taught()
+        own = server.add(replace(asked(SHORT), words=(905, 906, 907)))
+        features = server.scheduler._length_features(server.scheduler.requests[own])
+        server.step()
+        while_it_runs = kept_facts(features)
+        while server.busy:
+            server.step()
+
+        assert while_it_runs == [own]
+        assert kept_facts(features) == []
+
+
+def kept_facts(features: bytes) -> list[str]:
+    """Return the requests with these features whose facts are anywhere in the memory of the process."""
+    gc.collect()
+    every = gc.get_objects()
+    return [one.request_id for one in every if type(one) is RequestFacts and one.length_features == features]

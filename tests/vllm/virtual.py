@@ -59,6 +59,8 @@ class Job:
     guess: int | None = None
     priority: int = 0
     adapter: int = 0
+    words: tuple[int, ...] = ()
+    """Token ids that its prompt begins with; the others differ from prompt to prompt."""
 
 
 @dataclass
@@ -139,7 +141,7 @@ class Server:
         )
         cls = cls or (AsyncScheduler if asynchronous else Scheduler)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.now_s = 1000.0
         self.scheduler = cls(
             vllm_config=config,
@@ -175,12 +177,12 @@ class Server:
         number = len(self.jobs)
         request = Request(
             name,
-            [3 + (number * 31 + at) % 900 for at in range(job.prompt)],
+            [*job.words, *(3 + (number * 31 + at) % 900 for at in range(len(job.words), job.prompt))],
             params,
             None,
             arrival_time=self.now_s,
             priority=job.priority,
-            block_hasher=self._hasher,
+            block_hasher=self.hasher,
         )
         self.jobs[name], self.emitted[name] = job, 0
         self.scheduler.add_request(request)

@@ -345,8 +345,8 @@ class Priors:
         priors._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
         if data["format"] == FORMAT:
             priors._hints = GuessSource.from_dict(data["hints"])
-            priors._predictions = GuessSource.from_dict(data["predictions"])
-            priors.prompts.restore(data["prompts"])
+            if priors.prompts.restore(data["prompts"]):
+                priors._predictions = GuessSource.from_dict(data["predictions"])
         else:
             priors._hints = _hints_of_format_4(data)
         return priors

@@ -241,11 +241,12 @@ class PromptLengths:
             "losses": [self._fresh_loss, self._warm_loss],
         }
 
-    def restore(self, data: Mapping[str, Any]) -> None:
+    def restore(self, data: Mapping[str, Any]) -> bool:
         """Take up what `to_dict` gave. With another format, or other start weights or another key, begin
-        anew: features would mean something else."""
+        anew and return False: features would mean something else. Raises ValueError where the weights are
+        damaged."""
         if data.get("format") != FORMAT or data["start"] != self._start_name:
-            return
+            return False
         if data["weights"]:
             self._decode(data["weights"])
         self.learned = data["learned"]
@@ -254,6 +255,7 @@ class PromptLengths:
         self._tenants = {name: _Location(*found) for name, found in data["tenants"].items()}
         self._factor, self._factor_variance = data["factor"]
         self._fresh_loss, self._warm_loss = data["losses"]
+        return True
 
     def _encoded(self) -> str:
         raw = bytearray(3 * FEATURES)
@@ -265,7 +267,14 @@ class PromptLengths:
         return base64.b64encode(zlib.compress(bytes(raw), 6)).decode()
 
     def _decode(self, encoded: str) -> None:
-        raw = zlib.decompress(base64.b64decode(encoded))
+        """Set all weights. Raises ValueError where they are damaged."""
+        try:
+            # Bounded, because a few bytes can stand for gigabytes.
+            raw = zlib.decompressobj().decompress(base64.b64decode(encoded), 3 * FEATURES + 1)
+        except zlib.error as error:
+            raise ValueError(f"weights are damaged: {error}") from error
+        if len(raw) != 3 * FEATURES:
+            raise ValueError(f"weights must be {3 * FEATURES} bytes, got {len(raw)}")
         for i in range(FEATURES):
             self._variances[i] = math.exp(-raw[i] / _VARIANCE_STEPS)
             self._fresh[i] = _number(raw[FEATURES + i])

@@ -76,11 +76,12 @@ class Learner:
             self._estimate_errors.judge(request.kept_estimates, request.attained_s)
         # A request that can only run to its limit shows nothing of how long others become.
         if end in OWN_ENDS and request.emitted and not request.facts.runs_to_limit:
-            cut = end is End.LENGTH
+            prompts, features, cut = self._priors.prompts, request.facts.length_features, end is End.LENGTH
+            # What is judged is the predictor as it is now: it does not know this length yet, and of a burst
+            # all were predicted before it had learned from any.
+            request.guesses.prompt = prompts.predict(features, workload_class, tenant)
             self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant, cut=cut)
-            self._priors.prompts.learn(
-                request.facts.length_features, workload_class, tenant, request.emitted, cut
-            )
+            prompts.learn(features, workload_class, tenant, request.emitted, cut)
 
     def _learn_swap(
         self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
