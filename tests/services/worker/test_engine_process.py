@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from laps_sd.contract.length_probe import problem_with_kind
 from laps_sd.errors import StartupError
 from laps_sd.service.config import load
 from tests.helpers import wait_until
@@ -63,6 +64,12 @@ def test_rounds_come_up_and_an_acknowledged_end_leaves_nothing_held(engine: Engi
     assert not engine.holds_nothing
     engine.put(Acknowledged(len(outcomes)))
     wait_until(lambda: engine.holds_nothing, description="it is forgotten once its end is acknowledged")
+
+
+def test_the_parent_knows_the_kind_of_the_engines_probe(engine: EngineProcess) -> None:
+    assert engine.probe_kind is not None
+    assert (engine.probe_kind.layer, engine.probe_kind.dims) == (3, 128)
+    assert problem_with_kind(engine.probe_kind) == ""
 
 
 @for_any_engine
