@@ -172,9 +172,9 @@ class Stream(Iterator[Event]):
 class Client:
     """Blocking client. Safe to share between threads. Close it, or use it in `with`.
 
-    Its calls run on one event-loop thread, which starts with the first call and ends with `close`. After a
-    fork, the child process cannot use a client that has made a call in the parent and is not closed, nor
-    make a new one (RuntimeError).
+    Its calls run on one event-loop thread, which starts with the first call and ends with `close`. A process
+    that is forked after the first call of any client cannot use a client (RuntimeError): fork before it, or
+    start processes by spawn.
     """
 
     def __init__(

@@ -138,6 +138,8 @@ class LoopThread(Generic[Resource]):
             runner.run(self._live())
 
     async def _live(self) -> None:
+        global _used
+        _used = True
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         try:
@@ -145,7 +147,6 @@ class LoopThread(Generic[Resource]):
         except BaseException as error:
             self._started.set_exception(error)
             return
-        _running.add(self)
         self._started.set_result(None)
         await self._end.wait()
         for job in self._jobs.values():
@@ -157,7 +158,6 @@ class LoopThread(Generic[Resource]):
         finally:
             # gRPC ends its own thread for asyncio when the last of its objects is deleted.
             del self._resource
-            _running.discard(self)
 
     def _start(self, job: Job[Result], start: Callable[[Resource], Coroutine[Any, Any, Result]]) -> None:
         async def run() -> Result:
@@ -177,25 +177,28 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-_running: set[LoopThread[Any]] = set()
+_used = False
+"""Whether this process, or a parent that forked it, has run a loop with gRPC."""
 _forked = False
 
 
 def _note_fork() -> None:
-    """Remember in a child process that the threads of the parent's loops do not exist there.
+    """Remember in a child process that gRPC does not work there because the parent has used it.
 
-    gRPC's own state of asyncio is lost with them: even a new client would wait for ever.
+    The threads of the parent's loops and of gRPC do not exist in the child. gRPC ends its threads some time
+    after the last client is closed, and a fork meanwhile leaves a lock of gRPC taken for ever: of 1,000
+    children that made a client after the parent had closed its own, 3 waited for ever.
     """
     global _forked
-    _forked = bool(_running)
+    _forked = _used
 
 
 def refuse_after_fork() -> None:
     """Raise RuntimeError if no loop can run in this process; see `_note_fork`."""
     if _forked:
         raise RuntimeError(
-            "this process was forked while a laps_sd.client.Client of its parent was in use, and gRPC does "
-            "not work in it: close the clients before the fork, or start processes by spawn"
+            "this process was forked after a laps_sd.client.Client of its parent had made a call, and gRPC "
+            "does not work in it: fork before the first call, or start processes by spawn"
         )
 
 
