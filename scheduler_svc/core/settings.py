@@ -50,6 +50,10 @@ class CoreSettings:
     passes at arrival (a factor of about 7), a class with chat-like lengths and nothing else does not (13). At
     4, the width of one level, such predictions did not pass either, which cost 24 % of the mean latency (one
     slot, load 0.8)."""
+    predicted_spread: float = 20.0
+    """The same factor for an estimate that rests on something about the request itself: a hint, its prompt,
+    its limit or its worker's prediction. The order by such an estimate is better than by attained service
+    even where it is wide."""
     level_hysteresis: float = 1.10
     """A request keeps its level until its service is this much outside the level's range."""
     perceived_levels: bool = False
@@ -71,5 +75,5 @@ class CoreSettings:
             raise ValueError(f"level_factor must be more than 1, not {self.level_factor}")
         if not 1 <= self.level_count <= MAX_LEVELS:
             raise ValueError(f"level_count must be from 1 to {MAX_LEVELS}, not {self.level_count}")
-        if self.perceptible_spread < 1 or self.level_hysteresis < 1:
-            raise ValueError("perceptible_spread and level_hysteresis must be at least 1")
+        if min(self.perceptible_spread, self.predicted_spread, self.level_hysteresis) < 1:
+            raise ValueError("perceptible_spread, predicted_spread and level_hysteresis must be at least 1")

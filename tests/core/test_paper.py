@@ -111,6 +111,15 @@ class TestOurChoice:
             priors.observe_length("", length, Guesses(client=100.0))
         assert not rank(priors, hint=100, most=100_000).perceptible
 
+    def test_an_estimate_for_the_request_itself_may_be_wider_than_that_of_a_class(self) -> None:
+        same = CoreSettings(predicted_spread=SETTINGS.perceptible_spread)
+        vague = Priors()
+        for number in range(60):
+            vague.observe_length("", 100 * 3 ** (number % 3 - 1), Guesses(client=100.0))
+        request = make(hint=100)
+        assert policy_named("laps-sd", SETTINGS).rank(request, vague).perceptible
+        assert not policy_named("laps-sd", same).rank(request, vague).perceptible
+
     def test_perceptible_is_not_lost_at_once(self) -> None:
         was = rank(experienced(), hint=150)
         fields = {"hint": 150, "emitted": 149, "rounds": 60}
@@ -122,7 +131,7 @@ class TestOurChoice:
     ) -> None:
         """Near its end the remaining service is uncertain by a large factor; compared with the attained
         service, that is little."""
-        tight = policy_named("laps-sd", CoreSettings(perceptible_spread=2.0))
+        tight = policy_named("laps-sd", CoreSettings(predicted_spread=2.0))
         request = make(hint=150, emitted=149, rounds=60, attained_s=attained_s)
         assert not tight.rank(request, experienced()).perceptible
         request.rank_before = rank(experienced(), hint=150)
@@ -223,7 +232,7 @@ class TestTheEstimate:
     ) -> None:
         around, base = rank(hint=200).remaining, SETTINGS.level_base_s
         factor = (around.high_s + base) / (around.low_s + base)
-        policy = policy_named("laps-sd", CoreSettings(perceptible_spread=share * factor))
+        policy = policy_named("laps-sd", CoreSettings(predicted_spread=share * factor))
         assert policy.rank(make(hint=200), Priors()).perceptible is perceptible
 
 
@@ -267,6 +276,7 @@ class TestAgainstTheOthers:
         {"level_count": 33},
         {"level_count": 0},
         {"perceptible_spread": 0.5},
+        {"predicted_spread": 0.5},
         {"level_hysteresis": 0.5},
     ],
     ids=str,

@@ -10,8 +10,8 @@ those below are our choice:
     change of that estimate would move the levels under requests that no event has touched. Exponential levels look
     the same at every scale: a tiny pair on a CPU uses the upper ones, a GPU the lower ones, and only the distance
     between two requests counts.
-  * Perceptible: the credible interval of the remaining service is no wider than a level and its neighbours. A
-    good prior (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It
+  * Perceptible: the credible interval of the remaining service is no wider than a level and its neighbours, or
+    twice as wide if the length is predicted for this request and not only known of its class. A good prior (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It
     is lost again where the interval of its service in all, what it has had included, becomes wider than that.
   * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level
     by *remaining* service, what must be computed again included; it falls back when its acceptance drifts.
@@ -22,6 +22,7 @@ those below are our choice:
 
 from __future__ import annotations
 
+from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import (
     Levels,
@@ -69,7 +70,9 @@ class LapsSd(Policy):
         known_s, before = self.settings.level_base_s, request.rank_before
         if before is not None and before.perceptible:
             known_s += request.attained_s
-        return remaining.high_s + known_s <= self.settings.perceptible_spread * (remaining.low_s + known_s)
+        of_class = remaining.basis is Basis.CLASS
+        spread = self.settings.perceptible_spread if of_class else self.settings.predicted_spread
+        return remaining.high_s + known_s <= spread * (remaining.low_s + known_s)
 
     def _level(self, service_s: float, perceptible: bool, before: RankKey | None) -> int:
         levels, slack = self._levels, self.settings.level_hysteresis
