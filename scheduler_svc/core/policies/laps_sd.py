@@ -11,8 +11,9 @@ those below are our choice:
     the same at every scale: a tiny pair on a CPU uses the upper ones, a GPU the lower ones, and only the distance
     between two requests counts.
   * Perceptible: the credible interval of the remaining service is no wider than a level and its neighbours, or
-    twice as wide if the length is predicted for this request and not only known of its class. A good prior (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It
-    is lost again where the interval of its service in all, what it has had included, becomes wider than that.
+    twice as wide if the length is predicted for this request and not only known of its class. A good prior
+    (class history, length prediction) can make it so at arrival, otherwise its own rounds do. It is lost
+    again where the interval of its service in all, what it has had included, becomes wider than that.
   * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level
     by *remaining* service, what must be computed again included; it falls back when its acceptance drifts.
   * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost, in steps of
