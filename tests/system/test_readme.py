@@ -51,14 +51,18 @@ def result(name: str) -> list[dict[str, Any]]:
 
 def test_its_figures_are_those_of_the_results() -> None:
     text = " ".join(README.split())
-    rows = result("2026-11-22-serve.json")
-    served = {
-        row["config"]: row["ratio_fcfs"]
-        for row in rows
-        if row.get("policy") == "laps-sd" and "ratio_fcfs" in row
-    }
-    overload, burst, load = (served[name] for name in ("overload", "burst", "load-0.7"))
-    assert f"{overload:.2f} in overload, {burst:.2f} in a burst, {load:.2f} at a load of 0.7" in text
+    [measured] = sorted((ROOT / "bench" / "results").glob("*-serve.json"))[-1:]
+    for hints, before in (("none", "Requests without any hint"), ("0.3", "With length hints")):
+        overload, burst, load = (
+            row["ratio_fcfs"]
+            for name in ("overload", "burst", "load-0.7")
+            for row in result(measured.name)
+            if (row.get("config"), row.get("hints"), row.get("policy")) == (name, hints, "laps-sd")
+            and "ratio_fcfs" in row
+        )
+        figures = f"{overload:.2f} in overload, {burst:.2f} in a burst, {load:.2f} at a load of 0.7"
+        assert figures in text[text.index(before) :]
+    assert measured.name[: len("2026-11-25")] in text
 
     [policy] = sorted((ROOT / "bench" / "results").glob("*-policy.json"))[-1:]
     ours = [row for row in result(policy.name) if row["kind"] == "policy" and row["policy"] == "laps-sd"]
