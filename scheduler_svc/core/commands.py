@@ -32,7 +32,7 @@ class Standing:
     preemptions: Final[int]
     level: Final[int]
     score: Final[float]
-    """Order inside the level, smaller first; what an operator reads in the sorted set."""
+    """Order inside the level, smaller first; for people."""
 
     def __init__(
         self,

@@ -66,16 +66,17 @@ from scheduler_svc.leader.turn import (
     WorkerOpened,
 )
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.batch import Batch, Pending
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, TransitionStatus
-from scheduler_svc.store.store import Pending, Store
+from scheduler_svc.store.store import Store
 from scheduler_svc.wire import replies, reports
 from scheduler_svc.wire.checks import MAX_TOKEN_ID
 
 log = get_logger(__name__)
 
-RecordCommand = Commit | Finish | Release | Lease | Rank
-RECORD_COMMANDS = (Commit, Finish, Release, Lease, Rank)
+RecordCommand = Commit | Finish | Release | Lease
+RECORD_COMMANDS = (Commit, Finish, Release, Lease)
 MAX_INBOX = 20_000
 """Items that may wait for a turn; with more, streams are no longer read."""
 MAX_TURN = 256
@@ -324,7 +325,7 @@ class Loop:
     def _observe_queue(self, turn: Turn) -> None:
         self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
-        turn.chores.append(self._settle_claims)
+        turn.chores += [self._settle_claims, self._tidy_log]
 
     async def _settle_claims(self) -> None:
         if not self.outage.on:
@@ -333,6 +334,22 @@ class Loop:
                 await self.store.settle_claims()
             except StoreUnavailable as error:  # tried again in the next second
                 self.outage.began(error)
+
+    async def _tidy_log(self) -> None:
+        """Fold what is due also where no report comes, so that no log holds outputs for long."""
+        if self.outage.on:
+            return
+        batch = self.store.batch()
+        try:
+            await batch.execute()
+        except Fenced:
+            self.put(LeadInDoubt())
+        except StoreUnavailable as error:  # tried again in the next second
+            self.outage.began(error)
+        else:
+            for request_id, status in batch.unfoldable.items():
+                if request_id in self.clients.live:
+                    await self._refused(request_id, "Fold", status, self.clock())
 
     def _follow_clock_soon(self, turn: Turn) -> None:
         self.timers.at(turn.now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
@@ -387,14 +404,22 @@ class Loop:
     async def _carry_out(self, turn: Turn, commands: Sequence[Command]) -> None:
         record = [command for command in commands if isinstance(command, RECORD_COMMANDS)]
         refused: set[str] = set()
-        for transition, status in zip(record, await self._record(record), strict=True):
+        statuses, lost = await self._record(record)
+        for transition, status in zip(record, statuses, strict=True):
             if status is TransitionStatus.OK or status is TransitionStatus.ALREADY:
                 self._recorded(transition, turn.now_s)
-            elif not isinstance(transition, Rank):
+            else:
                 refused.add(transition.request_id)
-                await self._refused(transition, status, turn.now_s)
+                await self._refused(transition.request_id, type(transition).__name__, status, turn.now_s)
+        for request_id, status in lost.items():
+            if request_id in self.clients.live and request_id not in refused:
+                refused.add(request_id)
+                await self._refused(request_id, "Fold", status, turn.now_s)
         for command in commands:
             match command:
+                case Rank(request_id):
+                    if (live := self.clients.live.get(request_id)) is not None:
+                        live.standing = replace(live.standing, level=command.level, score=command.score)
                 case Drop(worker_id, requests):
                     if (session := self.roster.session(worker_id)) is not None:
                         session.drop(requests)
@@ -411,20 +436,24 @@ class Loop:
             session.acknowledge(number)
         self.clients.answer_cancelled(turn)
 
-    async def _record(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
+    async def _record(
+        self, commands: list[RecordCommand]
+    ) -> tuple[list[TransitionStatus], dict[str, TransitionStatus]]:
         """Write the commands, and retry: while the record is away nothing is shown and nothing is decided.
+        Return the answers, and requests that the record was found to have lost.
 
         Sending the same again is safe: the record answers ALREADY for what it has. Raises Fenced.
         """
         if not commands:
-            return []
+            return [], {}
         began_s = time.perf_counter()
-        statuses = await until_answered(self.outage, lambda: self._write(commands), fenced=self.confirm_lead)
+        batch, answers = self._batch_of(commands)
+        await until_answered(self.outage, batch.execute, fenced=self.confirm_lead)
         if self.outage.stuck:
             self.roster.excuse(self.clock())
         self.outage.wrote()
         metrics.COMMIT.observe(time.perf_counter() - began_s)
-        return statuses
+        return [status for answer in answers for status in answer.result()], batch.unfoldable
 
     async def confirm_lead(self) -> None:
         """Confirm the lead after `Fenced`. If the lease only ran out and no other process has led since, it
@@ -497,19 +526,16 @@ class Loop:
         metrics.WRITTEN_BACK.labels("leader").inc(len(behind))
         log.warning("written back", requests=len(behind), unfinished=len(live), ended_again=len(unknown))
 
-    async def _write(self, commands: list[RecordCommand]) -> list[TransitionStatus]:
-        """Write the commands in one pipeline; a run of one kind of command is one script call."""
+    def _batch_of(self, commands: list[RecordCommand]) -> tuple[Batch, list[Pending[list[TransitionStatus]]]]:
+        """Return the commands as one batch, a run of one kind together, and its answers."""
         batch = self.store.batch()
         queue: dict[type[RecordCommand], Callable[..., Pending[list[TransitionStatus]]]] = {
             Commit: batch.commit,
             Finish: batch.finish,
             Release: batch.release,
             Lease: batch.lease,
-            Rank: batch.rank,
         }
-        answers = [queue[kind](list(run)) for kind, run in itertools.groupby(commands, type)]
-        await batch.execute()
-        return [status for answer in answers for status in answer.result()]
+        return batch, [queue[kind](list(run)) for kind, run in itertools.groupby(commands, type)]
 
     def _recorded(self, command: RecordCommand, now_s: float) -> None:
         live = self.clients.live.get(command.request_id)
@@ -533,8 +559,6 @@ class Loop:
                 if command.deaths > live.deaths:
                     metrics.observe_death(command.deaths)
                 live.deaths, live.death_round = command.deaths, command.death_round
-            case Rank():
-                live.standing = replace(live.standing, level=command.level, score=command.score)
 
     def _ended(self, live: Live, commit: Commit, now_s: float) -> None:
         """Release a request whose end is on the record: only what must still be delivered is kept."""
@@ -543,15 +567,12 @@ class Loop:
             session.known.pop(live.request_id, None)
         self.clients.ended(live, commit, now_s)
 
-    async def _refused(
-        self, command: Commit | Finish | Release | Lease, status: TransitionStatus, now_s: float
-    ) -> None:
+    async def _refused(self, request_id: str, kind: str, status: TransitionStatus, now_s: float) -> None:
         """Correct the core's wrong state of a request: the core drops the request, and receives the state on
         the record.
         """
-        request_id, kind = command.request_id, type(command).__name__.lower()
-        metrics.REFUSED.labels(kind, status.name.lower()).inc()
-        log.warning("the record refused", request_id=request_id, transition=kind, status=status.name)
+        metrics.REFUSED.labels(kind.lower(), status.name.lower()).inc()
+        log.warning("the record refused", request_id=request_id, transition=kind.lower(), status=status.name)
         self._next_events.append(Refused(request_id, gone=status is TransitionStatus.GONE))
         live = self.clients.live.get(request_id)
         if live is None:

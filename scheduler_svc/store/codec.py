@@ -9,6 +9,7 @@ import math
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Standing, StoryLine
@@ -46,6 +47,13 @@ def safe_score(value: float) -> float:
     score that runs last.
     """
     return math.inf if math.isnan(value) else value
+
+
+def recordable(standing: Standing) -> Standing:
+    """Return the progress as the record keeps it: with numbers that are ones."""
+    if math.isfinite(standing.attained_s) and not math.isnan(standing.score):
+        return standing
+    return replace(standing, attained_s=safe_seconds(standing.attained_s), score=safe_score(standing.score))
 
 
 def check_level(request_id: str, level: int) -> int:

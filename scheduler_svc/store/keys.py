@@ -11,7 +11,7 @@ import hashlib
 import re
 from urllib.parse import quote
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the layout, increased when keys, fields or encodings change so that another release would
 misread them.
 """
@@ -88,10 +88,13 @@ class Keys:
         """sorted set: request id → sequence, of every unfinished request · gone when empty."""
         return self.prefix + "unfinished"
 
-    def level(self, level: int) -> str:
-        """sorted set: request id → score, unfinished requests of one level, smaller runs first · gone when
-        empty."""
-        return f"{self.prefix}level:{level}"
+    def log(self) -> str:
+        """stream: what each turn added to requests (see `log`), until their own keys hold it · TTL: SHARD_TTL_S."""
+        return self.prefix + "log"
+
+    def before_the_log(self) -> list[str]:
+        """Return the keys of schema version 1 that this one does not have: the queue by level."""
+        return [f"{self.prefix}level:{level}" for level in range(32)]
 
     def tenants(self) -> str:
         """hash: tenant → its unfinished requests · gone when empty."""

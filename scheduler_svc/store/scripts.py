@@ -32,11 +32,13 @@ RECLAIM = _load("reclaim")
 RECLAIMED = _load("reclaimed")
 RESIGN = _load("resign")
 SUBMIT = _load("submit")
+APPEND = _load("append")
+FOLD = _load("fold")
+CLEAR = _load("clear")
 COMMIT = _load("commit")
 FINISH = _load("finish")
 LEASE = _load("lease")
 RELEASE = _load("release")
-RANK = _load("rank")
 RESTORE = _load("restore")
 SAVE_LEARNT = _load("save_learnt")
 EXTEND = _load("extend")
@@ -51,11 +53,13 @@ ALL = (
     RECLAIMED,
     RESIGN,
     SUBMIT,
+    APPEND,
+    FOLD,
+    CLEAR,
     COMMIT,
     FINISH,
     LEASE,
     RELEASE,
-    RANK,
     RESTORE,
     SAVE_LEARNT,
     EXTEND,

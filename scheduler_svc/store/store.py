@@ -1,16 +1,16 @@
 """The record of one shard: the state that the scheduler must not lose, in Redis or Valkey.
 
-One file for now: a method for each transition over one connection, which the change of how commands are sent
-replaces as a whole.
+Each request has keys of its own. What rounds add to it goes into the shard's log first, one entry a turn
+(`log.py`), and from there into its own keys, seconds later and before it ends (`batch.py`).
 
 The scheduler decides, the scripts in `lua/` carry out. Each transition compares the state on which it was
 decided with the record, so a decision that is out of date changes nothing, and one that is sent twice changes
 nothing more.
 
 An operator reads it with redis-cli: `HGETALL laps-sd:{shard}:request:ID` (state queued, leased or ended,
-worker, lease_epoch, level, committed, rounds, drafted, accepted, attained_s …), `ZRANGE
-laps-sd:{shard}:level:0 0 -1 WITHSCORES`, `HGETALL laps-sd:{shard}:tenants`, `GET laps-sd:{shard}:leader`.
-`keys.py` has all keys.
+worker, lease_epoch; committed, rounds, attained_s, level … up to five seconds old), `ZRANGE
+laps-sd:{shard}:unfinished 0 -1`, `HGETALL laps-sd:{shard}:tenants`, `GET laps-sd:{shard}:leader`. `keys.py`
+has all keys.
 """
 
 from __future__ import annotations
@@ -22,31 +22,24 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import redis.asyncio as redis_client
 from hiredis import pack_command
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import BlockingConnectionPool
 
-from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release, Standing
-from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
+from scheduler_svc.store.batch import Batch, Call
 from scheduler_svc.store.clock import RecordClock
 from scheduler_svc.store.codec import (
     Argument,
-    check_level,
     new_fields,
     pack_ids,
-    progress_fields,
     reserved_tokens,
-    safe_score,
-    safe_seconds,
     stored_request,
-    story_json,
     submission_fields,
 )
 from scheduler_svc.store.errors import (
@@ -58,6 +51,7 @@ from scheduler_svc.store.errors import (
     StoreUnavailable,
 )
 from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S, SCHEMA_VERSION, SHARD_TTL_S, Keys
+from scheduler_svc.store.log import EMPTY, Log, read_log
 from scheduler_svc.store.records import (
     Leader,
     LeaderEpoch,
@@ -72,9 +66,7 @@ from scheduler_svc.store.records import (
 from scheduler_svc.store.redis_url import Address, parse_redis_url
 from scheduler_svc.store.scripts import MAX_ENTRIES, Script
 from scheduler_svc.store.servers import RedisTls, SentinelUser, Servers, moved_to, reply_of
-
-T = TypeVar("T")
-C = TypeVar("C")
+from scheduler_svc.store.tails import Tails
 
 FINISHED_TTL_S = 15 * 60.0
 """Seconds for which a finished request can still be read, and its idempotency key attaches to it, unless its
@@ -83,9 +75,10 @@ deadline ended it.
 
 _READ_CHUNK = 128
 """Requests read together: bounds the time for which one read blocks the server for others."""
-_RESTORE_CHUNK = 32
-"""Requests in one restore call; they carry their prompts."""
+_LOG_CHUNK = 64
+"""Entries of the log that are read together."""
 _SHARD_TTL_MS = SHARD_TTL_S * 1000
+_NOT_SHOWN = Shown()
 _STATUS = {status.value: status for status in TransitionStatus}
 _FAULTS = {
     "OOM": Fault.FULL,
@@ -101,48 +94,6 @@ _FAULTS = {
     "ASK": Fault.OTHER,
 }
 """Error codes of a server that cannot be read or written at present."""
-
-
-class Pending(Generic[T]):
-    """Answer that exists once the batch it belongs to has been executed."""
-
-    __slots__ = ("_value", "done")
-
-    def __init__(self) -> None:
-        self.done = False
-        self._value: T | None = None
-
-    def set(self, value: T) -> None:
-        """Set the answer; the batch calls this."""
-        self._value, self.done = value, True
-
-    def result(self) -> T:
-        """Return the answer. Raises RuntimeError before the batch has been executed."""
-        if not self.done:
-            raise RuntimeError("the batch has not been executed")
-        return self._value  # type: ignore[return-value]  # it is a T once done is set
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One EVALSHA."""
-
-    script: Script
-    keys: list[str]
-    arguments: list[Argument]
-
-
-@dataclass(slots=True)
-class _Work:
-    """One queueing call on a batch: its entries, how to send it, where the answer goes."""
-
-    entries: Sequence[Any]
-    encode: Callable[[Batch, Sequence[Any], int], _Call]
-    """Encoder as a plain function, not a bound method: a batch that held itself would live, with all that it
-    carried, until the garbage collector runs.
-    """
-    chunk: int
-    pending: Pending[list[TransitionStatus]]
 
 
 class Store:
@@ -174,18 +125,17 @@ class Store:
         self._servers = servers
         self._client = redis_client.Redis(connection_pool=servers.pool)
         self._limits = limits or Limits()
-        self._finished_ttl_ms = max(1, math.ceil(finished_ttl_s * 1000))
+        self.finished_ttl_ms = max(1, math.ceil(finished_ttl_s * 1000))
         self._timeout_s = timeout_s
         self._wait_replicas = wait_replicas
         self.clock = RecordClock(clock)
         """The record's time, once it was measured."""
         self._monotonic = monotonic
-        self._queue_keys = [
+        self.queue_keys = [
             self.keys.leader(),
             self.keys.unfinished(),
             self.keys.tenants(),
             self.keys.reserved(),
-            *(self.keys.level(level) for level in range(MAX_LEVELS)),
         ]
         self._shard_keys = [
             self.keys.leader(),
@@ -195,7 +145,13 @@ class Store:
             self.keys.sequence(),
             self.keys.priors(),
             self.keys.server(),
+            self.keys.log(),
         ]
+        self.tails = Tails()
+        """Unfinished requests as this leader knows them."""
+        self.tails_are_read = False
+        self.generation = 0
+        """Number of times that `tails` was made anew: what was encoded before does not fit any more."""
         self._leadership = ""
         # One at a time: a renewal that overtakes a reclaim would look like another leader's.
         self._leading = asyncio.Lock()
@@ -218,7 +174,7 @@ class Store:
         # The key that expires with each request, by request id: its idempotency key, or its own. A leader has
         # submitted or loaded every request that it ends, so this saves a read of the record at the end;
         # without an entry here the record is read.
-        self._expires_with: dict[str, str] = {}
+        self.expires_with: dict[str, str] = {}
         # Claims of requests that have ended; their expiry is set by the next `settle_claims`.
         self._ended_claims: set[str] = set()
 
@@ -337,7 +293,7 @@ class Store:
         except RecordBehind:
             # It leads without a working copy: there is nothing that it could write back.
             if await self.reclaim_leadership(newest_sequence=0):
-                await self.reclaimed()
+                await self.reclaimed(written_back=False)
                 return self._epoch
         lease_ms = math.ceil(lease_s * 1000)
         has_waited = (
@@ -346,7 +302,7 @@ class Store:
         )
         reply = await self._call(
             scripts.ACQUIRE,
-            self._shard_keys,
+            [*self._shard_keys, *self.keys.before_the_log()],
             [
                 # The same nonce until this process has led: an attempt whose answer was lost may have
                 # succeeded.
@@ -381,7 +337,9 @@ class Store:
         self._nonce = secrets.token_hex(8)
         self.record_was_empty = reply[2].decode() == self._next_incarnation
         self._lives_in(reply[2])
-        self._expires_with.clear()
+        self.expires_with.clear()
+        self.tails.clear()
+        self.tails_are_read = False
         return self._epoch
 
     async def renew_leadership(self) -> bool:
@@ -437,21 +395,29 @@ class Store:
             self._forget_leadership()
             return False
         self._lives_in(reply[1])
+        self.tails.ahead = True
         return True
 
-    async def reclaimed(self) -> None:
-        """Note that everything that this leader holds is written back. Until then no standby leads before its
-        patience is over.
+    async def reclaimed(self, *, written_back: bool = True) -> None:
+        """Note that everything that this leader holds is written back, so that the log can go. Until then no
+        standby leads before its patience is over.
+
+        `written_back`: False for a leader that holds nothing, and continues from what it reads.
 
         Raises Fenced, and StoreUnavailable: then everything has to be written back again.
         """
-        keys = [self.keys.leader(), self.keys.server()]
-        call = _Call(scripts.RECLAIMED, keys, [self._leadership, _SHARD_TTL_MS])
+        keys = [self.keys.leader(), self.keys.server(), self.keys.log()]
+        call = Call(scripts.RECLAIMED, keys, [self._leadership, _SHARD_TTL_MS, int(written_back)])
         try:
-            await self._run([call], leading=True)
+            await self.run([call], leading=True)
         except StoreUnavailable:
             self.distrust()
             raise
+        self.generation += 1
+        if written_back:
+            self.tails.all_folded()
+        else:
+            self.tails_are_read = False
 
     def distrust(self) -> None:
         """Fence everything until the next `reclaim_leadership`: the data to be written back did not
@@ -500,7 +466,9 @@ class Store:
         which answers ACCEPTED for those that are there), ValueError for token ids or request ids that cannot
         be stored.
         """
-        calls = [self._submit_call(request, shown.get(request.request_id, Shown())) for request in requests]
+        calls = [
+            self._submit_call(request, shown.get(request.request_id, _NOT_SHOWN)) for request in requests
+        ]
         decides = await self._claim(
             [(request.request_id, self._idempotency_key(request)) for request in requests]
         )
@@ -510,7 +478,7 @@ class Store:
             for request, owner in zip(requests, decides, strict=True)
         ]
         replies = iter(
-            await self._run([call for call, mine in zip(calls, own, strict=True) if mine], leading=True)
+            await self.run([call for call, mine in zip(calls, own, strict=True) if mine], leading=True)
         )
         results = []
         refused: list[tuple[str, str]] = []
@@ -522,7 +490,11 @@ class Store:
             result = SubmitResult(SubmitStatus(status.decode()), request_id.decode(), sequence)
             expires_with = self._idempotency_key(request)
             if result.status is SubmitStatus.ACCEPTED:
-                self._expires_with[request.request_id] = expires_with
+                self.expires_with[request.request_id] = expires_with
+                known = shown.get(request.request_id, _NOT_SHOWN)
+                self.tails.submitted(
+                    request.request_id, result.sequence, known.lease_epoch, len(known.token_ids)
+                )
                 self._ended_claims.discard(self.keys.claim(expires_with) or "")
             elif result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
                 refused.append((request.request_id, expires_with))
@@ -542,9 +514,7 @@ class Store:
         """
         keys = [self.keys.leader(), self.keys.request(request_id)]
         deadline = "" if deadline_unix_ms is None else deadline_unix_ms
-        [[answer]] = await self._run(
-            [_Call(scripts.EXTEND, keys, [self._leadership, deadline])], leading=True
-        )
+        [[answer]] = await self.run([Call(scripts.EXTEND, keys, [self._leadership, deadline])], leading=True)
         return _STATUS[answer] is TransitionStatus.OK
 
     async def withdraw(self, request_ids: Sequence[str]) -> list[str]:
@@ -561,19 +531,21 @@ class Store:
             found = await self._read_submitted(request_ids[start : start + scripts.MAX_ENTRIES])
             if not found:
                 continue
-            keys = self._queue_keys.copy()
+            keys = self.queue_keys.copy()
             arguments: list[Argument] = [self._leadership]
             for request_id, sequence, expires_with in found:
                 keys += (self.keys.request(request_id), self.keys.tokens(request_id))
                 keys += (self.keys.payload(request_id), expires_with)
                 arguments += (request_id, sequence)
-            [answers] = await self._run([_Call(scripts.WITHDRAW, keys, arguments)], leading=True)
+            [answers] = await self.run([Call(scripts.WITHDRAW, keys, arguments)], leading=True)
             withdrawn += [
                 (request_id, expires_with)
                 for (request_id, _, expires_with), answer in zip(found, answers, strict=True)
                 if _STATUS[answer] is TransitionStatus.OK
             ]
         await self._unclaim(withdrawn)
+        for request_id, _ in withdrawn:
+            self.tails.forget(request_id)
         return [request_id for request_id, _ in withdrawn]
 
     async def _read_submitted(self, request_ids: Sequence[str]) -> list[tuple[str, int, str]]:
@@ -598,9 +570,9 @@ class Store:
         """
         while self._ended_claims:
             some = list(itertools.islice(self._ended_claims, MAX_ENTRIES))
-            ttl_ms = self._finished_ttl_ms + CLAIM_SLACK_S * 1000
+            ttl_ms = self.finished_ttl_ms + CLAIM_SLACK_S * 1000
             await self._run_anywhere(
-                [_Call(scripts.UNCLAIM, [claim], [self.keys.shard, "", ttl_ms]) for claim in some]
+                [Call(scripts.UNCLAIM, [claim], [self.keys.shard, "", ttl_ms]) for claim in some]
             )
             self._ended_claims.difference_update(some)
 
@@ -617,8 +589,8 @@ class Store:
         await self._save_learnt(self.keys.probes(), blob)
 
     async def _save_learnt(self, key: str, blob: bytes) -> None:
-        call = _Call(scripts.SAVE_LEARNT, [self.keys.leader(), key], [self._leadership, blob, _SHARD_TTL_MS])
-        await self._run([call], leading=True)
+        call = Call(scripts.SAVE_LEARNT, [self.keys.leader(), key], [self._leadership, blob, _SHARD_TTL_MS])
+        await self.run([call], leading=True)
 
     async def try_write(self) -> None:
         """Raise StoreUnavailable where a write that needs memory would be refused now. Changes nothing."""
@@ -636,13 +608,29 @@ class Store:
         """Yield all unfinished requests in the order of arrival, a chunk at a time: the working copy of a new
         leader.
         """
+        leads = self._epoch is not None
+        # The log first: what is folded in between, the requests' own keys hold by then.
+        log = await self._read_log()
         async for index in self._index():
-            found = await self._read([request_id.decode() for request_id, _ in index])
-            unfinished = [request for request in found if request is not None and request.end is None]
-            for request in unfinished:
-                self._expires_with[request.request_id] = self._idempotency_key(request)
+            found = await self._read_keys([request_id.decode() for request_id, _ in index])
+            unfinished = []
+            for request in found:
+                if request is not None and request.end is None:
+                    continued = log.continued(request)
+                    unfinished.append(continued)
+                    if leads:
+                        self.expires_with[request.request_id] = self._idempotency_key(request)
+                        self.tails.read(continued, len(request.committed_ids), log)
             if unfinished:
                 yield unfinished
+        if leads:
+            self.tails.newest, self.tails.has_entries = log.newest, bool(log.newest)
+            self.tails_are_read = True
+
+    async def read_tails(self) -> None:
+        """Read what a leader knows of the unfinished requests."""
+        async for _ in self.load_unfinished():
+            pass
 
     async def unfinished_ids(self) -> list[str]:
         """Return the ids of all unfinished requests, in the order of arrival."""
@@ -657,8 +645,8 @@ class Store:
             return int(await self._client.zcard(self.keys.unfinished()))
 
     async def reached(self, request_ids: Sequence[str]) -> list[tuple[int, int] | None]:
-        """Return the lease epoch and the number of committed tokens of each; None for a request that is not
-        there.
+        """Return the lease epoch and the number of committed tokens that its own keys hold of each; None for a
+        request that is not there.
         """
         found: list[tuple[int, int] | None] = []
         for start in range(0, len(request_ids), MAX_ENTRIES):
@@ -718,6 +706,40 @@ class Store:
             yield index
 
     async def _read(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
+        """Return requests with what the log has of them."""
+        knows = self.tails_are_read and not self.tails.ahead
+        log = EMPTY if knows else await self._read_log()
+        found: list[StoredRequest | None] = []
+        for stored in await self._read_keys(request_ids):
+            if stored is not None and stored.end is None:
+                stored = self.tails.continued(stored) if knows else log.continued(stored)
+            if stored is not None and knows:
+                self.tails.resolved(stored)
+            found.append(stored)
+        return found
+
+    async def _read_log(self) -> Log:
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = []
+        while True:
+            after = f"({entries[-1][0].decode()}" if entries else "-"
+            async with self._reached():
+                some = await self._client.xrange(self.keys.log(), after, "+", count=_LOG_CHUNK)
+            entries += some
+            if len(some) < _LOG_CHUNK:
+                return read_log(entries, await self._newest_entry())
+
+    async def _newest_entry(self) -> str:
+        """Return the id of the newest entry that the log ever had; empty without a log."""
+        async with self._reached():
+            try:
+                info = await self._client.xinfo_stream(self.keys.log())
+            except redis_errors.ResponseError as error:
+                if str(error) != "no such key":
+                    raise
+                return ""
+        return str(info["last-generated-id"].decode())
+
+    async def _read_keys(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
         # Not in a transaction, which a full server refuses. The hash is read first: tokens are only ever
         # appended, so the first tokens, by the count in the hash, are those of its moment, whatever is
         # committed in between.
@@ -730,11 +752,11 @@ class Store:
         parts = zip(request_ids, replies[0::3], replies[1::3], replies[2::3], strict=True)
         return [stored_request(*part) for part in parts]
 
-    def _submit_call(self, request: NewRequest, shown: Shown) -> _Call:
+    def _submit_call(self, request: NewRequest, shown: Shown) -> Call:
         if not request.request_id or request.request_id.split() != [request.request_id]:
             raise ValueError(f"request id {request.request_id!r}: it must not be empty nor hold white space")
         keys = [
-            *self._queue_keys[:5],
+            *self.queue_keys,
             self.keys.sequence(),
             self.keys.request(request.request_id),
             self.keys.payload(request.request_id),
@@ -758,7 +780,7 @@ class Store:
             *new_fields(shown),
             *submission_fields(request),
         ]
-        return _Call(scripts.SUBMIT, keys, arguments)
+        return Call(scripts.SUBMIT, keys, arguments)
 
     async def _claim(self, entries: Sequence[tuple[str, str]]) -> list[str]:
         """Return the shard that decides, for each request id and the key that expires with it; this one where
@@ -769,7 +791,7 @@ class Store:
         replies = iter(
             await self._run_anywhere(
                 [
-                    _Call(scripts.CLAIM, [claim], [shard, request_id, ttl_ms])
+                    Call(scripts.CLAIM, [claim], [shard, request_id, ttl_ms])
                     for (request_id, _), claim in zip(entries, claims, strict=True)
                     if claim is not None
                 ]
@@ -782,7 +804,7 @@ class Store:
         cannot be reached now, a claim stays until CLAIM_TTL_S is over.
         """
         calls = [
-            _Call(scripts.UNCLAIM, [claim], [self.keys.shard, request_id, 0])
+            Call(scripts.UNCLAIM, [claim], [self.keys.shard, request_id, 0])
             for request_id, expires_with in entries
             if (claim := self.keys.claim(expires_with)) is not None
         ]
@@ -802,11 +824,11 @@ class Store:
             else self.keys.request(request_id)
         )
 
-    async def _learn_idempotency_keys(self, request_ids: Iterable[str]) -> None:
+    async def learn_idempotency_keys(self, request_ids: Iterable[str]) -> None:
         """Read the idempotency keys of requests that this process ends, but has neither submitted nor
         loaded.
         """
-        unknown = [request_id for request_id in request_ids if request_id not in self._expires_with]
+        unknown = [request_id for request_id in request_ids if request_id not in self.expires_with]
         if not unknown:
             return
         async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
@@ -814,18 +836,25 @@ class Store:
                 pipeline.hmget(self.keys.request(request_id), "tenant", "idempotency_key")
             replies = await pipeline.execute()
         for request_id, (tenant, key) in zip(unknown, replies, strict=True):
-            self._expires_with[request_id] = self._key_of(
+            self.expires_with[request_id] = self._key_of(
                 request_id, (tenant or b"").decode(), (key or b"").decode()
             )
 
-    def _let_go(self, request_id: str) -> None:
+    def let_go(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        claim = self.keys.claim(self._expires_with.pop(request_id, ""))
+        claim = self.keys.claim(self.expires_with.pop(request_id, ""))
         if claim is not None:
             self._ended_claims.add(claim)
 
+    def expire_together(self, request: NewRequest) -> str:
+        """Return the key that expires with a request, and remember it."""
+        key = self.expires_with[request.request_id] = self._idempotency_key(request)
+        return key
+
     def _forget_leadership(self) -> None:
         self._leadership, self._epoch = "", None
+        self.tails.clear()
+        self.tails_are_read = False
 
     @contextlib.asynccontextmanager
     async def _reached(self) -> AsyncIterator[None]:
@@ -848,9 +877,9 @@ class Store:
             raise _translated(error) from error
 
     async def _call(self, script: Script, keys: list[str], arguments: list[Argument]) -> Any:
-        return (await self._run([_Call(script, keys, arguments)]))[0]
+        return (await self.run([Call(script, keys, arguments)]))[0]
 
-    async def _run(self, calls: Sequence[_Call], *, leading: bool = False) -> list[Any]:
+    async def run(self, calls: Sequence[Call], *, leading: bool = False) -> list[Any]:
         """Run the calls in one pipeline, in order. Raises Fenced, StoreUnavailable, StoreError.
 
         `leading`: only on the server that is known to hold what this leader wrote; on another one, raise
@@ -866,13 +895,13 @@ class Store:
             replies = await self._replies(calls, self._servers.pool, leading=leading)
         _raise_errors(replies)
         for reply in replies:
-            if reply[0] == b"fenced":
+            if reply and reply[0] == b"fenced":
                 raise Fenced(
                     "another leader epoch is in force, or none: this process does not lead the shard"
                 )
         return replies
 
-    async def _run_anywhere(self, calls: Sequence[_Call]) -> list[Any]:
+    async def _run_anywhere(self, calls: Sequence[Call]) -> list[Any]:
         """Run calls that each have one key in a slot of its own: in a cluster, on the nodes that the cluster
         names.
         """
@@ -890,7 +919,7 @@ class Store:
         return replies
 
     async def _replies(
-        self, calls: Sequence[_Call], pool: BlockingConnectionPool, *, leading: bool = False
+        self, calls: Sequence[Call], pool: BlockingConnectionPool, *, leading: bool = False
     ) -> list[Any]:
         """Return the answer of the server of `pool` to each call, errors included. The scripts are loaded if
         necessary.
@@ -946,191 +975,6 @@ class Store:
             raise StoreUnavailable(
                 f"only {reached} of {self._wait_replicas} required replicas have the write", Fault.OTHER
             )
-
-
-class Batch:
-    """Transitions in the order they were queued. Nothing is sent before `execute`.
-
-    A batch belongs to the leadership it was made under. After StoreUnavailable it is not known how much of it
-    happened: execute the same batch again, and what had happened answers ALREADY.
-    """
-
-    def __init__(self, store: Store, leadership: str) -> None:
-        self._store = store
-        self._leadership = leadership
-        self._work: list[_Work] = []
-        self._calls: list[tuple[_Call, _Work]] | None = None
-        self._ending: set[str] = set()
-
-    def commit(self, commits: Sequence[Commit]) -> Pending[list[TransitionStatus]]:
-        """Append tokens; with an end, finish in the same transition. STALE: other lease epoch or position."""
-        self._ending.update(commit.request_id for commit in commits if commit.end is not None)
-        return self._queue(commits, Batch._commit_call)
-
-    def finish(self, finishes: Sequence[Finish]) -> Pending[list[TransitionStatus]]:
-        """End requests, whichever worker holds them. Never STALE. ALREADY: ended this way; GONE: ended
-        otherwise.
-        """
-        self._ending.update(finish.request_id for finish in finishes)
-        return self._queue(finishes, Batch._finish_call)
-
-    def lease(self, leases: Sequence[Lease]) -> Pending[list[TransitionStatus]]:
-        """Give requests to workers. STALE: the record's lease epoch is not the one before."""
-        return self._queue(leases, Batch._lease_call)
-
-    def release(self, releases: Sequence[Release]) -> Pending[list[TransitionStatus]]:
-        """Take requests back from their workers. STALE: they are leased under another epoch."""
-        return self._queue(releases, Batch._release_call)
-
-    def rank(self, ranks: Sequence[Rank]) -> Pending[list[TransitionStatus]]:
-        """Move requests in the queue. Never STALE."""
-        return self._queue(ranks, Batch._rank_call)
-
-    def restore(self, requests: Sequence[StoredRequest]) -> Pending[list[TransitionStatus]]:
-        """Write unfinished requests of the working copy back into a record that lost them or the last of
-        them.
-
-        STALE: the record holds more, or other tokens. GONE: on the record the request has ended.
-        """
-        return self._queue(requests, Batch._restore_call, _RESTORE_CHUNK)
-
-    async def execute(self) -> None:
-        """Send everything as one pipeline and fill the pending answers. An empty batch sends nothing.
-
-        Raises Fenced (another leader epoch is in force: nothing that came after it has happened),
-        StoreUnavailable, and ValueError for a level outside 0 … MAX_LEVELS − 1 or token ids that do not fit
-        int32 (nothing was sent).
-        """
-        if self._calls is None:
-            # Only once: a batch that is executed again has to send the very same data.
-            self._calls = await self._encode()
-        replies = await self._store._run([call for call, _ in self._calls], leading=True)
-        answers: dict[int, list[TransitionStatus]] = {id(work): [] for work in self._work}
-        for (_, work), reply in zip(self._calls, replies, strict=True):
-            answers[id(work)] += [_STATUS[answer] for answer in reply]
-        for work in self._work:
-            work.pending.set(answers[id(work)])
-            for entry, answer in zip(work.entries, answers[id(work)], strict=True):
-                if entry.request_id in self._ending and answer is not TransitionStatus.STALE:
-                    self._store._let_go(entry.request_id)
-
-    def _queue(
-        self,
-        entries: Sequence[C],
-        encode: Callable[[Batch, Sequence[C], int], _Call],
-        chunk: int = MAX_ENTRIES,
-    ) -> Pending[list[TransitionStatus]]:
-        if self._calls is not None:
-            raise RuntimeError("the batch has been executed; make another one")
-        pending: Pending[list[TransitionStatus]] = Pending()
-        self._work.append(_Work(entries, encode, chunk, pending))
-        return pending
-
-    async def _encode(self) -> list[tuple[_Call, _Work]]:
-        await self._store._learn_idempotency_keys(self._ending)
-        now_ms = int(self._store.clock() * 1000)
-        return [
-            (work.encode(self, work.entries[start : start + work.chunk], now_ms), work)
-            for work in self._work
-            for start in range(0, len(work.entries), work.chunk)
-        ]
-
-    def _commit_call(self, commits: Sequence[Commit], now_ms: int) -> _Call:
-        names, expires_with = self._store.keys, self._store._expires_with
-        keys = self._store._queue_keys.copy()
-        arguments: list[Argument] = [self._leadership, now_ms, self._store._finished_ttl_ms]
-        for commit in commits:
-            request_id, tokens, standing = commit.request_id, commit.tokens, commit.standing
-            keys += (names.request(request_id), names.tokens(request_id))
-            arguments += (request_id, commit.lease_epoch, commit.position, len(tokens), pack_ids(tokens))
-            arguments += _standing(request_id, standing)
-            if commit.end is None:
-                arguments.append("")
-            else:
-                keys += (names.payload(request_id), expires_with[request_id])
-                arguments += (
-                    commit.end.value,
-                    commit.cut_characters,
-                    commit.detail,
-                    story_json(commit.story),
-                )
-        return _Call(scripts.COMMIT, keys, arguments)
-
-    def _finish_call(self, finishes: Sequence[Finish], now_ms: int) -> _Call:
-        names, expires_with = self._store.keys, self._store._expires_with
-        keys = self._store._queue_keys.copy()
-        arguments: list[Argument] = [self._leadership, now_ms, self._store._finished_ttl_ms]
-        for finish in finishes:
-            request_id = finish.request_id
-            keys += (names.request(request_id), names.tokens(request_id))
-            keys += (names.payload(request_id), expires_with[request_id])
-            arguments += (request_id, finish.end.value, finish.detail, story_json(finish.story))
-            arguments += _standing(request_id, finish.standing)
-        return _Call(scripts.FINISH, keys, arguments)
-
-    def _lease_call(self, leases: Sequence[Lease], now_ms: int) -> _Call:
-        keys = [self._store.keys.leader(), *(self._store.keys.request(lease.request_id) for lease in leases)]
-        arguments: list[Argument] = [self._leadership]
-        for lease in leases:
-            arguments += (lease.worker_id, lease.lease_epoch - 1, lease.lease_epoch)
-        return _Call(scripts.LEASE, keys, arguments)
-
-    def _release_call(self, releases: Sequence[Release], now_ms: int) -> _Call:
-        keys = [
-            self._store.keys.leader(),
-            *(self._store.keys.request(release.request_id) for release in releases),
-        ]
-        arguments: list[Argument] = [self._leadership]
-        for release in releases:
-            arguments += (release.lease_epoch, release.deaths, release.death_round)
-        return _Call(scripts.RELEASE, keys, arguments)
-
-    def _rank_call(self, ranks: Sequence[Rank], now_ms: int) -> _Call:
-        keys = [*self._store._queue_keys, *(self._store.keys.request(rank.request_id) for rank in ranks)]
-        arguments: list[Argument] = [self._leadership]
-        for rank in ranks:
-            arguments += (rank.request_id, check_level(rank.request_id, rank.level), safe_score(rank.score))
-        return _Call(scripts.RANK, keys, arguments)
-
-    def _restore_call(self, requests: Sequence[StoredRequest], now_ms: int) -> _Call:
-        names = self._store.keys
-        keys = [*self._store._queue_keys, names.sequence()]
-        arguments: list[Argument] = [self._leadership, _SHARD_TTL_MS]
-        for request in requests:
-            request_id, standing = request.request_id, request.standing
-            expires_with = self._store._expires_with[request_id] = self._store._idempotency_key(request)
-            keys += (
-                names.request(request_id),
-                names.tokens(request_id),
-                names.payload(request_id),
-                expires_with,
-            )
-            arguments += (
-                request_id,
-                request.tenant,
-                request.body_hash,
-                request.sequence,
-                reserved_tokens(request),
-            )
-            arguments += (request.lease_epoch, pack_ids(request.committed_ids))
-            arguments += (check_level(request_id, standing.level), safe_score(standing.score))
-            arguments += (pack_ids(request.prompt_ids), request.submission, request.length_features)
-            fields = progress_fields(request) + submission_fields(request)
-            arguments += (len(fields), *fields)
-        return _Call(scripts.RESTORE, keys, arguments)
-
-
-def _standing(request_id: str, standing: Standing) -> tuple[Argument, ...]:
-    return (
-        standing.rounds,
-        standing.drafts,
-        standing.drafted,
-        standing.accepted,
-        safe_seconds(standing.attained_s),
-        standing.preemptions,
-        check_level(request_id, standing.level),
-        safe_score(standing.score),
-    )
 
 
 def _schema_mismatch(found: bytes) -> SchemaMismatch:

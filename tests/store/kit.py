@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import packed
 from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
+from scheduler_svc.store.batch import Batch, Pending
 from scheduler_svc.store.records import NewRequest, StoredRequest, TransitionStatus
-from scheduler_svc.store.store import Batch, Pending, Store
+from scheduler_svc.store.store import Store
 
 OK, ALREADY, STALE, GONE = TransitionStatus
 
@@ -118,6 +120,12 @@ async def accept(store: Store, *requests: NewRequest) -> None:
 
 async def lease(store: Store, request_id: str = "r1", worker_id: str = "w1", lease_epoch: int = 1) -> None:
     assert await One(store).lease(Lease(request_id, worker_id, lease_epoch)) is OK
+
+
+async def fold(store: Store) -> None:
+    """Write everything that only the log holds into the requests' own keys."""
+    with patch("scheduler_svc.store.batch.FOLD_AFTER_MS", -1):
+        await store.batch().execute()
 
 
 async def read(store: Store, request_id: str = "r1") -> StoredRequest:

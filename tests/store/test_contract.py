@@ -14,7 +14,7 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import MOST_FEATURES, packed
-from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
+from scheduler_svc.core.commands import Commit, Finish, Lease, Release
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
 from scheduler_svc.store.errors import Fenced, RecordBehind, SchemaMismatch, StoreError, StoreUnavailable
@@ -38,6 +38,7 @@ from tests.store.kit import (
     a_standing,
     accept,
     end_everything,
+    fold,
     keys_of,
     lease,
     read,
@@ -316,6 +317,7 @@ class TestRelease:
         await One(store).commit(a_commit(standing=a_standing(rounds=3, drafts=2)))
         assert (await read(store)).standing.drafts == 2
 
+        await fold(store)
         await client.hdel(store.keys.request("r1"), "drafts")
         assert (await read(store)).standing.drafts == 3
 
@@ -450,7 +452,6 @@ class TestCommit:
         )
         standing = (await read(store)).standing
         assert (0.0, math.inf) == (standing.attained_s, standing.score)
-        assert await One(store).rank(Rank("r1", 1, -math.inf)) is OK
         infinite = a_commit(position=3, standing=a_standing(attained_s=math.inf, score=math.inf))
         assert await One(store).commit(infinite) is OK
         assert math.isfinite((await read(store)).standing.attained_s)
@@ -528,6 +529,7 @@ class TestEnd:
         ]
         await lease(store)
         await One(store).commit(a_commit())
+        await fold(store)
         assert await ttls_ms(client, of_one) == [-1] * 4
         await One(store).commit(a_commit(position=3, end=End.STOP))
         await One(store).finish(a_finish("r2"))
@@ -658,7 +660,7 @@ class TestWithdrawal:
     ) -> None:
         """It was sent on a connection that the server reads later."""
         await accept(store, a_request(**self.KEYED))
-        run = store._run
+        run = store.run
         sent: list[Any] = []
 
         async def hold(calls: Any, *, leading: bool) -> Any:
@@ -666,7 +668,7 @@ class TestWithdrawal:
             sent.append(calls)
             raise StoreUnavailable("no answer")
 
-        monkeypatch.setattr(store, "_run", hold)
+        monkeypatch.setattr(store, "run", hold)
         with pytest.raises(StoreUnavailable):
             await store.withdraw(["r1"])
         assert await store.withdraw(["r1"]) == ["r1"]
@@ -707,51 +709,13 @@ class TestMoreTime:
 
 
 class TestQueue:
-    async def test_an_arrival_stands_in_level_0_in_the_order_of_arrival(
-        self, store: Store, client: redis_client.Redis
-    ) -> None:
-        await accept(store, a_request("b"), a_request("a"))
-
-        assert await client.zrange(store.keys.level(0), 0, -1, withscores=True) == [(b"b", 1.0), (b"a", 2.0)]
-
-    async def test_ranks_and_commits_move_between_levels(
-        self, store: Store, client: redis_client.Redis
-    ) -> None:
-        await accept(store, a_request())
-        await lease(store)
-
-        assert await One(store).rank(Rank("r1", 5, 0.5)) is OK
-        assert await client.zrange(store.keys.level(5), 0, -1, withscores=True) == [(b"r1", 0.5)]
-        assert await client.zcard(store.keys.level(0)) == 0
-        assert await One(store).commit(a_commit(standing=a_standing(level=MAX_LEVELS - 1, score=7.25))) is OK
-        assert await client.zrange(store.keys.level(MAX_LEVELS - 1), 0, -1, withscores=True) == [
-            (b"r1", 7.25)
-        ]
-        assert await client.zcard(store.keys.level(5)) == 0
-
-    async def test_the_same_rank_again_is_already_there(self, store: Store) -> None:
-        await accept(store, a_request())
-
-        assert await One(store).many(
-            "rank", [Rank("r1", 1, 0.1), Rank("r1", 1, 0.1), Rank("r1", 1, 0.2)]
-        ) == [OK, ALREADY, OK]
-        assert ((await read(store)).standing.level, (await read(store)).standing.score) == (1, 0.2)
-
-    async def test_what_is_missing_or_has_ended_has_no_rank(
-        self, store: Store, client: redis_client.Redis
-    ) -> None:
-        await accept(store, a_request())
-        await One(store).finish(a_finish())
-
-        assert await One(store).many("rank", [Rank("r1", 1, 0.1), Rank("no such", 1, 0.1)]) == [GONE, GONE]
-        assert await client.zcard(store.keys.level(1)) == 0
-
     async def test_an_operator_reads_requests_with_plain_commands(
         self, store: Store, client: redis_client.Redis
     ) -> None:
         await accept(store, a_request(prompt_ids=range(1000)))
         await lease(store)
         await One(store).commit(a_commit(standing=a_standing(level=2)))
+        await fold(store)
         found = await client.hgetall(store.keys.request("r1"))
         shown = {field.decode(): value.decode() for field, value in found.items()}  # nothing binary in it
 
@@ -780,10 +744,8 @@ class TestQueue:
 
     async def test_an_empty_queue_leaves_no_key(self, store: Store, client: redis_client.Redis) -> None:
         await accept(store, a_request("r1"), a_request("r2", tenant="other", max_tokens=99))
-        await One(store).rank(Rank("r2", 3, 0.1))
         await end_everything(store)
         queue = [store.keys.unfinished(), store.keys.tenants(), store.keys.reserved()]
-        queue += [store.keys.level(level) for level in range(MAX_LEVELS)]
 
         assert await client.exists(*queue) == 0
 
@@ -1097,7 +1059,6 @@ class TestLeadership:
             "finish": a_finish(),
             "lease": Lease("r1", "w2", 2),
             "release": Release("r1", 1),
-            "rank": Rank("r1", 3, 0.1),
             "restore": replace(stored, committed_ids=(1, 2)),
         }
         batches = []
@@ -1135,7 +1096,7 @@ class TestLeadership:
         new epoch."""
         await accept(store, a_request())
         batch = store.batch()
-        batch.rank([Rank("r1", 1, 0.1)])
+        batch.lease([Lease("r1", "w1", 1)])
         other = await take_over(open_store, store)
         await other.resign()
         await store.acquire_leadership(owner="leader:1", lease_s=60)
@@ -1199,7 +1160,6 @@ class TestRecovery:
         await lease(store, "r2")
         await One(store).release(Release("r2", 1))
         await One(store).finish(a_finish("r3"))
-        await One(store).rank(Rank("r4", 1, 9.5))
         written = [await read(store, f"r{n}") for n in (0, 1, 2, 4)]
         other = await take_over(open_store, store)
 
@@ -1226,7 +1186,6 @@ class TestRecovery:
 
         assert [request.request_id for request in await unfinished(store)] == ["r2"]
         await client.zrem(store.keys.unfinished(), "r1")
-        await client.zrem(store.keys.level(0), "r1")
         await client.delete(store.keys.payload("r1"))
         await end_everything(store)
         await client.delete(store.keys.tenants(), store.keys.reserved())
@@ -1269,7 +1228,7 @@ class TestRecovery:
         with pytest.raises(StoreError):
             await store.read("r1")
         with pytest.raises(StoreError):
-            await One(store).rank(Rank("r1", 1, 0.1))
+            await One(store).lease(Lease("r1", "w1", 1))
 
 
 class TestRestore:
@@ -1293,7 +1252,7 @@ class TestRestore:
         store._limits = Limits()  # what was accepted under other limits is still written back
         await store.acquire_leadership(owner="leader:1", lease_s=60)
         working_copy = await self.write_some(store)
-        same = [store.keys.tenants(), store.keys.reserved(), store.keys.level(0), store.keys.level(2)]
+        same = [store.keys.tenants(), store.keys.reserved()]
         same += [store.keys.payload(f"r{n}") for n in range(3)]
         before = [await client.dump(key) for key in same]
         await client.delete(*await keys_of(client, store.keys.prefix))
@@ -1365,7 +1324,7 @@ class TestBatch:
         assert [answer.result() for answer in answers] == [[OK], [OK], [OK], [OK], [OK], [GONE]]
 
     async def test_answers_exist_only_after_execution(self, store: Store) -> None:
-        pending = store.batch().rank([Rank("r1", 1, 0.1)])
+        pending = store.batch().lease([Lease("r1", "w1", 1)])
 
         assert not pending.done
         with pytest.raises(RuntimeError, match="not been executed"):
@@ -1376,14 +1335,14 @@ class TestBatch:
         await batch.execute()
 
         with pytest.raises(RuntimeError, match="has been executed"):
-            batch.rank([])
+            batch.lease([])
 
     async def test_empty_lists_have_empty_answers(self, store: Store) -> None:
         batch = store.batch()
-        answers = [batch.commit([]), batch.finish([]), batch.lease([]), batch.release([]), batch.rank([])]
+        answers = [batch.commit([]), batch.finish([]), batch.lease([]), batch.release([])]
         await batch.execute()
 
-        assert [answer.result() for answer in answers] == [[]] * 5
+        assert [answer.result() for answer in answers] == [[]] * 4
 
     async def test_sending_a_whole_batch_twice_changes_nothing_more(
         self, store: Store, client: redis_client.Redis
@@ -1406,7 +1365,6 @@ class TestBatch:
             batch.finish([a_finish("r3")]),
             batch.release([Release("r0", 1), Release("r2", 1)]),
             batch.lease([Lease("r0", "w9", 2), Lease("r4", "w9", 1)]),
-            batch.rank([Rank("r5", 6, 0.25), Rank("r0", 7, 0.125)]),
         ]
         await batch.execute()
         assert {OK} == {status for answer in answers for status in answer.result()}
@@ -1418,26 +1376,13 @@ class TestBatch:
         assert after_once == [await read(store, f"r{n}") for n in range(6)]
         assert keys == await keys_of(client, store.keys.prefix)
 
-    async def test_a_retried_batch_leaves_the_place_that_it_left_the_first_time(self, store: Store) -> None:
-        """A rank is not compared with anything, so later ranks in the batch have to win again."""
-        await accept(store, a_request())
-        await lease(store)
-        batch = store.batch()
-        batch.rank([Rank("r1", 5, 0.5)])
-        batch.commit([a_commit(standing=a_standing(level=2, score=0.75))])
-        await batch.execute()
-        await batch.execute()
-
-        assert ((await read(store)).standing.level, (await read(store)).standing.score) == (2, 0.75)
-
     async def test_long_lists_are_sent_256_at_a_time_and_answered_in_order(
         self, store: Store, client: redis_client.Redis
     ) -> None:
         await accept(store, *(a_request(f"r{n}") for n in range(600)))
-        await One(store).many("lease", [Lease(f"r{n}", "w1", 1) for n in range(600)])
-        commits = [a_commit(f"r{n}", lease_epoch=1 if n not in (255, 256, 599) else 5) for n in range(600)]
+        leases = [Lease(f"r{n}", "w1", 1 if n not in (255, 256, 599) else 5) for n in range(600)]
         before = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
-        statuses = await One(store).many("commit", commits)
+        statuses = await One(store).many("lease", leases)
         after = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
 
         assert after - before == 3

@@ -296,6 +296,8 @@ async def test_an_emptied_server_fences_its_leader_until_it_has_written_its_work
     assert await One(store).commit(a_commit(position=3)) is GONE
     assert await One(store).many("restore", working_copy) == [OK, OK]
     assert await One(store).commit(a_commit(position=3)) is OK
+    await store.reclaimed()
+    assert await One(store).commit(a_commit(position=6)) is OK
     await end_everything(store)
 
 
@@ -320,9 +322,10 @@ async def test_power_loss_takes_the_newest_commits_and_restoring_brings_them_bac
     os.truncate(file, size + 20)  # in the middle of the last commit
     await start_again(own_server, store)
 
+    assert await store.reclaim_leadership(newest_sequence=1)
     assert (await read(store)).committed_ids == (11, 12, 13)
-    await trust_again(store)
     assert await One(store).restore(working_copy) is OK
+    await store.reclaimed()
     assert await read(store) == working_copy
     await end_everything(store)
 

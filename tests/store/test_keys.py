@@ -7,7 +7,6 @@ from importlib import resources
 
 import pytest
 
-from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
 from scheduler_svc.store.keys import Keys
 from scheduler_svc.store.scripts import Script
@@ -15,7 +14,7 @@ from scheduler_svc.store.scripts import Script
 
 def test_the_hash_tag_is_the_shard_whatever_follows() -> None:
     keys = Keys("main.eu-1")
-    built = [keys.leader(), keys.level(3), keys.request("{x}"), keys.idempotency("{t}", "{k}:{l}")]
+    built = [keys.leader(), keys.log(), keys.request("{x}"), keys.idempotency("{t}", "{k}:{l}")]
 
     assert {"main.eu-1"} == {re.search(r"\{(.*?)\}", key).group(1) for key in built}  # type: ignore[union-attr]
     assert all(key.startswith("laps-sd:{main.eu-1}:") for key in built)
@@ -46,8 +45,3 @@ def test_every_script_file_is_a_transition() -> None:
     files = {file.name for file in resources.files("scheduler_svc.store").joinpath("lua").iterdir()}
 
     assert files == {f"{script.name}.lua" for script in scripts.ALL} | {"_common.lua"}
-
-
-def test_the_scripts_and_the_keys_agree_on_the_number_of_levels() -> None:
-    """The queue's keys come first in KEYS: four, then the levels."""
-    assert f"AFTER_QUEUE = 2, 3, 4, 5, {4 + MAX_LEVELS + 1}" in scripts.COMMIT.source

@@ -10,7 +10,7 @@ import redis.asyncio as redis_client
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import MOST_FEATURES, packed
 from scheduler_svc.store.store import Store
-from tests.store.kit import One, a_commit, a_request, a_standing, accept, keys_of, lease
+from tests.store.kit import OK, One, a_commit, a_request, a_standing, accept, fold, keys_of, lease
 
 GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
 REQUEST_BYTES = 2000
@@ -73,6 +73,9 @@ async def test_a_queued_request_and_its_tokens_stay_below_the_documented_bound(
             )
         if number == 3:
             break  # every request grows alike
+    await fold(store)
+    last = a_commit(request_id, position=OUTPUT, tokens=(7,), standing=a_standing(rounds=OUTPUT))
+    assert await One(store).commit(last) is OK  # its entry takes the place of those that are folded
     per_token = (await used(client, store) - queued) / 4 / OUTPUT
     assert per_token <= OUTPUT_TOKEN_BYTES
 

@@ -19,9 +19,10 @@ workers go back to the moment of the copy too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy as copies_of
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -37,16 +38,18 @@ from hypothesis.stateful import (
 )
 
 from laps_sd.contract.ends import End
-from scheduler_svc.core.commands import Commit, Finish, Lease, Rank, Release
+from scheduler_svc.core.commands import Commit, Finish, Lease, Release
+from scheduler_svc.store.batch import Batch, Call, Pending
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.errors import Fenced, RecordBehind
+from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, SubmitStatus, TransitionStatus
-from scheduler_svc.store.store import Batch, Pending, Store
+from scheduler_svc.store.store import Store
 from tests.store.kit import (
     ALREADY,
     FEATURES,
     GONE,
     OK,
+    STALE,
     a_commit,
     a_finish,
     a_request,
@@ -144,6 +147,20 @@ def copy_of(stored: StoredRequest) -> Copy:
     return Copy(stored.lease_epoch, stored.worker_id, list(stored.committed_ids), stored.standing.rounds)
 
 
+@contextlib.contextmanager
+def losing_answers(store: Store) -> Iterator[None]:
+    """Lose the answers of the record to what is sent."""
+    run = store.run
+
+    async def lost(calls: Sequence[Call], *, leading: bool = False) -> list[Any]:
+        await run(calls, leading=leading)
+        raise StoreUnavailable("the answer is lost")
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(StoreUnavailable):
+        patch.setattr(store, "run", lost)
+        yield
+
+
 def stands_by(scheduler: Scheduler) -> bool:
     return not scheduler.epoch
 
@@ -187,7 +204,7 @@ WEIGHTS = {
     "lose the tail": 1,
     "newest leader dies": 1,
 }
-VERBS = {Commit: "commit", Lease: "lease", Release: "release", Finish: "finish", Rank: "rank"}
+VERBS = {Commit: "commit", Lease: "lease", Release: "release", Finish: "finish"}
 
 
 class Protocol(RuleBasedStateMachine):
@@ -467,18 +484,41 @@ class Protocol(RuleBasedStateMachine):
         batch = leader.store.batch()
         answer = batch.restore(copies)
         self.run(batch.execute())
-        assert set(answer.result()) <= {OK, ALREADY}
+        for stored, status in zip(copies, answer.result(), strict=True):
+            # A decision whose answer was lost may be on the record, ahead of this copy.
+            allowed = (
+                {OK, ALREADY, STALE, GONE} if stored.request_id in self.in_flight(leader) else {OK, ALREADY}
+            )
+            assert status in allowed
         for request_id, copy, commit in leader.ended:
             batch = leader.store.batch()
             batch.restore([self.stored(leader, request_id, copy)])
             ended = batch.commit([commit])
             self.run(batch.execute())
             assert ended.result()[0] in (OK, ALREADY)
-        known = set(leader.copies)
-        assert set(self.run(leader.store.unfinished_ids())) <= known | self.in_flight(leader)
+        self.end_what_it_does_not_know(leader)
         self.others_cannot_lead(leader)
         self.run(leader.store.reclaimed())
         leader.distrusts = leader.doubts = self.may_be_older = False
+
+    def end_what_it_does_not_know(self, leader: Scheduler) -> None:
+        """End requests that had ended before this leader read the record, and whose end the record lost:
+        nothing knows any more which end it was.
+        """
+        assert leader.copies is not None
+        known = set(leader.copies) | self.in_flight(leader)
+        forgotten = [one for one in self.run(leader.store.unfinished_ids()) if one not in known]
+        batch = leader.store.batch()
+        batch.finish([a_finish(request_id, End.ERROR) for request_id in forgotten])
+        self.run(batch.execute())
+        for request_id in forgotten:
+            stored = self.run(self.reader.read(request_id))
+            assert stored is not None
+            self.expected.told[request_id] = End.ERROR
+            del self.expected.shown[request_id][len(stored.committed_ids) :]
+            self.expected.acknowledged = [
+                report for report in self.expected.acknowledged if report.request_id != request_id
+            ]
 
     def others_cannot_lead(self, leader: Scheduler) -> None:
         for scheduler in self.those(stands_by):
@@ -539,7 +579,7 @@ class Protocol(RuleBasedStateMachine):
             ] * 4
             if copy.worker is not None:
                 choices += [Release(request_id, copy.lease_epoch)] * 2
-            choices += [Rank(request_id, worker % 3, float(slot)), a_finish(request_id, End.CANCELLED)]
+            choices += [None, a_finish(request_id, End.CANCELLED)]
             decision = pick(choices, what)
             if decision is not None:
                 asked.append((decision, None))
@@ -561,7 +601,8 @@ class Protocol(RuleBasedStateMachine):
     def send_of(self, scheduler: Scheduler, *, answer_is_lost: bool) -> None:
         async def execute() -> bool:
             assert scheduler.batch is not None
-            await scheduler.batch.execute()
+            with losing_answers(scheduler.store) if answer_is_lost else contextlib.nullcontext():
+                await scheduler.batch.execute()
             return True
 
         if self.write(scheduler, execute()) is None or answer_is_lost:
@@ -583,8 +624,7 @@ class Protocol(RuleBasedStateMachine):
         if status not in (OK, ALREADY):
             if report is not None:
                 self.drop(scheduler, report)
-            if not isinstance(command, Rank):
-                self.read_again(scheduler, request_id)
+            self.read_again(scheduler, request_id)
             return
         match command:
             case Commit():

@@ -19,11 +19,12 @@ from hypothesis.stateful import (
 )
 
 from laps_sd.contract.ends import End
-from scheduler_svc.core.commands import Lease, Rank, Release
+from scheduler_svc.core.commands import Lease, Release
+from scheduler_svc.store.batch import Batch, Pending
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fenced
 from scheduler_svc.store.records import Limits, SubmitStatus, TransitionStatus
-from scheduler_svc.store.store import Batch, Pending, Store
+from scheduler_svc.store.store import Store
 from tests.store.kit import (
     ALREADY,
     FEATURES,
@@ -36,6 +37,7 @@ from tests.store.kit import (
     a_standing,
     assert_nothing_leaks,
     end_everything,
+    fold,
     forget_claims,
     new_shard,
     unfinished,
@@ -113,14 +115,6 @@ class Modelled:
         self.end, self.worker_id, self.rounds, self.level, self.score = end, None, 1, 0, 1.5
         return OK
 
-    def rank(self, level: int, score: float) -> TransitionStatus:
-        if self.end is not None:
-            return GONE
-        if (level, score) == (self.level, self.score):
-            return ALREADY
-        self.level, self.score = level, score
-        return OK
-
 
 class TwoProcesses(RuleBasedStateMachine):
     """One process leads, the other still believes that it leads."""
@@ -132,7 +126,9 @@ class TwoProcesses(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         shard = new_shard()
         limits = Limits(max_requests=MAX_REQUESTS)
-        self.leading, self.fenced = (Store.open(self.url, shard, limits=limits) for _ in range(2))
+        self.leading, self.fenced, self.reader = (
+            Store.open(self.url, shard, limits=limits) for _ in range(3)
+        )
         self.client = redis_client.Redis.from_url(self.url, protocol=2)
         self.model: dict[str, Modelled] = {}
         self.by_key: dict[str, str] = {}
@@ -234,11 +230,11 @@ class TwoProcesses(RuleBasedStateMachine):
         expected = known.finish(end) if request_id in self.model else GONE
         self.check("finish", a_finish(request_id, end), expected)
 
-    @rule(slot=a_slot, level=a_level, score=st.sampled_from([0.5, 2.5]))
-    def rank(self, slot: int, level: int, score: float) -> None:
-        request_id, known = self.pick(slot)
-        expected = known.rank(level, score) if request_id in self.model else GONE
-        self.check("rank", Rank(request_id, level, score), expected)
+    @rule()
+    def fold(self) -> None:
+        """A second passes: what only the log holds goes into the requests' own keys."""
+        self.run(fold(self.leading))
+        self.last = None
 
     @precondition(lambda self: self.last is not None)
     @rule()
@@ -271,21 +267,16 @@ class TwoProcesses(RuleBasedStateMachine):
             )
 
     @invariant()
-    def every_unfinished_request_stands_in_exactly_its_level(self) -> None:
-        for level in range(3):
-            expected = sorted(
-                (known.score, request_id.encode())
-                for request_id, known in self.model.items()
-                if known.end is None and known.level == level
-            )
-            found = self.run(self.client.zrange(self.leading.keys.level(level), 0, -1, withscores=True))
-            assert [(score, request_id) for request_id, score in found] == expected
+    def what_is_folded_and_what_is_logged_are_everything(self) -> None:
+        """Another process reads the same from the server as the leader that wrote it."""
+        for request_id in self.model:
+            assert self.run(self.reader.read(request_id)) == self.run(self.leading.read(request_id))
 
     def teardown(self) -> None:
         self.run(end_everything(self.leading))
         self.run(assert_nothing_leaks(self.client, self.leading.keys.prefix))
         self.run(forget_claims(self.client))
-        for closing in (self.leading.close(), self.fenced.close(), self.client.aclose()):
+        for closing in (self.leading.close(), self.fenced.close(), self.reader.close(), self.client.aclose()):
             self.run(closing)
         self.runner.close()
 

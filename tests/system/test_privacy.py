@@ -66,6 +66,10 @@ async def everything_in(record: redis_client.Redis) -> dict[str, list[bytes]]:
                 found[key.decode()] = [part for pair in (await record.hgetall(key)).items() for part in pair]
             case b"zset":
                 found[key.decode()] = await record.zrange(key, 0, -1)
+            case b"stream":
+                found[key.decode()] = [
+                    part for _, entry in await record.xrange(key) for part in entry.values()
+                ]
             case b"none":
                 pass  # it expired meanwhile
             case kind:

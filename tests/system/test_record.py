@@ -13,7 +13,7 @@ from tests.helpers import wait_until_async
 from tests.system.calls import seeded, stream_all
 
 
-async def test_levels_are_sorted_sets_requests_are_hashes_and_nothing_stays_for_ever() -> None:
+async def test_the_queue_is_a_sorted_set_requests_are_hashes_and_nothing_stays_for_ever() -> None:
     with LocalStack(engine="fake", slots=1, shard="look") as stack:
         record = redis.asyncio.Redis.from_url(stack.redis_url, decode_responses=True)
         async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
@@ -21,21 +21,13 @@ async def test_levels_are_sorted_sets_requests_are_hashes_and_nothing_stays_for_
             requests = [seeded(f"Story {n}:", seed=n, max_tokens=40, ignore_eos=True) for n in range(6)]
             running = asyncio.create_task(stream_all(stub, requests))
 
-            async def waiting() -> dict[str, list[str]]:
-                found = {}
-                async for level in record.scan_iter(match="laps-sd:{look}:level:*"):
-                    async with record.pipeline(transaction=True) as at_once:  # a level that empties is no key
-                        kind, members = await at_once.type(level).zrange(level, 0, -1).execute()
-                    if members:
-                        assert kind == "zset"
-                        found[level] = members
-                return found if sum(map(len, found.values())) >= 5 else {}
+            async def waiting() -> list[str]:
+                found = await record.zrange("laps-sd:{look}:unfinished", 0, -1)
+                return found if len(found) >= 5 else []
 
-            levels = await wait_until_async(waiting, description="five requests are in the levels")
-            for members in levels.values():
-                for request_id in members:
-                    request = await record.hgetall(f"laps-sd:{{look}}:request:{request_id}")
-                    assert request == {} or request["state"] in ("queued", "leased", "ended")
+            for request_id in await wait_until_async(waiting, description="five requests are in the queue"):
+                request = await record.hgetall(f"laps-sd:{{look}}:request:{request_id}")
+                assert request == {} or request["state"] in ("queued", "leased", "ended")
             outcomes = await running
 
         for outcome in outcomes:

@@ -1,4 +1,4 @@
--- Stands in front of every script: the answers per entry, and the two moves that several transitions share.
+-- Stands in front of every script: the answers per entry, and the moves that several transitions share.
 --
 -- Rules of all scripts
 --   * KEYS[1] is the leader key and ARGV[1] the caller's leadership; when they differ the answer is {'fenced'}
@@ -23,23 +23,16 @@ local function is_newer_leader(leader, leadership, number)
 end
 
 -- KEYS that every script about the queue begins with:
---   [1] leader   [2] unfinished   [3] tenants   [4] reserved   [5..36] level 0..31
-local UNFINISHED, TENANTS, RESERVED, LEVEL_0, AFTER_QUEUE = 2, 3, 4, 5, 37
-
--- Moves the request to its place in the queue.
-local function place(id, old_level, level, score)
-    if old_level ~= level then redis.call('ZREM', KEYS[LEVEL_0 + old_level], id) end
-    redis.call('ZADD', KEYS[LEVEL_0 + level], score, id)
-end
+--   [1] leader   [2] unfinished   [3] tenants   [4] reserved
+local UNFINISHED, TENANTS, RESERVED, AFTER_QUEUE = 2, 3, 4, 5
 
 -- Takes the request out of the queue and gives its reservations back.
 local function leave_queue(id, request)
-    local was = redis.call('HMGET', request, 'level', 'tenant', 'prompt_tokens', 'max_tokens')
-    local level, tenant = was[1], was[2]
-    redis.call('ZREM', KEYS[LEVEL_0 + level], id)
+    local was = redis.call('HMGET', request, 'tenant', 'prompt_tokens', 'max_tokens')
+    local tenant = was[1]
     redis.call('ZREM', KEYS[UNFINISHED], id)
     if redis.call('HINCRBY', KEYS[TENANTS], tenant, -1) <= 0 then redis.call('HDEL', KEYS[TENANTS], tenant) end
-    if redis.call('DECRBY', KEYS[RESERVED], was[3] + was[4]) <= 0 then redis.call('DEL', KEYS[RESERVED]) end
+    if redis.call('DECRBY', KEYS[RESERVED], was[2] + was[3]) <= 0 then redis.call('DEL', KEYS[RESERVED]) end
 end
 
 -- Whether the entry of the idempotency key is this request's. A newer request may have the key by then.

@@ -6,6 +6,8 @@
 --   KEYS[5] sequence         string
 --   KEYS[6] priors           string
 --   KEYS[7] server           string  run id of the server that holds all that the last leader wrote, or BEHIND
+--   KEYS[8] log              stream
+--   KEYS[9…]                 keys of the layout before the log, which go
 --   ARGV    nonce, owner, lease_ms, schema_version, new_incarnation, newest_known, known_incarnation, in_doubt, waited_for, shard_ttl_ms
 --             newest_known: number of the newest epoch that the caller has seen; the new number is larger
 --             known_incarnation: of the data when the caller last saw it, or empty
@@ -20,7 +22,8 @@ local newest_known, known_incarnation, in_doubt, waited_for = tonumber(ARGV[6]),
 local shard_ttl_ms = ARGV[10]
 
 local found = redis.call('GET', KEYS[3])
-if found and found ~= schema then return {'schema', found} end
+-- The layout before the log (1) has all progress in the requests' own keys: it is read as it stands.
+if found and found ~= schema and found ~= '1' then return {'schema', found} end
 local incarnation = redis.call('GET', KEYS[4])
 local leader = redis.call('GET', KEYS[1])
 if leader then
@@ -45,5 +48,6 @@ redis.call('SET', KEYS[2], string.format('%d', number))
 redis.call('SET', KEYS[3], schema)
 redis.call('SET', KEYS[4], new_incarnation, 'NX')
 redis.call('SET', KEYS[7], this_server)
-for i = 2, 7 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
+for i = 2, 8 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
+if found == '1' then redis.call('DEL', unpack(KEYS, 9)) end
 return {'ok', epoch, redis.call('GET', KEYS[4])}

@@ -1,6 +1,7 @@
 -- commit: append tokens to requests, and end those that say so, each only if the lease epoch and the position before
--- are still the record's.
---   KEYS[1..36] the queue (see _common), then per entry
+-- are still the record's. Progress without an end goes into the log (append); it comes here only where the leader's copy does
+-- not expect it, and the record decides.
+--   KEYS[1..4] the queue (see _common), then per entry
 --     request      hash
 --     tokens       string  little-endian int32 per committed token
 --     and, when the entry has an end:
@@ -19,28 +20,22 @@ local function commit(k, a)
     local request, tokens_key = KEYS[k], KEYS[k + 1]
     local id, lease_epoch, position, count, tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
     local rounds, attained_s, level, score, reason = ARGV[a + 5], ARGV[a + 9], ARGV[a + 11], ARGV[a + 12], ARGV[a + 13]
-    local was = redis.call('HMGET', request, 'state', 'lease_epoch', 'committed', 'level', 'rounds', 'attained_s', 'end')
+    local was = redis.call('HMGET', request, 'state', 'lease_epoch', 'committed', 'rounds', 'attained_s', 'end')
     local state, record_epoch, committed = was[1], was[2], was[3]
     if not state then return GONE end
 
     local reached = position + count
     local function on_record()
         if reached > tonumber(committed) or tonumber(lease_epoch) > tonumber(record_epoch) then return false end
-        if count == '0' then return tonumber(rounds) <= tonumber(was[5]) end
+        if count == '0' then return tonumber(rounds) <= tonumber(was[4]) end
         return redis.call('GETRANGE', tokens_key, position * 4, reached * 4 - 1) == tokens
     end
     if state == 'ended' then
-        return (reason == '' or reason == was[7]) and on_record() and ALREADY or GONE
+        return (reason == '' or reason == was[6]) and on_record() and ALREADY or GONE
     end
-    local nothing_new = count == '0' and reason == '' and rounds == was[5] and attained_s == was[6]
+    local nothing_new = count == '0' and reason == '' and rounds == was[4] and attained_s == was[5]
     if record_epoch ~= lease_epoch or committed ~= position or nothing_new then
-        if reason ~= '' or not on_record() then return STALE end
-        -- A retried batch must leave the place that it left the first time, whatever it ranked on the way.
-        if reached == tonumber(committed) and record_epoch == lease_epoch then
-            place(id, was[4], level, score)
-            redis.call('HSET', request, 'level', level, 'score', score)
-        end
-        return ALREADY
+        return reason == '' and on_record() and ALREADY or STALE
     end
 
     if count ~= '0' then redis.call('APPEND', tokens_key, tokens) end
@@ -48,8 +43,6 @@ local function commit(k, a)
         end_request(id, request, tokens_key, KEYS[k + 2], KEYS[k + 3], {
             reason = reason, cut_characters = ARGV[a + 14], detail = ARGV[a + 15], story = ARGV[a + 16],
         }, now_ms, ttl_ms)
-    else
-        place(id, was[4], level, score)
     end
     redis.call('HSET', request, 'committed', string.format('%d', reached), 'rounds', rounds, 'drafts', ARGV[a + 6],
         'drafted', ARGV[a + 7], 'accepted', ARGV[a + 8], 'attained_s', attained_s, 'preemptions', ARGV[a + 10], 'level', level, 'score', score)

@@ -21,5 +21,5 @@ redis.call('SET', KEYS[3], schema)
 redis.call('SET', KEYS[4], new_incarnation, 'NX')
 redis.call('SET', KEYS[7], BEHIND)
 if tonumber(redis.call('GET', KEYS[5]) or 0) < tonumber(sequence) then redis.call('SET', KEYS[5], sequence) end
-for i = 2, 7 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
+for i = 2, 8 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
 return {1, redis.call('GET', KEYS[4])}

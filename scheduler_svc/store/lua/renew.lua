@@ -18,5 +18,5 @@ if leads then redis.call('PEXPIRE', KEYS[1], lease_ms) end
 local server = redis.call('GET', KEYS[7])
 if not found or count ~= number or server ~= server_id() and not (leads and server == BEHIND) then return {2} end
 if not leader then redis.call('SET', KEYS[1], leadership, 'PX', lease_ms) end
-for i = 2, 7 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
+for i = 2, 8 do redis.call('PEXPIRE', KEYS[i], shard_ttl_ms) end
 return {1}

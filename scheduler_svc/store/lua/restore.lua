@@ -1,15 +1,15 @@
 -- restore: write a leader's working copy back into a record that lost it (emptied), or lost the last of it (a crash
 -- between two fsyncs). Besides submit the only transition that creates a request. Where the record
 -- holds more, it stays. Limits are not asked: all of this was accepted before.
---   KEYS[1..36] the queue (see _common)
---   KEYS[37] sequence  string  raised to the entry's, if it is behind
+--   KEYS[1..4] the queue (see _common)
+--   KEYS[5] sequence  string  raised to the entry's, if it is behind
 --   then per entry
 --     request      hash
 --     tokens       string
 --     payload      hash
 --     idempotency  string; the request's key again when there is none
 --   ARGV    leadership, shard_ttl_ms, then per entry
---     id, tenant, body_hash, sequence, tokens (prompt tokens and max_tokens), lease_epoch, committed ids, level, score,
+--     id, tenant, body_hash, sequence, tokens (prompt tokens and max_tokens), lease_epoch, committed ids,
 --     prompt, submission, length_features (empty: none), n, then n strings: field, value, … of the request hash
 --   returns per entry OK, ALREADY (the record holds exactly this much), STALE (it holds more, or other tokens)
 --           or GONE (it has ended); or {'fenced'}
@@ -19,8 +19,8 @@ if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 local function restore(k, a)
     local request, tokens_key, payload, idempotency = KEYS[k], KEYS[k + 1], KEYS[k + 2], KEYS[k + 3]
     local id, tenant, body_hash, sequence, reserved = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
-    local lease_epoch, committed, level, score = ARGV[a + 5], ARGV[a + 6], ARGV[a + 7], ARGV[a + 8]
-    local was = redis.call('HMGET', request, 'state', 'lease_epoch', 'level')
+    local lease_epoch, committed = ARGV[a + 5], ARGV[a + 6]
+    local was = redis.call('HMGET', request, 'state', 'lease_epoch')
     if was[1] == 'ended' then return GONE end
 
     if was[1] then
@@ -31,8 +31,8 @@ local function restore(k, a)
         redis.call('ZADD', KEYS[UNFINISHED], sequence, id)
         redis.call('HINCRBY', KEYS[TENANTS], tenant, 1)
         redis.call('INCRBY', KEYS[RESERVED], reserved)
-        redis.call('HSET', payload, 'prompt', ARGV[a + 9], 'submission', ARGV[a + 10])
-        if ARGV[a + 11] ~= '' then redis.call('HSET', payload, 'length_features', ARGV[a + 11]) end
+        redis.call('HSET', payload, 'prompt', ARGV[a + 7], 'submission', ARGV[a + 8])
+        if ARGV[a + 9] ~= '' then redis.call('HSET', payload, 'length_features', ARGV[a + 9]) end
         if idempotency ~= request then
             -- A request that its deadline ended has let the key go, perhaps to a newer one.
             local held_by = string.match(redis.call('GET', idempotency) or '', '^(%d+) ')
@@ -44,8 +44,7 @@ local function restore(k, a)
             redis.call('SET', KEYS[AFTER_QUEUE], sequence, 'PX', shard_ttl_ms)
         end
     end
-    place(id, was[3] or level, level, score)
-    redis.call('HSET', request, unpack(ARGV, a + 13, a + 12 + ARGV[a + 12]))
+    redis.call('HSET', request, unpack(ARGV, a + 11, a + 10 + ARGV[a + 10]))
     if committed ~= '' then redis.call('SET', tokens_key, committed) end
     return OK
 end
@@ -53,6 +52,6 @@ end
 local answers, k, a = {}, AFTER_QUEUE + 1, 3
 while a <= #ARGV do
     answers[#answers + 1] = restore(k, a)
-    k, a = k + 4, a + 13 + ARGV[a + 12]
+    k, a = k + 4, a + 11 + ARGV[a + 10]
 end
 return answers

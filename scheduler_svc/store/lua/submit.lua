@@ -1,15 +1,14 @@
--- submit: a new request joins level 0, if the limits allow it and its idempotency key is new. One that the record has lost
+-- submit: a new request joins the queue, if the limits allow it and its idempotency key is new. One that the record has lost
 -- comes again with the tokens that were shown of it, and goes on behind them.
 --   KEYS[1] leader       string
 --   KEYS[2] unfinished   zset    request id -> sequence
 --   KEYS[3] tenants      hash    tenant -> unfinished requests
 --   KEYS[4] reserved     string  tokens of all unfinished requests
---   KEYS[5] level 0      zset    request id -> score; the score of an arrival is its sequence
---   KEYS[6] sequence     string  counter
---   KEYS[7] request      hash    created here
---   KEYS[8] payload      hash    created here
---   KEYS[9] tokens       string  created here if tokens were shown
---   KEYS[10] idempotency string  "sequence request-id body-hash"; the request's key again when the client gave none
+--   KEYS[5] sequence     string  counter
+--   KEYS[6] request      hash    created here
+--   KEYS[7] payload      hash    created here
+--   KEYS[8] tokens       string  created here if tokens were shown
+--   KEYS[9] idempotency string  "sequence request-id body-hash"; the request's key again when the client gave none
 --   ARGV    leadership, id, tenant, body_hash, tokens, max_requests, max_tokens, max_requests_per_tenant (-1: no limit),
 --           shard_ttl_ms, prompt, submission, length_features (empty: none), shown, then field, value, … of the request hash
 --   returns {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full', id, 0}
@@ -18,7 +17,7 @@ local leadership, id, tenant, body_hash, tokens = ARGV[1], ARGV[2], ARGV[3], ARG
 local max_requests, max_tokens, max_per_tenant = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local shard_ttl_ms, prompt, submission, length_features, shown = ARGV[9], ARGV[10], ARGV[11], ARGV[12], ARGV[13]
 local FIRST_FIELD = 14
-local request, payload, idempotency = KEYS[7], KEYS[8], KEYS[10]
+local request, payload, idempotency = KEYS[6], KEYS[7], KEYS[9]
 local is_idempotent = idempotency ~= request
 
 if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
@@ -38,15 +37,14 @@ if max_per_tenant >= 0 and tonumber(redis.call('HGET', KEYS[3], tenant) or 0) >=
     return {'tenant_full', id, 0}
 end
 
-local sequence = redis.call('INCR', KEYS[6])
-if sequence == 1 then redis.call('PEXPIRE', KEYS[6], shard_ttl_ms) end
+local sequence = redis.call('INCR', KEYS[5])
+if sequence == 1 then redis.call('PEXPIRE', KEYS[5], shard_ttl_ms) end
 redis.call('HSET', request, 'state', 'queued', 'score', sequence, 'sequence', sequence, unpack(ARGV, FIRST_FIELD))
 redis.call('HSET', payload, 'prompt', prompt, 'submission', submission)
 if length_features ~= '' then redis.call('HSET', payload, 'length_features', length_features) end
-if shown ~= '' then redis.call('SET', KEYS[9], shown) end
+if shown ~= '' then redis.call('SET', KEYS[8], shown) end
 if is_idempotent then redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash) end
 redis.call('ZADD', KEYS[2], sequence, id)
-redis.call('ZADD', KEYS[5], sequence, id)
 redis.call('HINCRBY', KEYS[3], tenant, 1)
 redis.call('INCRBY', KEYS[4], tokens)
 return {'accepted', id, sequence}

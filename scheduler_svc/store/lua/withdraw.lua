@@ -1,6 +1,6 @@
 -- withdraw: remove requests whose submission was refused because the record did not answer, and that it holds all the same. Their
 -- clients were told to submit again, so the idempotency key is free for that. No worker has ever had such a request.
---   KEYS[1..36] the queue (see _common), then per entry
+--   KEYS[1..4] the queue (see _common), then per entry
 --     request      hash
 --     tokens       string
 --     payload      hash

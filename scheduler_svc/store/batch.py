@@ -1,0 +1,483 @@
+"""Transitions that a leader sends together: one entry of the log, then one script call for each kind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from scheduler_svc.core.commands import Commit, Finish, Lease, Release, Standing
+from scheduler_svc.store import scripts
+from scheduler_svc.store.clock import RecordClock
+from scheduler_svc.store.codec import (
+    Argument,
+    check_level,
+    pack_ids,
+    progress_fields,
+    reserved_tokens,
+    safe_score,
+    safe_seconds,
+    story_json,
+    submission_fields,
+)
+from scheduler_svc.store.errors import Fenced
+from scheduler_svc.store.keys import SHARD_TTL_S, Keys
+from scheduler_svc.store.log import number_of, pack_entry, pack_row
+from scheduler_svc.store.records import LeaderEpoch, NewRequest, StoredRequest, TransitionStatus
+from scheduler_svc.store.scripts import MAX_ENTRIES, Script
+from scheduler_svc.store.tails import Plan, Tails
+
+
+class Writer(Protocol):
+    """The store, as far as a batch needs it."""
+
+    keys: Keys
+    queue_keys: list[str]
+    """Keys that every script about the queue begins with."""
+    finished_ttl_ms: int
+    clock: RecordClock
+    tails: Tails
+    tails_are_read: bool
+    generation: int
+    """Number of times that `tails` was made anew."""
+    expires_with: dict[str, str]
+    """The key that expires with each request."""
+
+    @property
+    def epoch(self) -> LeaderEpoch | None:
+        """Return the epoch this process leads under."""
+
+    async def run(self, calls: Sequence[Call], *, leading: bool = False) -> list[Any]:
+        """Run script calls in one pipeline."""
+
+    async def read_tails(self) -> None:
+        """Read `tails`."""
+
+    async def learn_idempotency_keys(self, request_ids: Iterable[str]) -> None:
+        """Complete `expires_with`."""
+
+    def expire_together(self, request: NewRequest) -> str:
+        """Return the key that expires with a request, and remember it."""
+
+    def let_go(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+
+    def distrust(self) -> None:
+        """Fence everything until the record was written back."""
+
+
+T = TypeVar("T")
+
+FOLD_AFTER_MS = 5000
+"""Milliseconds that a row stays in the log before its request's own keys hold it."""
+FOLD_AFTER_BYTES = 8 << 20
+"""Bytes of newer rows behind which it is folded too, a second's worth for a shard with 2,000 reports a second:
+they bound the log, and the time to read it.
+"""
+FOLD_TOGETHER = 256
+"""Most requests that one batch folds because of their age."""
+_RESTORE_CHUNK = 32
+"""Requests in one restore call; they carry their prompts."""
+_STATUS = {status.value: status for status in TransitionStatus}
+_TAKEN = (TransitionStatus.OK, TransitionStatus.ALREADY)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One EVALSHA."""
+
+    script: Script
+    keys: list[str]
+    arguments: list[Argument]
+
+
+class Pending(Generic[T]):
+    """Answer that exists once the batch it belongs to has been executed."""
+
+    __slots__ = ("_value", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self._value: T | None = None
+
+    def set(self, value: T) -> None:
+        """Set the answer; the batch calls this."""
+        self._value, self.done = value, True
+
+    def result(self) -> T:
+        """Return the answer. Raises RuntimeError before the batch has been executed."""
+        if not self.done:
+            raise RuntimeError("the batch has not been executed")
+        return self._value  # type: ignore[return-value]  # it is a T once done is set
+
+
+@dataclass(slots=True)
+class _Work:
+    """One queueing call on a batch: its entries, how they are planned, where the answers go."""
+
+    entries: Sequence[Any]
+    plan: Callable[[_Encoder, _Work], None]
+    pending: Pending[list[TransitionStatus]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A call, and the places of its answers: (entries of a queueing call, index), or a folded request."""
+
+    call: Call
+    places: Sequence[tuple[_Work, int] | str]
+
+
+@dataclass(slots=True)
+class _Encoded:
+    """A batch as it is sent, the same each time."""
+
+    plan: Plan
+    sent: list[_Sent]
+    entry: int
+    """Number of its entry in the log."""
+    bytes: int = 0
+    """Size of that entry."""
+    logged: list[tuple[_Work, int]] = field(default_factory=list)
+    """Places that the log's answer is for."""
+    known: list[tuple[_Work, int, TransitionStatus]] = field(default_factory=list)
+    """Places whose answer is known without the record."""
+    answered: bool = False
+
+
+class Batch:
+    """Transitions in the order they were queued. Nothing is sent before `execute`.
+
+    A batch belongs to the leadership it was made under. After StoreUnavailable it is not known how much of it
+    happened: execute the same batch again, and what had happened answers ALREADY.
+    """
+
+    def __init__(self, store: Writer, leadership: str) -> None:
+        self._store = store
+        self._leadership = leadership
+        self._work: list[_Work] = []
+        self._encoded: _Encoded | None = None
+        self._generation = 0
+        self.unfoldable: dict[str, TransitionStatus] = {}
+        """Requests whose own keys lack what was on the record before, and the record's answer: it lost them."""
+
+    def commit(self, commits: Sequence[Commit]) -> Pending[list[TransitionStatus]]:
+        """Append tokens; with an end, finish in the same transition. STALE: other lease epoch or position."""
+        return self._queue(commits, _Encoder.commit)
+
+    def finish(self, finishes: Sequence[Finish]) -> Pending[list[TransitionStatus]]:
+        """End requests, whichever worker holds them. ALREADY: ended this way; GONE: ended otherwise; STALE:
+        the record has lost tokens.
+        """
+        return self._queue(finishes, _Encoder.finish)
+
+    def lease(self, leases: Sequence[Lease]) -> Pending[list[TransitionStatus]]:
+        """Give requests to workers. STALE: the record's lease epoch is not the one before."""
+        return self._queue(leases, _Encoder.lease)
+
+    def release(self, releases: Sequence[Release]) -> Pending[list[TransitionStatus]]:
+        """Take requests back from their workers. STALE: they are leased under another epoch."""
+        return self._queue(releases, _Encoder.release)
+
+    def restore(self, requests: Sequence[StoredRequest]) -> Pending[list[TransitionStatus]]:
+        """Write unfinished requests of the working copy back into a record that lost them or the last of
+        them.
+
+        STALE: the record holds more, or other tokens. GONE: on the record the request has ended.
+        """
+        return self._queue(requests, _Encoder.restore)
+
+    async def execute(self) -> None:
+        """Send everything as one pipeline and fill the pending answers. An empty batch folds what is due, and
+        clears a log that no request needs; after StoreUnavailable it may be forgotten.
+
+        Raises Fenced (another leader epoch is in force: nothing that came after it has happened; or the log is
+        not the one that this leader wrote), StoreUnavailable, and ValueError for a level outside
+        0 … MAX_LEVELS − 1 or token ids that do not fit int32 (nothing was sent).
+        """
+        store = self._store
+        if not store.tails_are_read and store.epoch is not None:
+            await store.read_tails()
+        if self._encoded is None or self._generation != store.generation:
+            # Only once: a batch that is executed again has to send the very same data, unless the record was
+            # written back in between.
+            await self._learn_idempotency_keys()
+            self._generation = store.generation
+            self._encoded = _Encoder(store, self._leadership).encode(self._work)
+        encoded = self._encoded
+        replies = await store.run([one.call for one in encoded.sent], leading=True)
+        answers: dict[int, list[TransitionStatus]] = {
+            id(work): [TransitionStatus.OK] * len(work.entries) for work in self._work
+        }
+        for work, index, status in encoded.known:
+            answers[id(work)][index] = status
+        for one, reply in zip(encoded.sent, replies, strict=True):
+            if one.call.script is scripts.APPEND:
+                if reply[0] == b"behind":
+                    store.distrust()
+                    raise Fenced("the log is not the one that this leader wrote")
+                for work, index in encoded.logged:
+                    answers[id(work)][index] = _STATUS[reply[0]]
+                store.tails.newest, store.tails.has_entries = f"{encoded.entry}-0", True
+                continue
+            if one.call.script is scripts.CLEAR:
+                store.tails.has_entries = False
+            for place, answer in zip(one.places, reply, strict=True):
+                status = _STATUS[answer]
+                if isinstance(place, str):
+                    request_id = place
+                else:
+                    work, index = place
+                    answers[id(work)][index] = status
+                    request_id = work.entries[index].request_id
+                    if (
+                        one.call.script is scripts.COMMIT
+                        and status is TransitionStatus.OK
+                        and not encoded.answered
+                    ):
+                        encoded.plan.committed(work.entries[index])
+                if status not in _TAKEN and not encoded.answered:
+                    encoded.plan.unexpected(request_id)
+                    if isinstance(place, str):
+                        self.unfoldable[request_id] = status
+        if not encoded.answered:
+            store.tails.written_bytes += encoded.bytes
+            encoded.plan.become(encoded.entry)
+            encoded.answered = True
+        for work in self._work:
+            work.pending.set(answers[id(work)])
+            if work.plan in (_Encoder.commit, _Encoder.finish):
+                for entry, status in zip(work.entries, answers[id(work)], strict=True):
+                    if entry.end is not None and status is not TransitionStatus.STALE:
+                        store.let_go(entry.request_id)
+
+    def _queue(
+        self, entries: Sequence[Any], plan: Callable[[_Encoder, _Work], None]
+    ) -> Pending[list[TransitionStatus]]:
+        if self._encoded is not None:
+            raise RuntimeError("the batch has been executed; make another one")
+        work = _Work(entries, plan, Pending())
+        self._work.append(work)
+        return work.pending
+
+    async def _learn_idempotency_keys(self) -> None:
+        ending = {
+            entry.request_id
+            for work in self._work
+            if work.plan in (_Encoder.commit, _Encoder.finish)
+            for entry in work.entries
+            if entry.end is not None
+        }
+        if ending:
+            await self._store.learn_idempotency_keys(ending)
+
+
+class _Encoder:
+    """Makes the calls of a batch."""
+
+    def __init__(self, store: Writer, leadership: str) -> None:
+        self._store = store
+        self._leadership = leadership
+        self._now_ms = int(store.clock() * 1000)
+        self._rows: list[bytes] = []
+        self._encoded = _Encoded(Plan(store.tails, self._now_ms), [], number_of(store.tails.newest) + 1)
+        self._plan = self._encoded.plan
+
+    def encode(self, works: Iterable[_Work]) -> _Encoded:
+        """Return the batch as it is sent."""
+        for work in works:
+            work.plan(self, work)
+        tails = self._store.tails
+        self._fold(tails.due(self._now_ms - FOLD_AFTER_MS, FOLD_AFTER_BYTES, FOLD_TOGETHER))
+        if self._rows:
+            keys = [self._store.keys.leader(), self._store.keys.log()]
+            number = self._encoded.entry
+            packed = pack_entry(self._now_ms, self._rows)
+            self._encoded.bytes = len(packed)
+            arguments: list[Argument] = [
+                self._leadership,
+                tails.newest,
+                number,
+                tails.oldest_entry(number),
+                SHARD_TTL_S * 1000,
+                packed,
+            ]
+            # First: what follows in the batch may fold its rows.
+            self._encoded.sent.insert(0, _Sent(Call(scripts.APPEND, keys, arguments), ()))
+        elif tails.has_entries and not tails.unfolded:
+            keys = [self._store.keys.leader(), self._store.keys.log()]
+            self._encoded.sent.append(_Sent(Call(scripts.CLEAR, keys, [self._leadership]), ()))
+        if self._encoded.known and not self._encoded.sent:
+            # Whether this process leads is for the record to say.
+            call = Call(scripts.FOLD, [self._store.keys.leader()], [self._leadership])
+            self._encoded.sent.append(_Sent(call, ()))
+        return self._encoded
+
+    def commit(self, work: _Work) -> None:
+        """Plan progress as rows of the log; ends, and what this copy does not expect, as script calls."""
+        others: list[int] = []
+        for index, commit in enumerate(work.entries):
+            expected = self._plan.expects(commit)
+            if expected is None:
+                others.append(index)
+            elif not expected:
+                self._encoded.known.append((work, index, TransitionStatus.STALE))
+            elif (sequence := self._plan.append(commit)) is None:
+                self._encoded.known.append((work, index, TransitionStatus.ALREADY))
+            else:
+                self._rows.append(
+                    pack_row(commit.request_id, sequence, commit.position, commit.tokens, commit.standing)
+                )
+                self._encoded.logged.append((work, index))
+        self._fold(work.entries[index].request_id for index in others)
+        for index in others:
+            if work.entries[index].end is not None:
+                self._plan.end(work.entries[index].request_id)
+        names, expires_with = self._store.keys, self._store.expires_with
+        for some in _chunks(others, MAX_ENTRIES):
+            keys = self._store.queue_keys.copy()
+            arguments: list[Argument] = [self._leadership, self._now_ms, self._store.finished_ttl_ms]
+            for index in some:
+                commit = work.entries[index]
+                request_id, tokens = commit.request_id, commit.tokens
+                keys += (names.request(request_id), names.tokens(request_id))
+                arguments += (
+                    request_id,
+                    commit.lease_epoch,
+                    commit.position,
+                    len(tokens),
+                    pack_ids(tokens),
+                    *_standing(request_id, commit.standing),
+                )
+                if commit.end is None:
+                    arguments.append("")
+                else:
+                    keys += (names.payload(request_id), expires_with[request_id])
+                    arguments += (
+                        commit.end.value,
+                        commit.cut_characters,
+                        commit.detail,
+                        story_json(commit.story),
+                    )
+            self._send(scripts.COMMIT, keys, arguments, work, some)
+
+    def finish(self, work: _Work) -> None:
+        """Plan ends, each with the tokens that only the log holds."""
+        names, expires_with = self._store.keys, self._store.expires_with
+        for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
+            keys = self._store.queue_keys.copy()
+            arguments: list[Argument] = [self._leadership, self._now_ms, self._store.finished_ttl_ms]
+            for index in some:
+                finish = work.entries[index]
+                request_id = finish.request_id
+                tail = self._plan.tail_of(request_id)
+                position, tokens = tail[:2] if tail is not None else (0, [])
+                keys += (names.request(request_id), names.tokens(request_id))
+                keys += (names.payload(request_id), expires_with[request_id])
+                arguments += (request_id, finish.end.value, finish.detail, story_json(finish.story))
+                arguments += _standing(request_id, finish.standing)
+                arguments += (position, len(tokens), pack_ids(tokens))
+                self._plan.end(request_id)
+            self._send(scripts.FINISH, keys, arguments, work, some)
+
+    def lease(self, work: _Work) -> None:
+        """Plan leases."""
+        for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
+            keys, arguments = self._of_requests(work, some)
+            for index in some:
+                lease = work.entries[index]
+                arguments += (lease.worker_id, lease.lease_epoch - 1, lease.lease_epoch)
+                self._plan.lease(lease)
+            self._send(scripts.LEASE, keys, arguments, work, some)
+
+    def release(self, work: _Work) -> None:
+        """Plan releases; the lease epoch stays."""
+        for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
+            keys, arguments = self._of_requests(work, some)
+            for index in some:
+                release = work.entries[index]
+                arguments += (release.lease_epoch, release.deaths, release.death_round)
+            self._send(scripts.RELEASE, keys, arguments, work, some)
+
+    def restore(self, work: _Work) -> None:
+        """Plan requests that are written back; rows of the log that they repeat do not count any more."""
+        self._fold(request.request_id for request in work.entries)
+        names = self._store.keys
+        for some in _chunks(range(len(work.entries)), _RESTORE_CHUNK):
+            keys = [*self._store.queue_keys, names.sequence()]
+            arguments: list[Argument] = [self._leadership, SHARD_TTL_S * 1000]
+            for index in some:
+                request = work.entries[index]
+                request_id = request.request_id
+                check_level(request_id, request.standing.level)
+                keys += (
+                    names.request(request_id),
+                    names.tokens(request_id),
+                    names.payload(request_id),
+                    self._store.expire_together(request),
+                )
+                arguments += (
+                    request_id,
+                    request.tenant,
+                    request.body_hash,
+                    request.sequence,
+                    reserved_tokens(request),
+                    request.lease_epoch,
+                    pack_ids(request.committed_ids),
+                    pack_ids(request.prompt_ids),
+                    request.submission,
+                    request.length_features,
+                )
+                fields = progress_fields(request) + submission_fields(request)
+                arguments += (len(fields), *fields)
+                self._plan.restore(request)
+            self._send(scripts.RESTORE, keys, arguments, work, some)
+
+    def _fold(self, request_ids: Iterable[str]) -> None:
+        """Plan that requests' own keys get what only the log holds."""
+        names = self._store.keys
+        tails = [
+            (request_id, tail)
+            for request_id in dict.fromkeys(request_ids)
+            if (tail := self._plan.tail_of(request_id)) is not None
+        ]
+        for some in _chunks(tails, MAX_ENTRIES):
+            keys = [names.leader()]
+            arguments: list[Argument] = [self._leadership]
+            for request_id, (position, tokens, standing, first_ms) in some:
+                keys += (names.request(request_id), names.tokens(request_id))
+                arguments += (position, len(tokens), pack_ids(tokens), "" if first_ms is None else first_ms)
+                arguments += _standing(request_id, standing)
+                self._plan.fold(request_id)
+            call = Call(scripts.FOLD, keys, arguments)
+            self._encoded.sent.append(_Sent(call, [request_id for request_id, _ in some]))
+
+    def _of_requests(self, work: _Work, some: Sequence[int]) -> tuple[list[str], list[Argument]]:
+        names = self._store.keys
+        keys = [names.leader(), *(names.request(work.entries[index].request_id) for index in some)]
+        return keys, [self._leadership]
+
+    def _send(
+        self, script: Script, keys: list[str], arguments: list[Argument], work: _Work, some: Sequence[int]
+    ) -> None:
+        self._encoded.sent.append(_Sent(Call(script, keys, arguments), [(work, index) for index in some]))
+
+
+def _chunks(entries: Iterable[T], size: int) -> Iterable[list[T]]:
+    waiting = iter(entries)
+    while some := list(itertools.islice(waiting, size)):
+        yield some
+
+
+def _standing(request_id: str, standing: Standing) -> tuple[Argument, ...]:
+    return (
+        standing.rounds,
+        standing.drafts,
+        standing.drafted,
+        standing.accepted,
+        safe_seconds(standing.attained_s),
+        standing.preemptions,
+        check_level(request_id, standing.level),
+        safe_score(standing.score),
+    )

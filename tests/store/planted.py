@@ -1,0 +1,212 @@
+"""Plants mistakes in the store, one after another, and runs its tests: each has to make one fail.
+
+python -m tests.store.planted            # all of them, some minutes
+python -m tests.store.planted fold       # those whose name or file holds the word
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("laps_sd", "scheduler_svc", "tests", "protos", "gateway", "worker_svc", "pyproject.toml")
+TESTS = ("test_log", "test_stateful", "test_contract", "test_faults", "test_protocol")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A text in a file of the store, and what stands there with the mistake."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+MISTAKES = (
+    Mistake(
+        "an old leader appends",
+        "lua/append.lua",
+        "if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end",
+        "",
+    ),
+    Mistake(
+        "an append after a missing entry",
+        "lua/append.lua",
+        "if newest ~= after then",
+        "if newest == id then",
+    ),
+    Mistake("an append over a rival's", "lua/append.lua", "entry[2][2] == progress and ALREADY", "ALREADY"),
+    Mistake("a missing entry counts as written", "lua/append.lua", "or 'behind'}", "or ALREADY}"),
+    Mistake("no entry ever goes", "lua/append.lua", "'MINID', folded)", "'MINID', 0)"),
+    Mistake("the log lives for ever", "lua/append.lua", "redis.call('PEXPIRE', KEYS[2], shard_ttl_ms)", ""),
+    Mistake(
+        "a fold over a gap",
+        "lua/fold.lua",
+        "if committed < position then return STALE end",
+        "committed = math.max(committed, position)",
+    ),
+    Mistake(
+        "a fold repeats what the keys hold",
+        "lua/fold.lua",
+        "string.sub(tokens, known * 4 + 1)",
+        "tokens",
+    ),
+    Mistake("a fold over other tokens", "lua/fold.lua", "if known > 0 and", "if false and"),
+    Mistake(
+        "a fold brings tokens back",
+        "lua/fold.lua",
+        "math.max(committed, reached))",
+        "reached)",
+    ),
+    Mistake(
+        "a late fold sets progress back",
+        "lua/fold.lua",
+        "if tonumber(ARGV[a + 4]) >= tonumber(was[3]) then",
+        "if true then",
+    ),
+    Mistake("a fold of an ended request", "lua/fold.lua", "or was[1] == 'ended'", ""),
+    Mistake("an end loses its last tokens", "lua/finish.lua", "if committed < reached then", "if false then"),
+    Mistake(
+        "an end repeats tokens",
+        "lua/finish.lua",
+        "string.sub(ARGV[a + 14], (committed - position) * 4 + 1)",
+        "ARGV[a + 14]",
+    ),
+    Mistake(
+        "an end over a gap",
+        "lua/finish.lua",
+        "elseif was[1] and tonumber(was[3]) < position then",
+        "elseif false then",
+    ),
+    Mistake("the log outlives a write-back", "lua/reclaimed.lua", "if ARGV[3] == '1' then", "if false then"),
+    Mistake("the log of others goes", "lua/reclaimed.lua", "if ARGV[3] == '1' then", "if true then"),
+    Mistake("the old layout is refused", "lua/acquire.lua", " and found ~= '1' then", " then"),
+    Mistake("the old layout's keys stay", "lua/acquire.lua", "if found == '1' then", "if false then"),
+    Mistake(
+        "an end before its tail",
+        "batch.py",
+        "        self._fold(work.entries[index].request_id for index in others)\n",
+        "",
+    ),
+    Mistake(
+        "a restore before its tail",
+        "batch.py",
+        "        self._fold(request.request_id for request in work.entries)\n",
+        "",
+    ),
+    Mistake("a finish without its tail", "batch.py", "tail[:2] if tail is not None", "tail[:2] if False"),
+    Mistake(
+        "entries go before they are folded",
+        "tails.py",
+        ".entry if self.unfolded else number",
+        ".entry + 1 if self.unfolded else number",
+    ),
+    Mistake("any lease may commit", "tails.py", " and planned.lease_epoch == commit.lease_epoch", ""),
+    Mistake(
+        "a row behind a gap",
+        "tails.py",
+        "return commit.position == planned.committed",
+        "return True",
+    ),
+    Mistake(
+        "progress of a plan before the answer",
+        "tails.py",
+        "            tail.tokens.extend(planned.tokens)\n",
+        "",
+    ),
+    Mistake("a refused fold counts", "batch.py", "encoded.plan.unexpected(request_id)", "pass"),
+    Mistake("an answer counts twice", "batch.py", "if not encoded.answered:\n", "if True:\n"),
+    Mistake(
+        "a batch from before a write-back",
+        "store.py",
+        "        self.generation += 1\n",
+        "",
+    ),
+    Mistake(
+        "the end of the old log after a write-back",
+        "tails.py",
+        'self.newest, self.has_entries, self.ahead = "", False, False\n\n\nclass Plan',
+        "self.has_entries, self.ahead = False, False\n\n\nclass Plan",
+    ),
+    Mistake(
+        "a reader that trusts its copy after a loss", "store.py", "        self.tails.ahead = True\n", ""
+    ),
+    Mistake(
+        "the log is not read",
+        "store.py",
+        "                return read_log(entries, await self._newest_entry())",
+        "                return EMPTY",
+    ),
+    Mistake("a reader that does not know the newest entry", "store.py", "await self._newest_entry())", '"")'),
+    Mistake(
+        "an old leader clears the log",
+        "lua/clear.lua",
+        "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced'} end",
+        "",
+    ),
+    Mistake("a log is cleared that is needed", "batch.py", " and not tails.unfolded:", ":"),
+    Mistake("rows contradict what is known", "log.py", "or row.tokens[: len(known)] != known", ""),
+    Mistake("rows behind a gap are read", "log.py", "row.position > len(tokens) or ", ""),
+    Mistake("rows are read twice", "log.py", "tokens += row.tokens[len(known) :]", "tokens += row.tokens"),
+    Mistake("progress of the log is not read", "log.py", "standing = row.standing\n", "pass\n"),
+)
+
+
+def is_found(mistake: Mistake, folder: Path) -> str | None:
+    """Return the test that fails with the mistake; None if all pass."""
+    path = folder / "scheduler_svc" / "store" / mistake.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(mistake.right) != 1:
+        raise SystemExit(
+            f"{mistake.name}: {mistake.file} holds {mistake.right!r} {source.count(mistake.right)} times"
+        )
+    path.write_text(source.replace(mistake.right, mistake.wrong), encoding="utf-8")
+    try:
+        tests = [f"tests/store/{name}.py" for name in TESTS]
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-k", "not redis", *tests],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        path.write_text(source, encoding="utf-8")
+    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if ran.returncode not in (0, 1):
+        return f"pytest ended with {ran.returncode}: {ran.stdout[-500:]}"
+    return failed[0].split(" - ")[0] if failed else None
+
+
+def main() -> int:
+    """Run all mistakes that the arguments name, and return the number that no test found."""
+    chosen = [
+        one
+        for one in MISTAKES
+        if not sys.argv[1:] or any(word in one.name + one.file for word in sys.argv[1:])
+    ]
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            source = ROOT / part
+            if source.is_dir():
+                shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder / part)
+        for at, mistake in enumerate(chosen, 1):
+            found = is_found(mistake, folder)
+            missed += found is None
+            print(f"{at}/{len(chosen)}  {mistake.name}: {found or 'NOT FOUND'}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mistakes found")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

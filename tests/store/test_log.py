@@ -1,0 +1,462 @@
+"""The log of the record: one entry a turn, what a new leader reads from it, and when it goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import redis.asyncio as redis_client
+
+from laps_sd.contract.ends import End
+from scheduler_svc.core.commands import Lease, Release
+from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
+from scheduler_svc.store.log import Log, Row, pack_entry, pack_row, read_log, unpack_entry
+from scheduler_svc.store.store import Store
+from tests.store.conftest import OpenStore
+from tests.store.kit import (
+    ALREADY,
+    GONE,
+    NOW_S,
+    OK,
+    STALE,
+    One,
+    a_commit,
+    a_finish,
+    a_request,
+    a_standing,
+    accept,
+    fold,
+    lease,
+    read,
+    ttls_ms,
+    unfinished,
+)
+
+
+async def entries(store: Store, client: redis_client.Redis) -> list[str]:
+    return [entry_id.decode() for entry_id, _ in await client.xrange(store.keys.log())]
+
+
+async def folded_tokens(store: Store, client: redis_client.Redis, request_id: str = "r1") -> int:
+    """Return the tokens that the request's own keys hold."""
+    return int(await client.hget(store.keys.request(request_id), "committed") or 0)
+
+
+async def take_over(open_store: OpenStore, client: redis_client.Redis, store: Store) -> Store:
+    other = open_store()
+    await client.delete(store.keys.leader())
+    await other.acquire_leadership(owner="other:1", lease_s=60)
+    return other
+
+
+class TestEntry:
+    def test_holds_rows_of_many_requests_in_their_order(self) -> None:
+        first = a_standing(rounds=3, level=31, attained_s=1 / 3, score=float("inf"))
+        entry = pack_entry(
+            1_700_000_000_000,
+            [pack_row("a", 1, 0, (7, -8), first), pack_row("b", 2**40, 9, (), a_standing())],
+        )
+
+        assert list(unpack_entry(5, entry)) == [
+            (1, Row(1_700_000_000_000, 5, 0, (7, -8), first)),
+            (2**40, Row(1_700_000_000_000, 5, 9, (), a_standing())),
+        ]
+
+    @pytest.mark.parametrize("changes", [{"rounds": 2**32}, {"rounds": -1}, {"level": 32}, {"accepted": -1}])
+    def test_takes_no_progress_that_does_not_fit(self, changes: dict[str, int]) -> None:
+        with pytest.raises(ValueError, match="request a"):
+            pack_row("a", 1, 0, (), a_standing(**changes))
+
+    async def test_rows_count_as_far_as_they_continue_the_tokens(self, store: Store) -> None:
+        await accept(store, a_request())
+
+        def log(*rows: tuple[int, tuple[int, ...]]) -> Log:
+            packed = [pack_row("r1", 1, *row, a_standing(rounds=9)) for row in rows]
+            return read_log([(b"1-0", {b"p": pack_entry(6, packed)})])
+
+        stored = replace(await read(store), committed_ids=(1, 2, 3))
+        assert log((3, (4,)), (4, (5, 6))).continued(stored).committed_ids == (1, 2, 3, 4, 5, 6)
+        assert log((0, (1, 2)), (2, (3, 4))).continued(stored).committed_ids == (1, 2, 3, 4)
+        assert log((4, (5,))).continued(stored) == stored, "a gap"
+        assert log((2, (9, 4))).continued(stored) == stored, "other tokens"
+        assert log((3, ())).continued(stored).standing.rounds == 9
+        assert log((3, (4,))).continued(replace(stored, sequence=2)) == replace(stored, sequence=2)
+
+
+async def test_a_turn_is_one_entry(store: Store, client: redis_client.Redis) -> None:
+    await accept(store, *(a_request(f"r{n}") for n in range(500)))
+    await One(store).many("lease", [Lease(f"r{n}", "w1", 1) for n in range(500)])
+    before = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
+    assert await One(store).many("commit", [a_commit(f"r{n}") for n in range(500)]) == [OK] * 500
+    after = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
+
+    assert after - before == 1
+    assert await entries(store, client) == ["1-0"]
+    assert await folded_tokens(store, client) == 0
+    assert (await read(store, "r499")).committed_ids == (11, 12, 13)
+
+
+async def test_another_process_reads_what_only_the_log_has(
+    store: Store, open_store: OpenStore, client: redis_client.Redis
+) -> None:
+    await accept(store, a_request("r1"), a_request("r2"))
+    await lease(store)
+    await One(store).commit(a_commit())
+    await One(store).commit(a_commit(position=3, tokens=(14,), standing=a_standing(rounds=2, level=4)))
+    known = await read(store)
+    assert known.first_token_unix_ms == NOW_S * 1000
+    assert known == await read(open_store())
+    other = await take_over(open_store, client, store)
+
+    assert [known, await read(store, "r2")] == await unfinished(other)
+    assert await One(other).commit(a_commit(position=4, tokens=(15,))) is OK
+    assert (await read(other)).committed_ids == (11, 12, 13, 14, 15)
+    assert await entries(store, client) == ["1-0", "2-0", "3-0"]
+
+
+async def test_a_new_leader_that_has_read_nothing_reads_before_it_writes(
+    store: Store, open_store: OpenStore, client: redis_client.Redis
+) -> None:
+    await accept(store, a_request())
+    await lease(store)
+    await One(store).commit(a_commit())
+    other = await take_over(open_store, client, store)
+
+    assert await One(other).commit(a_commit()) is ALREADY
+    assert await One(other).commit(a_commit(position=3)) is OK
+
+
+class TestFolding:
+    async def test_comes_five_seconds_later_and_then_the_entries_go(
+        self, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        now = [NOW_S]
+        store = open_store(clock=lambda: now[0])
+        await store.acquire_leadership(owner="a:1", lease_s=60)
+        await accept(store, a_request("r1"), a_request("r2"))
+        await lease(store, "r1")
+        await lease(store, "r2")
+        await One(store).commit(a_commit("r1"))
+        now[0] += 3
+        await One(store).commit(a_commit("r2"))
+        assert (await folded_tokens(store, client), len(await entries(store, client))) == (0, 2)
+        now[0] += 2.1
+        await One(store).commit(a_commit("r2", position=3))
+        assert (await folded_tokens(store, client), len(await entries(store, client))) == (3, 3)
+        assert (
+            await client.hget(store.keys.request("r1"), "first_token_unix_ms")
+            == str(int(NOW_S * 1000)).encode()
+        )
+        await One(store).commit(a_commit("r2", position=6))
+
+        assert await entries(store, client) == ["2-0", "3-0", "4-0"], "r2 still needs its own"
+        assert await folded_tokens(store, client, "r2") == 0
+
+    async def test_does_not_wait_for_a_clock_that_was_set_back(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request(max_tokens=100))
+        await lease(store)
+        with patch("scheduler_svc.store.batch.FOLD_AFTER_BYTES", 300):
+            for position in range(20):
+                await One(store).commit(a_commit(position=position, tokens=(position,)))
+
+        assert await folded_tokens(store, client) > 10
+        assert len(await entries(store, client)) <= 7
+        assert (await read(store)).committed_ids == tuple(range(20))
+
+    @pytest.mark.parametrize("verb", ["commit", "finish"])
+    async def test_comes_before_an_end(self, store: Store, client: redis_client.Redis, verb: str) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        end = a_commit(position=3, tokens=(), end=End.STOP) if verb == "commit" else a_finish()
+        assert await getattr(One(store), verb)(end) is OK
+
+        await client.delete(store.keys.log())
+        assert (await read(store)).committed_ids == (11, 12, 13)
+        assert (await ttls_ms(client, [store.keys.tokens("r1")]))[0] > 0
+
+    async def test_over_tokens_that_the_record_lost_changes_nothing(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await fold(store)
+        await client.hset(store.keys.request("r1"), "committed", "1")
+        await client.set(store.keys.tokens("r1"), bytes(4))
+        await One(store).commit(a_commit(position=3))
+        with patch("scheduler_svc.store.batch.FOLD_AFTER_MS", -1):
+            batch = store.batch()
+            await batch.execute()
+
+        assert batch.unfoldable == {"r1": STALE}
+        assert await folded_tokens(store, client) == 1
+
+    async def test_over_other_tokens_changes_nothing(self, store: Store, client: redis_client.Redis) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await client.hset(store.keys.request("r1"), "committed", "2")
+        await client.set(store.keys.tokens("r1"), bytes(8))
+        with patch("scheduler_svc.store.batch.FOLD_AFTER_MS", -1):
+            batch = store.batch()
+            await batch.execute()
+
+        assert batch.unfoldable == {"r1": STALE}
+        assert await client.get(store.keys.tokens("r1")) == bytes(8)
+
+    async def test_adds_only_what_the_keys_lack(self, store: Store, client: redis_client.Redis) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        packed = b"".join(token.to_bytes(4, "little") for token in (11, 12, 13))
+        await client.hset(store.keys.request("r1"), "committed", "2")
+        await client.set(store.keys.tokens("r1"), packed[:8])
+        await fold(store)
+
+        assert await client.get(store.keys.tokens("r1")) == packed
+        assert await folded_tokens(store, client) == 3
+
+    async def test_of_everything_clears_the_log_and_appends_go_on(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        """No outputs stay there behind the end of their requests."""
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await fold(store)
+        assert await entries(store, client) == ["1-0"]
+        await store.batch().execute()
+        assert await entries(store, client) == []
+        await store.batch().execute()
+        assert await One(store).commit(a_commit(position=3)) is OK
+        assert await entries(store, client) == ["2-0"]
+        await fold(store)
+
+        other = await take_over(open_store, client, store)
+        assert await One(other).commit(a_commit(position=6)) is OK
+        with pytest.raises(Fenced):
+            await store.batch().execute()
+        assert await entries(store, client) == ["2-0", "3-0"]
+
+    async def test_that_arrives_after_the_end_changes_nothing(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        with pytest.MonkeyPatch.context() as patched:
+            run, late = store.run, []
+
+            async def keep(calls: list[object], *, leading: bool = False) -> object:
+                late.append(calls)
+                raise StoreUnavailable("it is on its way")
+
+            patched.setattr(store, "run", keep)
+            with pytest.raises(StoreUnavailable):
+                await fold(store)
+        await One(store).finish(a_finish(standing=a_standing(rounds=1)))
+        before = await read(store)
+        await client.hset(store.keys.request("r1"), "committed", "2")
+        await client.set(store.keys.tokens("r1"), (await client.get(store.keys.tokens("r1")))[:8], ex=60)
+
+        assert [list(reply) for reply in await run(late[0], leading=True)] == [[GONE.value]]  # type: ignore[arg-type]
+        assert before.committed_ids == (11, 12, 13)
+        assert (await read(store)).committed_ids == (11, 12)
+
+    async def test_at_an_end_adds_only_what_the_keys_lack(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request("r1"), a_request("r2"))
+        await lease(store, "r1")
+        await lease(store, "r2")
+        await One(store).commit(a_commit("r1"))
+        await One(store).commit(a_commit("r2"))
+        packed = (11).to_bytes(4, "little") + (12).to_bytes(4, "little")
+        await client.hset(store.keys.request("r1"), "committed", "2")
+        await client.set(store.keys.tokens("r1"), packed)
+        assert await One(store).finish(a_finish("r1")) is OK
+        assert (await read(store, "r1")).committed_ids == (11, 12, 13)
+
+        await fold(store)
+        await One(store).commit(a_commit("r2", position=3))
+        await client.hset(store.keys.request("r2"), "committed", "1")
+        assert await One(store).finish(a_finish("r2")) is STALE, "the record has lost tokens"
+        await client.hset(store.keys.request("r2"), "committed", "3")
+
+    async def test_of_progress_without_tokens(self, store: Store, client: redis_client.Redis) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit(tokens=(), standing=a_standing(rounds=4)))
+        assert (await read(store)).standing.rounds == 4
+        await fold(store)
+
+        assert await client.hget(store.keys.request("r1"), "rounds") == b"4"
+        assert store.tails.unfolded == {}
+
+    async def test_that_arrives_long_after_it_was_sent_changes_nothing(
+        self, store: Store, client: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        run, late = store.run, []
+
+        async def keep(calls: list[object], *, leading: bool = False) -> object:
+            late.append(calls)
+            return await run(calls, leading=leading)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store, "run", keep)
+        await fold(store)
+        monkeypatch.undo()
+        await One(store).commit(a_commit(position=3, standing=a_standing(rounds=2)))
+        await fold(store)
+        before = await client.hgetall(store.keys.request("r1"))
+        await run(late[0], leading=True)  # type: ignore[arg-type]
+
+        assert await client.hgetall(store.keys.request("r1")) == before
+        assert (await read(store)).committed_ids == (11, 12, 13) * 2
+
+
+class TestRepetition:
+    async def test_of_an_entry_whose_answer_was_lost_adds_nothing(
+        self, store: Store, client: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await accept(store, a_request("r1"), a_request("r2"))
+        await lease(store)
+        batch = store.batch()
+        answers = [batch.commit([a_commit()]), batch.lease([Lease("r2", "w1", 1)])]
+        run = store.run
+
+        async def lost(calls: list[object], *, leading: bool = False) -> object:
+            await run(calls, leading=leading)  # type: ignore[arg-type]
+            raise StoreUnavailable("the answer is lost")
+
+        monkeypatch.setattr(store, "run", lost)
+        with pytest.raises(StoreUnavailable):
+            await batch.execute()
+        assert not answers[0].done
+        monkeypatch.undo()
+        await batch.execute()
+
+        assert [answer.result() for answer in answers] == [[ALREADY], [ALREADY]]
+        assert await entries(store, client) == ["1-0"]
+        assert await One(store).commit(a_commit(position=3)) is OK
+
+    async def test_of_a_report_under_an_old_lease_is_stale(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await One(store).release(Release("r1", 1))
+        await lease(store, "r1", "w2", 2)
+
+        assert await One(store).commit(a_commit()) is ALREADY
+        assert await One(store).commit(a_commit(position=3)) is STALE
+        assert await One(store).commit(a_commit(lease_epoch=2, position=3)) is OK
+        assert await One(store).commit(a_commit(lease_epoch=2, position=9)) is STALE
+        assert (await read(store)).committed_ids == (11, 12, 13) * 2
+
+
+class TestLoss:
+    @pytest.mark.parametrize("kept", [0, 1])
+    async def test_of_an_entry_fences_the_leader_until_it_has_written_back(
+        self, store: Store, client: redis_client.Redis, kept: int
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        first = await client.dump(store.keys.log())
+        await One(store).commit(a_commit(position=3, standing=a_standing(rounds=2)))
+        copy = await read(store)
+        await client.delete(store.keys.log())
+        if kept:
+            await client.restore(store.keys.log(), 60_000, first)
+        batch = store.batch()
+        pending = batch.commit([a_commit(position=6, tokens=(17,), standing=a_standing(rounds=3))])
+
+        with pytest.raises(Fenced, match="log"):
+            await batch.execute()
+        with pytest.raises(RecordBehind):
+            await store.renew_leadership()
+        assert await store.reclaim_leadership(newest_sequence=1)
+        assert (await read(store)).committed_ids == (11, 12, 13)[: 3 * kept]
+        assert await One(store).restore(copy) in (OK, ALREADY)
+        await store.reclaimed()
+        assert await store.renew_leadership()
+        assert await entries(store, client) == []
+        await batch.execute()
+        assert pending.result() == [OK]
+        assert (await read(store)).committed_ids == (*copy.committed_ids, 17)
+        assert await entries(store, client) == ["1-0"]
+
+    async def test_an_entry_of_another_writer_fences_the_leader(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await client.xadd(store.keys.log(), {"p": pack_entry(0, [])}, id="2-0")
+
+        with pytest.raises(Fenced, match="log"):
+            await One(store).commit(a_commit(position=3))
+        assert (await client.xrange(store.keys.log()))[-1][1] == {b"p": pack_entry(0, [])}
+        await client.delete(store.keys.log())
+
+    async def test_of_a_request_shows_when_it_is_folded(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        copy = await read(store)
+        await client.delete(store.keys.request("r1"), store.keys.tokens("r1"))
+        await fold(store)
+
+        assert await One(store).commit(a_commit(position=3)) is GONE
+        assert await One(store).restore(copy) is OK
+        await client.set(store.keys.reserved(), 13)  # counted twice by the hand that deleted it
+        await client.hset(store.keys.tenants(), "acme", "1")
+        assert await One(store).commit(a_commit(position=3)) is OK
+
+    async def test_a_leader_that_read_nothing_keeps_the_log(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        """It holds nothing that it could write back."""
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        other = await take_over(open_store, client, store)
+        await client.set(store.keys.server(), "an earlier process")
+        await other.acquire_leadership(owner="other:1", lease_s=60)
+
+        assert [stored.committed_ids for stored in await unfinished(other)] == [(11, 12, 13)]
+
+
+async def test_a_record_of_the_layout_before_is_read_and_goes_on(
+    open_store: OpenStore, client: redis_client.Redis
+) -> None:
+    """All progress was in the requests' own keys, beside an index of the queue by level."""
+    before = open_store()
+    await before.acquire_leadership(owner="before:1", lease_s=60)
+    await accept(before, a_request())
+    await lease(before)
+    await One(before).commit(a_commit())
+    await fold(before)
+    known = await read(before)
+    levels = before.keys.before_the_log()
+    await client.delete(before.keys.log(), before.keys.leader())
+    await client.set(before.keys.schema_version(), "1")
+    await client.zadd(levels[0], {"r1": 1.5})
+
+    after = open_store()
+    assert await after.acquire_leadership(owner="after:1", lease_s=60) is not None
+    assert await unfinished(after) == [known]
+    assert await One(after).commit(a_commit(position=3)) is OK
+    assert (await read(after)).committed_ids == (11, 12, 13) * 2
+    assert await client.exists(*levels) == 0
+    assert await client.get(after.keys.schema_version()) == b"2"
+    with pytest.raises(Fenced):
+        await One(before).commit(a_commit(position=3))
