@@ -9,7 +9,7 @@ queued; the core holds no tokens.
 Scheduler: CPU time of the whole scheduler process (decoding, core, Redis commits, sending tokens and lists)
 per report, with FakeEngine workers on real links and a client that takes the tokens off the gateway link; and
 from it how many workers one core carries. Workers and client have the other cores: only the scheduler's CPU
-time counts, not wall-clock time.
+time counts, not wall-clock time. Beside it the CPU time of its record, which has a core of its own to end at.
 
 The deployed form of the core is compiled: `make compiled`, then run this in `build/compiled` with PYTHONPATH
 set to it. The rows name the form.

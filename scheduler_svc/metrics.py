@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from laps_sd.contract.ends import End
-from laps_sd.service.metrics import SECONDS, counter, gauge, histogram
+from laps_sd.service.metrics import SECONDS, count_histogram, counter, gauge, histogram
 from scheduler_svc.core.estimates.errors import Judged
 from scheduler_svc.core.events import Event, RequestFacts, RoundReported
 from scheduler_svc.core.scheduler import Scheduler
@@ -75,7 +75,7 @@ ACCEPTED = counter(
     "Draft tokens that the target accepted, in the workers' reports.",
 )
 TOKENS = counter("laps_sd_scheduler_output_tokens_total", "Output tokens reported by workers.")
-ACCEPTANCE_LENGTH = histogram(
+ACCEPTANCE_LENGTH = count_histogram(
     "laps_sd_scheduler_acceptance_length_tokens",
     "Tokens that a request gained in one round: the accepted ones and the bonus token.",
     buckets=(1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
@@ -134,9 +134,7 @@ def observe_turn(events: Iterable[Event]) -> None:
         DRAFTED.inc(sum([progress.drafted for progress in event.progress]))
         ACCEPTED.inc(sum([progress.accepted for progress in event.progress]))
         TOKENS.inc(sum(gained))
-        for tokens in gained:
-            if tokens:
-                ACCEPTANCE_LENGTH.observe(tokens)
+        ACCEPTANCE_LENGTH.observe_all([tokens for tokens in gained if tokens])
         for part, seconds in _PARTS.items():
             seconds.inc(getattr(event, f"{part}_s"))
 

@@ -125,6 +125,11 @@ def deciding(path: Path) -> Iterator[str]:
             f"The whole scheduler process (decode, core, commit to the record, publish; {row['config'].removeprefix('scheduler, ')}, "
             f"{row['slots']} requests in a report): {row['cpu_ms_per_report']:.2f} ms of CPU time per report. So one core carries "
             f"{row['workers_per_shard']} workers whose rounds take {row['at_round_s'] * 1e3:g} ms; more need another shard."
+            + (
+                f" Its record takes {row['record_cpu_ms_per_report']:.2f} ms of a core of its own."
+                if "record_cpu_ms_per_report" in row
+                else ""
+            )
         )
     yield ""
 

@@ -9,10 +9,12 @@ Names start with `laps_sd_`, and no label is a request id: a label value lives a
 
 from __future__ import annotations
 
+import bisect
+import collections
 import contextlib
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
@@ -24,7 +26,9 @@ __all__ = [
     "REGISTRY",
     "SECONDS",
     "TOKENS",
+    "CountHistogram",
     "MetricsServer",
+    "count_histogram",
     "counter",
     "gauge",
     "histogram",
@@ -81,6 +85,21 @@ def histogram(
 ) -> Histogram:
     """Return a metric of a distribution; its name ends with the unit."""
     return Histogram(_checked(name, labels), description, labels, buckets=buckets, registry=registry)
+
+
+class CountHistogram(Histogram):
+    """Distribution of small whole numbers, of which many are observed at once: `observe` takes 2 µs for each."""
+
+    def observe_all(self, numbers: Iterable[int]) -> None:
+        """Observe each of the numbers."""
+        for number, count in collections.Counter(numbers).items():
+            self._sum.inc(number * count)
+            self._buckets[bisect.bisect_left(self._upper_bounds, number)].inc(count)
+
+
+def count_histogram(name: str, description: str, *, buckets: Sequence[int]) -> CountHistogram:
+    """Return a metric of a distribution of whole numbers; its name ends with the unit."""
+    return CountHistogram(_checked(name, ()), description, buckets=buckets, registry=REGISTRY)
 
 
 def value(name: str, labels: dict[str, str] | None = None, registry: CollectorRegistry = REGISTRY) -> float:
