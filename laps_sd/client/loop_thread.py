@@ -186,8 +186,8 @@ def _note_fork() -> None:
     """Remember in a child process that gRPC does not work there because the parent has used it.
 
     The threads of the parent's loops and of gRPC do not exist in the child. gRPC ends its threads some time
-    after the last client is closed, and a fork meanwhile leaves a lock of gRPC taken for ever: of 1,000
-    children that made a client after the parent had closed its own, 3 waited for ever.
+    after the last client is closed. A fork before that leaves a lock of gRPC taken permanently: of 1,000
+    children that made a client after the parent had closed its own, 3 waited without end.
     """
     global _forked
     _forked = _used

@@ -40,7 +40,7 @@ class Writer(Protocol):
     tails: Tails
     tails_are_read: bool
     generation: int
-    """Number of times that `tails` was made anew."""
+    """Number of times that `tails` was built again."""
     expires_with: dict[str, str]
     """The key that expires with each request."""
 
@@ -309,7 +309,7 @@ class _Encoder:
             keys = [self._store.keys.leader(), self._store.keys.log()]
             self._encoded.sent.append(_Sent(Call(scripts.CLEAR, keys, [self._leadership]), ()))
         if self._encoded.known and not self._encoded.sent:
-            # Whether this process leads is for the record to say.
+            # Only the record knows whether this process leads.
             call = Call(scripts.FOLD, [self._store.keys.leader()], [self._leadership])
             self._encoded.sent.append(_Sent(call, ()))
         return self._encoded

@@ -151,7 +151,7 @@ class Store:
         """Unfinished requests as this leader knows them."""
         self.tails_are_read = False
         self.generation = 0
-        """Number of times that `tails` was made anew: what was encoded before does not fit any more."""
+        """Number of times that `tails` was built again: what was encoded before does not fit any more."""
         self._leadership = ""
         # One at a time: a renewal that overtakes a reclaim would look like another leader's.
         self._leading = asyncio.Lock()

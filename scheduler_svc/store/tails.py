@@ -1,4 +1,4 @@
-"""What a leader knows of the record's unfinished requests, so that it need not ask: the lease, the number of
+"""What a leader knows of the record's unfinished requests, so that it needs no read before a write: the lease, the number of
 committed tokens, and the tail of them that only the log holds.
 
 Only the leader writes, so its copy is exact once a batch is answered. A batch plans its changes in a `Plan`,
@@ -140,7 +140,7 @@ class Tails:
         )
 
     def resolved(self, stored: StoredRequest) -> None:
-        """Correct the copy of a request that the record was asked about."""
+        """Correct the copy of a request that was read from the record."""
         tail = self.by_id.get(stored.request_id)
         if tail is None:
             return
@@ -158,7 +158,7 @@ class Tails:
         self.unfolded.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget everything: another leadership reads the record anew."""
+        """Forget everything: the next leadership reads the record again."""
         self.by_id.clear()
         self.unfolded.clear()
         self.newest, self.has_entries, self.ahead = "", False, False

@@ -20,7 +20,7 @@ TESTS = ("test_log", "test_stateful", "test_contract", "test_faults", "test_prot
 
 @dataclass(frozen=True)
 class Mistake:
-    """A text in a file of the store, and what stands there with the mistake."""
+    """A text in a file of the store, and the text that replaces it."""
 
     name: str
     file: str

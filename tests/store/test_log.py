@@ -223,7 +223,7 @@ class TestFolding:
     async def test_of_everything_clears_the_log_and_appends_go_on(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
     ) -> None:
-        """No outputs stay there behind the end of their requests."""
+        """The log keeps no outputs after the end of their requests."""
         await accept(store, a_request())
         await lease(store)
         await One(store).commit(a_commit())
@@ -438,7 +438,7 @@ class TestLoss:
 async def test_a_record_of_the_layout_before_is_read_and_goes_on(
     open_store: OpenStore, client: redis_client.Redis
 ) -> None:
-    """All progress was in the requests' own keys, beside an index of the queue by level."""
+    """All progress was in the requests' own keys, and there was an index of the queue by level."""
     before = open_store()
     await before.acquire_leadership(owner="before:1", lease_s=60)
     await accept(before, a_request())
