@@ -114,8 +114,8 @@ class TestOurChoice:
     def test_an_estimate_for_the_request_itself_may_be_wider_than_that_of_a_class(self) -> None:
         same = CoreSettings(predicted_spread=SETTINGS.perceptible_spread)
         vague = Priors()
-        for number in range(60):
-            vague.observe_length("", 100 * 3 ** (number % 3 - 1), Guesses(client=100.0))
+        for length in [33, 100, 300] * 20:
+            vague.observe_length("", length, Guesses(client=100.0))
         request = make(hint=100)
         assert policy_named("laps-sd", SETTINGS).rank(request, vague).perceptible
         assert not policy_named("laps-sd", same).rank(request, vague).perceptible
