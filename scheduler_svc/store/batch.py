@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -123,10 +123,12 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A call, and the places of its answers: (entries of a queueing call, index), or a folded request."""
+    """A call, and what its answers are about: entries of queueing calls, by index, or folded requests. The one
+    answer of an append is about all of its places.
+    """
 
     call: Call
-    places: Sequence[tuple[_Work, int] | str]
+    places: Sequence[tuple[_Work, int] | str] = ()
 
 
 @dataclass(slots=True)
@@ -139,8 +141,6 @@ class _Encoded:
     """Number of its entry in the log."""
     bytes: int = 0
     """Size of that entry."""
-    logged: list[tuple[_Work, int]] = field(default_factory=list)
-    """Places that the log's answer is for."""
     known: list[tuple[_Work, int, TransitionStatus]] = field(default_factory=list)
     """Places whose answer is known without the record."""
     answered: bool = False
@@ -207,50 +207,51 @@ class Batch:
             self._encoded = _Encoder(store, self._leadership).encode(self._work)
         encoded = self._encoded
         replies = await store.run([one.call for one in encoded.sent], leading=True)
-        answers: dict[int, list[TransitionStatus]] = {
-            id(work): [TransitionStatus.OK] * len(work.entries) for work in self._work
-        }
-        for work, index, status in encoded.known:
-            answers[id(work)][index] = status
-        for one, reply in zip(encoded.sent, replies, strict=True):
-            if one.call.script is scripts.APPEND:
-                if reply[0] == b"behind":
-                    store.distrust()
-                    raise Fenced("the log is not the one that this leader wrote")
-                for work, index in encoded.logged:
-                    answers[id(work)][index] = _STATUS[reply[0]]
-                store.tails.newest, store.tails.has_entries = f"{encoded.entry}-0", True
-                continue
-            if one.call.script is scripts.CLEAR:
-                store.tails.has_entries = False
-            for place, answer in zip(one.places, reply, strict=True):
-                status = _STATUS[answer]
-                if isinstance(place, str):
-                    request_id = place
-                else:
-                    work, index = place
-                    answers[id(work)][index] = status
-                    request_id = work.entries[index].request_id
-                    if (
-                        one.call.script is scripts.COMMIT
-                        and status is TransitionStatus.OK
-                        and not encoded.answered
-                    ):
-                        encoded.plan.committed(work.entries[index])
-                if status not in _TAKEN and not encoded.answered:
-                    encoded.plan.unexpected(request_id)
-                    if isinstance(place, str):
-                        self.unfoldable[request_id] = status
+        answers = self._answers(encoded, replies)
         if not encoded.answered:
-            store.tails.written_bytes += encoded.bytes
-            encoded.plan.become(encoded.entry)
-            encoded.answered = True
+            self._become(encoded, replies)
         for work in self._work:
             work.pending.set(answers[id(work)])
             if work.plan in (_Encoder.commit, _Encoder.finish):
-                for entry, status in zip(work.entries, answers[id(work)], strict=True):
+                for entry, status in zip(work.entries, work.pending.result(), strict=True):
                     if entry.end is not None and status is not TransitionStatus.STALE:
                         store.let_go(entry.request_id)
+
+    def _answers(self, encoded: _Encoded, replies: Sequence[Any]) -> dict[int, list[TransitionStatus]]:
+        """Return the answers to the entries of each queueing call, by its identity. Raises Fenced."""
+        answers = {id(work): [TransitionStatus.OK] * len(work.entries) for work in self._work}
+        for work, index, status in encoded.known:
+            answers[id(work)][index] = status
+        for one, reply in zip(encoded.sent, replies, strict=True):
+            if one.call.script is scripts.APPEND and reply[0] == b"behind":
+                self._store.distrust()
+                raise Fenced("the log is not the one that this leader wrote")
+            for place, status in _by_place(one, reply):
+                if not isinstance(place, str):
+                    answers[id(place[0])][place[1]] = status
+        return answers
+
+    def _become(self, encoded: _Encoded, replies: Sequence[Any]) -> None:
+        """Make what the record has answered the leader's copy of it."""
+        plan = encoded.plan
+        for one, reply in zip(encoded.sent, replies, strict=True):
+            if one.call.script is scripts.APPEND:
+                continue  # the plan has its rows
+            for place, status in _by_place(one, reply):
+                if isinstance(place, str):
+                    if status not in _TAKEN:
+                        plan.unexpected(place)
+                        self.unfoldable[place] = status
+                    continue
+                entry = place[0].entries[place[1]]
+                if status not in _TAKEN:
+                    plan.unexpected(entry.request_id)
+                elif one.call.script is scripts.COMMIT and status is TransitionStatus.OK:
+                    plan.committed(entry)
+            if one.call.script is scripts.CLEAR:
+                self._store.tails.has_entries = False
+        plan.become(encoded.entry, encoded.bytes)
+        encoded.answered = True
 
     def _queue(
         self, entries: Sequence[Any], plan: Callable[[_Encoder, _Work], None]
@@ -281,6 +282,7 @@ class _Encoder:
         self._leadership = leadership
         self._now_ms = int(store.clock() * 1000)
         self._rows: list[bytes] = []
+        self._logged: list[tuple[_Work, int]] = []
         self._encoded = _Encoded(Plan(store.tails, self._now_ms), [], number_of(store.tails.newest) + 1)
         self._plan = self._encoded.plan
 
@@ -304,14 +306,14 @@ class _Encoder:
                 packed,
             ]
             # First: what follows in the batch may fold its rows.
-            self._encoded.sent.insert(0, _Sent(Call(scripts.APPEND, keys, arguments), ()))
+            self._encoded.sent.insert(0, _Sent(Call(scripts.APPEND, keys, arguments), self._logged))
         elif tails.has_entries and not tails.unfolded:
             keys = [self._store.keys.leader(), self._store.keys.log()]
-            self._encoded.sent.append(_Sent(Call(scripts.CLEAR, keys, [self._leadership]), ()))
+            self._encoded.sent.append(_Sent(Call(scripts.CLEAR, keys, [self._leadership])))
         if self._encoded.known and not self._encoded.sent:
             # Only the record knows whether this process leads.
             call = Call(scripts.FOLD, [self._store.keys.leader()], [self._leadership])
-            self._encoded.sent.append(_Sent(call, ()))
+            self._encoded.sent.append(_Sent(call))
         return self._encoded
 
     def commit(self, work: _Work) -> None:
@@ -329,7 +331,7 @@ class _Encoder:
                 self._rows.append(
                     pack_row(commit.request_id, sequence, commit.position, commit.tokens, commit.standing)
                 )
-                self._encoded.logged.append((work, index))
+                self._logged.append((work, index))
         self._fold(work.entries[index].request_id for index in others)
         for index in others:
             if work.entries[index].end is not None:
@@ -383,22 +385,19 @@ class _Encoder:
 
     def lease(self, work: _Work) -> None:
         """Plan leases."""
-        for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
-            keys, arguments = self._of_requests(work, some)
-            for index in some:
-                lease = work.entries[index]
-                arguments += (lease.worker_id, lease.lease_epoch - 1, lease.lease_epoch)
-                self._plan.lease(lease)
-            self._send(scripts.LEASE, keys, arguments, work, some)
+        for lease in work.entries:
+            self._plan.lease(lease)
+        self._on_requests(
+            scripts.LEASE, work, lambda lease: (lease.worker_id, lease.lease_epoch - 1, lease.lease_epoch)
+        )
 
     def release(self, work: _Work) -> None:
         """Plan releases; the lease epoch stays."""
-        for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
-            keys, arguments = self._of_requests(work, some)
-            for index in some:
-                release = work.entries[index]
-                arguments += (release.lease_epoch, release.deaths, release.death_round)
-            self._send(scripts.RELEASE, keys, arguments, work, some)
+        self._on_requests(
+            scripts.RELEASE,
+            work,
+            lambda release: (release.lease_epoch, release.deaths, release.death_round),
+        )
 
     def restore(self, work: _Work) -> None:
         """Plan requests that are written back; rows of the log that they repeat do not count any more."""
@@ -453,15 +452,31 @@ class _Encoder:
             call = Call(scripts.FOLD, keys, arguments)
             self._encoded.sent.append(_Sent(call, [request_id for request_id, _ in some]))
 
-    def _of_requests(self, work: _Work, some: Sequence[int]) -> tuple[list[str], list[Argument]]:
+    def _on_requests(
+        self, script: Script, work: _Work, arguments_of: Callable[[Any], tuple[Argument, ...]]
+    ) -> None:
+        """Call a script that needs nothing but the requests' hashes."""
         names = self._store.keys
-        keys = [names.leader(), *(names.request(work.entries[index].request_id) for index in some)]
-        return keys, [self._leadership]
+        for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
+            keys = [names.leader()]
+            arguments: list[Argument] = [self._leadership]
+            for index in some:
+                keys.append(names.request(work.entries[index].request_id))
+                arguments += arguments_of(work.entries[index])
+            self._send(script, keys, arguments, work, some)
 
     def _send(
         self, script: Script, keys: list[str], arguments: list[Argument], work: _Work, some: Sequence[int]
     ) -> None:
         self._encoded.sent.append(_Sent(Call(script, keys, arguments), [(work, index) for index in some]))
+
+
+def _by_place(one: _Sent, reply: list[Any]) -> Iterator[tuple[tuple[_Work, int] | str, TransitionStatus]]:
+    """Yield the answers to a call with their places."""
+    if one.call.script is scripts.APPEND:
+        reply = reply * len(one.places)
+    for place, answer in zip(one.places, reply, strict=True):
+        yield place, _STATUS[answer]
 
 
 def _chunks(entries: Iterable[T], size: int) -> Iterable[list[T]]:

@@ -297,11 +297,14 @@ class Plan:
                 logged=True,
             )
 
-    def become(self, entry: int) -> None:
-        """Make the plan the leader's copy: the record has taken it; its rows are in the entry of this
-        number.
+    def become(self, entry: int, entry_bytes: int) -> None:
+        """Make the plan the leader's copy: the record has taken it, with its rows in the entry of this number
+        and size; size 0: it has none.
         """
         tails = self._tails
+        if entry_bytes:
+            tails.newest, tails.has_entries = f"{entry}-0", True
+            tails.written_bytes += entry_bytes
         for request_id, planned in self._planned.items():
             if request_id in self._ended:
                 continue

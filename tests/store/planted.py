@@ -120,7 +120,7 @@ MISTAKES = (
         "            tail.tokens.extend(planned.tokens)\n",
         "",
     ),
-    Mistake("a refused fold counts", "batch.py", "encoded.plan.unexpected(request_id)", "pass"),
+    Mistake("a refused fold counts", "batch.py", "plan.unexpected(place)", "pass"),
     Mistake("an answer counts twice", "batch.py", "if not encoded.answered:\n", "if True:\n"),
     Mistake(
         "a batch from before a write-back",
