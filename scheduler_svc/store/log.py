@@ -103,23 +103,28 @@ class Log:
     """Rows by sequence number, in their order."""
 
     def continued(self, stored: StoredRequest) -> StoredRequest:
-        """Return the request with what the log has of it. Rows behind a gap, or that contradict the tokens
-        before them, do not count: a log whose appends were answered has none.
-        """
-        tokens, standing, first_ms = stored.committed_ids, stored.standing, stored.first_token_unix_ms
-        for row in self.rows.get(stored.sequence, ()):
-            known = tokens[row.position : row.position + len(row.tokens)]
-            if row.position > len(tokens) or row.tokens[: len(known)] != known:
-                break
-            tokens += row.tokens[len(known) :]
-            if row.standing.rounds >= standing.rounds:
-                standing = row.standing
-            if first_ms is None and row.position == 0 and row.tokens:
-                first_ms = row.at_ms
-        return replace(stored, committed_ids=tokens, standing=standing, first_token_unix_ms=first_ms)
+        """Return the request with what the log has of it."""
+        return continued(stored, self.rows.get(stored.sequence, ()))
 
 
 EMPTY = Log("", {})
+
+
+def continued(stored: StoredRequest, rows: Iterable[Row]) -> StoredRequest:
+    """Return a request, as its own keys have it, with the progress of these rows. Rows behind a gap, or that
+    contradict the tokens before them, do not count: a log whose appends were answered has none.
+    """
+    tokens, standing, first_ms = stored.committed_ids, stored.standing, stored.first_token_unix_ms
+    for row in rows:
+        known = tokens[row.position : row.position + len(row.tokens)]
+        if row.position > len(tokens) or row.tokens[: len(known)] != known:
+            break
+        tokens += row.tokens[len(known) :]
+        if row.standing.rounds >= standing.rounds:
+            standing = row.standing
+        if first_ms is None and row.position == 0 and row.tokens:
+            first_ms = row.at_ms
+    return replace(stored, committed_ids=tokens, standing=standing, first_token_unix_ms=first_ms)
 
 
 def number_of(entry_id: str) -> int:

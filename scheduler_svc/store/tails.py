@@ -8,12 +8,12 @@ which becomes the copy when the record has answered.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_svc.core.commands import Commit, Lease, Standing
 from scheduler_svc.store.codec import recordable
-from scheduler_svc.store.log import Log
+from scheduler_svc.store.log import Log, Row, continued
 from scheduler_svc.store.records import StoredRequest
 
 
@@ -128,16 +128,8 @@ class Tails:
         tail = self.by_id.get(stored.request_id)
         if tail is None or stored.request_id not in self.unfolded:
             return stored
-        known = len(stored.committed_ids) - tail.folded
-        if known < 0 or stored.committed_ids[tail.folded :] != tuple(tail.tokens[:known]):
-            return stored
-        first_ms = stored.first_token_unix_ms
-        return replace(
-            stored,
-            committed_ids=stored.committed_ids + tuple(tail.tokens[known:]),
-            standing=tail.standing if tail.standing.rounds >= stored.standing.rounds else stored.standing,
-            first_token_unix_ms=tail.first_ms if first_ms is None else first_ms,
-        )
+        unfolded = Row(tail.first_ms or 0, 0, tail.folded, tuple(tail.tokens), recordable(tail.standing))
+        return continued(stored, [unfolded])
 
     def resolved(self, stored: StoredRequest) -> None:
         """Correct the copy of a request that was read from the record."""
@@ -224,7 +216,7 @@ class Plan:
             planned.first_ms = self._now_ms
         planned.tokens += commit.tokens
         planned.committed += len(commit.tokens)
-        planned.standing = recordable(now)
+        planned.standing = now
         planned.logged = True
         return planned.tail.sequence
 
