@@ -24,7 +24,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from laps_sd.contract.ends import End
@@ -330,26 +330,17 @@ class Loop:
     async def _settle_claims(self) -> None:
         if not self.outage.on:
             self.clients.forget_old_ends(self.clock())
-            try:
+            with self._tried_again_later():
                 await self.store.settle_claims()
-            except StoreUnavailable as error:  # tried again in the next second
-                self.outage.began(error)
 
     async def _tidy_log(self) -> None:
         """Fold what is due also where no report comes, so that no log holds outputs for long."""
         if self.outage.on:
             return
         batch = self.store.batch()
-        try:
+        with self._tried_again_later():
             await batch.execute()
-        except Fenced:
-            self.put(LeadInDoubt())
-        except StoreUnavailable as error:  # tried again in the next second
-            self.outage.began(error)
-        else:
-            for request_id, status in batch.unfoldable.items():
-                if request_id in self.clients.live:
-                    await self._refused(request_id, "Fold", status, self.clock())
+        await self._unfoldable(batch.unfoldable, self.clock())
 
     def _follow_clock_soon(self, turn: Turn) -> None:
         self.timers.at(turn.now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
@@ -357,10 +348,8 @@ class Loop:
 
     async def _follow_clock(self) -> None:
         if not self.outage.on:
-            try:
+            with self._tried_again_later():
                 self.store.clock.follow(await self.store.measure_clock())
-            except StoreUnavailable as error:  # tried again in the next interval
-                self.outage.began(error)
 
     def _save_priors_soon(self, turn: Turn) -> None:
         self.timers.at(turn.now_s + self.settings.priors_save_s, self._save_priors_soon)
@@ -377,27 +366,27 @@ class Loop:
         blob = json.dumps(learnt, separators=(",", ":"))
         if blob == self._saved_priors and not self.outage.on:
             return  # in an outage it is written all the same, which shows whether the outage is over
-        try:
+        with self._tried_again_later():
             await self.store.save_priors(blob.encode())
-        except Fenced:
-            self.put(LeadInDoubt())
-        except StoreUnavailable as error:  # tried again in the next interval
-            self.outage.began(error)
-        else:
             self._saved_priors = blob
             self.outage.wrote()
 
     async def _save_probes(self) -> None:
         if self.outage.on:
             return  # the priors show whether it is over
-        try:
+        with self._tried_again_later():
             await self.store.save_probes(self.probes.to_blob())
+            self.probes.unsaved = False
+
+    @contextlib.contextmanager
+    def _tried_again_later(self) -> Iterator[None]:
+        """Run a chore that comes again in its next interval if the record cannot be reached."""
+        try:
+            yield
         except Fenced:
             self.put(LeadInDoubt())
-        except StoreUnavailable as error:  # tried again in the next interval
+        except StoreUnavailable as error:
             self.outage.began(error)
-        else:
-            self.probes.unsaved = False
 
     # Act.
 
@@ -410,11 +399,11 @@ class Loop:
                 self._recorded(transition, turn.now_s)
             else:
                 refused.add(transition.request_id)
-                await self._refused(transition.request_id, type(transition).__name__, status, turn.now_s)
-        for request_id, status in lost.items():
-            if request_id in self.clients.live and request_id not in refused:
-                refused.add(request_id)
-                await self._refused(request_id, "Fold", status, turn.now_s)
+                kind = type(transition).__name__.lower()
+                await self._refused(transition.request_id, kind, status, turn.now_s)
+        unfoldable = {request_id: status for request_id, status in lost.items() if request_id not in refused}
+        await self._unfoldable(unfoldable, turn.now_s)
+        refused.update(unfoldable)
         for command in commands:
             match command:
                 case Rank(request_id):
@@ -567,12 +556,18 @@ class Loop:
             session.known.pop(live.request_id, None)
         self.clients.ended(live, commit, now_s)
 
+    async def _unfoldable(self, lost: Mapping[str, TransitionStatus], now_s: float) -> None:
+        """Write back requests that the record was found to have lost."""
+        for request_id, status in lost.items():
+            if request_id in self.clients.live:
+                await self._refused(request_id, "fold", status, now_s)
+
     async def _refused(self, request_id: str, kind: str, status: TransitionStatus, now_s: float) -> None:
         """Correct the core's wrong state of a request: the core drops the request, and receives the state on
         the record.
         """
-        metrics.REFUSED.labels(kind.lower(), status.name.lower()).inc()
-        log.warning("the record refused", request_id=request_id, transition=kind.lower(), status=status.name)
+        metrics.REFUSED.labels(kind, status.name.lower()).inc()
+        log.warning("the record refused", request_id=request_id, transition=kind, status=status.name)
         self._next_events.append(Refused(request_id, gone=status is TransitionStatus.GONE))
         live = self.clients.live.get(request_id)
         if live is None:
