@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,8 @@ import redis.asyncio as redis_client
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import packed
 from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
-from scheduler_svc.store.batch import Batch, Pending
+from scheduler_svc.store.batch import Batch, Call, Pending
+from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import NewRequest, StoredRequest, TransitionStatus
 from scheduler_svc.store.store import Store
 
@@ -120,6 +122,28 @@ async def accept(store: Store, *requests: NewRequest) -> None:
 
 async def lease(store: Store, request_id: str = "r1", worker_id: str = "w1", lease_epoch: int = 1) -> None:
     assert await One(store).lease(Lease(request_id, worker_id, lease_epoch)) is OK
+
+
+@contextlib.contextmanager
+def losing_answers(store: Store) -> Iterator[list[Sequence[Call]]]:
+    """Lose the answers of the record to what is sent; yield that."""
+    run, sent = store.run, list[Sequence[Call]]()
+
+    async def lost(calls: Sequence[Call], *, leading: bool = False) -> list[Any]:
+        sent.append(calls)
+        await run(calls, leading=leading)
+        raise StoreUnavailable("the answer is lost")
+
+    with patch.object(store, "run", lost), contextlib.suppress(StoreUnavailable):
+        yield sent
+
+
+async def take_over(open_store: Callable[..., Store], old: Store) -> Store:
+    """Make another process the leader."""
+    await old.resign()
+    new = open_store()
+    assert await new.acquire_leadership(owner="other:1", lease_s=60) is not None
+    return new
 
 
 async def fold(store: Store) -> None:

@@ -42,6 +42,7 @@ from tests.store.kit import (
     keys_of,
     lease,
     read,
+    take_over,
     ttls_ms,
     unfinished,
 )
@@ -72,14 +73,6 @@ class Waiting:
         assert await self.takes_over() is None
         if not briefly:
             self.now_s += 1.0
-
-
-async def take_over(open_store: OpenStore, old: Store) -> Store:
-    """Make another process the leader."""
-    await old.resign()
-    new = open_store()
-    assert await new.acquire_leadership(owner="other:1", lease_s=60) is not None
-    return new
 
 
 class TestSubmit:

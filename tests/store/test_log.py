@@ -10,7 +10,7 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease, Release
-from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
+from scheduler_svc.store.errors import Fenced, RecordBehind
 from scheduler_svc.store.log import Log, Row, pack_entry, pack_row, read_log, unpack_entry
 from scheduler_svc.store.store import Store
 from tests.store.conftest import OpenStore
@@ -28,7 +28,9 @@ from tests.store.kit import (
     accept,
     fold,
     lease,
+    losing_answers,
     read,
+    take_over,
     ttls_ms,
     unfinished,
 )
@@ -41,13 +43,6 @@ async def entries(store: Store, client: redis_client.Redis) -> list[str]:
 async def folded_tokens(store: Store, client: redis_client.Redis, request_id: str = "r1") -> int:
     """Return the tokens that the request's own keys hold."""
     return int(await client.hget(store.keys.request(request_id), "committed") or 0)
-
-
-async def take_over(open_store: OpenStore, client: redis_client.Redis, store: Store) -> Store:
-    other = open_store()
-    await client.delete(store.keys.leader())
-    await other.acquire_leadership(owner="other:1", lease_s=60)
-    return other
 
 
 class TestEntry:
@@ -107,7 +102,7 @@ async def test_another_process_reads_what_only_the_log_has(
     known = await read(store)
     assert known.first_token_unix_ms == NOW_S * 1000
     assert known == await read(open_store())
-    other = await take_over(open_store, client, store)
+    other = await take_over(open_store, store)
 
     assert [known, await read(store, "r2")] == await unfinished(other)
     assert await One(other).commit(a_commit(position=4, tokens=(15,))) is OK
@@ -121,7 +116,7 @@ async def test_a_new_leader_that_has_read_nothing_reads_before_it_writes(
     await accept(store, a_request())
     await lease(store)
     await One(store).commit(a_commit())
-    other = await take_over(open_store, client, store)
+    other = await take_over(open_store, store)
 
     assert await One(other).commit(a_commit()) is ALREADY
     assert await One(other).commit(a_commit(position=3)) is OK
@@ -236,7 +231,9 @@ class TestFolding:
         assert await entries(store, client) == ["2-0"]
         await fold(store)
 
-        other = await take_over(open_store, client, store)
+        other = open_store()
+        await client.delete(store.keys.leader())
+        await other.acquire_leadership(owner="other:1", lease_s=60)
         assert await One(other).commit(a_commit(position=6)) is OK
         with pytest.raises(Fenced):
             await store.batch().execute()
@@ -248,22 +245,14 @@ class TestFolding:
         await accept(store, a_request())
         await lease(store)
         await One(store).commit(a_commit())
-        with pytest.MonkeyPatch.context() as patched:
-            run, late = store.run, []
-
-            async def keep(calls: list[object], *, leading: bool = False) -> object:
-                late.append(calls)
-                raise StoreUnavailable("it is on its way")
-
-            patched.setattr(store, "run", keep)
-            with pytest.raises(StoreUnavailable):
-                await fold(store)
+        with losing_answers(store) as late:
+            await fold(store)
         await One(store).finish(a_finish(standing=a_standing(rounds=1)))
         before = await read(store)
         await client.hset(store.keys.request("r1"), "committed", "2")
         await client.set(store.keys.tokens("r1"), (await client.get(store.keys.tokens("r1")))[:8], ex=60)
 
-        assert [list(reply) for reply in await run(late[0], leading=True)] == [[GONE.value]]  # type: ignore[arg-type]
+        assert [list(reply) for reply in await store.run(late[0], leading=True)] == [[GONE.value]]
         assert before.committed_ids == (11, 12, 13)
         assert (await read(store)).committed_ids == (11, 12)
 
@@ -298,24 +287,17 @@ class TestFolding:
         assert store.tails.unfolded == {}
 
     async def test_that_arrives_long_after_it_was_sent_changes_nothing(
-        self, store: Store, client: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
+        self, store: Store, client: redis_client.Redis
     ) -> None:
         await accept(store, a_request())
         await lease(store)
         await One(store).commit(a_commit())
-        run, late = store.run, []
-
-        async def keep(calls: list[object], *, leading: bool = False) -> object:
-            late.append(calls)
-            return await run(calls, leading=leading)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(store, "run", keep)
-        await fold(store)
-        monkeypatch.undo()
+        with losing_answers(store) as late:
+            await fold(store)
         await One(store).commit(a_commit(position=3, standing=a_standing(rounds=2)))
         await fold(store)
         before = await client.hgetall(store.keys.request("r1"))
-        await run(late[0], leading=True)  # type: ignore[arg-type]
+        await store.run(late[0], leading=True)
 
         assert await client.hgetall(store.keys.request("r1")) == before
         assert (await read(store)).committed_ids == (11, 12, 13) * 2
@@ -323,23 +305,15 @@ class TestFolding:
 
 class TestRepetition:
     async def test_of_an_entry_whose_answer_was_lost_adds_nothing(
-        self, store: Store, client: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
+        self, store: Store, client: redis_client.Redis
     ) -> None:
         await accept(store, a_request("r1"), a_request("r2"))
         await lease(store)
         batch = store.batch()
         answers = [batch.commit([a_commit()]), batch.lease([Lease("r2", "w1", 1)])]
-        run = store.run
-
-        async def lost(calls: list[object], *, leading: bool = False) -> object:
-            await run(calls, leading=leading)  # type: ignore[arg-type]
-            raise StoreUnavailable("the answer is lost")
-
-        monkeypatch.setattr(store, "run", lost)
-        with pytest.raises(StoreUnavailable):
+        with losing_answers(store):
             await batch.execute()
         assert not answers[0].done
-        monkeypatch.undo()
         await batch.execute()
 
         assert [answer.result() for answer in answers] == [[ALREADY], [ALREADY]]
@@ -428,7 +402,7 @@ class TestLoss:
         await accept(store, a_request())
         await lease(store)
         await One(store).commit(a_commit())
-        other = await take_over(open_store, client, store)
+        other = await take_over(open_store, store)
         await client.set(store.keys.server(), "an earlier process")
         await other.acquire_leadership(owner="other:1", lease_s=60)
 

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import copy as copies_of
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -39,9 +39,9 @@ from hypothesis.stateful import (
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Finish, Lease, Release
-from scheduler_svc.store.batch import Batch, Call, Pending
+from scheduler_svc.store.batch import Batch, Pending
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
+from scheduler_svc.store.errors import Fenced, RecordBehind
 from scheduler_svc.store.records import StoredRequest, SubmitStatus, TransitionStatus
 from scheduler_svc.store.store import Store
 from tests.store.kit import (
@@ -56,6 +56,7 @@ from tests.store.kit import (
     a_standing,
     assert_nothing_leaks,
     keys_of,
+    losing_answers,
     new_shard,
     unfinished,
 )
@@ -145,20 +146,6 @@ class Worker:
 
 def copy_of(stored: StoredRequest) -> Copy:
     return Copy(stored.lease_epoch, stored.worker_id, list(stored.committed_ids), stored.standing.rounds)
-
-
-@contextlib.contextmanager
-def losing_answers(store: Store) -> Iterator[None]:
-    """Lose the answers of the record to what is sent."""
-    run = store.run
-
-    async def lost(calls: Sequence[Call], *, leading: bool = False) -> list[Any]:
-        await run(calls, leading=leading)
-        raise StoreUnavailable("the answer is lost")
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(StoreUnavailable):
-        patch.setattr(store, "run", lost)
-        yield
 
 
 def stands_by(scheduler: Scheduler) -> bool:
