@@ -15,7 +15,7 @@ from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Standing, StoryLine
 from scheduler_svc.core.events import Recovered, RequestFacts
 from scheduler_svc.leader.tracing import RequestTrace
-from scheduler_svc.store.records import NewRequest, StoredRequest
+from scheduler_svc.store.records import NewRequest, StoredRequest, standing_at_arrival
 from scheduler_svc.wire import replies, reports, requests
 from scheduler_svc.wire.requests import AcceptedRequest
 
@@ -222,16 +222,7 @@ def from_submission(new: NewRequest, request: AcceptedRequest) -> Live:
         time_limit_s=None
         if new.time_limit_ms is None
         else request.facts.arrival_s + new.time_limit_ms / 1000.0,
-        standing=Standing(
-            rounds=0,
-            drafts=0,
-            drafted=0,
-            accepted=0,
-            attained_s=0.0,
-            preemptions=0,
-            level=0,
-            score=float(request.facts.sequence),
-        ),
+        standing=standing_at_arrival(request.facts.sequence),
     )
 
 

@@ -41,7 +41,6 @@ from scheduler_svc.core.commands import (
     Lease,
     Rank,
     Release,
-    Standing,
 )
 from scheduler_svc.core.events import EndRequested, Event, Refused, WorkerDraining
 from scheduler_svc.core.scheduler import Scheduler
@@ -68,7 +67,7 @@ from scheduler_svc.leader.turn import (
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.batch import Batch, Pending
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
-from scheduler_svc.store.records import StoredRequest, TransitionStatus
+from scheduler_svc.store.records import StoredRequest, TransitionStatus, standing_at_arrival
 from scheduler_svc.store.store import Store
 from scheduler_svc.wire import replies, reports
 from scheduler_svc.wire.checks import MAX_TOKEN_ID
@@ -94,9 +93,6 @@ needs on average.
 WRITE_BACK_TOGETHER = 32
 FORGOTTEN_DETAIL = "the record lost how this request ended"
 MISMATCH_DETAIL = "the record holds other outputs than were committed"
-NO_STANDING = Standing(
-    rounds=0, drafts=0, drafted=0, accepted=0, attained_s=0.0, preemptions=0, level=0, score=0.0
-)
 
 
 class Loop:
@@ -507,7 +503,7 @@ class Loop:
             batch = self.store.batch()
             batch.finish(
                 [
-                    Finish(request_id, End.ERROR, FORGOTTEN_DETAIL, NO_STANDING, ())
+                    Finish(request_id, End.ERROR, FORGOTTEN_DETAIL, standing_at_arrival(0), ())
                     for request_id in unknown[start : start + WRITE_BACK_TOGETHER]
                 ]
             )

@@ -119,6 +119,20 @@ class StoredRequest(NewRequest):
     death_round: int = 0
 
 
+def standing_at_arrival(sequence: int) -> Standing:
+    """Return the progress of a request that has just been accepted."""
+    return Standing(
+        rounds=0,
+        drafts=0,
+        drafted=0,
+        accepted=0,
+        attained_s=0.0,
+        preemptions=0,
+        level=0,
+        score=float(sequence),
+    )
+
+
 class SubmitStatus(enum.Enum):
     """Outcome of a submission."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from scheduler_svc.core.commands import Commit, Lease, Standing
 from scheduler_svc.store.codec import recordable
 from scheduler_svc.store.log import Log, Row, continued
-from scheduler_svc.store.records import StoredRequest
+from scheduler_svc.store.records import StoredRequest, standing_at_arrival
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Tails:
 
     def submitted(self, request_id: str, sequence: int, lease_epoch: int, committed: int) -> None:
         """Add a request that the record has just accepted. A repeat changes nothing."""
-        standing = Standing(0, 0, 0, 0, 0.0, 0, 0, float(sequence))
+        standing = standing_at_arrival(sequence)
         self.by_id.setdefault(
             request_id, Tail(sequence, lease_epoch, standing, committed=committed, folded=committed)
         )
