@@ -75,7 +75,7 @@ def features_of(request: inference_pb2.GenerateRequest, hashed: FeatureHash) -> 
 
 
 def _marks(request: inference_pb2.GenerateRequest) -> Iterator[str]:
-    """Yield what else a request says of the length of its output, each as one word: its length limit by powers
+    """Yield what else in a request shows the length of its output, each as one word: its length limit by powers
     of 2, its format, how far a chat has got, and which instructions begin it.
     """
     if request.sampling.HasField("max_tokens"):

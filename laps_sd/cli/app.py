@@ -81,7 +81,7 @@ def bench(
     root = folder.parent
     os.chdir(root)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    # As a module: beside the file of a script, `bench/gateway.py` would hide the package of the gateway.
+    # It runs as a module: for a script, `bench/gateway.py` would hide the package of the gateway.
     module = f"bench.{name.replace('-', '_')}"
     os.execve(sys.executable, [sys.executable, "-m", module, *context.args], environment)  # noqa: S606
 

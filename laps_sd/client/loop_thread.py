@@ -178,7 +178,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 _used = False
-"""Whether this process, or a parent that forked it, has run a loop with gRPC."""
+"""True once this process, or a parent that forked it, has run a loop with gRPC."""
 _forked = False
 
 

@@ -50,7 +50,7 @@ def safe_score(value: float) -> float:
 
 
 def recordable(standing: Standing) -> Standing:
-    """Return the progress as the record keeps it: with numbers that are ones."""
+    """Return the progress as the record keeps it: NaN and infinite seconds replaced."""
     if math.isfinite(standing.attained_s) and not math.isnan(standing.score):
         return standing
     return replace(standing, attained_s=safe_seconds(standing.attained_s), score=safe_score(standing.score))

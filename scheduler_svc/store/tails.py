@@ -1,5 +1,5 @@
-"""What a leader knows of the record's unfinished requests, so that it needs no read before a write: the lease, the number of
-committed tokens, and the tail of them that only the log holds.
+"""The leader's copy of the record's unfinished requests, so that it needs no read before a write: the lease, the
+number of committed tokens, and the tail of them that only the log holds.
 
 Only the leader writes, so its copy is exact once a batch is answered. A batch plans its changes in a `Plan`,
 which becomes the copy when the record has answered.

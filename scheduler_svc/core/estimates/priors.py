@@ -52,7 +52,7 @@ MAX_CLASSES = 256
 with the oldest last end of a request, among the classes of the tenant that has brought the most: one tenant's
 classes do not drive out those of others."""
 MOST_RESIDUALS = 32
-"""Tables of what remains after so many tokens, that a class keeps built."""
+"""Tables of the remaining length, one per number of tokens so far, that a class keeps."""
 
 
 @dataclass(slots=True)

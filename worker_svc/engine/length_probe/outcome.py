@@ -1,4 +1,4 @@
-"""What a round means for the probe: one look at most, and at the end of the request the lesson."""
+"""The probe's work after a round: it looks at a request once at most, and learns from one that has ended."""
 
 from __future__ import annotations
 

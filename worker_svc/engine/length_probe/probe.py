@@ -37,13 +37,13 @@ EVERY_TOKENS = 64
 LEAST_TOKENS = 16
 """The same after a prediction that was overrun at once (our choice)."""
 STUDIED = 4
-"""Of this many requests one is looked at as often in any case, and the others only where predictions are good (our
+"""One request of this many is looked at as often in any case, the others only where predictions are good (our
 choice): elsewhere a look serves learning alone."""
 FIRST_STUDIED = 100
 """Requests at the start that are all looked at as often (our choice)."""
 NEVER = 2**62
 LARGEST_PACKED = 65504.0
-"""Of float16."""
+"""Largest number that float16 holds."""
 MOST_KEPT = 32
 """Looks kept of a request, at most (our choice); beyond it every second one is dropped."""
 LEAST_REQUESTS = 30
